@@ -1,0 +1,50 @@
+"""What DistributedDataParallel keeps to itself."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["data_parallel_parameters", "has_foreign_hook", "refusal"]
+
+
+def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
+    """The parameters that DDP reduces, with their fully qualified names in the wrapped module.
+
+    A tied parameter has its first name. ``_orig_mod.``, which ``torch.compile`` puts in front, is left out, so that
+    state saved from a compiled model fits the same model uncompiled. Private: which parameters DDP ignores.
+    """
+    return {
+        parameter: name.replace("_orig_mod.", "")
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and not hasattr(parameter, "_ddp_ignored")
+    }
+
+
+def has_foreign_hook(ddp: DistributedDataParallel) -> str | None:
+    """The name of a hook registered with DDP itself, if there is one.
+
+    Private: DDP has no public way to ask, and its own refusal of a second hook comes after it has noted that hook.
+    """
+    if ddp._comm_hooks:
+        hook = ddp._comm_hooks[-1][0]
+        return getattr(hook, "__qualname__", repr(hook))
+    name = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
+    return str(name) if name else None
+
+
+def refusal(ddp: DistributedDataParallel) -> str | None:
+    """Why ``ddp`` cannot take a hook of ours, if it cannot. Private: the switches of DDP's special modes."""
+    if ddp.mixed_precision is not None:
+        return (
+            "this model was made with DistributedDataParallel(mixed_precision=...), which reduces with a hook of its "
+            "own; use torch.autocast, or bf16 gradients with Cast(torch.bfloat16, AllReduce())"
+        )
+    if getattr(ddp, "_delay_all_reduce_all_params", False) or getattr(ddp, "_delay_all_reduce_params", None):
+        return "this model was made with delay_all_reduce_named_params, whose reduction takes no hook; leave it out"
+    if getattr(ddp, "_use_python_reducer", False):
+        return (
+            "torch._dynamo.config.optimize_ddp is 'python_reducer', which never calls DDP's hooks; "
+            "set it to 'ddp_optimizer', its default"
+        )
+    return None

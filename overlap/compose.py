@@ -1,0 +1,67 @@
+"""Composition under PyTorch's names: a hook, then an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from overlap.hooks import Chain, Stage, StageHook, as_stage, chain
+from overlap.hooks.adapters import CommHook, is_hook
+from overlap.hooks.stage import to_stage
+from overlap.optim import FunctionalOptimizer, Step
+
+__all__ = ["OptimizerHookState", "hook_then_optimizer"]
+
+
+class OptimizerHookState:
+    """What :func:`hook_then_optimizer` updates with.
+
+    Args:
+        optimizer: a plain ``torch.optim.Optimizer`` or a functional one (backward does everything, the loop calls no
+            ``step()``), or an :class:`overlap.optim.OverlappedOptimizer` (the loop calls its ``step()``).
+        params: update these alone; the others keep their averaged ``.grad``. All where ``None``.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer | FunctionalOptimizer, params: Iterable[Tensor] | None = None
+    ) -> None:
+        self.optimizer = optimizer
+        self.params = None if params is None else list(params)
+
+    def stage(self) -> Step:
+        """The update as a stage of its own."""
+        return Step(self.optimizer, params=self.params)
+
+
+def hook_then_optimizer(hook: Stage | CommHook | Callable[..., Any], state: OptimizerHookState) -> StageHook:
+    """A hook that reduces a bucket with ``hook`` and then updates its parameters, while backward goes on.
+
+    The same as ``chain(hook, Step(state.optimizer, params=state.params))``, in the form that
+    ``ddp.register_comm_hook(hook_state, ...)`` takes; ``hook_state`` is what ``hook`` gets as its state. It serves one
+    model, as the optimizer does. Registered with :func:`overlap.register` it also clears gradients before the next
+    forward, and knows what the model's process group is; with DDP itself, call ``zero_grad()`` as ever.
+
+    Args:
+        hook: a communication hook or a reducer.
+        state: what to update with.
+
+    >>> import torch
+    >>> from overlap import OptimizerHookState, allreduce_hook, hook_then_optimizer
+    >>> layer = torch.nn.Linear(2, 2)
+    >>> hook_then_optimizer(allreduce_hook, OptimizerHookState(torch.optim.SGD(layer.parameters(), lr=0.1)))
+    <hook hook_then_optimizer(allreduce_hook)>
+    """
+    update = state.stage()
+
+    def build(hook_state: Any) -> Chain:
+        reducer = as_stage(hook, hook_state) if is_hook(hook) else to_stage(hook)
+        return chain(reducer, update)
+
+    return StageHook(
+        build,
+        f"hook_then_optimizer({getattr(hook, '__name__', repr(hook))})",
+        group_of=hook.group_of if isinstance(hook, StageHook) else lambda hook_state: None,
+    )

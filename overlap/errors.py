@@ -1,0 +1,52 @@
+"""What can go wrong, a class each.
+
+::
+
+    OverlapError
+    ├── ConfigurationError (ValueError)     a stage, chain or optimizer that cannot work as it was put together
+    │   └── UnsupportedError                a feature of the model or optimizer that this stage cannot serve
+    ├── RegistrationError (RuntimeError)    registering with a model that cannot take it
+    ├── TrainingLoopError (RuntimeError)    calls in an order that would lose or repeat an update
+    └── CollectiveError (RuntimeError)      a collective did not finish
+        └── PeerError                       because another rank failed; names the rank and its error
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CollectiveError",
+    "ConfigurationError",
+    "OverlapError",
+    "PeerError",
+    "RegistrationError",
+    "TrainingLoopError",
+    "UnsupportedError",
+]
+
+
+class OverlapError(Exception):
+    """Base of every error that this library raises on purpose."""
+
+
+class ConfigurationError(OverlapError, ValueError):
+    """A stage, a chain or an optimizer cannot work as it was put together."""
+
+
+class UnsupportedError(ConfigurationError):
+    """The model or the optimizer has a feature that the stage cannot serve."""
+
+
+class RegistrationError(OverlapError, RuntimeError):
+    """A model cannot take this registration."""
+
+
+class TrainingLoopError(OverlapError, RuntimeError):
+    """The training loop made calls in an order that would lose or repeat an update."""
+
+
+class CollectiveError(OverlapError, RuntimeError):
+    """A collective failed or timed out."""
+
+
+class PeerError(CollectiveError):
+    """Another rank of the group failed; the message names the rank and carries its error."""

@@ -1,0 +1,59 @@
+"""What happens to a gradient bucket: stages, what drives them, and the reducers."""
+
+from overlap.hooks.adapters import StageHook, as_hook, as_stage
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.cast import Cast
+from overlap.hooks.chain import Chain, chain
+from overlap.hooks.collectives import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    future_result,
+    reduce_scatter,
+    send_recv,
+    whole_pass,
+)
+from overlap.hooks.reducers import AllGather, AllReduce, NoReduction
+from overlap.hooks.registration import Registration, register
+from overlap.hooks.stage import Role, Site, Stage
+from overlap.hooks.torch_names import (
+    allgather_then_aggregate_hook,
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+    noop_hook,
+)
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "Bucket",
+    "Cast",
+    "Chain",
+    "NoReduction",
+    "Registration",
+    "Role",
+    "Site",
+    "Stage",
+    "StageHook",
+    "all_gather",
+    "all_reduce",
+    "allgather_then_aggregate_hook",
+    "allreduce_hook",
+    "as_hook",
+    "as_stage",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "broadcast",
+    "chain",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "future_result",
+    "noop_hook",
+    "reduce_scatter",
+    "register",
+    "send_recv",
+    "whole_pass",
+]

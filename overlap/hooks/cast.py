@@ -1,0 +1,61 @@
+"""Gradients sent in fewer bits."""
+
+from __future__ import annotations
+
+import torch
+
+from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.reducers import AllReduce
+from overlap.hooks.stage import Role, Stage, to_stage
+
+__all__ = ["Cast"]
+
+
+class Cast(Stage):
+    """Lets another reducer work on the bucket in ``dtype``: half the bytes of fp32 for ``float16`` and ``bfloat16``.
+
+    The cast rounds to nearest; ``float16`` has values up to 65,504 and turns larger ones into ``inf``, ``bfloat16`` has
+    the range of fp32 and 8 bits of precision. A bucket that is in ``dtype`` already passes as it is.
+
+    Args:
+        dtype: a real floating-point dtype.
+        inner: the reducer, ``AllReduce()`` by default; another ``Cast``, too.
+
+    Issues: what ``inner`` issues, in ``dtype``. Changes: ``bucket.buffer``. Memory: one bucket in ``dtype``.
+
+    Raises:
+        ConfigurationError: ``dtype`` is no real floating-point dtype, or ``inner`` no reducer.
+        UnsupportedError: a bucket of complex gradients, in ``backward()``.
+
+    >>> Cast(torch.bfloat16, AllReduce())
+    Cast(bfloat16, AllReduce())
+    """
+
+    def __init__(self, dtype: torch.dtype, inner: Stage | None = None) -> None:
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ConfigurationError(
+                f"Cast needs a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}"
+            )
+        self.dtype = dtype
+        self.inner = AllReduce() if inner is None else to_stage(inner)
+        if self.inner.role is not Role.REDUCER:
+            raise ConfigurationError(f"Cast wraps a reducer such as AllReduce(), got {self.inner!r}")
+
+    @property
+    def children(self) -> tuple[Stage, ...]:
+        return (self.inner,)
+
+    async def __call__(self, bucket: Bucket) -> None:
+        if bucket.buffer.dtype == self.dtype:
+            return await self.inner(bucket)
+        if not bucket.buffer.is_floating_point():
+            raise UnsupportedError(
+                f"{self!r} cannot keep {bucket.buffer.dtype} gradients; leave the cast out"
+            )
+        compressed = bucket.with_buffer(bucket.buffer.to(self.dtype))
+        await self.inner(compressed)
+        bucket.buffer.copy_(compressed.buffer)
+
+    def __repr__(self) -> str:
+        return f"Cast({str(self.dtype).removeprefix('torch.')}, {self.inner!r})"

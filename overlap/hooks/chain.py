@@ -1,0 +1,101 @@
+"""Stages one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from overlap.errors import ConfigurationError
+from overlap.hooks.adapters import as_stage, is_hook
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.collectives import Entering
+from overlap.hooks.registration import Registration, register
+from overlap.hooks.stage import Role, Stage, to_stage
+
+__all__ = ["Chain", "chain"]
+
+
+class Chain(Stage):
+    """Stages that a bucket goes through in turn; made by :func:`chain`."""
+
+    def __init__(self, *stages: Stage) -> None:
+        self._stages = stages
+        self.role = stages[-1].role
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages in their order."""
+        return self._stages
+
+    @property
+    def children(self) -> tuple[Stage, ...]:
+        return self._stages
+
+    @property
+    def starts_on_autograd_thread(self) -> bool:
+        return self._stages[0].starts_on_autograd_thread
+
+    async def __call__(self, bucket: Bucket) -> None:
+        for stage in self._stages:
+            await Entering(repr(stage))
+            await stage(bucket)
+
+    def register(self, ddp: DistributedDataParallel) -> Registration:
+        """Let this chain take the gradients of ``ddp``; see :func:`overlap.register`."""
+        return register(ddp, self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What each stage remembers on this rank, by its place in the chain."""
+        states = {str(place): stage.state_dict() for place, stage in enumerate(self._stages)}
+        return {place: state for place, state in states.items() if state}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` of a chain of the same stages gave."""
+        places = {str(place) for place in range(len(self._stages))}
+        if unknown := sorted(set(state_dict) - places):
+            raise ConfigurationError(
+                f"state of stages {unknown} for a chain of {len(self._stages)} stages: {self!r}"
+            )
+        for place, stage in enumerate(self._stages):
+            stage.load_state_dict(state_dict.get(str(place), {}))
+
+    def __repr__(self) -> str:
+        return f"chain({', '.join(map(repr, self._stages))})"
+
+
+def chain(*stages: Stage | Callable[..., Any]) -> Chain:
+    """Make one stage of several: a reducer, then at most one update, then at most one averager.
+
+    Args:
+        stages: stages, ``async`` callables of a bucket, or DDP communication hooks ``(state, bucket) -> Future``
+            (their state is ``None``; for another one pass ``as_stage(hook, state)``). Chains are taken apart.
+
+    Raises:
+        ConfigurationError: something is no stage, or the order does not fit.
+
+    >>> from overlap import AllReduce, chain
+    >>> chain(AllReduce())
+    chain(AllReduce())
+    """
+    flat: list[Stage] = []
+    for thing in stages:
+        stage = as_stage(thing) if is_hook(thing) else to_stage(thing)
+        flat.extend(stage.stages if isinstance(stage, Chain) else [stage])
+    if not flat:
+        raise ConfigurationError(
+            "chain() needs at least one stage, such as chain(AllReduce(), Step(optimizer))"
+        )
+    for before, after in zip(flat, flat[1:], strict=False):
+        if before.role >= after.role:
+            raise ConfigurationError(
+                f"{after!r} ({after.role.name.lower()}) cannot follow {before!r} ({before.role.name.lower()}): "
+                "a chain is one reducer, then at most one update, then at most one averager"
+            )
+    if not flat[0].reduces:
+        raise ConfigurationError(
+            f"{flat[0]!r} needs a reducer before it, or every rank would use gradients of its own: "
+            f"chain(AllReduce(), {flat[0]!r})"
+        )
+    return Chain(*flat)

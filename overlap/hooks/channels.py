@@ -1,0 +1,139 @@
+"""What carries the collectives of one registration, and how its ranks tell each other of failures."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from overlap._torch.c10d import (
+    Channel,
+    PrefixStore,
+    backend_name,
+    gloo_channel,
+    group_store,
+)
+from overlap.errors import ConfigurationError
+
+__all__ = ["FailureBoard", "GroupChannels", "PrivateChannels"]
+
+# How many channels this process has made on a group. Ranks register and fail together, so the count is the same on
+# all of them and can name the keys under which they meet.
+_made: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+
+
+def _next_key(group: dist.ProcessGroup) -> str:
+    return str(next(_made.setdefault(group, itertools.count())))
+
+
+class FailureBoard:
+    """Where a rank writes that it failed, for the others to read when a collective does not come back.
+
+    One board serves one set of channels; it lives in the store that the process group was made with.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, key: str) -> None:
+        self._store = PrefixStore(f"overlap/board/{key}", group_store(group))
+        self._rank = group.rank()
+
+    def report(self, error: BaseException) -> None:
+        """Tell the group that this rank failed. Never raises: the error itself matters more."""
+        with contextlib.suppress(Exception):
+            place = self._store.add("failures", 1)
+            self._store.set(f"failure/{place}", f"rank {self._rank}: {_one_line(error)}")
+
+    def read(self) -> str | None:
+        """The first failure that a rank of the group reported, its rank named."""
+        with contextlib.suppress(Exception):
+            if self._store.check(["failure/1"]):
+                return self._store.get("failure/1").decode()
+        return None
+
+    def agree(self, plan: str) -> str | None:
+        """Compare ``plan`` with rank 0's; the other's plan where they differ."""
+        if self._rank == 0:
+            self._store.set("plan", plan)
+            return None
+        reference = self._store.get("plan").decode()
+        return None if reference == plan else reference
+
+
+def _one_line(error: BaseException) -> str:
+    notes = " ".join(getattr(error, "__notes__", ()))
+    return " ".join(f"{type(error).__name__}: {error} {notes}".split())
+
+
+class GroupChannels:
+    """The model's process group itself, for stages that run on the training thread."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._tags = itertools.count()
+
+    board: FailureBoard | None = None
+
+    def of(self, group: dist.ProcessGroup | None) -> Channel:
+        return self._group if group is None else group
+
+    def next_tag(self) -> int:
+        return next(self._tags)
+
+    def open(self) -> None:
+        """Nothing to make: the group is there."""
+
+    def abort(self) -> None:
+        """Nothing to give up: the group is the user's."""
+
+
+class PrivateChannels:
+    """Connections of a worker thread's own, one set for each process group that its stages use.
+
+    What a worker issues must never interleave with collectives of the training thread (DDP's buffers, the user's
+    metrics) on the same connections, since nothing orders the two threads. Channels are made on first use by all
+    ranks of the group, in the worker's order, which is the same on every rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._channels: dict[dist.ProcessGroup, Channel] = {}
+        self._tags = itertools.count()
+        self.board: FailureBoard | None = None
+
+    @staticmethod
+    def can_serve(group: dist.ProcessGroup) -> bool:
+        """Whether collectives of CPU tensors on ``group`` can go over connections of our own."""
+        return backend_name(group, torch.device("cpu")) == "gloo"
+
+    def of(self, group: dist.ProcessGroup | None) -> Channel:
+        group = self._group if group is None else group
+        channel = self._channels.get(group)
+        if channel is None:
+            if not self.can_serve(group):
+                raise ConfigurationError(
+                    f"a stage on CPU tensors uses a process group of backend "
+                    f"{backend_name(group, torch.device('cpu'))!r}; it needs one that has Gloo for the CPU"
+                )
+            key = _next_key(group)
+            channel = self._channels[group] = gloo_channel(group, key)
+            if group is self._group:
+                self.board = FailureBoard(group, key)
+        return channel
+
+    def next_tag(self) -> int:
+        return next(self._tags)
+
+    def open(self) -> None:
+        """Connect with the other ranks now."""
+        self.of(None)
+
+    def abort(self) -> None:
+        """Give up what is in flight; the other ranks see their connections close. The next use connects anew."""
+        for channel in self._channels.values():
+            with contextlib.suppress(RuntimeError):
+                channel.abort()
+        self._channels.clear()
+        self._tags = itertools.count()

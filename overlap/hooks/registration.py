@@ -1,0 +1,177 @@
+"""Putting a stage in the place of DDP's own reduction, and taking it out again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from overlap._torch.c10d import GradBucket
+from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
+from overlap.errors import ConfigurationError, RegistrationError
+from overlap.hooks.adapters import BucketFuture, as_stage, is_hook
+from overlap.hooks.runtime import Runtime
+from overlap.hooks.stage import Site, Stage, to_stage
+from overlap.hooks.task import Observer
+
+__all__ = ["Registration", "register", "registration_of"]
+
+
+class _Dispatcher:
+    """The one hook that a DDP instance ever gets from us.
+
+    DDP takes a hook once and for ever. This one passes buckets on to the registration that is in force, and reduces as
+    DDP itself would when there is none, so a registration can be removed and another made.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.__name__ = self.__qualname__ = "overlap"
+        self._group = group
+        self.registration: Registration | None = None
+
+    # The annotations must not be strings: DDP compares them with its own types.
+    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]
+        if self.registration is not None:
+            return self.registration.runtime.on_bucket(bucket)
+        return self._reduce(bucket)
+
+    def _reduce(self, bucket: GradBucket) -> BucketFuture:
+        buffer = bucket.buffer().mul_(1 / self._group.size())
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        assert work is not None
+        reduced: BucketFuture = work.get_future().then(lambda future: future.value()[0])
+        return reduced
+
+
+_dispatchers: weakref.WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = weakref.WeakKeyDictionary()
+
+
+class Registration:
+    """A stage at work in a model; :meth:`remove` takes it out, and the model reduces as plain DDP again."""
+
+    def __init__(self, runtime: Runtime, dispatcher: _Dispatcher, ddp: DistributedDataParallel) -> None:
+        self.runtime = runtime
+        self._dispatcher = dispatcher
+        self._ddp = weakref.ref(ddp)
+        # What it does to `.grad` is no part of a compiled forward.
+        before_forward: Any = torch.compiler.disable(self._before_forward)  # type: ignore[no-untyped-call]
+        self._forward_hook = ddp.register_forward_pre_hook(before_forward)
+
+    @property
+    def stage(self) -> Stage:
+        """What was registered."""
+        return self.runtime.stage
+
+    @property
+    def observer(self) -> Observer | None:
+        """Told of every piece of work in a backward pass, where set."""
+        return self.runtime.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self.runtime.observer = observer
+
+    @property
+    def is_active(self) -> bool:
+        """Whether :meth:`remove` has not been called."""
+        return self._dispatcher.registration is self
+
+    def remove(self) -> None:
+        """Take the stage out, on every rank between two steps; a second call does nothing."""
+        if not self.is_active:
+            return
+        self._dispatcher.registration = None
+        self._forward_hook.remove()
+        self.runtime.close()
+
+    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self.runtime.before_forward()
+
+    def __repr__(self) -> str:
+        return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}>"
+
+
+def register(
+    ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], state: Any = None
+) -> Registration:
+    """Let ``stage`` take the gradients of ``ddp``, in place of DDP's own all-reduce.
+
+    Every rank of the model's process group calls this, in the same order as its other collective calls, before a
+    backward. On CPU tensors with Gloo it opens connections of its own to the group's ranks.
+
+    Args:
+        ddp: the wrapped model.
+        stage: a stage or chain, an ``async`` callable of a bucket, or a hook ``(state, bucket) -> Future[Tensor]``.
+        state: the first argument of a hook; ``None`` for a stage.
+
+    Returns:
+        The registration. It need not be kept: it lasts as long as the model.
+
+    Raises:
+        RegistrationError: the model has a hook already, or cannot take one.
+        ConfigurationError: the stage is none, has no reducer, or refuses the model.
+        CollectiveError: another rank registers something else.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise RegistrationError(
+            f"{type(ddp).__name__} is no DistributedDataParallel model: wrap it first, ddp = DistributedDataParallel(model)"
+        )
+    if is_hook(stage):
+        made = as_stage(stage, state)
+    else:
+        made = to_stage(stage)
+        if state is not None:
+            raise ConfigurationError(
+                f"a stage keeps its own state, but register was given {state!r} for {made!r}"
+            )
+    if not made.reduces and not any(child.reduces for child in made.children):
+        raise ConfigurationError(f"{made!r} has no reducer; register chain(AllReduce(), {made!r})")
+    dispatcher = _dispatcher_of(ddp)
+    if dispatcher.registration is not None:
+        raise RegistrationError(
+            f"this model has {dispatcher.registration.stage!r} registered already; "
+            "call .remove() on what register returned first, or make one chain of both"
+        )
+    named = data_parallel_parameters(ddp)
+    site = Site(
+        group=ddp.process_group,
+        device=next(iter(named)).device,
+        names=named,
+        finds_unused=ddp.find_unused_parameters or ddp.static_graph,
+    )
+    runtime = Runtime(made, site)
+    try:
+        runtime.open()
+    except BaseException:
+        runtime.close()
+        raise
+    dispatcher.registration = Registration(runtime, dispatcher, ddp)
+    return dispatcher.registration
+
+
+def registration_of(ddp: DistributedDataParallel) -> Registration | None:
+    """What is registered with ``ddp`` at present."""
+    dispatcher = _dispatchers.get(ddp)
+    return None if dispatcher is None else dispatcher.registration
+
+
+def _dispatcher_of(ddp: DistributedDataParallel) -> _Dispatcher:
+    dispatcher = _dispatchers.get(ddp)
+    if dispatcher is not None:
+        return dispatcher
+    if (reason := refusal(ddp)) is not None:
+        raise RegistrationError(reason)
+    if (name := has_foreign_hook(ddp)) is not None:
+        raise RegistrationError(
+            f"this model has the communication hook {name} already, and DDP takes one only; make a new "
+            "DistributedDataParallel and register a chain with the hook in it: chain(as_stage(hook, state), ...)"
+        )
+    dispatcher = _Dispatcher(ddp.process_group)
+    ddp.register_comm_hook(None, dispatcher)
+    _dispatchers[ddp] = dispatcher
+    return dispatcher

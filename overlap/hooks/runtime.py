@@ -1,0 +1,197 @@
+"""The hook that DDP calls, and the thread that drives stages of CPU tensors."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from overlap._torch.autograd import after_backward, in_backward
+from overlap._torch.c10d import GradBucket
+from overlap.errors import CollectiveError
+from overlap.hooks.backward_pass import BackwardPass, BucketFuture
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.channels import GroupChannels, PrivateChannels
+from overlap.hooks.executors import HostExecutor, StreamExecutor
+from overlap.hooks.stage import Site, Stage, walk
+from overlap.hooks.task import Observer
+from overlap.join import gradient_divisor
+
+__all__ = ["Runtime"]
+
+
+class _Worker:
+    """A thread that runs what it is given, in order."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A daemon, and one that refers to the queue alone: neither the interpreter's end nor the model's waits for it.
+        threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True).start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+
+
+@torch.no_grad()
+def _run(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # Not kept alive until the next one comes: it holds a model's parameters.
+
+
+class Runtime:
+    """Drives one stage for one model.
+
+    On CPU tensors a worker thread drives the stages, so that waiting does not hold up autograd, over connections of
+    its own. On accelerators, and where the process group has no Gloo, they run on autograd's thread, where the order
+    of collectives is the program's own.
+    """
+
+    def __init__(self, stage: Stage, site: Site) -> None:
+        self._stage = stage
+        self._site = site
+        self._pass: BackwardPass | None = None
+        self._steps = 0
+        self._worker: _Worker | None = None
+        self._executor: HostExecutor | StreamExecutor
+        if site.device.type == "cpu":
+            if PrivateChannels.can_serve(site.group):
+                self._executor = HostExecutor(PrivateChannels(site.group))
+                self._worker = _Worker(f"overlap-{id(self):x}")
+                self._stop_worker = weakref.finalize(self, self._worker.stop)
+            else:
+                self._executor = HostExecutor(GroupChannels(site.group))
+        else:
+            self._executor = StreamExecutor(GroupChannels(site.group), site.device)
+
+    @property
+    def stage(self) -> Stage:
+        """What this runtime drives."""
+        return self._stage
+
+    @property
+    def observer(self) -> Observer | None:
+        """Is told of every piece of work, where set."""
+        return self._executor.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._executor.observer = observer
+
+    def open(self) -> None:
+        """Attach the stages, connect with the other ranks and make sure that they run the same plan.
+
+        Raises:
+            ConfigurationError: a stage refuses the model.
+            CollectiveError: another rank registered something else.
+        """
+        for stage in walk(self._stage):
+            stage.attach(self._site)
+        channels = self._executor.channels
+        channels.open()
+        if (board := channels.board) is None:
+            return
+        plan = repr(self._stage)
+        if (other := board.agree(plan)) is not None:
+            error = CollectiveError(
+                f"rank {self._site.group.rank()} registers {plan}, but rank 0 registers {other}; "
+                "every rank must run the same stages"
+            )
+            board.report(error)
+            raise error
+
+    def close(self) -> None:
+        """Detach the stages and end the thread and its connections."""
+        for stage in walk(self._stage):
+            stage.detach()
+        if self._worker is not None:
+            self._stop_worker()
+        self._executor.channels.abort()
+
+    def before_forward(self) -> None:
+        """To be called before a forward that records gradients."""
+        for stage in walk(self._stage):
+            stage.before_forward()
+
+    def on_bucket(self, raw: GradBucket) -> BucketFuture:
+        """Take in a bucket, as DDP's hook: on autograd's thread, in buckets' order."""
+        is_replay = not in_backward()
+        if self._pass is None or raw.index() == 0:
+            self._pass = self._begin(is_replay=is_replay)
+        current = self._pass
+        bucket = self._bucket(raw, is_replay=is_replay)
+        future: BucketFuture = torch.futures.Future(
+            devices=None if self._site.device.type == "cpu" else [self._site.device]
+        )
+        if isinstance(self._executor, StreamExecutor):
+            self._executor.arrive(bucket)
+        if bucket.is_last and not is_replay:
+            after_backward(lambda: self._finish(current))
+        task = current.admit(bucket, future)
+        if task is not None:
+            self._submit(lambda: current.drive(task))
+        if bucket.is_last and is_replay:
+            current.wait()
+            self._finish(current)
+        return future
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        if self._worker is not None:
+            self._worker.submit(job)
+        else:
+            with torch.no_grad():
+                job()
+
+    def _begin(self, *, is_replay: bool) -> BackwardPass:
+        if self._pass is not None:
+            stale = self._pass
+            self._submit(lambda: stale.fail(RuntimeError("a new backward began before all buckets had come")))
+            stale.wait()
+        begun = BackwardPass(self._steps, self._stage, self._executor, self._on_failure)
+        self._steps += 1
+        try:
+            for stage in walk(self._stage):
+                stage.before_backward(is_replay=is_replay)
+        except Exception as error:
+            begun.fail(error)
+        return begun
+
+    def _finish(self, finished: BackwardPass) -> None:
+        """On the training thread, when DDP has set the gradients."""
+        self._pass = None
+        for stage in walk(self._stage):
+            stage.after_backward(failed=finished.error is not None)
+        if finished.error is not None:
+            raise finished.error
+
+    def _on_failure(self, error: BaseException) -> None:
+        """Tell the other ranks, then cut the connections, so that they need not run into their timeout."""
+        channels = self._executor.channels
+        # What another rank caused is its own to report.
+        if channels.board is not None and not isinstance(error, CollectiveError):
+            channels.board.report(error)
+        channels.abort()
+
+    def _bucket(self, raw: GradBucket, *, is_replay: bool) -> Bucket:
+        parameters = tuple(raw.parameters())
+        names = self._site.names
+        assert self._pass is not None
+        return Bucket(
+            index=raw.index(),
+            is_last=raw.is_last(),
+            buffer=raw.buffer(),
+            parameters=parameters,
+            group=self._site.group,
+            divisor=gradient_divisor(self._site.group),
+            step=self._pass.step,
+            is_replay=is_replay,
+            raw=raw,
+            fqns=None if names is None else tuple(names[parameter] for parameter in parameters),
+        )

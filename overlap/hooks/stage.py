@@ -1,0 +1,154 @@
+"""What a stage is."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overlap.errors import ConfigurationError
+from overlap.hooks.bucket import Bucket
+
+__all__ = ["Role", "Site", "Stage", "to_stage", "walk"]
+
+
+class Role(enum.IntEnum):
+    """What a stage does to a bucket; a chain's stages come in this order."""
+
+    REDUCER = 1  # local gradient -> mean over ranks
+    UPDATE = 2  # mean -> new parameters
+    AVERAGER = 3  # parameters -> their mean over ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where a stage was registered: what it may know of the model before the first bucket comes.
+
+    It holds no reference to the model: DDP's reducer owns the hook, so the cycle could never be collected.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    """Device of the model's parameters (of the first bucket, where only a hook is registered)."""
+    names: Mapping[torch.Tensor, str] | None
+    """Fully qualified name of each parameter that DDP reduces; ``None`` where only a hook is registered."""
+    finds_unused: bool | None
+    """Whether DDP tolerates parameters without a gradient (``find_unused_parameters`` or ``static_graph``)."""
+
+
+class Stage(ABC):
+    """A step on a bucket's way: straight-line code that changes the bucket in place and awaits collectives.
+
+    ::
+
+        class Mean(Stage):
+            async def __call__(self, bucket):
+                await all_reduce(bucket.buffer, group=bucket.group)
+                bucket.buffer.div_(bucket.divisor)
+
+    Stages of one backward pass are coroutines that a scheduler drives in an order that is the same on every rank, so
+    a stage never launches a collective from a callback, and between two ``await`` no other stage runs. A stage is
+    called for every bucket of every backward pass, in buckets' order, also on a rank that has run out of inputs and
+    replays with zeros. It must issue the same collectives on every rank.
+    """
+
+    role: Role = Role.REDUCER
+
+    @abstractmethod
+    async def __call__(self, bucket: Bucket) -> None:
+        """Change ``bucket.buffer`` or its parameters in place."""
+
+    @property
+    def children(self) -> tuple[Stage, ...]:
+        """The stages that this one is made of."""
+        return ()
+
+    @property
+    def starts_on_autograd_thread(self) -> bool:
+        """Whether the code before the first ``await`` must run where DDP calls hooks, at the bucket's arrival."""
+        return any(child.starts_on_autograd_thread for child in self.children)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the stage takes this rank's own gradients; an update that reduces by itself says so too."""
+        return self.role is Role.REDUCER
+
+    def attach(self, site: Site) -> None:
+        """Called once, when the stage is registered, before anything else; the place to refuse a model."""
+
+    def detach(self) -> None:
+        """Called when the registration is removed."""
+
+    def before_forward(self) -> None:
+        """Called before each forward of the model that records gradients."""
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        """Called on the training thread when the first bucket of a pass arrives, before any collective of the pass."""
+
+    def after_backward(self, *, failed: bool) -> None:
+        """Called on the training thread when all buckets of a pass are through and DDP has set ``.grad``.
+
+        ``failed`` says that a stage raised, so that buckets may not have come all the way; ``backward`` raises next.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values by name: what the stage remembers between steps on this rank."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave.
+
+        Raises:
+            ConfigurationError: the stage has no memory and ``state_dict`` is not empty.
+        """
+        if state_dict:
+            raise ConfigurationError(f"{self!r} has no state to load, but was given {sorted(state_dict)}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class _Function(Stage):
+    """A plain ``async`` callable as a stage."""
+
+    def __init__(self, function: Callable[[Bucket], Awaitable[None]]) -> None:
+        self._function = function
+        self.role = Role(getattr(function, "role", Role.REDUCER))
+
+    async def __call__(self, bucket: Bucket) -> None:
+        await self._function(bucket)
+
+    def __repr__(self) -> str:
+        return getattr(self._function, "__name__", None) or repr(self._function)
+
+
+def to_stage(thing: object) -> Stage:
+    """``thing`` as a stage: a stage as it is, an ``async`` callable of a bucket wrapped.
+
+    Raises:
+        ConfigurationError: ``thing`` is neither.
+    """
+    if isinstance(thing, Stage):
+        return thing
+    if isinstance(thing, type):
+        raise ConfigurationError(f"{thing.__name__} is a class; a chain takes stages: {thing.__name__}(...)")
+    call = thing if inspect.isfunction(thing) else getattr(thing, "__call__", None)  # noqa: B004
+    if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(thing):
+        return _Function(thing)  # type: ignore[arg-type]
+    raise ConfigurationError(
+        f"{thing!r} is no stage: a stage is an overlap.Stage or an `async` callable of one bucket; "
+        "a DDP communication hook becomes one with overlap.hooks.as_stage(hook, state)"
+    )
+
+
+def walk(stage: Stage) -> Iterator[Stage]:
+    """``stage`` and all that it is made of."""
+    yield stage
+    for child in stage.children:
+        yield from walk(child)

@@ -1,0 +1,164 @@
+"""One bucket's way through the stages, and what drives it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.autograd.profiler import record_function
+
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.collectives import Channels, Entering, Operation, WholePass
+
+__all__ = ["Executor", "Observer", "Task"]
+
+
+class Observer(Protocol):
+    """Is told what happens in a pass, as it happens, on the thread where it happens."""
+
+    def ran(self, bucket: Bucket, label: str, start_ns: int, end_ns: int) -> None:
+        """Code of a stage ran from ``start_ns`` to ``end_ns`` (``time.perf_counter_ns``)."""
+        ...
+
+    def launched(self, bucket: Bucket, operation: Operation) -> None:
+        """An operation was started."""
+        ...
+
+    def finished(self, bucket: Bucket, operation: Operation) -> None:
+        """An operation was waited for."""
+        ...
+
+
+class Executor(Protocol):
+    """Where code runs and what it means to wait."""
+
+    @property
+    def channels(self) -> Channels: ...
+
+    @property
+    def observer(self) -> Observer | None: ...
+
+    def scope(self, bucket: Bucket) -> AbstractContextManager[Any]:
+        """The context (stream) for the code of a bucket's stages."""
+        ...
+
+    def wait(self, work: dist.Work) -> None:
+        """Make what follows in the scope wait for ``work``."""
+        ...
+
+    def wait_for_pass(self) -> None:
+        """Make what follows in the scope wait for what ran in every other scope so far."""
+        ...
+
+
+class Task:
+    """A bucket's coroutine with the operation that it waits for."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        coroutine: Coroutine[Operation, Any, None],
+        executor: Executor,
+        on_done: Callable[[], None],
+    ) -> None:
+        self.bucket = bucket
+        self.label = "stage"
+        self.is_done = False
+        self._coroutine = coroutine
+        self._executor = executor
+        self._on_done = on_done
+        self._pending: Operation | None = None
+        self._is_launched = False
+        self._start_error: Exception | None = None
+
+    @property
+    def awaits_whole_pass(self) -> bool:
+        return isinstance(self._pending, WholePass)
+
+    def start(self) -> None:
+        """Run to the first operation without launching it, for stages that start on autograd's thread.
+
+        What the stage raises is kept for :meth:`advance`: only the thread that drives the pass may end it.
+        """
+        try:
+            with self._executor.scope(self.bucket):
+                self._resume(None)
+        except Exception as error:
+            self._start_error = error
+
+    def advance(self) -> None:
+        """Wait for what is in flight, run to the next operation, launch it."""
+        if self._start_error is not None:
+            raise self._start_error
+        with self._executor.scope(self.bucket):
+            # A stage that started on autograd's thread may have an operation that is yet to be launched, or be through.
+            if not self.is_done and (self._pending is None or self._is_launched):
+                self._resume(self._outcome())
+            if self._pending is not None:
+                self._launch(self._pending)
+            else:
+                self._on_done()
+
+    def close(self) -> None:
+        """Abandon the coroutine; its ``finally`` blocks run."""
+        self.is_done = True
+        self._pending = None
+        self._coroutine.close()
+
+    def _resume(self, value: Any) -> None:
+        """Run to the next operation; an exception as ``value`` is raised inside the stage."""
+        self._is_launched = False
+        try:
+            operation = self._segment(value)
+            while isinstance(operation, Entering):
+                self.label = operation.label
+                operation = self._segment(None)
+        except StopIteration:
+            self._pending, self.is_done = None, True
+        except Exception as error:
+            error.add_note(f"raised in stage {self.label}, {self.bucket.describe()}")
+            raise
+        else:
+            self._pending = operation
+
+    def _segment(self, value: Any) -> Operation:
+        start_ns = time.perf_counter_ns()
+        try:
+            with record_function(f"overlap::{self.label}[bucket {self.bucket.index}]"):
+                if isinstance(value, Exception):
+                    return self._coroutine.throw(value)
+                return self._coroutine.send(value)
+        finally:
+            if (observer := self._executor.observer) is not None:
+                observer.ran(self.bucket, self.label, start_ns, time.perf_counter_ns())
+
+    def _launch(self, operation: Operation) -> None:
+        try:
+            operation.launch(self._executor.channels)
+        except Exception as error:
+            error.add_note(
+                f"raised when stage {self.label} launched {operation.label}, {self.bucket.describe()}"
+            )
+            raise
+        self._is_launched = True
+        if (observer := self._executor.observer) is not None:
+            observer.launched(self.bucket, operation)
+
+    def _outcome(self) -> Any:
+        """Wait for what is in flight: its result, or the exception with which it failed."""
+        operation = self._pending
+        if operation is None:
+            return None
+        try:
+            with record_function(f"overlap::{operation.label}[bucket {self.bucket.index}]"):
+                if isinstance(operation, WholePass):
+                    self._executor.wait_for_pass()
+                result = operation.finish(self._executor.wait)
+        except Exception as error:
+            return error
+        if (observer := self._executor.observer) is not None:
+            observer.finished(self.bucket, operation)
+        return result

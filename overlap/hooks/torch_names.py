@@ -1,0 +1,114 @@
+"""Hooks under the names, and with the states, of ``torch.distributed.algorithms.ddp_comm_hooks``.
+
+Each can be given to ``ddp.register_comm_hook``, to :func:`overlap.register`, to :func:`overlap.chain` and to
+:func:`overlap.hook_then_optimizer`. Their state is a process group, or ``None`` for the model's own (for the default
+group, where the hook was registered with DDP itself, which does not tell). It is looked at when the first bucket
+comes, so hooks can be configured before ``init_process_group``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from overlap.errors import ConfigurationError
+from overlap.hooks.adapters import CommHook, StageHook, as_stage
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.cast import Cast
+from overlap.hooks.reducers import AllGather, AllReduce, NoReduction
+from overlap.hooks.stage import Stage
+from overlap.join import gradient_divisor
+
+__all__ = [
+    "allgather_then_aggregate_hook",
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "noop_hook",
+]
+
+
+class _OnGroup(Stage):
+    """A reducer on a process group that the user names, whatever the model trains on."""
+
+    def __init__(self, inner: Stage, group: dist.ProcessGroup) -> None:
+        self._inner = inner
+        self._group = group
+
+    @property
+    def children(self) -> tuple[Stage, ...]:
+        return (self._inner,)
+
+    async def __call__(self, bucket: Bucket) -> None:
+        await self._inner(replace(bucket, group=self._group, divisor=gradient_divisor(self._group)))
+
+    def __repr__(self) -> str:
+        return f"{self._inner!r} on {self._group.size()} ranks"
+
+
+def _group_hook(name: str, make: Callable[[], Stage], doc: str) -> StageHook:
+    def build(state: Any) -> Stage:
+        group = _group_of(state)
+        return make() if group is None else _OnGroup(make(), group)
+
+    def _group_of(state: Any) -> dist.ProcessGroup | None:
+        if state is None or isinstance(state, dist.ProcessGroup):
+            return state
+        raise ConfigurationError(
+            f"the state of {name} is a process group or None, got {type(state).__name__}"
+        )
+
+    return StageHook(build, name, group_of=_group_of, doc=doc)
+
+
+allreduce_hook = _group_hook(
+    "allreduce_hook", AllReduce, "The mean over ranks by one all-reduce a bucket; see :class:`AllReduce`."
+)
+allgather_then_aggregate_hook = _group_hook(
+    "allgather_then_aggregate_hook",
+    AllGather,
+    "The mean over ranks by one all-gather a bucket; see :class:`AllGather`.",
+)
+fp16_compress_hook = _group_hook(
+    "fp16_compress_hook",
+    lambda: Cast(torch.float16),
+    "The mean over ranks, sent in ``float16``; see :class:`Cast`.",
+)
+bf16_compress_hook = _group_hook(
+    "bf16_compress_hook",
+    lambda: Cast(torch.bfloat16),
+    "The mean over ranks, sent in ``bfloat16``, on any backend that reduces it, Gloo included; see :class:`Cast`.",
+)
+noop_hook = StageHook(
+    lambda state: NoReduction(),
+    "noop_hook",
+    doc="Leaves each rank its own gradient; see :class:`NoReduction`.",
+)
+
+
+def fp16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
+    """A hook that runs ``hook`` on the bucket in ``float16`` and casts the result back; its state goes to ``hook``."""
+    return _cast_hook(hook, torch.float16, "fp16_compress_wrapper")
+
+
+def bf16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
+    """A hook that runs ``hook`` on the bucket in ``bfloat16`` and casts the result back; its state goes to ``hook``."""
+    return _cast_hook(hook, torch.bfloat16, "bf16_compress_wrapper")
+
+
+def _cast_hook(hook: CommHook | Callable[..., Any], dtype: torch.dtype, name: str) -> StageHook:
+    def build(state: Any) -> Stage:
+        return Cast(dtype, as_stage(hook, state))
+
+    inner_name = getattr(hook, "__name__", type(hook).__name__)
+    return StageHook(
+        build,
+        f"{name}({inner_name})",
+        group_of=hook.group_of if isinstance(hook, StageHook) else lambda state: None,
+    )

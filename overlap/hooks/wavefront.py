@@ -1,0 +1,72 @@
+"""[Note: one order of collectives]
+
+Every rank must issue the collectives of a group in the same order, or they pair up wrongly: results are garbage, or
+ranks wait for each other for ever. DDP's buckets arrive in the same order on every rank, but *when* a collective
+completes differs from rank to rank. So nothing here depends on completion. The order follows from arrivals alone:
+
+    when a bucket arrives, it runs to its first collective;
+    then each older bucket, oldest first, advances by one collective;
+    after the last bucket, all advance in turn until all are through.
+
+To advance is to wait for the collective in flight, to run the stage's code up to the next one and to launch it. With
+two collectives a bucket (a1, a2, b1, ...) and three buckets the order is
+
+    a1 | b1 a2 | c1 b2 (a is through) | c2
+
+so a bucket's second collective goes out behind the next bucket's first, while that is still on its way.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, Protocol, TypeVar
+
+__all__ = ["Advancing", "Wavefront"]
+
+
+class Advancing(Protocol):
+    """One bucket's way through the stages."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def awaits_whole_pass(self) -> bool:
+        """Whether it can go on only when every other one is done or awaits the same."""
+        ...
+
+    def advance(self) -> None:
+        """Wait for what is in flight, run to the next operation, launch it."""
+        ...
+
+
+T = TypeVar("T", bound=Advancing)
+
+
+class Wavefront(Generic[T]):
+    """The order in which the buckets of one backward pass advance. See [Note: one order of collectives]."""
+
+    def __init__(self) -> None:
+        self._active: list[T] = []
+
+    @property
+    def active(self) -> tuple[T, ...]:
+        """What has arrived and is not through, oldest first."""
+        return tuple(self._active)
+
+    def arrive(self, bucket: T, *, is_last: bool) -> None:
+        """Take in the next bucket and advance the older ones; the last one carries all to their end."""
+        older = [other for other in self._active if not other.awaits_whole_pass]
+        self._active.append(bucket)
+        self._advance([bucket, *older])
+        if is_last:
+            self._drain()
+
+    def _drain(self) -> None:
+        while self._active:
+            moving = [bucket for bucket in self._active if not bucket.awaits_whole_pass]
+            self._advance(moving or list(self._active))
+
+    def _advance(self, buckets: list[T]) -> None:
+        for bucket in buckets:
+            bucket.advance()
+        self._active = [bucket for bucket in self._active if not bucket.is_done]

@@ -1,0 +1,155 @@
+"""Optimizers that are handed their gradients.
+
+``torch.optim`` reads gradients from ``.grad``; these take them as arguments, for code that updates a parameter where
+its gradient comes into being. Each wraps the ``torch.optim`` class of its name: same arguments, same arithmetic, and
+the groups' hyperparameters read at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from overlap.errors import ConfigurationError
+from overlap.optim.subset import SubsetStepper
+
+__all__ = [
+    "FunctionalAdadelta",
+    "FunctionalAdagrad",
+    "FunctionalAdam",
+    "FunctionalAdamW",
+    "FunctionalAdamax",
+    "FunctionalOptimizer",
+    "FunctionalRMSprop",
+    "FunctionalRprop",
+    "FunctionalSGD",
+]
+
+
+class FunctionalOptimizer:
+    """Base of the functional optimizers.
+
+    Args:
+        params: parameters or groups of them, as for any optimizer; may be empty, since :meth:`step_param` adds what it
+            has not seen.
+        **defaults: arguments of the wrapped class.
+
+    Raises:
+        ConfigurationError: an argument that the wrapped class does not take, or a value that it refuses.
+    """
+
+    optimizer_class: ClassVar[type[Optimizer]]
+
+    def __init__(self, params: Iterable[Any] = (), **defaults: Any) -> None:
+        groups = list(params)
+        # An optimizer refuses an empty list of parameters, but not a group that has none yet.
+        try:
+            self.optimizer = self.optimizer_class(groups or [{"params": []}], **defaults)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"{type(self).__name__}: {error}") from error
+        self._stepper = SubsetStepper(self.optimizer)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups, with their hyperparameters; change them between calls."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The state of each parameter."""
+        return self.optimizer.state
+
+    def step_param(self, param: Tensor, grad: Tensor | None) -> None:
+        """Update one parameter with ``grad``, of its shape and dtype; ``None`` leaves it as it is.
+
+        A parameter that is in no group yet joins the first one.
+        """
+        if grad is None:
+            return
+        if not self._stepper.covers(param):
+            self.param_groups[0]["params"].append(param)
+        self._stepper.begin()
+        self._stepper.step([param], [grad])
+
+    def step(self, gradients: Sequence[Tensor | None]) -> None:
+        """Update all parameters, the groups' in their order; where the gradient is ``None``, not at all.
+
+        Raises:
+            ConfigurationError: ``gradients`` is not one a parameter.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if len(parameters) != len(gradients):
+            raise ConfigurationError(
+                f"{type(self).__name__} has {len(parameters)} parameters but was given {len(gradients)} gradients; "
+                "pass one a parameter, None for those to leave alone"
+            )
+        pairs = [
+            (parameter, grad)
+            for parameter, grad in zip(parameters, gradients, strict=True)
+            if grad is not None
+        ]
+        self._stepper.begin()
+        self._stepper.step([parameter for parameter, _ in pairs], [grad for _, grad in pairs])
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the ``torch.optim`` class, which can load it."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this or the ``torch.optim`` class gave."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+
+class FunctionalSGD(FunctionalOptimizer):
+    """``torch.optim.SGD`` with gradients as arguments."""
+
+    optimizer_class = torch.optim.SGD
+
+
+class FunctionalAdam(FunctionalOptimizer):
+    """``torch.optim.Adam`` with gradients as arguments."""
+
+    optimizer_class = torch.optim.Adam
+
+
+class FunctionalAdamW(FunctionalOptimizer):
+    """``torch.optim.AdamW`` with gradients as arguments."""
+
+    optimizer_class = torch.optim.AdamW
+
+
+class FunctionalAdagrad(FunctionalOptimizer):
+    """``torch.optim.Adagrad`` with gradients as arguments; state of parameters added late starts at their first step."""
+
+    optimizer_class = torch.optim.Adagrad
+
+
+class FunctionalAdadelta(FunctionalOptimizer):
+    """``torch.optim.Adadelta`` with gradients as arguments."""
+
+    optimizer_class = torch.optim.Adadelta
+
+
+class FunctionalAdamax(FunctionalOptimizer):
+    """``torch.optim.Adamax`` with gradients as arguments."""
+
+    optimizer_class = torch.optim.Adamax
+
+
+class FunctionalRMSprop(FunctionalOptimizer):
+    """``torch.optim.RMSprop`` with gradients as arguments."""
+
+    optimizer_class = torch.optim.RMSprop
+
+
+class FunctionalRprop(FunctionalOptimizer):
+    """``torch.optim.Rprop`` with gradients as arguments."""
+
+    optimizer_class = torch.optim.Rprop

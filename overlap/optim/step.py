@@ -1,0 +1,309 @@
+"""The update of replicated parameters, in backward or after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from overlap._torch.optimizer import mark_stepped
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.hooks import Bucket, Role, Site, Stage, all_reduce, whole_pass
+from overlap.optim.clipping import Clipping, GradientNorms
+from overlap.optim.functional import FunctionalOptimizer
+from overlap.optim.overlapped import OverlappedOptimizer
+
+__all__ = ["Step"]
+
+
+class Step(Stage):
+    """Updates parameters with the averaged gradients of their bucket, on every rank alike.
+
+    *Interleaved* (default): each bucket's parameters are updated as soon as it is reduced, while backward still
+    computes the next ones. *Deferred* (``deferred=True``, or ``clip_grad_norm``): all are updated at once, when all
+    gradients are there. Clipping by the global norm and ``GradScaler`` need that, and so do optimizers whose step
+    couples parameters.
+
+    Given an :class:`OverlappedOptimizer`, the loop calls its ``step()`` once for each backward; that makes the
+    deferred update. Given a plain or a functional optimizer, the stage does everything in backward (the deferred
+    update with the last bucket) and the loop calls no ``step()``.
+
+    After backward ``.grad`` holds the averaged gradient; it is cleared before the model's next forward.
+
+    Args:
+        optimizer: what updates; it may have parameters that the model has not.
+        params: update these alone in backward; the others keep their averaged ``.grad`` (an ``OverlappedOptimizer``
+            updates its own among them in ``step()``).
+        deferred: update all parameters at once.
+        clip_grad_norm: scale the averaged gradients to at most this global norm first, as
+            ``torch.nn.utils.clip_grad_norm_`` does; implies ``deferred``.
+        norm_type: which norm.
+
+    Issues: nothing; where DDP looks for unused parameters and the update is interleaved, one all-reduce of a byte a
+    parameter, because a parameter that no rank used must not be updated (weight decay and momentum would move it).
+
+    Raises:
+        ConfigurationError: an argument is out of range, or (at registration) optimizer and model do not fit.
+        TrainingLoopError: in ``backward``, when ``step()`` was not called after the one before.
+
+    >>> layer = torch.nn.Linear(2, 2)
+    >>> Step(torch.optim.SGD(layer.parameters(), lr=0.1), clip_grad_norm=1.0)
+    Step(SGD, deferred, clip_grad_norm=1.0)
+    """
+
+    role = Role.UPDATE
+
+    def __init__(
+        self,
+        optimizer: Optimizer | FunctionalOptimizer,
+        *,
+        params: Iterable[Tensor] | None = None,
+        deferred: bool = False,
+        clip_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+    ) -> None:
+        self.clipping = None if clip_grad_norm is None else Clipping(clip_grad_norm, norm_type)
+        self.is_deferred = deferred or self.clipping is not None
+        self.norms = None if self.clipping is None else GradientNorms(norm_type)
+        self._is_automatic = not isinstance(optimizer, OverlappedOptimizer)
+        self._is_functional = isinstance(optimizer, FunctionalOptimizer)
+        plain = optimizer.optimizer if isinstance(optimizer, FunctionalOptimizer) else optimizer
+        self.optimizer = plain if isinstance(plain, OverlappedOptimizer) else OverlappedOptimizer(plain)
+        self._only = None if params is None else {id(parameter): parameter for parameter in params}
+        self._check_params()
+        self._site: Site | None = None
+        self._guard: torch.utils.hooks.RemovableHandle | None = None
+        self._reduced: dict[int, Tensor] = {}
+        self._gradients: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._is_in_backward = False
+        self._is_replay = False
+        self._awaits_step = False
+        self._clears = False
+
+    def _check_params(self) -> None:
+        if self._only is None:
+            return
+        if not self._only:
+            raise ConfigurationError("params is empty: nothing would be updated; leave it out to update all")
+        if any(not self.optimizer.stepper.covers(parameter) for parameter in self._only.values()):
+            raise ConfigurationError(f"params has parameters that the {self._optimizer_name} does not have")
+        if self.is_deferred:
+            raise ConfigurationError(
+                "params chooses what is updated in backward, but deferred updates come after it"
+            )
+
+    @property
+    def _optimizer_name(self) -> str:
+        return type(self.optimizer.optimizer).__name__
+
+    def attach(self, site: Site) -> None:
+        self._site = site
+        if site.finds_unused and not self.is_deferred and site.device.type != "cpu":
+            raise UnsupportedError(
+                "with find_unused_parameters or static_graph an interleaved update would have to stop the host to learn "
+                "which parameters no rank used; use Step(optimizer, deferred=True)"
+            )
+        self._check_coverage(site)
+        self.optimizer.adopt(self)
+        if self._is_automatic and not self._is_functional:
+            self._guard = self.optimizer.optimizer.register_step_pre_hook(_refuse_step)
+
+    def _check_coverage(self, site: Site) -> None:
+        if site.names is None or self._is_functional:
+            return
+        of_model = set(map(id, site.names))
+        of_optimizer = [p for group in self.optimizer.param_groups for p in group["params"]]
+        outside = [
+            parameter
+            for parameter in of_optimizer
+            if id(parameter) not in of_model and parameter.requires_grad
+        ]
+        if of_optimizer and len(outside) == len(of_optimizer):
+            raise ConfigurationError(
+                f"the {self._optimizer_name} has no parameter of this model; build it from ddp.parameters()"
+            )
+        if outside and self._is_automatic and self._only is None:
+            raise ConfigurationError(
+                f"{len(outside)} parameters of the {self._optimizer_name} are not in this model, so backward would "
+                "never update them; give OverlappedOptimizer(optimizer) to Step and call its step()"
+            )
+
+    def detach(self) -> None:
+        self.optimizer.release(self)
+        if self._guard is not None:
+            self._guard.remove()
+
+    def before_forward(self) -> None:
+        if not self._clears:
+            return
+        self._clears = False
+        cleared = [parameter for parameter in self._reduced.values() if self._clears_gradient_of(parameter)]
+        for parameter in cleared:
+            parameter.grad = None
+        self.optimizer.note_new_gradients(cleared)
+        self._reduced.clear()
+
+    def _clears_gradient_of(self, parameter: Tensor) -> bool:
+        return self._updates(parameter) or (
+            not self._is_automatic and self.optimizer.stepper.covers(parameter)
+        )
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        if self._awaits_step and not is_replay:
+            raise TrainingLoopError(
+                "a second backward began before step() was called for the first: call optimizer.step() after each "
+                "synchronized backward, or run all but the last backward of a step under ddp.no_sync()"
+            )
+        self._is_in_backward, self._is_replay = True, is_replay
+        self.optimizer.note_new_gradients(list(self._reduced.values()))
+        self.optimizer.stepper.begin()
+        self._reduced.clear()
+        self._gradients.clear()
+        if self.norms is not None:
+            self.norms.clear()
+
+    async def __call__(self, bucket: Bucket) -> None:
+        mine = [
+            (parameter, gradient)
+            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True)
+            if self._updates(parameter)
+        ]
+        if self.is_deferred:
+            await self._defer(bucket, mine)
+        else:
+            await self._interleave(bucket, mine)
+        self._reduced.update((id(parameter), parameter) for parameter in bucket.parameters)
+
+    async def _interleave(self, bucket: Bucket, mine: list[tuple[Tensor, Tensor]]) -> None:
+        used = await self._used(bucket, [parameter for parameter, _ in mine])
+        self._apply([pair for pair, is_used in zip(mine, used, strict=True) if is_used])
+
+    async def _defer(self, bucket: Bucket, mine: list[tuple[Tensor, Tensor]]) -> None:
+        if self.norms is not None:
+            self.norms.take([parameter for parameter, _ in mine], [gradient for _, gradient in mine])
+        # A rank that replays has no step() of its own to wait for.
+        if not (self._is_automatic or bucket.is_replay):
+            return
+        used = await self._used(bucket, [parameter for parameter, _ in mine])
+        kept = [pair for pair, is_used in zip(mine, used, strict=True) if is_used]
+        self._gradients.append(([parameter for parameter, _ in kept], [gradient for _, gradient in kept]))
+        await whole_pass()
+        if bucket.is_last:
+            self._apply_all()
+
+    @torch.no_grad()
+    def _apply_all(self) -> None:
+        pairs = {
+            id(parameter): (parameter, gradient)
+            for parameters, gradients in self._gradients
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        }
+        groups = self.optimizer.param_groups
+        # In the optimizer's order, in which clip_grad_norm_ adds norms up.
+        ordered = [
+            pairs[id(parameter)]
+            for group in groups
+            for parameter in group["params"]
+            if id(parameter) in pairs
+        ]
+        self._gradients.clear()
+        if self.clipping is not None and self.norms is not None and ordered:
+            noted = self.norms.noted([parameter for parameter, _ in ordered])
+            self.clipping.scale_([gradient for _, gradient in ordered], noted)
+        self._apply(ordered)
+
+    def _apply(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        parameters = [parameter for parameter, _ in pairs]
+        self.optimizer.stepper.step(parameters, [gradient for _, gradient in pairs])
+        self.optimizer.note_applied(parameters)
+
+    async def _used(self, bucket: Bucket, parameters: list[Tensor]) -> list[bool]:
+        """Which parameters got a gradient on any rank; DDP's bucket holds zeros for the others."""
+        assert self._site is not None
+        if self._site.finds_unused is False:
+            return [True] * len(parameters)
+        local = [not bucket.is_replay and parameter.grad is not None for parameter in parameters]
+        if self._site.finds_unused is None:
+            if not bucket.is_replay and not all(local):
+                raise UnsupportedError(
+                    "a parameter has no gradient on this rank, and a hook registered with ddp.register_comm_hook is not "
+                    "told whether that is meant; register with overlap.register(ddp, hook)"
+                )
+            return [True] * len(parameters)
+        flags = torch.tensor(local, dtype=torch.uint8, device=bucket.buffer.device)
+        await all_reduce(flags, op=dist.ReduceOp.MAX, group=bucket.group)
+        return [bool(flag) for flag in flags.tolist()]
+
+    def _updates(self, parameter: Tensor) -> bool:
+        return (self._only is None or id(parameter) in self._only) and self.optimizer.stepper.covers(
+            parameter
+        )
+
+    def after_backward(self, *, failed: bool) -> None:
+        self._is_in_backward = False
+        if failed:
+            self._awaits_step, self._clears = False, True
+            return
+        if self.norms is not None:
+            self.norms.seal(self._reduced.values())
+        self._awaits_step = not (self._is_automatic or self._is_replay)
+        self._clears = self._is_automatic or not self.is_deferred
+        if self._is_automatic:
+            mark_stepped(self.optimizer.optimizer)
+
+    # What OverlappedOptimizer.step asks and tells.
+
+    def check_complete(self) -> None:
+        """Raises: TrainingLoopError: the last backward ended before all buckets came."""
+        if not self._is_in_backward:
+            return
+        assert self._site is not None
+        names = self._site.names or {}
+        missing = [name for parameter, name in names.items() if id(parameter) not in self._reduced]
+        raise TrainingLoopError(
+            f"backward has not reached every parameter: no gradient for some of {', '.join(missing[:5])}"
+            f"{', ...' if len(missing) > 5 else ''}; use DistributedDataParallel(find_unused_parameters=True) "
+            "if part of the model takes no part in the loss"
+        )
+
+    def check_reduced(self, pending: list[Tensor]) -> None:
+        """Raises: TrainingLoopError: a gradient about to be applied is this rank's own and no mean."""
+        names = self._site.names if self._site is not None else None
+        if names is None:
+            return
+        local = [
+            names[parameter]
+            for parameter in pending
+            if parameter in names and not self.has_reduced(parameter)
+        ]
+        if local:
+            raise TrainingLoopError(
+                f"step() would apply gradients that were not reduced over ranks ({local[0]} and {len(local) - 1} others): "
+                "the backward ran under no_sync(), or did not reach every parameter"
+            )
+
+    def has_reduced(self, parameter: Tensor) -> bool:
+        """Whether the last backward of this stage's model reduced the gradient of ``parameter``."""
+        return id(parameter) in self._reduced
+
+    def on_stepped(self) -> None:
+        """``step()`` has updated everything."""
+        self._awaits_step, self._clears = False, True
+
+    def __repr__(self) -> str:
+        parts = [self._optimizer_name, "deferred" if self.is_deferred else "interleaved"]
+        if self._only is not None:
+            parts.append(f"{len(self._only)} parameters")
+        if self.clipping is not None:
+            parts.append(f"clip_grad_norm={self.clipping.max_norm}")
+        return f"Step({', '.join(parts)})"
+
+
+def _refuse_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    raise TrainingLoopError(
+        f"this {type(optimizer).__name__} is stepped inside backward, and step() would apply the gradients again: "
+        "leave the call out, or give OverlappedOptimizer(optimizer) to Step and call that one's step()"
+    )

@@ -1,0 +1,187 @@
+"""Stepping a part of an optimizer's parameters.
+
+[Note: stepping a subset]
+
+An update that rides in backward steps the parameters of one bucket, with whatever optimizer the user chose. Every
+``torch.optim.Optimizer`` steps the parameters in its ``param_groups`` that have a ``.grad``, with the hyperparameters
+and the state that it finds there. So a bucket is stepped by a *twin*: an object of the optimizer's own class that
+shares all its attributes, ``state`` included, but whose groups list the bucket's parameters alone, with the groups'
+hyperparameters as they are at that moment. LR schedulers, several groups and third-party optimizers just work, and
+``foreach`` and ``fused`` kernels run once a bucket and group.
+
+What the twin's ``step`` writes (an attribute, a value in a group) is written back. If two buckets of one backward
+both change the same value, it counts calls of ``step`` or mixes parameters, and updating bucket by bucket would not
+be the same as one step: that is refused, and the deferred mode, which steps all parameters at once, serves instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from overlap._torch.optimizer import drop_hooks, unhooked_step
+from overlap.errors import ConfigurationError, UnsupportedError
+
+__all__ = ["SubsetStepper", "check_optimizer"]
+
+
+def check_optimizer(optimizer: object) -> Optimizer:
+    """``optimizer`` itself, if it can be stepped without a closure on dense gradients.
+
+    Raises:
+        ConfigurationError: it is no ``torch.optim.Optimizer``.
+        UnsupportedError: it needs a closure, or sparse gradients.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(
+            f"expected a torch.optim.Optimizer, got {optimizer!r} of type {type(optimizer).__name__}"
+        )
+    name = type(optimizer).__name__
+    if isinstance(optimizer, SparseAdam):
+        raise UnsupportedError(f"{name} works on sparse gradients, and stages on dense ones; use Adam")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if isinstance(optimizer, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+        raise UnsupportedError(
+            f"{name} evaluates the model again inside step(closure), so its update cannot ride in backward; "
+            "use plain DDP with it"
+        )
+    return optimizer
+
+
+class SubsetStepper:
+    """Steps parts of ``optimizer``'s parameters. See [Note: stepping a subset]."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._step = unhooked_step(type(optimizer))
+        self._written: set[tuple[str, int | None]] = set()
+        self._places: dict[int, int] = {}
+        self._layout: tuple[int, ...] = ()
+        self._splits: dict[tuple[int, ...], list[tuple[int, list[Tensor]]]] = {}
+
+    def begin(self) -> None:
+        """A new step begins: each parameter will be stepped at most once before the next call."""
+        self._written.clear()
+
+    def covers(self, parameter: Tensor) -> bool:
+        """Whether the optimizer has ``parameter``."""
+        self._refresh()
+        return id(parameter) in self._places
+
+    @torch.no_grad()
+    def step(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """One update of ``parameters``, all of them the optimizer's, with ``gradients`` of their shapes and dtypes.
+
+        Changes the parameters and ``optimizer.state`` in place; ``.grad`` is as before.
+
+        Raises:
+            UnsupportedError: updating in parts is not the same as updating at once, for this optimizer.
+        """
+        if not parameters:
+            return
+        split = self._split(parameters)
+        twin = self._twin(split)
+        attributes = dict(twin.__dict__)
+        groups = [_Snapshot(group) for group in twin.param_groups]
+        with _grads_replaced(parameters, gradients):
+            self._step(twin)
+        for (place, _), group in zip(split, groups, strict=True):
+            for key in group.changed():
+                self._note_write(key, place)
+                self._optimizer.param_groups[place][key] = group.now[key]
+        for key, value in twin.__dict__.items():
+            if key != "param_groups" and not _is_same(attributes.get(key, _ABSENT), value):
+                self._note_write(key, None)
+                self._optimizer.__dict__[key] = value
+        # Fused kernels leave the version counter as it is; with it raised, a weight that a later node of this backward
+        # still needs is autograd's own error instead of a wrong gradient.
+        if any(group.get("fused") for group in twin.param_groups):
+            torch.autograd.graph.increment_version(parameters)
+
+    def _twin(self, split: list[tuple[int, list[Tensor]]]) -> Optimizer:
+        cls = type(self._optimizer)
+        twin = cls.__new__(cls)
+        twin.__dict__.update(self._optimizer.__dict__)
+        twin.param_groups = [
+            {**self._optimizer.param_groups[place], "params": parameters} for place, parameters in split
+        ]
+        drop_hooks(twin)
+        return twin
+
+    def _note_write(self, key: str, place: int | None) -> None:
+        if (key, place) in self._written:
+            raise UnsupportedError(
+                f"{type(self._optimizer).__name__}.step() changes {key!r} at every call, so updating bucket by "
+                "bucket would not equal one step; use Step(optimizer, deferred=True)"
+            )
+        self._written.add((key, place))
+
+    def _split(self, parameters: Sequence[Tensor]) -> list[tuple[int, list[Tensor]]]:
+        """``parameters`` by the place of their group, cached: buckets hold the same parameters step after step."""
+        self._refresh()
+        key = tuple(map(id, parameters))
+        if key not in self._splits:
+            groups: dict[int, list[Tensor]] = {}
+            for parameter in parameters:
+                groups.setdefault(self._places[id(parameter)], []).append(parameter)
+            self._splits[key] = sorted(groups.items())
+        return self._splits[key]
+
+    def _refresh(self) -> None:
+        layout = tuple(len(group["params"]) for group in self._optimizer.param_groups)
+        if layout == self._layout:
+            return
+        self._layout = layout
+        self._splits.clear()
+        self._places = {
+            id(parameter): place
+            for place, group in enumerate(self._optimizer.param_groups)
+            for parameter in group["params"]
+        }
+
+
+_ABSENT = object()
+
+
+class _Snapshot:
+    """A group's values before a step, tensors that are changed in place included."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.now = group
+        self._before = dict(group)
+        self._versions = {key: value._version for key, value in group.items() if isinstance(value, Tensor)}
+
+    def changed(self) -> list[str]:
+        return [
+            key
+            for key, value in self.now.items()
+            if not _is_same(self._before.get(key, _ABSENT), value)
+            or (key in self._versions and value._version != self._versions[key])
+        ]
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    if before is after:
+        return True
+    if isinstance(after, (bool, int, float, str, tuple)) and type(before) is type(after):
+        return bool(before == after)
+    return False
+
+
+@contextmanager
+def _grads_replaced(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Iterator[None]:
+    """Let ``.grad`` of ``parameters`` be ``gradients``, and put back what was there."""
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):  # type: ignore[assignment]
+            parameter.grad = gradient
