@@ -1,0 +1,29 @@
+"""Test harness: one helper starts ranks as processes, one as threads, one asserts parity."""
+
+from __future__ import annotations
+
+from .errors import RankDied, RankFailed, RankHung, UnpicklableError, WorldError
+from .parity import assert_parity
+from .ranks import run_ranks, start_server
+from .spy import bucket_calls
+from .threads import run_threads
+from .train import Record, bucket_sizes_bytes, overlapped_step, plain_step, train, wrap
+
+__all__ = [
+    "RankDied",
+    "RankFailed",
+    "RankHung",
+    "Record",
+    "UnpicklableError",
+    "WorldError",
+    "assert_parity",
+    "bucket_calls",
+    "bucket_sizes_bytes",
+    "overlapped_step",
+    "plain_step",
+    "run_ranks",
+    "run_threads",
+    "start_server",
+    "train",
+    "wrap",
+]

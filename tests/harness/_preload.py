@@ -1,0 +1,30 @@
+"""What the fork server imports once, so that every rank forked from it starts with it in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import warnings
+
+_MODULES = (
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch._dynamo",  # the first DDP constructor imports it: 2.4 s
+    "torch._inductor",
+    "numpy",
+    "cloudpickle",
+    "pytest",  # every test module that a rank imports needs these two
+    "hypothesis",
+    "overlap",
+)
+
+for _name in _MODULES:
+    # A module that is broken or absent must fail in the rank that needs it, where the error has a name;
+    # so must one that warns, where `python -W error` passes its options on to the server.
+    with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+        importlib.import_module(_name)
+
+# Keeps the collector off the preloaded objects, so that a rank's collection is quick and copies no pages.
+gc.collect()
+gc.freeze()

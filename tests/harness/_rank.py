@@ -1,0 +1,184 @@
+"""The life of one rank's process: prepare, run the function, report, leave."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from .errors import UnpicklableError
+
+# Warnings that PyTorch's own code raises and no test can avoid: (message, category, reason).
+UPSTREAM_WARNINGS: tuple[tuple[str, type[Warning], str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """All that a rank needs to start; it crosses to the process by pickling."""
+
+    rank: int
+    world_size: int
+    backend: str | None
+    port: int
+    group_timeout_s: float
+    timeout_s: float
+    folder: Path
+    environ: dict[str, str]
+    call: bytes  # cloudpickle of (fn, args)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"rank{self.rank}.log"
+
+    @property
+    def stacks(self) -> Path:
+        return self.folder / f"rank{self.rank}.stacks"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank sends back: a result, or an exception with its formatted traceback."""
+
+    value: Any
+    exception: BaseException | None = None
+    traceback: str = ""
+
+
+def rank_main(spec: RankSpec, connection: Connection) -> None:
+    """Runs in the rank's process and never returns: `os._exit` leaves even where a thread is stuck."""
+    os.environ.clear()
+    os.environ.update(spec.environ)  # the fork server's environment is that of its start
+    _redirect_output(spec.log)
+    _watch(spec)
+    coverage = _start_coverage()
+    stray = _Stray()
+    payload = _run(spec, stray)
+    # Coverage comes first: the parent may end this process as soon as a failure is reported.
+    if coverage is not None:
+        coverage.stop()
+        coverage.save()
+    with contextlib.suppress(BrokenPipeError):
+        connection.send_bytes(payload)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _run(spec: RankSpec, stray: _Stray) -> bytes:
+    try:
+        _turn_warnings_into_errors()
+        import torch
+
+        torch.set_num_threads(1)
+        fn, args = pickle.loads(spec.call)
+        with _process_group(spec):
+            value = fn(spec.rank, spec.world_size, *args)
+        gc.collect()
+        stray.check()
+        # Plain pickle copies a tensor's bytes; multiprocessing's would share that of a process about to end.
+        return pickle.dumps(Report(value))
+    except BaseException as error:
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> bytes:
+    text = "".join(traceback.format_exception(error))
+    try:
+        payload = pickle.dumps(Report(None, error, text))
+        pickle.loads(payload)  # an exception whose __init__ takes other arguments than .args fails only here
+    except Exception as why:
+        stand_in = UnpicklableError(f"{type(error).__qualname__}: {error} (does not pickle: {why!r})")
+        return pickle.dumps(Report(None, stand_in, text))
+    return payload
+
+
+@contextlib.contextmanager
+def _process_group(spec: RankSpec) -> Iterator[None]:
+    if spec.backend is None:
+        yield
+        return
+    import torch
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(seconds=spec.group_timeout_s)
+    if "nccl" in spec.backend:
+        devices = torch.cuda.device_count()
+        if spec.world_size > devices:
+            # NCCL refuses ranks that share a device by comparing host hash and bus id.
+            os.environ.setdefault("NCCL_HOSTID", f"rank{spec.rank}")
+        torch.cuda.set_device(spec.rank % devices)
+    store = dist.TCPStore("127.0.0.1", spec.port, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        spec.backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout
+    )
+    yield
+    # Not in a `finally`: after an exception the peers may be inside a collective, and leaving is quicker.
+    dist.destroy_process_group()
+
+
+def _redirect_output(log: Path) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (lives as long as the process)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def _watch(spec: RankSpec) -> None:
+    """Stacks on request, on a crash, and an end by itself if the parent is gone: none of it needs the GIL."""
+    stacks = open(spec.stacks, "w")  # noqa: SIM115 (faulthandler holds the descriptor)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(file=sys.stderr, all_threads=True)
+    faulthandler.dump_traceback_later(spec.timeout_s + 10, exit=True, file=stacks)
+
+
+def _turn_warnings_into_errors() -> None:
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    for message, category, _reason in UPSTREAM_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category)
+
+
+def _start_coverage() -> Any:
+    # coverage's own start-up file runs in processes started by exec; a rank is forked and starts it here.
+    if not {"COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START"} & os.environ.keys():
+        return None
+    import coverage
+
+    return coverage.process_startup(force=True)
+
+
+class _Stray:
+    """Exceptions that reached no caller: in a thread, in a destructor or in a callback."""
+
+    def __init__(self) -> None:
+        self._errors: list[BaseException] = []
+        threading.excepthook = self._from_thread
+        sys.unraisablehook = self._from_interpreter
+
+    def _from_thread(self, args: threading.ExceptHookArgs) -> None:
+        threading.__excepthook__(args)
+        if args.exc_value is not None:
+            self._errors.append(args.exc_value)
+
+    def _from_interpreter(self, args: sys.UnraisableHookArgs) -> None:
+        sys.__unraisablehook__(args)
+        if args.exc_value is not None:
+            self._errors.append(args.exc_value)
+
+    def check(self) -> None:
+        if self._errors:
+            raise RuntimeError("an exception reached no caller (thread or destructor)") from self._errors[0]

@@ -1,0 +1,152 @@
+"""One assertion for "the same": state dicts, records of a training run, any nesting of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def assert_parity(
+    candidate: Any,
+    reference: Any,
+    *,
+    what: str,
+    exact: bool = True,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    reason: str | None = None,
+) -> None:
+    """Fails where two nested structures of tensors and plain values differ, and names the first place.
+
+    Structure, key sets, types, dtypes and shapes must be the same. Values must be equal, NaN being equal to
+    NaN, or with `exact=False` and a `reason` within `atol + rtol * abs(reference)`; integers and booleans
+    stay exact.
+
+    Raises `ValueError` for a comparison that cannot fail or has no reason: nothing in it, a tensor compared
+    with itself, or a tolerance without its why.
+    """
+    __tracebackhide__ = True  # pytest would print both structures in full
+    tolerance = _tolerance(exact=exact, rtol=rtol, atol=atol, reason=reason)
+    differences: list[str] = []
+    compared = 0
+    for path, ours, theirs in _pairs(candidate, reference, ""):
+        compared += ours.numel() if isinstance(ours, torch.Tensor) else 1
+        difference = _difference(path, ours, theirs, tolerance)
+        if difference is not None:
+            differences.append(f"{path or 'the value'}: {difference}")
+    if compared == 0:
+        raise ValueError(f"{what}: there is nothing to compare, so this comparison could never fail")
+    if differences:
+        allowed = "exactly equal" if exact else f"within rtol={rtol:g}, atol={atol:g} ({reason})"
+        more = f"\n({len(differences) - 1} more differ)" if len(differences) > 1 else ""
+        raise AssertionError(f"{what} should be {allowed}; first difference:\n{differences[0]}{more}")
+
+
+class _Structure:
+    """A pair that already differs in kind; stands in for the leaf that would have been compared."""
+
+    def __init__(self, difference: str) -> None:
+        self.difference = difference
+
+
+def _tolerance(*, exact: bool, rtol: float, atol: float, reason: str | None) -> tuple[float, float]:
+    if exact:
+        if rtol or atol or reason:
+            raise ValueError(f"rtol={rtol:g}, atol={atol:g}, reason={reason!r} need exact=False")
+        return 0.0, 0.0
+    if not reason:
+        raise ValueError("a tolerance needs a reason: which order of summation, which rounding changes?")
+    if rtol <= 0 and atol <= 0:
+        raise ValueError("exact=False needs an rtol or an atol above 0")
+    return rtol, atol
+
+
+def _pairs(ours: Any, theirs: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    if dataclasses.is_dataclass(ours) and not isinstance(ours, type):
+        if type(ours) is not type(theirs):
+            yield path, _kinds(ours, theirs), None
+            return
+        for field in dataclasses.fields(ours):
+            yield from _pairs(getattr(ours, field.name), getattr(theirs, field.name), f"{path}.{field.name}")
+    elif isinstance(ours, Mapping):
+        if not isinstance(theirs, Mapping):
+            yield path, _kinds(ours, theirs), None
+            return
+        # Keys that only one side has come last: a value that differs in both says more.
+        for key in (key for key in ours if key in theirs):
+            yield from _pairs(ours[key], theirs[key], f"{path}[{key!r}]")
+        if ours.keys() != theirs.keys():
+            lacks, adds = (sorted(map(repr, keys)) for keys in (theirs.keys() - ours, ours.keys() - theirs))
+            yield path, _Structure(f"the candidate lacks {lacks} and adds {adds}"), None
+    elif isinstance(ours, Sequence) and not isinstance(ours, str | bytes):
+        if not isinstance(theirs, Sequence) or isinstance(theirs, str | bytes):
+            yield path, _kinds(ours, theirs), None
+            return
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+            yield from _pairs(one, other, f"{path}[{index}]{_step(one)}")
+        if len(ours) != len(theirs):
+            yield path, _Structure(f"length {len(ours)} against {len(theirs)}"), None
+    else:
+        yield path, ours, theirs
+
+
+def _step(record: Any) -> str:
+    step = getattr(record, "step", None)
+    return f" (step {step})" if isinstance(step, int) else ""
+
+
+def _kinds(ours: Any, theirs: Any) -> _Structure:
+    return _Structure(f"{type(ours).__name__} against {type(theirs).__name__}")
+
+
+def _difference(path: str, ours: Any, theirs: Any, tolerance: tuple[float, float]) -> str | None:
+    if isinstance(ours, _Structure):
+        return ours.difference
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return _tensor_difference(path, ours.detach(), theirs.detach(), tolerance)
+    if type(ours) is not type(theirs):
+        return _kinds(ours, theirs).difference
+    if isinstance(ours, float):
+        same = ours == theirs or (math.isnan(ours) and math.isnan(theirs))
+        rtol, atol = tolerance
+        if same or abs(ours - theirs) <= atol + rtol * abs(theirs):
+            return None
+        return f"{ours!r} against {theirs!r}, difference {abs(ours - theirs):g}"
+    return None if ours == theirs else f"{ours!r} against {theirs!r}"
+
+
+def _tensor_difference(
+    path: str, ours: torch.Tensor, theirs: torch.Tensor, tolerance: tuple[float, float]
+) -> str | None:
+    if ours.dtype != theirs.dtype:
+        return f"dtype {ours.dtype} against {theirs.dtype}"
+    if ours.shape != theirs.shape:
+        return f"shape {tuple(ours.shape)} against {tuple(theirs.shape)}"
+    if ours.numel() == 0:
+        return None
+    if ours.data_ptr() == theirs.data_ptr():
+        raise ValueError(f"{path or 'the value'}: a tensor is compared with itself; record clones")
+    ours, theirs = ours.cpu(), theirs.cpu()
+    wrong = ~((ours == theirs) | (ours.isnan() & theirs.isnan()))
+    if not wrong.any():
+        return None
+    if ours.dtype == torch.bool:
+        return f"{int(wrong.sum())} of {wrong.numel()} differ"
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    distance = (ours.to(wide) - theirs.to(wide)).abs()
+    rtol, atol = tolerance if ours.is_floating_point() or ours.is_complex() else (0.0, 0.0)
+    wrong &= ~(distance <= atol + rtol * theirs.to(wide).abs())
+    # An infinite reference allows any distance under rtol, yet nothing but itself is near it.
+    wrong |= theirs.isinf() & (ours != theirs)
+    if not wrong.any():
+        return None
+    where = tuple(int(index) for index in wrong.nonzero()[0])
+    values = f"{ours[where].item()!r} against {theirs[where].item()!r}"
+    return (
+        f"max abs difference {distance[wrong].max().item():g}, "
+        f"{int(wrong.sum())} of {wrong.numel()} elements, first at {where}: {values}"
+    )

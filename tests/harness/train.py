@@ -1,0 +1,108 @@
+"""One training loop for the reference and the candidate, which writes down every step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .models import BUCKET_CAP_MB, Batch, mean_squared_error
+
+Loss = Callable[[nn.Module, Batch], Tensor]
+Step = Callable[[nn.Module, Any, Batch, Loss], Tensor]
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that one step left behind, cloned. `gradients` is None unless asked for."""
+
+    step: int
+    loss: Tensor
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    gradients: dict[str, Tensor | None] | None
+
+
+def wrap(model: nn.Module, **ddp_options: Any) -> DistributedDataParallel:
+    """DDP over a deep copy of `model`, with buckets of 1 KiB unless told otherwise."""
+    return DistributedDataParallel(copy.deepcopy(model), **{"bucket_cap_mb": BUCKET_CAP_MB, **ddp_options})
+
+
+def plain_step(ddp: nn.Module, optimizer: Any, batch: Batch, loss_of: Loss) -> Tensor:
+    """The loop as everyone writes it, `zero_grad` first."""
+    optimizer.zero_grad()
+    return overlapped_step(ddp, optimizer, batch, loss_of)
+
+
+def overlapped_step(ddp: nn.Module, optimizer: Any, batch: Batch, loss_of: Loss) -> Tensor:
+    """The loop without `zero_grad`: a registered chain clears the gradients itself."""
+    loss = loss_of(ddp, batch)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def train(
+    ddp: DistributedDataParallel,
+    optimizer: Any,
+    batches: Iterable[Batch],
+    *,
+    step_fn: Step = plain_step,
+    loss_of: Loss = mean_squared_error,
+    scheduler: Callable[[Any], Any] | None = None,
+    gradients: bool = False,
+    min_buckets: int = 2,
+) -> list[Record]:
+    """Trains over `batches` and returns a record a step, taken after the scheduler's step.
+
+    `scheduler` makes one for the optimizer, as `lambda o: StepLR(o, 2, 0.5)` does; left out, the rate falls
+    at every step, so that an update with a stale one shows. `gradients` also records `.grad` as it is after
+    the step. From three steps on, when DDP has rebuilt its buckets, there must be `min_buckets` of them.
+    """
+    schedule = (scheduler or _falling_rate)(optimizer)
+    records = []
+    for step, batch in enumerate(batches):
+        loss = step_fn(ddp, optimizer, batch, loss_of)
+        schedule.step()
+        records.append(_record(step, loss, ddp, optimizer, gradients=gradients))
+    if len(records) >= 3:
+        sizes_bytes = bucket_sizes_bytes(ddp)
+        assert len(sizes_bytes) >= min_buckets, f"{sizes_bytes=}: lower bucket_cap_mb"
+    return records
+
+
+def _falling_rate(optimizer: Any) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+
+
+def bucket_sizes_bytes(ddp: DistributedDataParallel) -> list[int]:
+    """Sizes of the buckets as of the last forward, whatever hook is registered."""
+    # Private: the public way is a communication hook, and a model under test has one already.
+    data = ddp._get_ddp_logging_data()
+    sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
+    return [int(size) for size in str(sizes).split(",")]
+
+
+def _record(
+    step: int, loss: Tensor, ddp: DistributedDataParallel, optimizer: Any, *, gradients: bool
+) -> Record:
+    module = ddp.module
+    grads = {name: param.grad for name, param in module.named_parameters()}
+    return Record(
+        step=step,
+        loss=_clone(loss),
+        parameters=_clone(dict(module.named_parameters())),
+        buffers=_clone(dict(module.named_buffers())),
+        optimizer=_clone(optimizer.state_dict()),
+        gradients=_clone(grads) if gradients else None,
+    )
+
+
+def _clone(value: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)

@@ -1,0 +1,130 @@
+"""One order of collectives on every rank, whatever the timing; and that timing does break what lacks a scheduler."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks, wrap
+from harness.errors import WorldError
+from harness.models import MLP
+
+from overlap import Bucket, Stage, chain
+from overlap.hooks import all_gather, all_reduce, broadcast, reduce_scatter, send_recv
+
+SEEDS = 200
+
+
+def _numel(bucket_index: int, place: int) -> int:
+    """A size of its own for each collective, so that any two that pair up wrongly do not fit."""
+    return 1000 + 100 * bucket_index + 10 * place
+
+
+class Jittery(Stage):
+    """One to three collectives a bucket, of sizes of their own, with random pauses around each."""
+
+    def __init__(self, rank: int, seed: int) -> None:
+        self.random = random.Random(f"{seed} {rank}")
+        self.checked = 0
+
+    def pause(self) -> None:
+        if self.random.random() < 0.3:
+            time.sleep(self.random.uniform(0, 0.002))
+
+    async def __call__(self, bucket: Bucket) -> None:
+        ranks, rank = bucket.group.size(), bucket.group.rank()
+        for place in range(1 + bucket.index % 3):
+            self.pause()
+            numel = _numel(bucket.index, place)
+            tensor = torch.full((numel,), float(rank + 1))
+            kind = (bucket.index + place) % 5
+            total = ranks * (ranks + 1) / 2
+            if kind == 0:
+                await all_reduce(tensor)
+                expected = torch.full((numel,), total)
+            elif kind == 1:
+                tensor_all = torch.empty(ranks * numel)
+                await all_gather(tensor_all, tensor)
+                tensor, expected = tensor_all, torch.arange(1.0, ranks + 1).repeat_interleave(numel)
+            elif kind == 2:
+                part = torch.empty(numel)
+                await reduce_scatter(part, tensor.repeat(ranks))
+                tensor, expected = part, torch.full((numel,), total)
+            elif kind == 3:
+                await broadcast(tensor, src=ranks - 1)
+                expected = torch.full((numel,), float(ranks))
+            else:
+                received = torch.empty(numel)
+                await send_recv([(tensor, (rank + 1) % ranks)], [(received, (rank - 1) % ranks)])
+                tensor, expected = received, torch.full((numel,), float((rank - 1) % ranks + 1))
+            assert torch.equal(tensor, expected), f"bucket {bucket.index}, collective {place}"
+            self.checked += 1
+
+
+def _delayed_backwards(rank: int, world_size: int, seeds: int) -> int:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    stage = Jittery(rank, 0)
+    chain(stage).register(ddp)
+    for parameter in ddp.parameters():
+        parameter.register_hook(lambda grad: stage.pause())  # Delays arrivals, on the training thread.
+    for seed in range(seeds):
+        stage.random.seed(f"{seed} {rank}")
+        ddp(*MLP.batch(seed, rank).inputs).sum().backward()
+        # A collective on the training thread between backwards: nothing of the worker's may pair up with it.
+        flag = torch.tensor([rank])
+        dist.all_reduce(flag)
+        assert flag.item() == world_size * (world_size - 1) / 2
+    return stage.checked
+
+
+@pytest.mark.parametrize(("world_size", "seeds"), [(2, SEEDS), (3, SEEDS // 2)])
+def test_collectives_pair_up_under_random_delays(world_size: int, seeds: int) -> None:
+    counts = run_ranks(_delayed_backwards, world_size, seeds, timeout_s=110)
+    assert len(set(counts)) == 1 and counts[0] >= seeds * 5
+
+
+def _launch_from_callbacks(rank: int, world_size: int, seeds: int) -> None:
+    """The same collectives as a hook would chain them: each next one is launched by the callback of the one before."""
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    delays = random.Random(rank)
+    problems: list[str] = []
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings.
+        index, buffer = bucket.index(), bucket.buffer()
+
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+
+        def launch(place: int) -> None:
+            tensor = torch.full((_numel(index, place),), float(rank + 1 + 10 * place))
+            work = dist.all_reduce(tensor, async_op=True)
+            assert work is not None
+            work.get_future().then(lambda future: follow_up(future, place))
+
+        def follow_up(future: torch.futures.Future[Any], place: int) -> None:
+            try:
+                time.sleep(delays.uniform(0, 0.002))
+                expected = float(sum(other + 1 + 10 * place for other in range(world_size)))
+                if not torch.equal(future.value()[0], torch.full((_numel(index, place),), expected)):
+                    problems.append(f"bucket {index}: the result of another collective")
+                if place < 2:
+                    return launch(place + 1)
+            except RuntimeError as error:
+                problems.append(str(error))
+            done.set_result(buffer)
+
+        launch(0)
+        return done
+
+    ddp.register_comm_hook(None, hook)
+    for seed in range(seeds):
+        ddp(*MLP.batch(seed, rank).inputs).sum().backward()
+        assert not problems, problems[0]
+
+
+def test_launching_from_callbacks_fails_under_the_same_delays() -> None:
+    with pytest.raises(WorldError, match="doesn.t match|another collective"):
+        run_ranks(_launch_from_callbacks, 2, SEEDS, timeout_s=15, group_timeout_s=4)

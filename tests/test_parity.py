@@ -1,0 +1,124 @@
+"""Parity of the update in backward with plain DDP and the same optimizer, exact at every step."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_parity, overlapped_step, plain_step, run_ranks, run_threads, train, wrap
+from harness.models import CASES, MLP, TRANSFORMER, Case
+from torch import nn
+
+from overlap import AllReduce, OverlappedOptimizer, Stage, Step, chain
+
+STEPS = 10
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "sgd-momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "sgd-nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "sgd-weight-decay": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adam-amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+}
+HAS_FUSED = {
+    "sgd",
+    "sgd-momentum",
+    "sgd-nesterov",
+    "sgd-weight-decay",
+    "adam",
+    "adam-amsgrad",
+    "adamw",
+    "adagrad",
+}
+IMPLEMENTATIONS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+class Counting(Stage):
+    """The all-reduce, counting its buckets: shows that the candidate really ran and how it was cut."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self._inner = AllReduce()
+
+    async def __call__(self, bucket: Any) -> None:
+        self.calls.append((bucket.step, bucket.index))
+        await self._inner(bucket)
+
+
+def _check(
+    rank: int,
+    case: Case,
+    make: Callable[[Any], torch.optim.Optimizer],
+    *,
+    ddp_options: dict[str, Any] | None = None,
+    step_options: dict[str, Any] | None = None,
+    plain: Callable[..., Any] = plain_step,
+    what: str,
+    steps: int = STEPS,
+    **train_options: Any,
+) -> None:
+    batches = case.batches(rank, steps=steps)
+    options = {**case.ddp_options(), **(ddp_options or {})}
+    reference_ddp = wrap(case.model(), **options)
+    reference = train(
+        reference_ddp, make(reference_ddp.parameters()), batches, step_fn=plain, **train_options
+    )
+
+    ddp = wrap(case.model(), **options)
+    optimizer = OverlappedOptimizer(make(ddp.parameters()))
+    counting = Counting()
+    registration = chain(counting, Step(optimizer, **(step_options or {}))).register(ddp)
+    candidate = train(ddp, optimizer, batches, step_fn=overlapped_step, **train_options)
+    registration.remove()
+    assert {step for step, _ in counting.calls} == set(range(steps))
+    assert max(index for _, index in counting.calls) >= 2, "parity over one bucket shows little"
+    assert_parity(candidate, reference, what=what)
+
+
+def _matrix(rank: int, world_size: int, name: str, case: Case) -> None:
+    cls, arguments = OPTIMIZERS[name]
+    for implementation, deferred, view in itertools.product(IMPLEMENTATIONS, (False, True), (False, True)):
+        if implementation == "fused" and name not in HAS_FUSED:
+            continue
+        _check(
+            rank,
+            case,
+            functools.partial(cls, **arguments, **IMPLEMENTATIONS[implementation]),
+            ddp_options={"gradient_as_bucket_view": view},
+            step_options={"deferred": deferred},
+            what=f"{name}, {implementation}, {'deferred' if deferred else 'interleaved'}, bucket view {view}, {case}",
+        )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_implementation_and_mode_equals_plain_ddp(name: str) -> None:
+    run_ranks(_matrix, 2, name, MLP)
+
+
+def _cases(rank: int, world_size: int, case: Case) -> None:
+    for deferred, implementation in itertools.product((False, True), ("foreach", "fused")):
+        if implementation == "fused" and case.name == "dtypes":
+            continue  # torch's fused kernels take no mixture of dtypes within one group.
+        _check(
+            rank,
+            case,
+            functools.partial(
+                torch.optim.AdamW, lr=0.01, weight_decay=0.1, **IMPLEMENTATIONS[implementation]
+            ),
+            step_options={"deferred": deferred},
+            what=f"adamw, {implementation}, {'deferred' if deferred else 'interleaved'}, {case}",
+            gradients=False,
+        )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_kind_of_model_equals_plain_ddp(case: Case) -> None:
+    run_ranks(_cases, 2, case)

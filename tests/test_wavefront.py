@@ -1,0 +1,69 @@
+"""The order policy by itself, without tensors or ranks. See [Note: one order of collectives]."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlap.hooks.wavefront import Wavefront
+
+
+class Bucket:
+    """Issues its collectives one an advance, writing them to a log; `"|"` stands for the wait for the whole pass."""
+
+    def __init__(self, name: str, collectives: list[str], log: list[str]) -> None:
+        self.name = name
+        self.is_done = False
+        self._left = list(collectives)
+        self._log = log
+        self._current: str | None = None
+
+    @property
+    def awaits_whole_pass(self) -> bool:
+        return self._current == "|"
+
+    def advance(self) -> None:
+        assert not self.is_done
+        if not self._left:
+            self.is_done = True
+            self._log.append(f"{self.name}.")
+            return
+        self._current = self._left.pop(0)
+        self._log.append(self.name + self._current)
+
+
+def _run(plans: list[list[str]]) -> list[str]:
+    log: list[str] = []
+    wavefront: Wavefront[Bucket] = Wavefront()
+    for index, plan in enumerate(plans):
+        wavefront.arrive(Bucket("abcdefgh"[index], plan, log), is_last=index == len(plans) - 1)
+    assert not wavefront.active
+    return log
+
+
+def test_the_order_that_the_note_promises() -> None:
+    log = [entry for entry in _run([["1", "2"]] * 3) if not entry.endswith(".")]
+    assert log == ["a1", "b1", "a2", "c1", "b2", "c2"]
+
+
+def test_a_bucket_without_collectives_is_through_at_once() -> None:
+    assert _run([[], ["1"]]) == ["a.", "b1", "b."]
+
+
+def test_the_whole_pass_waits_for_the_last_bucket() -> None:
+    log = _run([["1", "|", "2"], ["1", "1", "|"], ["1", "|"]])
+    releases = [log.index(entry) for entry in ("a2", "b.", "c.")]
+    arrivals = [log.index(entry) for entry in ("a|", "b|", "c|")]
+    assert max(arrivals) < min(releases)
+
+
+def test_a_bucket_that_never_waits_does_not_hold_up_those_that_do() -> None:
+    log = _run([["|"], ["1", "1", "1"], []])
+    assert log[-1] == "a." and log.index("a.") > log.index("b.")
+
+
+@given(st.lists(st.lists(st.sampled_from(["1", "2", "|"]), max_size=4), min_size=1, max_size=8))
+def test_every_collective_runs_once_and_in_its_buckets_order(plans: list[list[str]]) -> None:
+    log = _run(plans)
+    for name, plan in zip("abcdefgh", plans, strict=False):
+        assert [entry[1:] for entry in log if entry[0] == name] == [*plan, "."]
