@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from harness import RankDied, run_ranks, wrap
 from harness.models import MLP
-
 from overlap import (
     AllReduce,
     Bucket,
@@ -193,9 +193,7 @@ def _unreached(rank: int, world_size: int) -> None:
         optimizer.step()
     ddp(*MLP.batch(3, rank).inputs)
     ddp.module[4:](torch.ones(1, 16)).sum().backward()  # The first layers take no part.
-    with pytest.raises(
-        TrainingLoopError, match=r"not reached every parameter.*0\.weight.*find_unused_parameters"
-    ):
+    with pytest.raises(TrainingLoopError, match=r"not reached every parameter.*0\.weight.*find_unused_parameters"):
         optimizer.step()
 
 

@@ -6,7 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["after_backward", "in_backward"]
+__all__ = ["after_backward", "in_backward", "version"]
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` has been changed in place. Private: only raising it has a public way."""
+    return tensor._version
 
 
 def in_backward() -> bool:

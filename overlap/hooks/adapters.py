@@ -119,16 +119,14 @@ class StageHook:
         """The process group that ``state`` names, if it names one."""
         return self._group_of(state)
 
-    # The annotations are objects, not strings: DDP compares them with its own.
-    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]
+    # Without annotations: DDP compares them with its own types, and here they would be strings.
+    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
         parameters = bucket.parameters()
         runtime = self._runtimes.get(parameters[0])
         if runtime is None:
             runtime = self._open(state, bucket) if bucket.index() == 0 else self._arriving
             if runtime is None:
-                raise RegistrationError(
-                    f"{self.__name__}: bucket {bucket.index()} of a model whose first never came"
-                )
+                raise RegistrationError(f"{self.__name__}: bucket {bucket.index()} of a model whose first never came")
         for parameter in parameters:
             self._runtimes[parameter] = runtime
         self._arriving = None if bucket.is_last() else runtime
@@ -169,9 +167,7 @@ def is_hook(thing: object) -> bool:
         return True
     if isinstance(thing, (Stage, type)) or not callable(thing):
         return False
-    return not (
-        inspect.iscoroutinefunction(thing) or inspect.iscoroutinefunction(getattr(thing, "__call__", None))
-    )  # noqa: B004
+    return not (inspect.iscoroutinefunction(thing) or inspect.iscoroutinefunction(getattr(thing, "__call__", None)))  # noqa: B004
 
 
 def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
@@ -189,9 +185,7 @@ def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
     try:
         inspect.signature(hook).bind(state, None)
     except TypeError as error:
-        raise ConfigurationError(
-            f"the hook {_name(hook)} cannot be called with (state, bucket): {error}"
-        ) from None
+        raise ConfigurationError(f"the hook {_name(hook)} cannot be called with (state, bucket): {error}") from None
     except ValueError:
         pass  # A builtin tells no signature.
     return HookStage(hook, state)

@@ -70,8 +70,7 @@ class Bucket:
         """The same bucket around another flat tensor of ``numel`` elements, for a stage that wraps a reducer."""
         start = int(self.buffer.storage_offset())
         views = self.views or tuple(
-            (gradient.size(), gradient.stride(), int(gradient.storage_offset()) - start)
-            for gradient in self.gradients
+            (gradient.size(), gradient.stride(), int(gradient.storage_offset()) - start) for gradient in self.gradients
         )
         return replace(self, buffer=buffer, raw=None, views=views)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from overlap.hooks.adapters import as_stage, is_hook
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Entering
 from overlap.hooks.registration import Registration, register
-from overlap.hooks.stage import Role, Stage, to_stage
+from overlap.hooks.stage import Stage, to_stage
 
 __all__ = ["Chain", "chain"]
 
@@ -55,9 +56,7 @@ class Chain(Stage):
         """Take over what :meth:`state_dict` of a chain of the same stages gave."""
         places = {str(place) for place in range(len(self._stages))}
         if unknown := sorted(set(state_dict) - places):
-            raise ConfigurationError(
-                f"state of stages {unknown} for a chain of {len(self._stages)} stages: {self!r}"
-            )
+            raise ConfigurationError(f"state of stages {unknown} for a chain of {len(self._stages)} stages: {self!r}")
         for place, stage in enumerate(self._stages):
             stage.load_state_dict(state_dict.get(str(place), {}))
 
@@ -84,10 +83,8 @@ def chain(*stages: Stage | Callable[..., Any]) -> Chain:
         stage = as_stage(thing) if is_hook(thing) else to_stage(thing)
         flat.extend(stage.stages if isinstance(stage, Chain) else [stage])
     if not flat:
-        raise ConfigurationError(
-            "chain() needs at least one stage, such as chain(AllReduce(), Step(optimizer))"
-        )
-    for before, after in zip(flat, flat[1:], strict=False):
+        raise ConfigurationError("chain() needs at least one stage, such as chain(AllReduce(), Step(optimizer))")
+    for before, after in itertools.pairwise(flat):
         if before.role >= after.role:
             raise ConfigurationError(
                 f"{after!r} ({after.role.name.lower()}) cannot follow {before!r} ({before.role.name.lower()}): "

@@ -121,9 +121,7 @@ class Entering(Operation):
         self.label = label
 
 
-def all_reduce(
-    tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
-) -> Operation:
+def all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> Operation:
     """Reduce ``tensor`` over the group, in place on every rank; sends ``2 N (W-1)/W`` elements."""
 
     def start(channel: Channel, tag: int) -> list[dist.Work]:
@@ -212,9 +210,7 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
             total.add_(parts[rank])
         output.copy_(total.view_as(output))
 
-    return Collective(
-        "reduce_scatter", group, start, sent=lambda size: output.nbytes * (size - 1), then=add_up
-    )
+    return Collective("reduce_scatter", group, start, sent=lambda size: output.nbytes * (size - 1), then=add_up)
 
 
 def future_result(future: torch.futures.Future[Any]) -> Operation:

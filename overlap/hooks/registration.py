@@ -33,8 +33,8 @@ class _Dispatcher:
         self._group = group
         self.registration: Registration | None = None
 
-    # The annotations must not be strings: DDP compares them with its own types.
-    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]
+    # Without annotations: DDP compares them with its own types, and here they would be strings.
+    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
         if self.registration is not None:
             return self.registration.runtime.on_bucket(bucket)
         return self._reduce(bucket)
@@ -96,9 +96,7 @@ class Registration:
         return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}>"
 
 
-def register(
-    ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], state: Any = None
-) -> Registration:
+def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], state: Any = None) -> Registration:
     """Let ``stage`` take the gradients of ``ddp``, in place of DDP's own all-reduce.
 
     Every rank of the model's process group calls this, in the same order as its other collective calls, before a
@@ -119,16 +117,15 @@ def register(
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise RegistrationError(
-            f"{type(ddp).__name__} is no DistributedDataParallel model: wrap it first, ddp = DistributedDataParallel(model)"
+            f"{type(ddp).__name__} is no DistributedDataParallel model; wrap it first: "
+            "ddp = DistributedDataParallel(model)"
         )
     if is_hook(stage):
         made = as_stage(stage, state)
     else:
         made = to_stage(stage)
         if state is not None:
-            raise ConfigurationError(
-                f"a stage keeps its own state, but register was given {state!r} for {made!r}"
-            )
+            raise ConfigurationError(f"a stage keeps its own state, but register was given {state!r} for {made!r}")
     if not made.reduces and not any(child.reduces for child in made.children):
         raise ConfigurationError(f"{made!r} has no reducer; register chain(AllReduce(), {made!r})")
     dispatcher = _dispatcher_of(ddp)

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from overlap._torch.autograd import after_backward, in_backward
 from overlap._torch.c10d import GradBucket

@@ -79,19 +79,21 @@ class Stage(ABC):
         """Whether the stage takes this rank's own gradients; an update that reduces by itself says so too."""
         return self.role is Role.REDUCER
 
-    def attach(self, site: Site) -> None:
+    # What follows is empty on purpose: most stages have nothing to say there.
+
+    def attach(self, site: Site) -> None:  # noqa: B027
         """Called once, when the stage is registered, before anything else; the place to refuse a model."""
 
-    def detach(self) -> None:
+    def detach(self) -> None:  # noqa: B027
         """Called when the registration is removed."""
 
-    def before_forward(self) -> None:
+    def before_forward(self) -> None:  # noqa: B027
         """Called before each forward of the model that records gradients."""
 
-    def before_backward(self, *, is_replay: bool) -> None:
+    def before_backward(self, *, is_replay: bool) -> None:  # noqa: B027
         """Called on the training thread when the first bucket of a pass arrives, before any collective of the pass."""
 
-    def after_backward(self, *, failed: bool) -> None:
+    def after_backward(self, *, failed: bool) -> None:  # noqa: B027
         """Called on the training thread when all buckets of a pass are through and DDP has set ``.grad``.
 
         ``failed`` says that a stage raised, so that buckets may not have come all the way; ``backward`` raises next.

@@ -139,9 +139,7 @@ class Task:
         try:
             operation.launch(self._executor.channels)
         except Exception as error:
-            error.add_note(
-                f"raised when stage {self.label} launched {operation.label}, {self.bucket.describe()}"
-            )
+            error.add_note(f"raised when stage {self.label} launched {operation.label}, {self.bucket.describe()}")
             raise
         self._is_launched = True
         if (observer := self._executor.observer) is not None:

@@ -60,9 +60,7 @@ def _group_hook(name: str, make: Callable[[], Stage], doc: str) -> StageHook:
     def _group_of(state: Any) -> dist.ProcessGroup | None:
         if state is None or isinstance(state, dist.ProcessGroup):
             return state
-        raise ConfigurationError(
-            f"the state of {name} is a process group or None, got {type(state).__name__}"
-        )
+        raise ConfigurationError(f"the state of {name} is a process group or None, got {type(state).__name__}")
 
     return StageHook(build, name, group_of=_group_of, doc=doc)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from overlap._torch.autograd import version
 from overlap._torch.foreach import norms
 from overlap.errors import ConfigurationError
 
@@ -26,18 +27,14 @@ class Clipping:
         if not self.max_norm > 0:
             raise ConfigurationError(f"clip_grad_norm must be positive, got {self.max_norm}")
         if not self.norm_type > 0:
-            raise ConfigurationError(
-                f"norm_type must be positive (float('inf') for the maximum), got {self.norm_type}"
-            )
+            raise ConfigurationError(f"norm_type must be positive (float('inf') for the maximum), got {self.norm_type}")
 
     def scale_(self, gradients: Sequence[Tensor], gradient_norms: Sequence[Tensor]) -> Tensor:
         """Clip ``gradients`` in place, given the norm of each; returns their global norm, a 0-dimensional tensor.
 
         Bit for bit ``torch.nn.utils.clip_grad_norm_``, which computes the norms itself.
         """
-        total: Tensor = torch.linalg.vector_norm(
-            torch.stack(_grouped(gradients, gradient_norms)), self.norm_type
-        )
+        total: Tensor = torch.linalg.vector_norm(torch.stack(_grouped(gradients, gradient_norms)), self.norm_type)
         holders = [_Holder(gradient) for gradient in gradients]
         torch.nn.utils.clip_grads_with_norm_(holders, self.max_norm, total)  # type: ignore[arg-type]
         return total
@@ -81,7 +78,7 @@ class GradientNorms:
         """``.grad`` now holds what was noted: a later change of it makes the note void."""
         for parameter in parameters:
             if parameter.grad is not None and id(parameter) in self._norms:
-                self._versions[id(parameter)] = (weakref.ref(parameter.grad), parameter.grad._version)
+                self._versions[id(parameter)] = (weakref.ref(parameter.grad), version(parameter.grad))
 
     def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The norm of each parameter's ``.grad``, which must not be ``None``; computed where no note of it holds."""
@@ -94,8 +91,8 @@ class GradientNorms:
         grad = parameter.grad
         if grad is None or id(parameter) not in self._versions:
             return False
-        sealed, version = self._versions[id(parameter)]
-        return sealed() is grad and version == grad._version
+        sealed, sealed_version = self._versions[id(parameter)]
+        return sealed() is grad and sealed_version == version(grad)
 
     def noted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The norms as noted, wherever the gradients are."""

@@ -87,11 +87,7 @@ class FunctionalOptimizer:
                 f"{type(self).__name__} has {len(parameters)} parameters but was given {len(gradients)} gradients; "
                 "pass one a parameter, None for those to leave alone"
             )
-        pairs = [
-            (parameter, grad)
-            for parameter, grad in zip(parameters, gradients, strict=True)
-            if grad is not None
-        ]
+        pairs = [(parameter, grad) for parameter, grad in zip(parameters, gradients, strict=True) if grad is not None]
         self._stepper.begin()
         self._stepper.step([parameter for parameter, _ in pairs], [grad for _, grad in pairs])
 
@@ -126,7 +122,7 @@ class FunctionalAdamW(FunctionalOptimizer):
 
 
 class FunctionalAdagrad(FunctionalOptimizer):
-    """``torch.optim.Adagrad`` with gradients as arguments; state of parameters added late starts at their first step."""
+    """``torch.optim.Adagrad`` with gradients as arguments; what is added late starts at its first step."""
 
     optimizer_class = torch.optim.Adagrad
 

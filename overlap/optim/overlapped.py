@@ -198,9 +198,7 @@ class OverlappedOptimizer(Optimizer):
         """
         for other in self._stages:
             if (other.is_deferred, other.clipping) != (stage.is_deferred, stage.clipping):
-                raise ConfigurationError(
-                    f"one optimizer is updated in one way, but has {other!r} and {stage!r}"
-                )
+                raise ConfigurationError(f"one optimizer is updated in one way, but has {other!r} and {stage!r}")
         if stage not in self._stages:
             self._stages.append(stage)
 

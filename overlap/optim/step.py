@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, Role, Site, Stage, all_reduce, whole_pass
+from overlap.hooks import Bucket, Role, Site, Stage, whole_pass
 from overlap.optim.clipping import Clipping, GradientNorms
 from overlap.optim.functional import FunctionalOptimizer
 from overlap.optim.overlapped import OverlappedOptimizer
+from overlap.optim.unused import used_on_any_rank
 
 __all__ = ["Step"]
 
@@ -74,7 +74,8 @@ class Step(Stage):
         self.optimizer = plain if isinstance(plain, OverlappedOptimizer) else OverlappedOptimizer(plain)
         self._only = None if params is None else {id(parameter): parameter for parameter in params}
         self._check_params()
-        self._site: Site | None = None
+        self._names: Mapping[Tensor, str] = {}
+        self._finds_unused: bool | None = None
         self._guard: torch.utils.hooks.RemovableHandle | None = None
         self._reduced: dict[int, Tensor] = {}
         self._gradients: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -91,19 +92,17 @@ class Step(Stage):
         if any(not self.optimizer.stepper.covers(parameter) for parameter in self._only.values()):
             raise ConfigurationError(f"params has parameters that the {self._optimizer_name} does not have")
         if self.is_deferred:
-            raise ConfigurationError(
-                "params chooses what is updated in backward, but deferred updates come after it"
-            )
+            raise ConfigurationError("params chooses what is updated in backward, but deferred updates come after it")
 
     @property
     def _optimizer_name(self) -> str:
         return type(self.optimizer.optimizer).__name__
 
     def attach(self, site: Site) -> None:
-        self._site = site
+        self._names, self._finds_unused = site.names or {}, site.finds_unused
         if site.finds_unused and not self.is_deferred and site.device.type != "cpu":
             raise UnsupportedError(
-                "with find_unused_parameters or static_graph an interleaved update would have to stop the host to learn "
+                "with find_unused_parameters or static_graph an interleaved update would stop the host to learn "
                 "which parameters no rank used; use Step(optimizer, deferred=True)"
             )
         self._check_coverage(site)
@@ -116,12 +115,8 @@ class Step(Stage):
             return
         of_model = set(map(id, site.names))
         of_optimizer = [p for group in self.optimizer.param_groups for p in group["params"]]
-        outside = [
-            parameter
-            for parameter in of_optimizer
-            if id(parameter) not in of_model and parameter.requires_grad
-        ]
-        if of_optimizer and len(outside) == len(of_optimizer):
+        outside = [p for p in of_optimizer if id(p) not in of_model and p.requires_grad]
+        if of_model.isdisjoint(map(id, of_optimizer)):
             raise ConfigurationError(
                 f"the {self._optimizer_name} has no parameter of this model; build it from ddp.parameters()"
             )
@@ -147,9 +142,7 @@ class Step(Stage):
         self._reduced.clear()
 
     def _clears_gradient_of(self, parameter: Tensor) -> bool:
-        return self._updates(parameter) or (
-            not self._is_automatic and self.optimizer.stepper.covers(parameter)
-        )
+        return self._updates(parameter) or (not self._is_automatic and self.optimizer.stepper.covers(parameter))
 
     def before_backward(self, *, is_replay: bool) -> None:
         if self._awaits_step and not is_replay:
@@ -178,7 +171,7 @@ class Step(Stage):
         self._reduced.update((id(parameter), parameter) for parameter in bucket.parameters)
 
     async def _interleave(self, bucket: Bucket, mine: list[tuple[Tensor, Tensor]]) -> None:
-        used = await self._used(bucket, [parameter for parameter, _ in mine])
+        used = await used_on_any_rank(bucket, [parameter for parameter, _ in mine], self._finds_unused)
         self._apply([pair for pair, is_used in zip(mine, used, strict=True) if is_used])
 
     async def _defer(self, bucket: Bucket, mine: list[tuple[Tensor, Tensor]]) -> None:
@@ -187,7 +180,7 @@ class Step(Stage):
         # A rank that replays has no step() of its own to wait for.
         if not (self._is_automatic or bucket.is_replay):
             return
-        used = await self._used(bucket, [parameter for parameter, _ in mine])
+        used = await used_on_any_rank(bucket, [parameter for parameter, _ in mine], self._finds_unused)
         kept = [pair for pair, is_used in zip(mine, used, strict=True) if is_used]
         self._gradients.append(([parameter for parameter, _ in kept], [gradient for _, gradient in kept]))
         await whole_pass()
@@ -203,12 +196,7 @@ class Step(Stage):
         }
         groups = self.optimizer.param_groups
         # In the optimizer's order, in which clip_grad_norm_ adds norms up.
-        ordered = [
-            pairs[id(parameter)]
-            for group in groups
-            for parameter in group["params"]
-            if id(parameter) in pairs
-        ]
+        ordered = [pairs[id(parameter)] for group in groups for parameter in group["params"] if id(parameter) in pairs]
         self._gradients.clear()
         if self.clipping is not None and self.norms is not None and ordered:
             noted = self.norms.noted([parameter for parameter, _ in ordered])
@@ -220,27 +208,8 @@ class Step(Stage):
         self.optimizer.stepper.step(parameters, [gradient for _, gradient in pairs])
         self.optimizer.note_applied(parameters)
 
-    async def _used(self, bucket: Bucket, parameters: list[Tensor]) -> list[bool]:
-        """Which parameters got a gradient on any rank; DDP's bucket holds zeros for the others."""
-        assert self._site is not None
-        if self._site.finds_unused is False:
-            return [True] * len(parameters)
-        local = [not bucket.is_replay and parameter.grad is not None for parameter in parameters]
-        if self._site.finds_unused is None:
-            if not bucket.is_replay and not all(local):
-                raise UnsupportedError(
-                    "a parameter has no gradient on this rank, and a hook registered with ddp.register_comm_hook is not "
-                    "told whether that is meant; register with overlap.register(ddp, hook)"
-                )
-            return [True] * len(parameters)
-        flags = torch.tensor(local, dtype=torch.uint8, device=bucket.buffer.device)
-        await all_reduce(flags, op=dist.ReduceOp.MAX, group=bucket.group)
-        return [bool(flag) for flag in flags.tolist()]
-
     def _updates(self, parameter: Tensor) -> bool:
-        return (self._only is None or id(parameter) in self._only) and self.optimizer.stepper.covers(
-            parameter
-        )
+        return (self._only is None or id(parameter) in self._only) and self.optimizer.stepper.covers(parameter)
 
     def after_backward(self, *, failed: bool) -> None:
         self._is_in_backward = False
@@ -260,9 +229,7 @@ class Step(Stage):
         """Raises: TrainingLoopError: the last backward ended before all buckets came."""
         if not self._is_in_backward:
             return
-        assert self._site is not None
-        names = self._site.names or {}
-        missing = [name for parameter, name in names.items() if id(parameter) not in self._reduced]
+        missing = [name for parameter, name in self._names.items() if id(parameter) not in self._reduced]
         raise TrainingLoopError(
             f"backward has not reached every parameter: no gradient for some of {', '.join(missing[:5])}"
             f"{', ...' if len(missing) > 5 else ''}; use DistributedDataParallel(find_unused_parameters=True) "
@@ -271,18 +238,11 @@ class Step(Stage):
 
     def check_reduced(self, pending: list[Tensor]) -> None:
         """Raises: TrainingLoopError: a gradient about to be applied is this rank's own and no mean."""
-        names = self._site.names if self._site is not None else None
-        if names is None:
-            return
-        local = [
-            names[parameter]
-            for parameter in pending
-            if parameter in names and not self.has_reduced(parameter)
-        ]
+        local = [self._names[p] for p in pending if p in self._names and not self.has_reduced(p)]
         if local:
             raise TrainingLoopError(
-                f"step() would apply gradients that were not reduced over ranks ({local[0]} and {len(local) - 1} others): "
-                "the backward ran under no_sync(), or did not reach every parameter"
+                f"step() would apply gradients that were not reduced over ranks ({local[0]} and {len(local) - 1} "
+                "others): the backward ran under no_sync(), or did not reach every parameter"
             )
 
     def has_reduced(self, parameter: Tensor) -> bool:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from overlap._torch.autograd import version
 from overlap._torch.optimizer import drop_hooks, unhooked_step
 from overlap.errors import ConfigurationError, UnsupportedError
 
@@ -155,14 +156,14 @@ class _Snapshot:
     def __init__(self, group: dict[str, Any]) -> None:
         self.now = group
         self._before = dict(group)
-        self._versions = {key: value._version for key, value in group.items() if isinstance(value, Tensor)}
+        self._versions = {key: version(value) for key, value in group.items() if isinstance(value, Tensor)}
 
     def changed(self) -> list[str]:
         return [
             key
             for key, value in self.now.items()
             if not _is_same(self._before.get(key, _ABSENT), value)
-            or (key in self._versions and value._version != self._versions[key])
+            or (key in self._versions and version(value) != self._versions[key])
         ]
 
 
