@@ -36,7 +36,7 @@ from overlap.hooks import (
     noop_hook,
     register,
 )
-from overlap.optim import OverlappedOptimizer, Step
+from overlap.optim import OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
 
 __all__ = [
     "AllGather",
@@ -57,6 +57,8 @@ __all__ = [
     "Step",
     "TrainingLoopError",
     "UnsupportedError",
+    "ZeroRedundancyOptimizer",
+    "ZeroStep",
     "allgather_then_aggregate_hook",
     "allreduce_hook",
     "as_hook",

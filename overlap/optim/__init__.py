@@ -13,6 +13,7 @@ from overlap.optim.functional import (
 )
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.step import Step
+from overlap.optim.zero import ZeroRedundancyOptimizer, ZeroStep
 
 __all__ = [
     "FunctionalAdadelta",
@@ -26,4 +27,6 @@ __all__ = [
     "FunctionalSGD",
     "OverlappedOptimizer",
     "Step",
+    "ZeroRedundancyOptimizer",
+    "ZeroStep",
 ]

@@ -1,0 +1,378 @@
+"""An optimizer whose state is shared out among the ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+
+from overlap._torch.c10d import backend_name
+from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
+from overlap.optim.subset import SubsetStepper, check_optimizer
+from overlap.optim.zero.groups import (
+    check_class,
+    check_same_on_all_ranks,
+    copy_options,
+    device_of,
+    names_of,
+    pool_of,
+    read_groups,
+)
+from overlap.optim.zero.checkpoint import consolidate, load_plain
+from overlap.optim.zero.exchange import Exchange
+from overlap.optim.zero.joining import ZeroJoinHook
+from overlap.optim.zero.late import Alone, Scaling
+from overlap.optim.zero.partition import ByElement, ByParameter, Partition
+from overlap.optim.zero.plan import Workspace
+from overlap.optim.zero.sharded import load_sharded, sharded
+from overlap.optim.zero.shards import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import StorageReader
+
+    from overlap.optim.zero.stage import ZeroStep
+
+__all__ = ["ZeroRedundancyOptimizer"]
+
+# Optimizers that look at a tensor as a whole: its rows and columns, or its norm.
+_NEED_WHOLE_TENSORS = ("Adafactor", "Muon", "LBFGS")
+
+
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
+    """``optimizer_class`` over parameters that every rank holds, with the state shared out: each rank keeps ``1/W``.
+
+    The ZeRO optimizer, stage 1 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054); with a :class:`ZeroStep`
+    stage in DDP's backward also what the paper calls stage 2's communication: a bucket is reduce-scattered, each rank
+    updates what it owns, and the new parameters are gathered, which moves what DDP's all-reduce alone does::
+
+        ddp = DistributedDataParallel(model)
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, overlap_with_ddp=True)
+        chain(ZeroStep(zero)).register(ddp)
+        ...
+        loss.backward(); zero.step(); scheduler.step()
+
+    Without a stage, :meth:`step` expects averaged gradients on every rank, updates what this rank owns and gathers.
+    ``param_groups`` hold the whole parameters and the hyperparameters, which are read at every update.
+
+    Args:
+        params: parameters or groups of them, the same on every rank.
+        optimizer_class: a subclass of ``torch.optim.Optimizer``.
+        process_group: the ranks that share; the default group where ``None``.
+        parameters_as_bucket_view: taken for compatibility: chunks are views of the parameters anyway.
+        overlap_with_ddp: declares that a stage will do the update in backward; :meth:`step` then insists on it.
+        partition: ``"element"`` cuts every parameter into equal chunks, for optimizers that treat elements alike, as
+            most do; ``"parameter"`` gives whole parameters to ranks, balanced by size, for the others.
+        master_dtype: keep what is updated in this dtype, where it is wider than the parameter's: ``torch.float32`` for
+            ``bfloat16`` parameters. Adds ``1/W`` of the parameters in that dtype on each rank.
+        **defaults: arguments of ``optimizer_class``.
+
+    Issues: at construction one gather of a few bytes a parameter on ``process_group``, to compare ranks.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or ranks have different parameters.
+        UnsupportedError: the optimizer or a parameter's memory layout does not fit.
+    """
+
+    # GradScaler then leaves the gradients as they are, always calls step, and says here whether they are finite.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        partition: str = "element",
+        master_dtype: torch.dtype | None = None,
+        **defaults: Any,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
+        cls = check_class(optimizer_class)
+        self.partition = _check_partition(partition, cls)
+        self.master_dtype = _check_master_dtype(master_dtype)
+        self.process_group: dist.ProcessGroup = process_group or dist.group.WORLD  # type: ignore[assignment]
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self.overlap_with_ddp = overlap_with_ddp
+        self._shards: dict[int, Shard] = {}
+        self._partition: Partition = (ByParameter if partition == "parameter" else ByElement)(self.world_size)
+        self._stage: ZeroStep | None = None
+        self._consolidated: dict[str, Any] | None = None
+        groups = read_groups(params)
+        chunks = self._share_out(groups)
+        try:
+            self.optim = check_optimizer(cls(chunks, **defaults))
+            """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(f"{cls.__name__}: {error}") from error
+        self._stepper = SubsetStepper(self.optim)
+        device = device_of([shard.parameter for shard in self._shards.values()])
+        has_point_to_point = backend_name(self.process_group, device) == "gloo"
+        self.exchange = Exchange(self.rank, has_point_to_point, Workspace())
+        """How chunks travel."""
+        self._alone = Alone(self, self.exchange)
+        self._is_complete = False
+        Joinable.__init__(self)
+        Optimizer.__init__(self, [_as_given(group) for group in groups], self.optim.defaults)
+        for ours, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            copy_options(inner, ours)
+        self._is_complete = True
+
+    def _share_out(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Make the shards of new groups; returns the groups of the inner optimizer."""
+        first = len(self.param_groups) if self._shards else 0
+        names = names_of(groups, first_group=first)
+        pairs = [(place, p) for place, group in enumerate(groups, start=first) for p in group["params"]]
+        known = {key: shard.name for key, shard in self._shards.items()}
+        for name, (_, parameter) in zip(names, pairs, strict=True):
+            if id(parameter) in known:
+                raise ConfigurationError(f"{name} is {known[id(parameter)]} once more; pass each parameter once")
+            known[id(parameter)] = name
+        parameters = [shard.parameter for shard in self._shards.values()] + [parameter for _, parameter in pairs]
+        device_of(parameters)
+        settings = (self.partition, str(self.master_dtype))
+        check_same_on_all_ranks(groups, names, self.process_group, settings)
+        ranges = self._partition.assign([p.numel() for _, p in pairs], [pool_of(place, p) for place, p in pairs])
+        for name, (_, parameter), owned in zip(names, pairs, ranges, strict=True):
+            self._shards[id(parameter)] = Shard(
+                parameter,
+                owned,
+                self.rank,
+                name=name,
+                is_whole=self._partition.is_whole,
+                master_dtype=self.master_dtype,
+            )
+        return [
+            {
+                **{key: value for key, value in group.items() if key != "param_names"},
+                "params": [own for p in group["params"] if (own := self._shards[id(p)].own) is not None],
+            }
+            for group in groups
+        ]
+
+    @property
+    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+        """This rank's part of the state, by whole parameter."""
+        inner = self.optim.state
+        return {s.parameter: inner[s.own] for s in self._shards.values() if s.own is not None and s.own in inner}
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """Kept by the inner optimizer; Optimizer.__init__ wants to set it."""
+
+    @property
+    def shards(self) -> Mapping[int, Shard]:
+        """The shard of each parameter, by ``id`` of the parameter, in the groups' order."""
+        return self._shards
+
+    @property
+    def stage(self) -> ZeroStep | None:
+        """The stage that updates this optimizer's parameters in backward."""
+        return self._stage
+
+    @stage.setter
+    def stage(self, stage: ZeroStep | None) -> None:
+        self._stage = stage
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on every rank; of a registered model they are updated from the next backward on.
+
+        Raises:
+            ConfigurationError: as at construction.
+        """
+        if not self._is_complete:
+            super().add_param_group(param_group)
+            return
+        if not isinstance(param_group, Mapping):
+            raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
+        (group,) = groups = read_groups([param_group])
+        if self._stage is not None:
+            self._stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
+        (chunks,) = self._share_out(groups)
+        self.optim.add_param_group(chunks)
+        super().add_param_group(_as_given(group))
+        copy_options(self.optim.param_groups[-1], self.param_groups[-1])
+        if self._stage is not None:
+            self._stage.forget_plans()
+
+    def begin(self) -> None:
+        """A new step begins: what moved or was changed since the last one is followed."""
+        self._stepper.begin()
+        for shard in self._shards.values():
+            shard.refresh()
+
+    @torch.no_grad()
+    def update(self, shards: Sequence[Shard], gradients: Sequence[Tensor]) -> None:
+        """Step what this rank owns of ``shards`` with flat ``gradients`` of it; the parameters follow."""
+        chunks = [shard.own for shard in shards if shard.own is not None]
+        shaped = [shard.shaped(gradient) for shard, gradient in zip(shards, gradients, strict=True)]
+        matching = [g if g.dtype == own.dtype else g.to(own.dtype) for g, own in zip(shaped, chunks, strict=True)]
+        for ours, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            copy_options(ours, inner)
+        self._stepper.step(chunks, matching)
+        for ours, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            copy_options(inner, ours)
+        for shard in shards:
+            shard.publish()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Finish the step: what a stage has not updated in backward is updated now, and its parameters gathered.
+
+        With a stage whose updates are interleaved that is nothing, and the call returns at once.
+
+        Args:
+            closure: evaluates the model and runs backward, as for any optimizer; its result is returned.
+
+        Issues, on ``process_group``: nothing interleaved; deferred one gather a bucket, and one all-reduce of a number
+        where gradients are clipped; without a stage, gathers of all trainable parameters.
+
+        Raises:
+            RegistrationError: ``overlap_with_ddp=True``, and no stage is registered.
+            TrainingLoopError: a gradient has not been reduced, or ``GradScaler`` is used with interleaved updates.
+        """
+        Join.notify_join_context(self)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scaling = Scaling(self.__dict__.get("found_inf"), self.__dict__.get("grad_scale"))
+        if self._stage is not None:
+            self._stage.step(scaling)
+        elif self.overlap_with_ddp:
+            raise RegistrationError(
+                "this ZeroRedundancyOptimizer was made with overlap_with_ddp=True, but no stage updates it: "
+                "chain(ZeroStep(zero)).register(ddp), or leave overlap_with_ddp out"
+            )
+        else:
+            self._alone.step(scaling)
+        return loss
+
+    def wait(self) -> None:
+        """Wait until every parameter holds its new value, where gathers ride into the next forward.
+
+        Only forwards of the registered model's modules, its ``state_dict()`` and the next :meth:`step` wait by
+        themselves; call this before reading parameters in any other way.
+        """
+        if self._stage is not None:
+            self._stage.wait()
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this runs under ``with Join([ddp, zero])``."""
+        return bool(self._join_config.enable)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Keeps this rank's chunks going when it has run out of inputs; for ``with Join([ddp, zero])``."""
+        return ZeroJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The parameters' device."""
+        return device_of([shard.parameter for shard in self._shards.values()])
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The ranks that share."""
+        return self.process_group
+
+    def step_joined(self) -> None:
+        """Issue the collectives of one :meth:`step` on a rank that has run out of inputs."""
+        if self._stage is not None:
+            self._stage.step_replayed()
+        else:
+            self._alone.step(Scaling(None, None), is_joined=True)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the whole state to rank ``to`` (counted in the group), in CPU memory; :meth:`state_dict` then gives it.
+
+        Every rank calls it. Issues: gathers of at most some 64 MB of state each.
+
+        Raises:
+            ConfigurationError: there is no rank ``to``.
+        """
+        self._consolidated = consolidate(self, to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the plain ``optimizer_class`` over the same parameters would give, on the rank it was brought to.
+
+        Raises:
+            TrainingLoopError: :meth:`consolidate_state_dict` has not been called, or was for another rank.
+        """
+        if self._consolidated is None:
+            raise TrainingLoopError(
+                f"the state is shared out, and rank {self.rank} does not hold all of it: every rank calls "
+                f"consolidate_state_dict(to={self.rank}) first, or save sharded_state_dict() instead"
+            )
+        return self._consolidated
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's part of what :meth:`state_dict` or the plain optimizer gave; every rank is given all of it.
+
+        Raises:
+            ConfigurationError: it is of other parameters.
+        """
+        self._consolidated = None
+        load_plain(self, state_dict)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """This rank's part, for ``torch.distributed.checkpoint.save``; reading it needs no equal number of ranks.
+
+        ::
+
+            dcp.save({"model": ddp.module.state_dict(), "optimizer": zero.sharded_state_dict()}, checkpoint_id=folder)
+            ...
+            zero.load_sharded(folder, key="optimizer")
+        """
+        return sharded(self)
+
+    def load_sharded(self, checkpoint: str | os.PathLike[str] | StorageReader, *, key: str = "") -> None:
+        """Load what :meth:`sharded_state_dict` gave, saved by any number of ranks; every rank calls it.
+
+        Args:
+            checkpoint: the ``checkpoint_id`` (a folder), or a reader of it.
+            key: where in the saved dict it is.
+
+        Raises:
+            ConfigurationError: nothing is saved there, or it is of other parameters.
+        """
+        self._consolidated = None
+        load_sharded(self, checkpoint, key)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError("a ZeroRedundancyOptimizer belongs to its process group; save its state instead")
+
+    def __repr__(self) -> str:
+        return f"ZeroRedundancyOptimizer({self.optim!r}, rank {self.rank} of {self.world_size})"
+
+
+def _as_given(group: dict[str, Any]) -> dict[str, Any]:
+    """A group in the form in which ``torch.optim`` takes named parameters."""
+    if "param_names" not in group:
+        return group
+    rest = {key: value for key, value in group.items() if key != "param_names"}
+    return {**rest, "params": list(zip(group["param_names"], group["params"], strict=True))}
+
+
+def _check_partition(partition: str, cls: type[Optimizer]) -> str:
+    if partition not in ("element", "parameter"):
+        raise ConfigurationError(f"partition is 'element' or 'parameter', got {partition!r}")
+    if partition == "element" and any(base.__name__ in _NEED_WHOLE_TENSORS for base in cls.__mro__):
+        raise UnsupportedError(f"{cls.__name__} needs whole tensors: use partition='parameter'")
+    return partition
+
+
+def _check_master_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigurationError(f"master_dtype is a floating-point dtype such as torch.float32, got {dtype!r}")
+    return dtype

@@ -1,0 +1,86 @@
+"""What a stage remembers of one backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from overlap.errors import TrainingLoopError
+from overlap.hooks import Bucket
+from overlap.optim.zero.plan import Plan
+from overlap.optim.zero.shards import Shard
+
+__all__ = ["Pass", "Pairs"]
+
+Pairs = list[tuple[Shard, Tensor]]
+"""Shards with the gradients of what this rank owns of them."""
+
+
+@dataclass
+class Pass:
+    """One backward pass: its buckets, and which gradients it reduced."""
+
+    is_replay: bool = False
+    is_open: bool = False
+    reduced: dict[int, Tensor] = field(default_factory=dict)
+    """Parameters that came in a bucket, by ``id``."""
+    _buckets: list[tuple[Bucket, Plan]] = field(default_factory=list)
+    _is_due: bool = True
+    _held: dict[int, Pairs] = field(default_factory=dict)
+
+    def note(self, bucket: Bucket, plan: Plan | None) -> None:
+        """A bucket has come."""
+        self.reduced.update((id(parameter), parameter) for parameter in bucket.parameters)
+        if plan is not None:
+            # Without DDP's objects, which do not outlive the pass.
+            bare = replace(bucket, buffer=bucket.buffer.new_empty(0), raw=None, views=())
+            self._buckets.append((bare, plan))
+
+    def hold(self, bucket: Bucket, pairs: Pairs) -> None:
+        """Keep what is to be applied to the bucket's shards."""
+        self._held[bucket.index] = pairs
+
+    def of(self, bucket: Bucket) -> Pairs:
+        """What is held of one bucket."""
+        return self._held.pop(bucket.index, [])
+
+    def all_held(self) -> Pairs:
+        """What is held of all buckets."""
+        held, self._held = self._held, {}
+        return [pair for pairs in held.values() for pair in pairs]
+
+    def close(self) -> None:
+        """All buckets have come."""
+        self.is_open = False
+
+    def take_replay(self) -> bool:
+        """Whether this was a replay whose step is still to be made; true once."""
+        due, self._is_due = self.is_replay and self._is_due, False
+        return due
+
+    def plans(self) -> list[tuple[Bucket, Plan]]:
+        """The buckets in the order in which the next forward needs them: the last one has the first layers."""
+        return list(reversed(self._buckets))
+
+    def late_pairs(self, shards: Iterable[Shard]) -> Pairs:
+        """What ``step()`` applies: parts of ``.grad``, or what was held on a rank that has none."""
+        if self.is_replay:
+            return self.all_held()
+        return [
+            (shard, shard.gradient())
+            for shard in shards
+            if shard.own is not None and shard.parameter.grad is not None and id(shard.parameter) in self.reduced
+        ]
+
+    def check_complete(self, names: Mapping[Tensor, str]) -> None:
+        """Raises: TrainingLoopError: backward ended before all buckets came."""
+        if not self.is_open:
+            return
+        missing = [name for parameter, name in names.items() if id(parameter) not in self.reduced]
+        raise TrainingLoopError(
+            f"backward has not reached every parameter: no gradient for some of {', '.join(missing[:5])}"
+            f"{', ...' if len(missing) > 5 else ''}; use DistributedDataParallel(find_unused_parameters=True) "
+            "if part of the model takes no part in the loss"
+        )
