@@ -36,7 +36,14 @@ from overlap.hooks import (
     noop_hook,
     register,
 )
-from overlap.optim import OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
+from overlap.optim import (
+    OverlappedOptimizer,
+    Step,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
 
 __all__ = [
     "AllGather",
@@ -69,6 +76,8 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "hook_then_optimizer",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
     "noop_hook",
     "register",
 ]

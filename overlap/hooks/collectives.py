@@ -205,6 +205,9 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
             return
         own = state["chunks"][state["rank"]]
         parts = {**state["received"], state["rank"]: own}
+        if len(parts) == 2:
+            torch.add(parts[0], parts[1], out=output.view_as(own))
+            return
         total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
         for rank in range(2, len(parts)):
             total.add_(parts[rank])

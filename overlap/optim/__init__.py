@@ -13,7 +13,12 @@ from overlap.optim.functional import (
 )
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.step import Step
-from overlap.optim.zero import ZeroRedundancyOptimizer, ZeroStep
+from overlap.optim.zero import (
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
 
 __all__ = [
     "FunctionalAdadelta",
@@ -29,4 +34,6 @@ __all__ = [
     "Step",
     "ZeroRedundancyOptimizer",
     "ZeroStep",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
 ]

@@ -92,6 +92,7 @@ def _assemble(shard: Shard, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any
         whole = torch.empty_like(shard.parameter, dtype=first.dtype, device="cpu", requires_grad=False)
         flat = flatten(whole)
         for value, (start, end) in zip(values, shard.ranges, strict=True):
+            assert isinstance(value, Tensor), "checked above"
             flat[start:end] = value
         assembled[key] = whole
     return assembled

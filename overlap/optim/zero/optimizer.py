@@ -34,7 +34,7 @@ from overlap.optim.zero.sharded import load_sharded, sharded
 from overlap.optim.zero.shards import Shard
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import StorageReader
+    from torch.distributed.checkpoint.storage import StorageReader
 
     from overlap.optim.zero.stage import ZeroStep
 
@@ -161,8 +161,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             for group in groups
         ]
 
-    @property
-    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def state(self) -> dict[Tensor, Any]:
         """This rank's part of the state, by whole parameter."""
         inner = self.optim.state
         return {s.parameter: inner[s.own] for s in self._shards.values() if s.own is not None and s.own in inner}

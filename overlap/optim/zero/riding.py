@@ -133,7 +133,7 @@ class _ModuleHooks:
         self._handles: list[Any] = []
         for name, module in model.named_modules():
             below = tuple({id(p) for p in module.parameters()} & parameters)
-            hook: Any = torch.compiler.disable(self._before_forward(name, below, gathers))  # type: ignore[no-untyped-call]
+            hook: Any = torch.compiler.disable(self._before_forward(name, below, gathers))
             self._handles += [
                 module.register_forward_pre_hook(hook),
                 module.register_state_dict_pre_hook(_before_state_dict(gathers)),

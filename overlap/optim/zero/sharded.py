@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from overlap.errors import ConfigurationError
 from overlap.optim.zero.checkpoint import install, is_by_element, state_of
@@ -42,9 +43,14 @@ def sharded(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
                 saved[f"{index}/{key}"] = value
             # An empty piece is written only where there is no other to tell that the value exists.
             elif start < end or (shard.parameter.numel() == 0 and zero.rank == 0):
-                flat = value if not shard.is_whole else flatten(torch.empty_like(shard.parameter, dtype=value.dtype).copy_(value))
-                saved[f"{index}/{key}/{start}:{end}"] = flat
+                saved[f"{index}/{key}/{start}:{end}"] = _in_order_of_memory(shard, value)
     return saved
+
+
+def _in_order_of_memory(shard: Shard, value: Tensor) -> Tensor:
+    if not shard.is_whole:
+        return value
+    return flatten(torch.empty_like(shard.parameter, dtype=value.dtype, requires_grad=False).copy_(value))
 
 
 def _manifest(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
@@ -82,15 +88,16 @@ class _Entry:
 
 def load_sharded(zero: ZeroRedundancyOptimizer, checkpoint: Any, key: str) -> None:
     """Read what this rank owns now."""
-    reader = dcp.FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
+    reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
     prefix = f"{key}." if key else ""
     saved = reader.read_metadata().state_dict_metadata
-    if prefix + _MANIFEST not in saved:
+    place = saved.get(prefix + _MANIFEST)
+    if not isinstance(place, TensorStorageMetadata):
         raise ConfigurationError(
             f"{checkpoint} has no {prefix + _MANIFEST!r}: it holds no sharded_state_dict() under key={key!r}"
         )
-    found: dict[str, Any] = {prefix + _MANIFEST: torch.empty(saved[prefix + _MANIFEST].size, dtype=torch.uint8)}
-    dcp.load(found, storage_reader=reader, process_group=zero.process_group)
+    found: dict[str, Any] = {prefix + _MANIFEST: torch.empty(place.size, dtype=torch.uint8)}
+    load(found, storage_reader=reader, process_group=zero.process_group)
     manifest = _from_tensor(found[prefix + _MANIFEST])
     shards = list(zero.shards.values())
     _check(zero, manifest)
@@ -102,7 +109,7 @@ def load_sharded(zero: ZeroRedundancyOptimizer, checkpoint: Any, key: str) -> No
     entries = [entry for entry in entries if shards[entry.index].own is not None]
     wanted = [entry for entry in entries if _is_needed(entry, shards[entry.index])]
     values: dict[str, Any] = {entry.name: entry.target() for entry in wanted}
-    dcp.load(values, storage_reader=reader, process_group=zero.process_group)
+    load(values, storage_reader=reader, process_group=zero.process_group)
     install(zero, _join(entries, values, shards), manifest["options"])
 
 

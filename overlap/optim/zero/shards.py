@@ -93,10 +93,10 @@ class Shard:
         flat = flatten(self.parameter)
         for view, (start, end) in zip(self.views, self.ranges, strict=True):
             part = flat[start:end]
-            view.set_(part.untyped_storage(), part.storage_offset(), part.size(), part.stride())  # type: ignore[call-overload]
+            view.set_(part.untyped_storage(), part.storage_offset(), part.size(), part.stride())
         if self.own is not None and not self.has_master:
             part = self.shaped(self.views[self.rank])
-            self.own.set_(part.untyped_storage(), part.storage_offset(), part.size(), part.stride())  # type: ignore[call-overload]
+            self.own.set_(part.untyped_storage(), part.storage_offset(), part.size(), part.stride())
         self._pointer = self.parameter.data_ptr()
 
     def publish(self) -> None:

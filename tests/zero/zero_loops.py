@@ -66,9 +66,8 @@ def plain_run(case: Case, rank: int, make: Callable[[Any], torch.optim.Optimizer
     ddp_options = {**case.ddp_options(), **options.pop("ddp_options", {})}
     parameters = options.pop("parameters", lambda ddp: ddp.parameters())
     ddp = wrap(case.model(), **ddp_options)
-    return train(
-        ddp, make(parameters(ddp)), case.batches(rank, steps=steps), step_fn=options.pop("step_fn", plain_step), **options
-    )
+    step_fn = options.pop("step_fn", plain_step)
+    return train(ddp, make(parameters(ddp)), case.batches(rank, steps=steps), step_fn=step_fn, **options)
 
 
 def zero_run(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 
 import pytest
+from zero_loops import FORMS, OPTIMIZERS, check, check_losses, plain_run, zero_run
 
 from harness import run_ranks
 from harness.models import CASES, MLP, Case
-from loops import FORMS, OPTIMIZERS, check, check_losses, plain_run, zero_run
 
 
 def _matrix(rank: int, world_size: int, name: str) -> None:
