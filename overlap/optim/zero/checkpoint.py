@@ -129,9 +129,10 @@ def load_plain(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> 
 
 
 def _part(shard: Shard, key: str, value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.shape != shard.parameter.shape or key == "step":
+    if not isinstance(value, Tensor):
         return value
-    if shard.is_whole:
+    if shard.is_whole or value.shape != shard.parameter.shape or key == "step":
+        # Another optimizer may load the same dict, and both count steps in place.
         return value.clone()
     start, end = shard.range
     like_parameter = torch.empty_like(shard.parameter, dtype=value.dtype, device=value.device, requires_grad=False)

@@ -90,6 +90,7 @@ class ZeroStep(Stage):
         self._names: Mapping[Tensor, str] = {}
         self._site: Site | None = None
         self._plans: dict[tuple[int, ...], Plan | None] = {}
+        self._used: set[int] = set()
         self._pass = Pass()
         self._awaits_step = False
         self._clears = False
@@ -193,8 +194,11 @@ class ZeroStep(Stage):
         if not bucket.is_mean:
             await self.zero.exchange.reduce(bucket, plan)
         finds_unused = None if self._site is None else self._site.finds_unused
-        used = await used_on_any_rank(bucket, [shard.parameter for shard in plan.shards], finds_unused)
+        parameters = [shard.parameter for shard in plan.shards]
+        used = await used_on_any_rank(bucket, parameters, finds_unused, used_before=self._used)
         kept = {id(shard) for shard, is_used in zip(plan.shards, used, strict=True) if is_used}
+        self._used.difference_update(map(id, parameters))
+        self._used.update(id(shard.parameter) for shard in plan.shards if id(shard) in kept)
         gradients = plan.gradients(bucket.buffer)
         pairs = [pair for pair in zip(plan.owned, gradients, strict=True) if id(pair[0]) in kept]
         if self._waits_for_step:
@@ -246,7 +250,9 @@ class ZeroStep(Stage):
         riding = self._riding if self._riding is not None else Gathers()
         assert self._site is not None, "gathers run while the stage is attached"
         riding.begin(self._site, self._pass.plans(), self.zero.exchange)
-        if self._riding is None or self.zero.is_joining:
+        # DDP brings the last joiner's parameters to all when everyone has joined, and must find them whole. A replay
+        # runs inside of DDP's shadow, which has collectives of its own to issue first: its join hook waits.
+        if self._riding is None or (self.zero.is_joining and not self._pass.is_replay):
             riding.wait()
 
     # What the optimizer's step asks.
@@ -271,6 +277,7 @@ class ZeroStep(Stage):
         """The rest of a step, on a rank that has run out of inputs; none where the others only accumulate."""
         if self._waits_for_step and self._pass.take_replay():
             self._update_late(Scaling(None, None))
+        self.wait()
 
     def _update_late(self, scaling: Scaling) -> None:
         pairs = self._pass.late_pairs(self.zero.shards.values())
