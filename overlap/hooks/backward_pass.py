@@ -49,7 +49,13 @@ class BackwardPass:
             else:
                 future.set_result(bucket.buffer)
                 return None
-        task = Task(bucket, self._run(bucket), self._executor, lambda: self._complete(bucket.index))
+        task = Task(
+            bucket,
+            self._run(bucket),
+            self._executor,
+            lambda: self._complete(bucket.index),
+            label=repr(self._stage),
+        )
         if self._stage.starts_on_autograd_thread:
             task.start()
         return task

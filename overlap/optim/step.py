@@ -98,6 +98,10 @@ class Step(Stage):
     def _optimizer_name(self) -> str:
         return type(self.optimizer.optimizer).__name__
 
+    @property
+    def plan(self) -> str:
+        return repr(self)
+
     def attach(self, site: Site) -> None:
         self._names, self._finds_unused = site.names or {}, site.finds_unused
         if site.finds_unused and not self.is_deferred and site.device.type != "cpu":
@@ -184,7 +188,8 @@ class Step(Stage):
         kept = [pair for pair, is_used in zip(mine, used, strict=True) if is_used]
         self._gradients.append(([parameter for parameter, _ in kept], [gradient for _, gradient in kept]))
         await whole_pass()
-        if bucket.is_last:
+        # The first to go on updates all: as soon as it is through, DDP may copy its gradients out of the bucket.
+        if self._gradients:
             self._apply_all()
 
     @torch.no_grad()
