@@ -257,7 +257,8 @@ def _leaves_nothing(rank: int, world_size: int) -> None:
         del ddp, optimizer
         deadline_s = time.monotonic() + 5
         while any(ref() is not None for ref in gone) and time.monotonic() < deadline_s:
-            gc.collect()  # The worker may still be on its way out of the last bucket.
+            time.sleep(0.05)  # The worker may still be on its way out of the last bucket.
+            gc.collect()
         assert [ref() for ref in gone] == [None] * 3
     for thread in threading.enumerate():
         if thread.name.startswith("overlap-"):
