@@ -51,7 +51,7 @@ def _wrong_divisor() -> list[Any]:
 
 
 def _dropped_wait() -> list[Any]:
-    return [mock.patch("overlap.hooks.executors.HostExecutor.wait", lambda self, work: None)]
+    return [mock.patch("overlap.hooks.executors.HostExecutor.wait", return_value=None)]
 
 
 def _stale_hyperparameters() -> list[Any]:
@@ -76,11 +76,11 @@ def _updates_what_no_rank_used() -> list[Any]:
 
 
 def _keeps_gradients() -> list[Any]:
-    return [mock.patch.object(Step, "before_forward", lambda self: None)]
+    return [mock.patch.object(Step, "before_forward", return_value=None)]
 
 
 def _updates_twice() -> list[Any]:
-    return [mock.patch.object(OverlappedOptimizer, "note_applied", lambda self, parameters: None)]
+    return [mock.patch.object(OverlappedOptimizer, "note_applied", return_value=None)]
 
 
 def _skips_the_last_bucket() -> list[Any]:
