@@ -129,6 +129,22 @@ class GroupChannel:
         """Nothing to give up: the group is the user's."""
 
 
+class _Message:
+    """The work of a message between two ranks on Gloo, which must not be waited for in slices.
+
+    A wait that times out closes the connection, and the work says that it is completed whatever happens.
+    """
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return self._work.wait()
+
+    def is_completed(self) -> bool:
+        return True
+
+
 class GlooChannel:
     """A Gloo backend with the ranks of ``group`` and connections of its own; every member makes it, with one ``key``.
 
@@ -174,10 +190,11 @@ class GlooChannel:
 
     def send_recv(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
-    ) -> list[dist.Work]:
+    ) -> list[Any]:
         # Receives first, so that what a peer sends finds its buffer.
         works = [self._backend.recv([tensor], peer, tag) for tensor, peer in receives]
-        return works + [self._backend.send([tensor], peer, tag) for tensor, peer in sends]
+        works += [self._backend.send([tensor], peer, tag) for tensor, peer in sends]
+        return [_Message(work) for work in works]
 
     def abort(self) -> None:
         """End what is in flight and close the connections; the other ranks see theirs close."""

@@ -31,7 +31,6 @@ class BackwardPass:
     ) -> None:
         self.step = step
         self.error: BaseException | None = None
-        self.saw_last = False
         self._stage = stage
         self._executor = executor
         self._on_failure = on_failure
@@ -42,7 +41,6 @@ class BackwardPass:
 
     def admit(self, bucket: Bucket, future: BucketFuture) -> Task | None:
         """Take a bucket in, on the training thread; ``None`` once the pass has failed and nothing more is to run."""
-        self.saw_last = bucket.is_last
         with self._lock:
             if self.error is None:
                 self._unfinished[bucket.index] = (future, bucket.buffer)
