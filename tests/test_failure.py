@@ -24,6 +24,7 @@ from overlap import (
     as_stage,
     chain,
 )
+from overlap.hooks import send_recv
 
 
 class Flaky(Stage):
@@ -182,6 +183,46 @@ def _loop_errors(rank: int, world_size: int) -> None:
 
 def test_calls_in_an_order_that_loses_or_repeats_an_update_are_errors() -> None:
     run_ranks(_loop_errors, 2)
+
+
+def _edits(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    chain(AllReduce(), Step(optimizer)).register(ddp)
+    loss = ddp(*MLP.batch(0, rank).inputs).square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # DDP would not reduce it, and the weights that it needs are gone.
+    optimizer.zero_grad()
+    optimizer.step()
+    _backward(ddp, 1, rank)
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+    with pytest.raises(TrainingLoopError, match=r"8\.bias .*changed between backward and step.*deferred=True"):
+        optimizer.step()
+
+
+def test_gradients_that_change_after_they_were_applied_are_an_error() -> None:
+    run_ranks(_edits, 2)
+
+
+def _slow_messages(rank: int, world_size: int) -> None:
+    """A message that takes longer than the worker's patience is waited for all the same."""
+
+    class Exchange(Stage):
+        async def __call__(self, bucket: Bucket) -> None:
+            if rank == 1 and bucket.index == 0:
+                time.sleep(2.5)
+            other = torch.empty_like(bucket.buffer)
+            await send_recv([(bucket.buffer, 1 - rank)], [(other, 1 - rank)])
+            bucket.buffer.add_(other).mul_(1 / bucket.divisor)
+
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    chain(Exchange()).register(ddp)
+    _mean_gradients_are_right(ddp, 0, rank, world_size)
+
+
+def test_slow_messages_are_waited_for() -> None:
+    run_ranks(_slow_messages, 2)
 
 
 def _unreached(rank: int, world_size: int) -> None:

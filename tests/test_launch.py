@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,15 +15,15 @@ import pytest
 from overlap import launch
 from overlap.launch import init_ranks, run_ranks, under_launcher
 
-# A rank that says who it is, starts a child, and waits to be stopped.
-WAIT = """
+# A rank that starts a child and notes both.
+START = """
 import os, pathlib, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 noted = pathlib.Path(__file__).parent / f"pids-{os.environ['RANK']}"
 noted.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
 noted.with_suffix(".new").rename(noted)
-time.sleep(60)
 """
+WAIT = f"{START}\ntime.sleep(60)\n"
 PATIENCE_S = 30.0
 
 
@@ -75,11 +74,13 @@ def test_a_rank_that_fails_stops_the_others(
     program, tmp_path: Path, capfd: pytest.CaptureFixture[str], end: str, code: int, said: str
 ) -> None:
     prefix = program(
-        "import os, pathlib, signal, sys, time\n"
+        f"{START}\n"
+        "while not all((noted.parent / f'pids-{rank}').exists() for rank in range(3)):\n"
+        "    time.sleep(0.01)\n"
         "if os.environ['RANK'] == '1':\n"
-        "    while not all((pathlib.Path(__file__).parent / f'pids-{rank}').exists() for rank in (0, 2)):\n"
-        "        time.sleep(0.01)\n"
-        f"    {end}\n" + WAIT
+        "    import signal\n"
+        f"    {end}\n"
+        "time.sleep(60)\n"
     )
     started = time.monotonic()
     assert run_ranks([], 3, prefix=prefix) == code
@@ -88,26 +89,23 @@ def test_a_rank_that_fails_stops_the_others(
     assert said in shown
     assert "overlap: rank 1 " in shown
     assert "rank 0" not in shown and "rank 2" not in shown
-    _assert_gone(tmp_path, ranks=(0, 2))
+    _assert_gone(tmp_path, ranks=(0, 1, 2))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_no_process(program, tmp_path: Path, number: signal.Signals) -> None:
     program(WAIT)
-    starter = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from overlap.launch import run_ranks\n"
-            f"sys.exit(run_ranks([], 2, prefix=lambda rank: [sys.executable, {str(tmp_path / 'rank.py')!r}]))",
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
+    starter = tmp_path / "starter.py"
+    starter.write_text(
+        "import sys\n"
+        "from overlap.launch import run_ranks\n"
+        "sys.exit(run_ranks([], 2, prefix=lambda rank: [sys.executable, sys.argv[1]]))\n"
     )
+    started = subprocess.Popen([sys.executable, starter, tmp_path / "rank.py"], stderr=subprocess.PIPE, text=True)
     _wait_for(lambda: all((tmp_path / f"pids-{rank}").exists() for rank in range(2)))
-    starter.send_signal(number)
-    _, shown = starter.communicate(timeout=PATIENCE_S)
-    assert starter.returncode == 128 + number
+    started.send_signal(number)
+    _, shown = started.communicate(timeout=PATIENCE_S)
+    assert started.returncode == 128 + number
     assert shown == f"overlap: stopped by {number.name}\n"
     _assert_gone(tmp_path, ranks=(0, 1))
 

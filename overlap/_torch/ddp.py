@@ -29,7 +29,7 @@ def has_foreign_hook(ddp: DistributedDataParallel) -> str | None:
     if ddp._comm_hooks:
         hook = ddp._comm_hooks[-1][0]
         return getattr(hook, "__qualname__", repr(hook))
-    name = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
+    name = ddp._get_ddp_logging_data().get("comm_hook")
     return str(name) if name else None
 
 

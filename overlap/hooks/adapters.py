@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from overlap._torch.c10d import GradBucket
+from overlap._torch.c10d import GradBucket, is_future
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import future_result
@@ -46,7 +46,7 @@ class HookStage(Stage):
     async def __call__(self, bucket: Bucket) -> None:
         raw = bucket.raw if bucket.raw is not None else _Substitute(bucket)
         future = self._hook(self._state, raw)  # type: ignore[arg-type]
-        if not isinstance(future, torch.futures.Future):
+        if not is_future(future):
             raise ConfigurationError(
                 f"the hook {_name(self._hook)} returned {type(future).__name__}; a hook returns a torch.futures.Future"
             )
@@ -56,6 +56,10 @@ class HookStage(Stage):
             raise reduced  # Future.set_exception stores the exception as the value.
         if reduced.data_ptr() != bucket.buffer.data_ptr() or reduced.dtype != bucket.buffer.dtype:
             bucket.buffer.copy_(reduced.view_as(bucket.buffer))
+
+    @property
+    def plan(self) -> str:
+        return repr(self)
 
     def __repr__(self) -> str:
         return f"as_stage({_name(self._hook)})"

@@ -44,6 +44,10 @@ class Cast(Stage):
     def children(self) -> tuple[Stage, ...]:
         return (self.inner,)
 
+    @property
+    def plan(self) -> str:
+        return f"Cast({self.dtype}, {self.inner.plan})"
+
     async def __call__(self, bucket: Bucket) -> None:
         if bucket.buffer.dtype == self.dtype:
             await self.inner(bucket)

@@ -10,13 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from overlap._torch.c10d import (
-    Channel,
-    PrefixStore,
-    backend_name,
-    gloo_channel,
-    group_store,
-)
+from overlap._torch.c10d import Channel, GlooChannel, GroupChannel, PrefixStore, backend_name, group_store
 from overlap.errors import ConfigurationError
 
 __all__ = ["FailureBoard", "GroupChannels", "PrivateChannels"]
@@ -77,7 +71,7 @@ class GroupChannels:
     board: FailureBoard | None = None
 
     def of(self, group: dist.ProcessGroup | None) -> Channel:
-        return self._group if group is None else group
+        return GroupChannel(self._group if group is None else group)
 
     def next_tag(self) -> int:
         return next(self._tags)
@@ -118,7 +112,7 @@ class PrivateChannels:
                     f"{backend_name(group, torch.device('cpu'))!r}; it needs one that has Gloo for the CPU"
                 )
             key = _next_key(group)
-            channel = self._channels[group] = gloo_channel(group, key)
+            channel = self._channels[group] = GlooChannel(group, key)
             if group is self._group:
                 self.board = FailureBoard(group, key)
         return channel

@@ -58,7 +58,7 @@ class Registration:
         self._dispatcher = dispatcher
         self._ddp = weakref.ref(ddp)
         # What it does to `.grad` is no part of a compiled forward.
-        before_forward: Any = torch.compiler.disable(self._before_forward)  # type: ignore[no-untyped-call]
+        before_forward: Any = torch.compiler.disable(self._before_forward)
         self._forward_hook = ddp.register_forward_pre_hook(before_forward)
 
     @property

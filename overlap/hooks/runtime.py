@@ -101,7 +101,7 @@ class Runtime:
         channels.open()
         if (board := channels.board) is None:
             return
-        plan = repr(self._stage)
+        plan = self._stage.plan
         if (other := board.agree(plan)) is not None:
             error = CollectiveError(
                 f"rank {self._site.group.rank()} registers {plan}, but rank 0 registers {other}; "
@@ -133,6 +133,8 @@ class Runtime:
         future: BucketFuture = torch.futures.Future(
             devices=None if self._site.device.type == "cpu" else [self._site.device]
         )
+        if (observer := self.observer) is not None:
+            observer.arrived(bucket)
         if isinstance(self._executor, StreamExecutor):
             self._executor.arrive(bucket)
         if bucket.is_last and not is_replay:

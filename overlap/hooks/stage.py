@@ -94,6 +94,11 @@ class Stage(ABC):
         return any(child.starts_on_autograd_thread for child in self.children)
 
     @property
+    def plan(self) -> str:
+        """What every rank must run alike, in words: compared between ranks at registration, so without addresses."""
+        return f"{type(self).__name__}({', '.join(child.plan for child in self.children)})"
+
+    @property
     def reduces(self) -> bool:
         """Whether the stage takes this rank's own gradients; an update that reduces by itself says so too."""
         return self.role is Role.REDUCER
@@ -145,8 +150,12 @@ class _Function(Stage):
     async def __call__(self, bucket: Bucket) -> None:
         await self._function(bucket)
 
+    @property
+    def plan(self) -> str:
+        return getattr(self._function, "__name__", None) or type(self._function).__name__
+
     def __repr__(self) -> str:
-        return getattr(self._function, "__name__", None) or repr(self._function)
+        return self.plan
 
 
 def to_stage(thing: object) -> Stage:

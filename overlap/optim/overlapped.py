@@ -87,7 +87,8 @@ class OverlappedOptimizer(Optimizer):
 
         Raises:
             TrainingLoopError: a gradient has not been reduced (the backward ran under ``no_sync``, or did not reach
-                every parameter), or ``GradScaler`` is used with interleaved updates.
+                every parameter), or was changed after an interleaved update had applied it (clipping,
+                ``GradScaler``).
         """
         loss = None
         if closure is not None:
@@ -95,6 +96,7 @@ class OverlappedOptimizer(Optimizer):
                 loss = closure()
         for stage in self._stages:
             stage.check_complete()
+            stage.check_unchanged()
         pending = [
             parameter
             for group in self.param_groups

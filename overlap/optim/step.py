@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Site, Stage, whole_pass
-from overlap.optim.clipping import Clipping, GradientNorms
+from overlap.optim.clipping import Clipping, GradientNorms, SealedGradients
 from overlap.optim.functional import FunctionalOptimizer
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.unused import used_on_any_rank
@@ -83,6 +83,7 @@ class Step(Stage):
         self._is_replay = False
         self._awaits_step = False
         self._clears = False
+        self._sealed = SealedGradients()
 
     def _check_params(self) -> None:
         if self._only is None:
@@ -97,6 +98,10 @@ class Step(Stage):
     @property
     def _optimizer_name(self) -> str:
         return type(self.optimizer.optimizer).__name__
+
+    @property
+    def plan(self) -> str:
+        return repr(self)
 
     def attach(self, site: Site) -> None:
         self._names, self._finds_unused = site.names or {}, site.finds_unused
@@ -184,7 +189,8 @@ class Step(Stage):
         kept = [pair for pair, is_used in zip(mine, used, strict=True) if is_used]
         self._gradients.append(([parameter for parameter, _ in kept], [gradient for _, gradient in kept]))
         await whole_pass()
-        if bucket.is_last:
+        # The first to go on updates all: as soon as it is through, DDP may copy its gradients out of the bucket.
+        if self._gradients:
             self._apply_all()
 
     @torch.no_grad()
@@ -216,8 +222,9 @@ class Step(Stage):
         if failed:
             self._awaits_step, self._clears = False, True
             return
+        self._sealed.seal(self._reduced.values())
         if self.norms is not None:
-            self.norms.seal(self._reduced.values())
+            self.norms.seal(self._sealed)
         self._awaits_step = not (self._is_automatic or self._is_replay)
         self._clears = self._is_automatic or not self.is_deferred
         if self._is_automatic:
@@ -243,6 +250,18 @@ class Step(Stage):
             raise TrainingLoopError(
                 f"step() would apply gradients that were not reduced over ranks ({local[0]} and {len(local) - 1} "
                 "others): the backward ran under no_sync(), or did not reach every parameter"
+            )
+
+    def check_unchanged(self) -> None:
+        """Raises: TrainingLoopError: ``.grad`` was changed after backward had applied it."""
+        if self.is_deferred or not self._awaits_step:
+            return
+        changed = [p for p in self._reduced.values() if p.grad is not None and not self._sealed.holds(p)]
+        if changed:
+            raise TrainingLoopError(
+                f"the gradient of {self._names.get(changed[0], 'a parameter')} (and of {len(changed) - 1} others) was "
+                "changed between backward and step(), but the update had been made in backward; clipping, "
+                "GradScaler.unscale_ and other edits need Step(optimizer, deferred=True)"
             )
 
     def has_reduced(self, parameter: Tensor) -> bool:
