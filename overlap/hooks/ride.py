@@ -27,7 +27,7 @@ def ride(
     active: deque[Task] = deque()
     try:
         for bucket in buckets:
-            task = Task(bucket, work(bucket), executor, _nothing)
+            task = Task(bucket, work(bucket), executor, _nothing, label="ride")
             active.append(task)
             task.advance()
             if len(active) == _IN_FLIGHT:

@@ -200,12 +200,13 @@ def _a_gather_fails(rank: int, world_size: int) -> None:
 
     for step in range(5):
         if step == 2:
+            zero.wait()
             object.__setattr__(zero.exchange, "gather", bad)
         mean_squared_error(ddp, MLP.batch(step, rank)).backward()
         if step == 2:
-            object.__setattr__(zero.exchange, "gather", good)
             with pytest.raises(ValueError, match="lost"):
                 zero.wait()
+            object.__setattr__(zero.exchange, "gather", good)
         zero.step()
 
 

@@ -1,8 +1,9 @@
 """Moving chunks between their owners and the other ranks: what a stage awaits.
 
 Per bucket of N elements a rank sends N (W-1)/W in the reduction and as much in the gather, together what one
-all-reduce sends. Where parameters are not cut (`ByParameter`), segments have lengths of their own: on Gloo they go
-point to point at their exact lengths; elsewhere the bucket is all-reduced and each owner broadcasts, N (W-1)/W more.
+all-reduce sends. Where parameters are not cut (`ByParameter`), segments have lengths of their own and go as messages
+between ranks at their exact lengths; that is as much over all buckets, but in one bucket a rank may send more than
+others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.foreach import copy_all
-from overlap.hooks import Bucket, all_gather, all_reduce, broadcast, reduce_scatter, send_recv
+from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_recv
 from overlap.optim.zero.plan import Plan, Workspace
 
 __all__ = ["Exchange"]
@@ -26,8 +27,6 @@ class Exchange:
     """How the ranks of one group exchange chunks."""
 
     rank: int
-    has_point_to_point: bool
-    """Whether segments of unequal lengths can be sent directly (Gloo)."""
     workspace: Workspace
 
     async def reduce(self, bucket: Bucket, plan: Plan) -> None:
@@ -37,9 +36,7 @@ class Exchange:
         """
         # As DDP does it, each rank divides before the sum, which keeps half precision in range.
         factor = 1 / bucket.divisor
-        if plan.layout.packed_numel == 0:
-            await _average_rest(bucket, plan, factor)
-        elif plan.layout.is_even or self.has_point_to_point:
+        if plan.layout.packed_numel:
             pieces = plan.cut_flat(bucket.buffer)
             packed = self.workspace.take(plan.layout.packed_numel, bucket.buffer)
             packed_pieces = plan.cut_packed(packed)
@@ -50,10 +47,7 @@ class Exchange:
                 await self._sum_directly(bucket, plan, packed)
             copy_all(plan.own_of(pieces), plan.own_of(packed_pieces))
             self.workspace.give(packed)
-            await _average_rest(bucket, plan, factor)
-        else:
-            bucket.buffer.mul_(factor)
-            await all_reduce(bucket.buffer, group=bucket.group)
+        await _average_rest(bucket, plan, factor)
 
     async def _sum_directly(self, bucket: Bucket, plan: Plan, packed: Tensor) -> None:
         others = [rank for rank in range(plan.layout.ranks) if rank != self.rank]
@@ -77,17 +71,13 @@ class Exchange:
         own = packed[plan.segment]
         if plan.layout.is_even:
             await all_gather(packed, own, group=bucket.group)
-        elif self.has_point_to_point:
+        else:
             others = [rank for rank in range(plan.layout.ranks) if rank != self.rank]
             await send_recv(
                 [(own, rank) for rank in others if own.numel()],
                 [(packed[plan.layout.segment(r)], r) for r in others if plan.layout.segment_numels[r]],
                 group=bucket.group,
             )
-        else:
-            for rank in range(plan.layout.ranks):
-                if plan.layout.segment_numels[rank]:
-                    await broadcast(packed[plan.layout.segment(rank)], src=rank, group=bucket.group)
         plan.unload(pieces)
         self.workspace.give(packed)
 

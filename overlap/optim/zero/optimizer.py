@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from overlap._torch.c10d import backend_name
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.optim.subset import SubsetStepper, check_optimizer
 from overlap.optim.zero.groups import (
@@ -117,9 +116,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 raise
             raise ConfigurationError(f"{cls.__name__}: {error}") from error
         self._stepper = SubsetStepper(self.optim)
-        device = device_of([shard.parameter for shard in self._shards.values()])
-        has_point_to_point = backend_name(self.process_group, device) == "gloo"
-        self.exchange = Exchange(self.rank, has_point_to_point, Workspace())
+        self.exchange = Exchange(self.rank, Workspace())
         """How chunks travel."""
         self._alone = Alone(self, self.exchange)
         self._is_complete = False

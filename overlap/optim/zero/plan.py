@@ -141,3 +141,8 @@ class Workspace:
         """Let go of everything, what was lent to work that failed included."""
         self._free.clear()
         self._lent.clear()
+
+    @property
+    def held_bytes(self) -> int:
+        """What is kept for the next bucket."""
+        return sum(kept.nbytes for kept in self._free)

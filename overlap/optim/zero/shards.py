@@ -90,13 +90,12 @@ class Shard:
             self._seen_version = version(self.parameter)
 
     def _follow(self) -> None:
+        # By `.data`, as the parameter itself was moved: the values are the same, so no version may be raised.
         flat = flatten(self.parameter)
         for view, (start, end) in zip(self.views, self.ranges, strict=True):
-            part = flat[start:end]
-            view.set_(part.untyped_storage(), part.storage_offset(), part.size(), part.stride())
+            view.data = flat[start:end]
         if self.own is not None and not self.has_master:
-            part = self.shaped(self.views[self.rank])
-            self.own.set_(part.untyped_storage(), part.storage_offset(), part.size(), part.stride())
+            self.own.data = self.shaped(self.views[self.rank])
         self._pointer = self.parameter.data_ptr()
 
     def publish(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Site, Stage, all_reduce, whole_pass
-from overlap.optim.clipping import Clipping
+from overlap.optim.clipping import Clipping, SealedGradients
 from overlap.optim.unused import used_on_any_rank
 from overlap.optim.zero.finite import FiniteVote
 from overlap.optim.zero.late import Scaling, ShardedNorm
@@ -91,9 +91,14 @@ class ZeroStep(Stage):
         self._site: Site | None = None
         self._plans: dict[tuple[int, ...], Plan | None] = {}
         self._used: set[int] = set()
+        self._sealed = SealedGradients()
         self._pass = Pass()
         self._awaits_step = False
         self._clears = False
+
+    @property
+    def plan(self) -> str:
+        return f"{self!r} by {self.zero.partition}"
 
     @property
     def reduces(self) -> bool:
@@ -244,6 +249,8 @@ class ZeroStep(Stage):
             self._gather()
         if self.is_automatic:
             mark_stepped(self.zero)
+        elif not self.is_deferred:
+            self._sealed.seal(self._pass.reduced.values())
 
     def _gather(self) -> None:
         """Outside of a pass: bring what each rank owns to all, the first layers' parameters first."""
@@ -269,6 +276,7 @@ class ZeroStep(Stage):
         if not self._awaits_step:
             self._check_reduced()
             return
+        self._check_unchanged()
         self._awaits_step, self._clears = False, True
         if self._waits_for_step and not scaling.forbids_step():
             self._update_late(scaling)
@@ -301,6 +309,15 @@ class ZeroStep(Stage):
             raise TrainingLoopError(
                 f"step() would leave out gradients that were not reduced over ranks ({local[0]} and {len(local) - 1} "
                 "others): the backward ran under no_sync()"
+            )
+
+    def _check_unchanged(self) -> None:
+        changed = [p for p in self._pass.reduced.values() if p.grad is not None and not self._sealed.holds(p)]
+        if changed and not self.is_deferred:
+            raise TrainingLoopError(
+                f"the gradient of {self._names.get(changed[0], 'a parameter')} (and of {len(changed) - 1} others) was "
+                "changed between backward and zero.step(), but the update had been made in backward; clipping, "
+                "GradScaler.unscale_ and other edits need ZeroStep(zero, deferred=True)"
             )
 
     def wait_if_deferred(self) -> None:
