@@ -171,9 +171,9 @@ def _refused(rank: int, world_size: int, folder: Path) -> None:
     other = ZeroRedundancyOptimizer(list(ddp.parameters())[:4], torch.optim.Adam)
     with pytest.raises(ConfigurationError, match=r"\[10\] parameters, but this optimizer has \[4\]"):
         other.load_sharded(folder, key="optimizer")
+    small = ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(8)) for _ in range(10)], torch.optim.Adam)
     with pytest.raises(ConfigurationError, match=r"shape in the checkpoint is \[16, 16\], here \[8\]"):
-        small = [torch.nn.Parameter(torch.zeros(8)) for _ in range(10)]
-        ZeroRedundancyOptimizer(small, torch.optim.Adam).load_sharded(folder, key="optimizer")
+        small.load_sharded(folder, key="optimizer")
     with pytest.raises(ConfigurationError, match=r"groups of \[4\]"):
         zero.load_state_dict(torch.optim.SGD(list(ddp.parameters())[:4], lr=1.0).state_dict())
     with pytest.raises(ConfigurationError, match="no state_dict of an optimizer"):

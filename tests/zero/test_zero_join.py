@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.algorithms.join import Join
+from zero_loops import FORMS
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import TrainingLoopError, ZeroRedundancyOptimizer, ZeroStep, chain
-from zero_loops import FORMS
 
 BATCHES = (7, 4, 5)
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zero_loops import FORMS, check, plain_run, zero_run
 
 from harness import assert_parity, bucket_calls, overlapped_step, plain_step, run_ranks, wrap
-from harness.models import CASES, MLP, TRANSFORMER, UNUSED_ON_SOME_RANKS, Batch, Case, mean_squared_error
+from harness.models import DTYPES, EMPTY, MLP, TRANSFORMER, UNUSED_ON_SOME_RANKS, Batch, Case, mean_squared_error
 from overlap import (
     AllReduce,
     Cast,
@@ -22,9 +23,10 @@ from overlap import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
-from zero_loops import FORMS, check, plain_run, zero_run
 
-ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+ADAMW_OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
+ADAMW = functools.partial(torch.optim.AdamW, **ADAMW_OPTIONS)  # type: ignore[arg-type]
+WHOLE = {"partition": "parameter"}
 
 
 def _two_groups(ddp: nn.Module) -> list[dict[str, Any]]:
@@ -41,7 +43,7 @@ def _groups(rank: int, world_size: int) -> None:
     options: dict[str, Any] = {"parameters": _two_groups, "scheduler": _cyclic}
     reference = plain_run(TRANSFORMER, rank, ADAMW, **options)
     for form in ("interleaved", "deferred", "alone"):
-        candidate = zero_run(TRANSFORMER, rank, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}, FORMS[form], **options)
+        candidate = zero_run(TRANSFORMER, rank, torch.optim.AdamW, ADAMW_OPTIONS, FORMS[form], **options)
         check(candidate, reference, what=form, world_size=world_size)
 
 
@@ -59,12 +61,16 @@ def _clip_first(norm_type: float, ddp: nn.Module, optimizer: Any, batch: Batch, 
 
 
 def _clipped(rank: int, world_size: int, norm_type: float) -> None:
-    reference = plain_run(MLP, rank, functools.partial(torch.optim.SGD, lr=0.5), step_fn=functools.partial(_clip_first, norm_type))
+    reference = plain_run(
+        MLP, rank, functools.partial(torch.optim.SGD, lr=0.5), step_fn=functools.partial(_clip_first, norm_type)
+    )
     unclipped = plain_run(MLP, rank, functools.partial(torch.optim.SGD, lr=0.5))
     difference = (reference[-1].parameters["0.weight"] - unclipped[-1].parameters["0.weight"]).abs().max()
     assert difference > 1e-2, "clipping must matter"
     for form in ({}, {"automatic": True}, {"gather": "forward"}):
-        candidate = zero_run(MLP, rank, torch.optim.SGD, {"lr": 0.5}, {"clip_grad_norm": 0.01, "norm_type": norm_type, **form})
+        candidate = zero_run(
+            MLP, rank, torch.optim.SGD, {"lr": 0.5}, {"clip_grad_norm": 0.01, "norm_type": norm_type, **form}
+        )
         assert_parity(
             [record.parameters for record in candidate],
             [record.parameters for record in reference],
@@ -98,23 +104,28 @@ def _scaled_run(rank: int, make: Any, bad: tuple[int, int] | None, register: Any
         scaler.update()
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             optimizer.wait()
-        else:
+        if not getattr(optimizer, "overlap_with_ddp", False):
             optimizer.zero_grad()
     return {name: p.detach().clone() for name, p in ddp.module.named_parameters()}, scaler.get_scale()
+
+
+def _register(form: Any, ddp: Any, zero: Any) -> None:
+    if form is not None:
+        chain(ZeroStep(zero, **form)).register(ddp)
 
 
 def _scaled(rank: int, world_size: int) -> None:
     for bad in (None, (2, 0), (3, 1)):
         reference, scale = _scaled_run(rank, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), bad, lambda *_: None)
         for form in ({"deferred": True}, {"deferred": True, "gather": "forward"}, None):
-            candidate, our_scale = _scaled_run(
-                rank,
-                lambda p, form=form: ZeroRedundancyOptimizer(p, torch.optim.SGD, lr=0.1, momentum=0.9, overlap_with_ddp=bool(form)),
-                bad,
-                lambda ddp, zero, form=form: None if form is None else chain(ZeroStep(zero, **form)).register(ddp),
+            make = functools.partial(
+                ZeroRedundancyOptimizer,
+                optimizer_class=torch.optim.SGD,
+                lr=0.1,
+                momentum=0.9,
+                overlap_with_ddp=form is not None,
             )
-            if form is None:
-                continue
+            candidate, our_scale = _scaled_run(rank, make, bad, functools.partial(_register, form))
             assert_parity(candidate, reference, what=f"{form}, {bad=}")
             assert our_scale == scale
 
@@ -178,8 +189,13 @@ def _accumulated(rank: int, world_size: int) -> None:
         reference = plain_run(MLP, rank, ADAMW, step_fn=functools.partial(_accumulate, plain_step), **options)
         for form in ("interleaved", "deferred", "interleaved, gather in forward"):
             candidate = zero_run(
-                MLP, rank, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}, FORMS[form],
-                step_fn=functools.partial(_accumulate, overlapped_step), **options,
+                MLP,
+                rank,
+                torch.optim.AdamW,
+                {"lr": 0.01, "weight_decay": 0.1},
+                FORMS[form],
+                step_fn=functools.partial(_accumulate, overlapped_step),
+                **options,
             )
             check(candidate, reference, what=f"{form}, {view=}", world_size=world_size)
 
@@ -229,7 +245,12 @@ def _whole(rank: int, world_size: int, case: Case) -> None:
     reference = plain_run(case, rank, ADAMW)
     for form in ("interleaved", "deferred, gather in forward", "alone"):
         candidate = zero_run(
-            case, rank, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}, FORMS[form], zero_options={"partition": "parameter"}
+            case,
+            rank,
+            torch.optim.AdamW,
+            {"lr": 0.01, "weight_decay": 0.1},
+            FORMS[form],
+            zero_options=WHOLE,
         )
         check(candidate, reference, what=f"{form}, {case}", world_size=world_size)
 
@@ -240,7 +261,7 @@ def test_whole_parameters(world_size: int) -> None:
     run_ranks(_whole, world_size, TRANSFORMER if world_size == 2 else MLP)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("dtypes", "empty", "unused_on_some_ranks")], ids=str)
+@pytest.mark.parametrize("case", [DTYPES, EMPTY, UNUSED_ON_SOME_RANKS], ids=str)
 def test_whole_parameters_of_other_models(case: Case) -> None:
     run_ranks(_whole, 2, case)
 
@@ -248,7 +269,7 @@ def test_whole_parameters_of_other_models(case: Case) -> None:
 def _adafactor(rank: int, world_size: int) -> None:
     reference = plain_run(MLP, rank, functools.partial(torch.optim.Adafactor, lr=0.05))
     for form in ("interleaved", "deferred"):
-        candidate = zero_run(MLP, rank, torch.optim.Adafactor, {"lr": 0.05}, FORMS[form], zero_options={"partition": "parameter"})
+        candidate = zero_run(MLP, rank, torch.optim.Adafactor, {"lr": 0.05}, FORMS[form], zero_options=WHOLE)
         check(candidate, reference, what=form, world_size=world_size)
 
 
@@ -358,5 +379,3 @@ def _added_late(rank: int, world_size: int) -> None:
 
 def test_a_group_added_later_is_updated_from_the_next_backward_on() -> None:
     run_ranks(_added_late, 2)
-
-

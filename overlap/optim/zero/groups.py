@@ -14,6 +14,7 @@ from overlap.errors import ConfigurationError
 
 __all__ = [
     "check_class",
+    "check_covered",
     "check_same_on_all_ranks",
     "copy_options",
     "device_of",
@@ -21,6 +22,7 @@ __all__ = [
     "options_of",
     "pool_of",
     "read_groups",
+    "with_names",
 ]
 
 # What a group holds besides hyperparameters.
@@ -126,6 +128,20 @@ def check_same_on_all_ranks(
         )
 
 
+def check_covered(model: Mapping[Tensor, str], parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Raises: ConfigurationError: one of ``parameters`` is to be trained, but not by the model of these parameters."""
+    outside = [
+        name
+        for name, parameter in zip(names, parameters, strict=True)
+        if parameter.requires_grad and parameter not in model
+    ]
+    if outside:
+        raise ConfigurationError(
+            f"{len(outside)} of {len(parameters)} parameters of the ZeroRedundancyOptimizer are not trained by "
+            f"this model, the first is {outside[0]}: build it from this model's ddp.parameters()"
+        )
+
+
 def _told(described: Sequence[tuple[Any, ...]], place: int) -> str:
     if place >= len(described):
         return f"only {len(described)} parameters"
@@ -160,3 +176,11 @@ def device_of(parameters: Sequence[Tensor]) -> torch.device:
     if len(devices) > 1:
         raise ConfigurationError(f"parameters lie on several devices, {sorted(map(str, devices))}; ZeRO takes one")
     return devices.pop()
+
+
+def with_names(group: dict[str, Any]) -> dict[str, Any]:
+    """A group in the form in which ``torch.optim`` takes named parameters."""
+    if "param_names" not in group:
+        return group
+    others = {key: value for key, value in group.items() if key != "param_names"}
+    return {**others, "params": list(zip(group["param_names"], group["params"], strict=True))}

@@ -102,9 +102,8 @@ class Alone:
         if scaling.forbids_step():
             return
         owned = [(shard, part) for shard, part in zip(pending, gradients, strict=True) if shard.own is not None]
-        pending, gradients = [shard for shard, _ in owned], [part for _, part in owned]
-        scaling.unscale_(gradients)
-        zero.update(pending, gradients)
+        scaling.unscale_([part for _, part in owned])
+        zero.update(owned)
         self.gather()
 
     def gather(self) -> None:

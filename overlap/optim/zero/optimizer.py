@@ -14,20 +14,12 @@ from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.optim.subset import SubsetStepper, check_optimizer
-from overlap.optim.zero.groups import (
-    check_class,
-    check_same_on_all_ranks,
-    copy_options,
-    device_of,
-    names_of,
-    pool_of,
-    read_groups,
-)
+from overlap.optim.zero.groups import check_class, copy_options, names_of, read_groups, with_names
 from overlap.optim.zero.checkpoint import consolidate, load_plain
 from overlap.optim.zero.exchange import Exchange
 from overlap.optim.zero.joining import ZeroJoinHook
 from overlap.optim.zero.late import Alone, Scaling
-from overlap.optim.zero.partition import ByElement, ByParameter, Partition
+from overlap.optim.zero.ownership import Ownership
 from overlap.optim.zero.plan import Workspace
 from overlap.optim.zero.sharded import load_sharded, sharded
 from overlap.optim.zero.shards import Shard
@@ -38,9 +30,6 @@ if TYPE_CHECKING:
     from overlap.optim.zero.stage import ZeroStep
 
 __all__ = ["ZeroRedundancyOptimizer"]
-
-# Optimizers that look at a tensor as a whole: its rows and columns, or its norm.
-_NEED_WHOLE_TENSORS = ("Adafactor", "Muon", "LBFGS")
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -96,18 +85,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not dist.is_initialized():
             raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
         cls = check_class(optimizer_class)
-        self.partition = _check_partition(partition, cls)
-        self.master_dtype = _check_master_dtype(master_dtype)
         self.process_group: dist.ProcessGroup = process_group or dist.group.WORLD  # type: ignore[assignment]
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
-        self._shards: dict[int, Shard] = {}
-        self._partition: Partition = (ByParameter if partition == "parameter" else ByElement)(self.world_size)
-        self._stage: ZeroStep | None = None
+        self.partition = partition
+        self._ownership = Ownership(self.process_group, cls, partition, master_dtype)
+        self.stage: ZeroStep | None = None
+        """The stage that updates in backward, while it is registered."""
         self._consolidated: dict[str, Any] | None = None
         groups = read_groups(params)
-        chunks = self._share_out(groups)
+        chunks = self._ownership.add(groups, first_group=0)
         try:
             self.optim = check_optimizer(cls(chunks, **defaults))
             """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
@@ -121,48 +108,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._alone = Alone(self, self.exchange)
         self._is_complete = False
         Joinable.__init__(self)
-        Optimizer.__init__(self, [_as_given(group) for group in groups], self.optim.defaults)
+        Optimizer.__init__(self, [with_names(group) for group in groups], self.optim.defaults)
         for ours, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             copy_options(inner, ours)
         self._is_complete = True
-
-    def _share_out(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Make the shards of new groups; returns the groups of the inner optimizer."""
-        first = len(self.param_groups) if self._shards else 0
-        names = names_of(groups, first_group=first)
-        pairs = [(place, p) for place, group in enumerate(groups, start=first) for p in group["params"]]
-        known = {key: shard.name for key, shard in self._shards.items()}
-        for name, (_, parameter) in zip(names, pairs, strict=True):
-            if id(parameter) in known:
-                raise ConfigurationError(f"{name} is {known[id(parameter)]} once more; pass each parameter once")
-            known[id(parameter)] = name
-        parameters = [shard.parameter for shard in self._shards.values()] + [parameter for _, parameter in pairs]
-        device_of(parameters)
-        settings = (self.partition, str(self.master_dtype))
-        check_same_on_all_ranks(groups, names, self.process_group, settings)
-        ranges = self._partition.assign([p.numel() for _, p in pairs], [pool_of(place, p) for place, p in pairs])
-        for name, (_, parameter), owned in zip(names, pairs, ranges, strict=True):
-            self._shards[id(parameter)] = Shard(
-                parameter,
-                owned,
-                self.rank,
-                name=name,
-                is_whole=self._partition.is_whole,
-                master_dtype=self.master_dtype,
-            )
-        return [
-            {
-                **{key: value for key, value in group.items() if key != "param_names"},
-                "params": [own for p in group["params"] if (own := self._shards[id(p)].own) is not None],
-            }
-            for group in groups
-        ]
 
     @property  # type: ignore[override]
     def state(self) -> dict[Tensor, Any]:
         """This rank's part of the state, by whole parameter."""
         inner = self.optim.state
-        return {s.parameter: inner[s.own] for s in self._shards.values() if s.own is not None and s.own in inner}
+        return {s.parameter: inner[s.own] for s in self.shards.values() if s.own is not None and s.own in inner}
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -171,16 +126,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def shards(self) -> Mapping[int, Shard]:
         """The shard of each parameter, by ``id`` of the parameter, in the groups' order."""
-        return self._shards
-
-    @property
-    def stage(self) -> ZeroStep | None:
-        """The stage that updates this optimizer's parameters in backward."""
-        return self._stage
-
-    @stage.setter
-    def stage(self, stage: ZeroStep | None) -> None:
-        self._stage = stage
+        return self._ownership.shards
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank; of a registered model they are updated from the next backward on.
@@ -194,26 +140,27 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not isinstance(param_group, Mapping):
             raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
         (group,) = groups = read_groups([param_group])
-        if self._stage is not None:
-            self._stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
-        (chunks,) = self._share_out(groups)
+        if self.stage is not None:
+            self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
+        (chunks,) = self._ownership.add(groups, first_group=len(self.param_groups))
         self.optim.add_param_group(chunks)
-        super().add_param_group(_as_given(group))
+        super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1], self.param_groups[-1])
-        if self._stage is not None:
-            self._stage.forget_plans()
+        if self.stage is not None:
+            self.stage.forget_plans()
 
     def begin(self) -> None:
         """A new step begins: what moved or was changed since the last one is followed."""
         self._stepper.begin()
-        for shard in self._shards.values():
+        for shard in self.shards.values():
             shard.refresh()
 
     @torch.no_grad()
-    def update(self, shards: Sequence[Shard], gradients: Sequence[Tensor]) -> None:
-        """Step what this rank owns of ``shards`` with flat ``gradients`` of it; the parameters follow."""
+    def update(self, pairs: Sequence[tuple[Shard, Tensor]]) -> None:
+        """Step what this rank owns of each shard with the flat gradient of it; the parameters follow."""
+        shards = [shard for shard, _ in pairs]
         chunks = [shard.own for shard in shards if shard.own is not None]
-        shaped = [shard.shaped(gradient) for shard, gradient in zip(shards, gradients, strict=True)]
+        shaped = [shard.shaped(gradient) for shard, gradient in pairs]
         matching = [g if g.dtype == own.dtype else g.to(own.dtype) for g, own in zip(shaped, chunks, strict=True)]
         for ours, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             copy_options(ours, inner)
@@ -244,8 +191,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         scaling = Scaling(self.__dict__.get("found_inf"), self.__dict__.get("grad_scale"))
-        if self._stage is not None:
-            self._stage.step(scaling)
+        if self.stage is not None:
+            self.stage.step(scaling)
         elif self.overlap_with_ddp:
             raise RegistrationError(
                 "this ZeroRedundancyOptimizer was made with overlap_with_ddp=True, but no stage updates it: "
@@ -261,8 +208,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Only forwards of the registered model's modules, its ``state_dict()`` and the next :meth:`step` wait by
         themselves; call this before reading parameters in any other way.
         """
-        if self._stage is not None:
-            self._stage.wait()
+        if self.stage is not None:
+            self.stage.wait()
 
     @property
     def is_joining(self) -> bool:
@@ -276,7 +223,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The parameters' device."""
-        return device_of([shard.parameter for shard in self._shards.values()])
+        return self._ownership.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -285,8 +232,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def step_joined(self) -> None:
         """Issue the collectives of one :meth:`step` on a rank that has run out of inputs."""
-        if self._stage is not None:
-            self._stage.step_replayed()
+        if self.stage is not None:
+            self.stage.step_replayed()
         else:
             self._alone.step(Scaling(None, None), is_joined=True)
 
@@ -351,25 +298,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def __repr__(self) -> str:
         return f"ZeroRedundancyOptimizer({self.optim!r}, rank {self.rank} of {self.world_size})"
-
-
-def _as_given(group: dict[str, Any]) -> dict[str, Any]:
-    """A group in the form in which ``torch.optim`` takes named parameters."""
-    if "param_names" not in group:
-        return group
-    rest = {key: value for key, value in group.items() if key != "param_names"}
-    return {**rest, "params": list(zip(group["param_names"], group["params"], strict=True))}
-
-
-def _check_partition(partition: str, cls: type[Optimizer]) -> str:
-    if partition not in ("element", "parameter"):
-        raise ConfigurationError(f"partition is 'element' or 'parameter', got {partition!r}")
-    if partition == "element" and any(base.__name__ in _NEED_WHOLE_TENSORS for base in cls.__mro__):
-        raise UnsupportedError(f"{cls.__name__} needs whole tensors: use partition='parameter'")
-    return partition
-
-
-def _check_master_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigurationError(f"master_dtype is a floating-point dtype such as torch.float32, got {dtype!r}")
-    return dtype

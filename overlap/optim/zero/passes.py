@@ -9,6 +9,7 @@ from torch import Tensor
 
 from overlap.errors import TrainingLoopError
 from overlap.hooks import Bucket
+from overlap.optim.clipping import SealedGradients
 from overlap.optim.zero.plan import Plan
 from overlap.optim.zero.shards import Shard
 
@@ -28,6 +29,7 @@ class Pass:
     """Parameters that came in a bucket, by ``id``."""
     _buckets: list[tuple[Bucket, Plan]] = field(default_factory=list)
     _is_due: bool = True
+    _sealed: SealedGradients | None = None
     _held: dict[int, Pairs] = field(default_factory=dict)
 
     def note(self, bucket: Bucket, plan: Plan | None) -> None:
@@ -84,3 +86,33 @@ class Pass:
             f"{', ...' if len(missing) > 5 else ''}; use DistributedDataParallel(find_unused_parameters=True) "
             "if part of the model takes no part in the loss"
         )
+
+    def check_reduced(self, shards: Iterable[Shard], names: Mapping[Tensor, str]) -> None:
+        """Raises: TrainingLoopError: a gradient is this rank's own and no mean."""
+        local = [
+            names.get(shard.parameter, shard.name)
+            for shard in shards
+            if shard.parameter.grad is not None and id(shard.parameter) not in self.reduced
+        ]
+        if local:
+            raise TrainingLoopError(
+                f"step() would leave out gradients that were not reduced over ranks ({local[0]} and {len(local) - 1} "
+                "others): the backward ran under no_sync()"
+            )
+
+    def seal(self) -> None:
+        """``.grad`` has been applied; a later change of it would be lost."""
+        self._sealed = SealedGradients()
+        self._sealed.seal(self.reduced.values())
+
+    def check_unchanged(self, names: Mapping[Tensor, str]) -> None:
+        """Raises: TrainingLoopError: ``.grad`` was changed after backward had applied it."""
+        if self._sealed is None:
+            return
+        changed = [p for p in self.reduced.values() if p.grad is not None and not self._sealed.holds(p)]
+        if changed:
+            raise TrainingLoopError(
+                f"the gradient of {names.get(changed[0], 'a parameter')} (and of {len(changed) - 1} others) was "
+                "changed between backward and zero.step(), but the update had been made in backward; clipping, "
+                "GradScaler.unscale_ and other edits need ZeroStep(zero, deferred=True)"
+            )

@@ -12,9 +12,10 @@ from torch import Tensor
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Site, Stage, all_reduce, whole_pass
-from overlap.optim.clipping import Clipping, SealedGradients
+from overlap.optim.clipping import Clipping
 from overlap.optim.unused import used_on_any_rank
 from overlap.optim.zero.finite import FiniteVote
+from overlap.optim.zero.groups import check_covered
 from overlap.optim.zero.late import Scaling, ShardedNorm
 from overlap.optim.zero.passes import Pass
 from overlap.optim.zero.plan import Plan, make_plan
@@ -91,7 +92,6 @@ class ZeroStep(Stage):
         self._site: Site | None = None
         self._plans: dict[tuple[int, ...], Plan | None] = {}
         self._used: set[int] = set()
-        self._sealed = SealedGradients()
         self._pass = Pass()
         self._awaits_step = False
         self._clears = False
@@ -131,18 +131,8 @@ class ZeroStep(Stage):
 
     def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         """Raises: ConfigurationError: the model does not train one of ``parameters``."""
-        if self._site is None or self._site.names is None:
-            return
-        outside = [
-            name
-            for name, parameter in zip(names, parameters, strict=True)
-            if parameter.requires_grad and parameter not in self._site.names
-        ]
-        if outside:
-            raise ConfigurationError(
-                f"{len(outside)} of {len(parameters)} parameters of the ZeroRedundancyOptimizer are not trained by "
-                f"this model, the first is {outside[0]}: build it from this model's ddp.parameters()"
-            )
+        if self._site is not None and self._site.names is not None:
+            check_covered(self._site.names, parameters, names)
 
     def detach(self) -> None:
         if self._riding is not None:
@@ -191,7 +181,7 @@ class ZeroStep(Stage):
         elif self.is_deferred:
             await self._update_together(bucket)
         else:
-            self._update(self._pass.of(bucket))
+            self.zero.update(self._pass.of(bucket))
         if not self._waits_for_step and plan is not None and self._riding is None:
             await self.zero.exchange.gather(bucket, plan)
 
@@ -220,12 +210,9 @@ class ZeroStep(Stage):
                 norm = ShardedNorm(self.clipping, [gradient for _, gradient in pairs], bucket.buffer.device)
                 await all_reduce(norm.partial, op=norm.op, group=bucket.group)
                 norm.clip_()
-            self._update(pairs)
+            self.zero.update(pairs)
         # No rank's part may be gathered before it is updated.
         await whole_pass()
-
-    def _update(self, pairs: Sequence[tuple[Shard, Tensor]]) -> None:
-        self.zero.update([shard for shard, _ in pairs], [gradient for _, gradient in pairs])
 
     def _plan(self, bucket: Bucket) -> Plan | None:
         key = tuple(map(id, bucket.parameters))
@@ -250,7 +237,7 @@ class ZeroStep(Stage):
         if self.is_automatic:
             mark_stepped(self.zero)
         elif not self.is_deferred:
-            self._sealed.seal(self._pass.reduced.values())
+            self._pass.seal()
 
     def _gather(self) -> None:
         """Outside of a pass: bring what each rank owns to all, the first layers' parameters first."""
@@ -262,11 +249,10 @@ class ZeroStep(Stage):
         if self._riding is None or (self.zero.is_joining and not self._pass.is_replay):
             riding.wait()
 
-    # What the optimizer's step asks.
-
     def step(self, scaling: Scaling) -> None:
         """The rest of a step, on the training thread."""
-        self.wait_if_deferred()
+        if self._waits_for_step:
+            self.wait()
         if scaling.is_used and not self._waits_for_step:
             raise TrainingLoopError(
                 "GradScaler decides after backward whether to step, but the parameters were updated in backward; "
@@ -274,9 +260,9 @@ class ZeroStep(Stage):
             )
         self._pass.check_complete(self._names)
         if not self._awaits_step:
-            self._check_reduced()
+            self._pass.check_reduced(self.zero.shards.values(), self._names)
             return
-        self._check_unchanged()
+        self._pass.check_unchanged(self._names)
         self._awaits_step, self._clears = False, True
         if self._waits_for_step and not scaling.forbids_step():
             self._update_late(scaling)
@@ -296,34 +282,8 @@ class ZeroStep(Stage):
                 norm = ShardedNorm(self.clipping, gradients, self.zero.join_device)
                 dist.all_reduce(norm.partial, op=norm.op, group=self.zero.process_group)
                 norm.clip_()
-            self._update(pairs)
+            self.zero.update(pairs)
         self._gather()
-
-    def _check_reduced(self) -> None:
-        local = [
-            self._names.get(shard.parameter, shard.name)
-            for shard in self.zero.shards.values()
-            if shard.parameter.grad is not None and id(shard.parameter) not in self._pass.reduced
-        ]
-        if local:
-            raise TrainingLoopError(
-                f"step() would leave out gradients that were not reduced over ranks ({local[0]} and {len(local) - 1} "
-                "others): the backward ran under no_sync()"
-            )
-
-    def _check_unchanged(self) -> None:
-        changed = [p for p in self._pass.reduced.values() if p.grad is not None and not self._sealed.holds(p)]
-        if changed and not self.is_deferred:
-            raise TrainingLoopError(
-                f"the gradient of {self._names.get(changed[0], 'a parameter')} (and of {len(changed) - 1} others) was "
-                "changed between backward and zero.step(), but the update had been made in backward; clipping, "
-                "GradScaler.unscale_ and other edits need ZeroStep(zero, deferred=True)"
-            )
-
-    def wait_if_deferred(self) -> None:
-        """Gathers of the step before are through before parameters are updated on the training thread."""
-        if self._waits_for_step:
-            self.wait()
 
     def wait(self) -> None:
         """Wait for gathers that ride."""
