@@ -25,9 +25,7 @@ class OptimizerHookState:
         params: update these alone; the others keep their averaged ``.grad``. All where ``None``.
     """
 
-    def __init__(
-        self, optimizer: Optimizer | FunctionalOptimizer, params: Iterable[Tensor] | None = None
-    ) -> None:
+    def __init__(self, optimizer: Optimizer | FunctionalOptimizer, params: Iterable[Tensor] | None = None) -> None:
         self.optimizer = optimizer
         self.params = None if params is None else list(params)
 

@@ -99,8 +99,8 @@ class Collective(Operation):
         for work in self._works:
             try:
                 future = work.get_future()
-            except RuntimeError:
-                return  # Gloo's point-to-point works have none.
+            except (AttributeError, RuntimeError):
+                return  # Works of messages between two ranks have none.
             future.then(lambda _: callback())
 
 
