@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.foreach import copy_all
+from overlap._torch.foreach import add_all, copy_all, scale_
 from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_recv
 from overlap.optim.zero.plan import Plan, Workspace
 
@@ -27,6 +27,8 @@ class Exchange:
     """How the ranks of one group exchange chunks."""
 
     rank: int
+    sends_directly: bool
+    """Whether to reduce by messages between ranks (Gloo, whose reduce-scatter moves as much as an all-reduce)."""
     workspace: Workspace
 
     async def reduce(self, bucket: Bucket, plan: Plan) -> None:
@@ -37,29 +39,37 @@ class Exchange:
         # As DDP does it, each rank divides before the sum, which keeps half precision in range.
         factor = 1 / bucket.divisor
         if plan.layout.packed_numel:
-            pieces = plan.cut_flat(bucket.buffer)
             packed = self.workspace.take(plan.layout.packed_numel, bucket.buffer)
-            packed_pieces = plan.cut_packed(packed)
-            _scale_into(packed_pieces, pieces, packed, factor)
-            if plan.layout.is_even:
-                await reduce_scatter(packed[plan.segment], packed, group=bucket.group)
+            if plan.layout.is_even and not self.sends_directly:
+                await _reduce_scatter(bucket, plan, packed, factor)
             else:
-                await self._sum_directly(bucket, plan, packed)
-            copy_all(plan.own_of(pieces), plan.own_of(packed_pieces))
+                await self._send(bucket, plan, packed, factor)
             self.workspace.give(packed)
         await _average_rest(bucket, plan, factor)
 
-    async def _sum_directly(self, bucket: Bucket, plan: Plan, packed: Tensor) -> None:
+    async def _send(self, bucket: Bucket, plan: Plan, packed: Tensor, factor: float) -> None:
+        """Send each rank its part and add up what comes; this rank's own part never leaves the bucket."""
+        pieces, packed_pieces = plan.cut_flat(bucket.buffer), plan.cut_packed(packed)
+        _scale_into(plan.others_of(packed_pieces), plan.others_of(pieces), factor)
+        own = plan.own_of(pieces)
+        scale_(own, factor)
         others = [rank for rank in range(plan.layout.ranks) if rank != self.rank]
-        own = packed[plan.segment]
-        received = {rank: torch.empty_like(own) for rank in others} if own.numel() else {}
+        numel = plan.layout.owned_numels[self.rank]
+        # The first rank's part comes to where this rank's own would be.
+        received = {
+            rank: packed[plan.segment][:numel] if rank == others[0] else self.workspace.take(numel, packed)
+            for rank in others
+            if numel
+        }
         await send_recv(
-            [(packed[plan.layout.segment(rank)], rank) for rank in others if plan.layout.segment_numels[rank]],
+            [(plan.part_of(packed, rank), rank) for rank in others if plan.layout.owned_numels[rank]],
             [(tensor, rank) for rank, tensor in received.items()],
             group=bucket.group,
         )
-        for tensor in received.values():
-            own.add_(tensor)
+        for rank, tensor in received.items():
+            add_all(own, tensor.split_with_sizes([piece.numel() for piece in own]))
+            if rank != others[0]:
+                self.workspace.give(tensor)
 
     async def gather(self, bucket: Bucket, plan: Plan) -> None:
         """Bring what each rank owns of the parameters to all."""
@@ -68,28 +78,35 @@ class Exchange:
         packed = self.workspace.take(plan.layout.packed_numel, plan.parameter_pieces[0])
         pieces = plan.cut_packed(packed)
         plan.load(pieces)
-        own = packed[plan.segment]
         if plan.layout.is_even:
-            await all_gather(packed, own, group=bucket.group)
+            await all_gather(packed, packed[plan.segment], group=bucket.group)
         else:
+            own = plan.part_of(packed, self.rank)
             others = [rank for rank in range(plan.layout.ranks) if rank != self.rank]
             await send_recv(
                 [(own, rank) for rank in others if own.numel()],
-                [(packed[plan.layout.segment(r)], r) for r in others if plan.layout.segment_numels[r]],
+                [(plan.part_of(packed, r), r) for r in others if plan.layout.owned_numels[r]],
                 group=bucket.group,
             )
         plan.unload(pieces)
         self.workspace.give(packed)
 
 
-def _scale_into(targets: Sequence[Tensor], sources: Sequence[Tensor], packed: Tensor, factor: float) -> None:
-    if packed.device.type == "cpu":
+async def _reduce_scatter(bucket: Bucket, plan: Plan, packed: Tensor, factor: float) -> None:
+    pieces, packed_pieces = plan.cut_flat(bucket.buffer), plan.cut_packed(packed)
+    _scale_into(packed_pieces, pieces, factor)
+    await reduce_scatter(packed[plan.segment], packed, group=bucket.group)
+    copy_all(plan.own_of(pieces), plan.own_of(packed_pieces))
+
+
+def _scale_into(targets: Sequence[Tensor], sources: Sequence[Tensor], factor: float) -> None:
+    if targets and targets[0].device.type == "cpu":
         # One pass over memory instead of two.
         for target, source in zip(targets, sources, strict=True):
             torch.mul(source, factor, out=target)
         return
     copy_all(targets, sources)
-    packed.mul_(factor)
+    scale_(targets, factor)
 
 
 async def _average_rest(bucket: Bucket, plan: Plan, factor: float) -> None:

@@ -46,6 +46,11 @@ class Plan:
         """Those that other ranks own."""
         return [*pieces[: self._slice.start], *pieces[self._slice.stop :]]
 
+    def part_of(self, packed: Tensor, rank: int) -> Tensor:
+        """What ``rank`` owns of a packed buffer, without padding."""
+        start = self.layout.segment(rank).start
+        return packed[start : start + self.layout.owned_numels[rank]]
+
     def cut_packed(self, packed: Tensor) -> list[Tensor]:
         """The pieces of a packed buffer."""
         return _cut(packed, self.layout.packed_cuts)
