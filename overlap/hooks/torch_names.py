@@ -92,6 +92,7 @@ noop_hook = StageHook(
     lambda state: NoReduction(),
     "noop_hook",
     doc="Leaves each rank its own gradient; see :class:`NoReduction`.",
+    pickled_as=(_by_name, ("noop_hook",)),
 )
 
 
