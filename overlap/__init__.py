@@ -37,6 +37,7 @@ from overlap.hooks import (
     register,
 )
 from overlap.optim import OverlappedOptimizer, Step
+from overlap.timeline import Timeline
 
 __all__ = [
     "AllGather",
@@ -55,6 +56,7 @@ __all__ = [
     "RegistrationError",
     "Stage",
     "Step",
+    "Timeline",
     "TrainingLoopError",
     "UnsupportedError",
     "allgather_then_aggregate_hook",
