@@ -44,6 +44,7 @@ from overlap.optim import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
+from overlap.timeline import Timeline
 
 __all__ = [
     "AllGather",
@@ -62,6 +63,7 @@ __all__ = [
     "RegistrationError",
     "Stage",
     "Step",
+    "Timeline",
     "TrainingLoopError",
     "UnsupportedError",
     "ZeroRedundancyOptimizer",

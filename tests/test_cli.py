@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from overlap import _options
 from overlap.cli import COMMANDS, main
@@ -38,6 +40,32 @@ def test_a_bad_option_is_one_line_that_says_what_is_allowed(
     assert shown.out == ""
     assert len(shown.err.splitlines()) == 1
     assert allowed.replace("'", "") in shown.err.replace("'", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--output {0}/file", "cannot make the folder {0}/file: File exists"),
+        ("--output {0} --json {0}/file/out.json", "cannot make the folder {0}/file: File exists"),
+        ("--output {0} --json {0}", "--json is {0}, a folder: give a file"),
+    ],
+)
+def test_results_that_cannot_be_saved_are_refused_before_the_training(
+    options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", *options.format(tmp_path).split()])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"overlap demo: {said.format(tmp_path)}\n"
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--device", "cuda"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "overlap demo: --device is cuda, and torch sees no GPU: give cpu or auto\n"
 
 
 def test_a_missing_extra_is_one_line_that_names_it(

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_parity, overlapped_step, plain_step, run_ranks, train
-from harness.models import MLP, Batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from harness import assert_parity, overlapped_step, plain_step, run_ranks, train
+from harness.models import MLP, Batch
 from overlap import AllGather, AllReduce, Cast, OverlappedOptimizer, Step, UnsupportedError, chain
 
 pytestmark = pytest.mark.gpu

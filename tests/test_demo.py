@@ -25,27 +25,26 @@ TINY = ["--images", "48", "--epochs", "1", "--batch-size", "8", "--image-size", 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("options", [["--optimizer", "sgd"], ["--optimizer", "adamw", "--seed", "3"]])
-def test_two_ranks_end_up_equal(options: list[str], tmp_path: Path) -> None:
-    shown, results = _demo([*TINY, *options], tmp_path)
+def test_two_ranks_end_up_equal(tmp_path: Path) -> None:
+    shown, results = _demo([*TINY, "--seed", "3"], tmp_path)
     assert results["parity_max_abs_diff"] == 0
     assert results["must_be_equal"] and results["passed"]
     assert "Equal: parameters, optimizer state and buffers are the same in every bit." in shown
-    assert "AllReduce(), Step(" in results["plan_overlapped"]
+    assert results["plan_overlapped"] == "chain(AllReduce(), Step(SGD, interleaved))"
     assert len(results["loss_plain"]) == 3
     assert results["loss_plain"] == results["loss_overlapped"]
     assert results["accuracy_plain"] == results["accuracy_overlapped"]
     assert results["step_ms_plain"] > 0 and results["step_ms_overlapped"] > 0
-    assert results["settings"]["optimizer"] == options[1]
+    assert results["settings"]["seed"] == 3
     assert results["machine"]["ranks"] == 2
 
 
 def test_bf16_gradients_are_compared_by_accuracy(tmp_path: Path) -> None:
-    shown, results = _demo([*TINY, "--bf16-gradients"], tmp_path)
+    shown, results = _demo([*TINY, "--bf16-gradients", "--optimizer", "adamw"], tmp_path)
     assert not results["must_be_equal"]
     assert 0 < results["parity_parameters_max_abs_diff"] < 1
     assert "these gradients are rounded" in shown
-    assert "bfloat16" in results["plan_overlapped"]
+    assert results["plan_overlapped"] == "chain(Cast(bfloat16, AllReduce()), Step(AdamW, interleaved))"
 
 
 @pytest.mark.parametrize("difference", [1e-9, math.inf])

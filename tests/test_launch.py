@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from overlap import launch
 from overlap.launch import init_ranks, run_ranks, under_launcher
@@ -170,6 +171,36 @@ def test_a_group_needs_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not under_launcher()
     with pytest.raises(RuntimeError, match="start the ranks with run_ranks or torchrun"), init_ranks():
         pass
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "chosen"),
+    [
+        ("auto", 0, "cpu"),
+        ("auto", 1, "cpu"),
+        ("auto", 2, "cuda:1"),
+        ("cpu", 2, "cpu"),
+        ("cuda", 2, "cuda:1"),
+        ("cuda", 1, "cuda:0"),
+    ],
+)
+def test_the_device_of_the_second_of_two_ranks(
+    device: str, gpus: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert launch.choose_device(device, local_rank=1, local_ranks=2) == torch.device(chosen)
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "said"),
+    [("cuda", RuntimeError, "torch sees no GPU: give 'cpu'"), ("tpu", ValueError, "give 'auto', 'cpu' or 'cuda'")],
+)
+def test_a_device_that_cannot_be(
+    device: str, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(error, match=said):
+        launch.choose_device(device, local_rank=0, local_ranks=2)
 
 
 def _assert_gone(folder: Path, ranks: Sequence[int]) -> None:

@@ -24,6 +24,7 @@ NAMES = {
         "RegistrationError",
         "Stage",
         "Step",
+        "Timeline",
         "TrainingLoopError",
         "UnsupportedError",
         "allgather_then_aggregate_hook",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +88,8 @@ def _names_of_torch(rank: int, world_size: int) -> None:
     # PyTorch's bf16 hook refuses Gloo; the same arithmetic by hand is the reference.
     reference = _train(rank, functools.partial(_register_with_ddp, hook=_bf16_by_hand))
     for hook in (overlap.bf16_compress_hook, overlap.bf16_compress_wrapper(overlap.allreduce_hook)):
-        assert_parity(_train(rank, functools.partial(register, stage=hook)), reference, what=repr(hook))
+        for attach in (functools.partial(register, stage=hook), functools.partial(_register_with_ddp, hook=hook)):
+            assert_parity(_train(rank, attach), reference, what=repr(hook))
     wrapped = overlap.fp16_compress_wrapper(default_hooks.allreduce_hook)
     theirs = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
     reference = _train(rank, functools.partial(_register_with_ddp, hook=theirs))
@@ -392,3 +395,41 @@ def _inline(rank: int, world_size: int) -> None:
 
 def test_without_gloo_stages_run_on_autograds_thread() -> None:
     run_threads(_inline, 2)
+
+
+def test_hooks_pickle_by_name() -> None:
+    for name in (
+        "allreduce_hook",
+        "allgather_then_aggregate_hook",
+        "fp16_compress_hook",
+        "bf16_compress_hook",
+        "noop_hook",
+    ):
+        hook = getattr(overlap, name)
+        assert pickle.loads(pickle.dumps(hook)) is hook
+    wrapped = pickle.loads(pickle.dumps(overlap.fp16_compress_wrapper(overlap.allreduce_hook)))
+    assert repr(wrapped.stage(None)) == "Cast(float16, AllReduce())"
+    with pytest.raises(TypeError, match="belongs to one model"):
+        pickle.dumps(as_hook(AllReduce()))
+
+
+def _copies(rank: int, world_size: int) -> None:
+    """A copy of a registered model is a model of its own, with nothing registered."""
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+    chain(AllReduce(), Step(optimizer)).register(ddp)
+    for step in range(2):
+        ddp(*MLP.batch(step, rank).inputs).sum().backward()
+        optimizer.step()
+    copied = copy.deepcopy(ddp)
+    copied(*MLP.batch(0, rank).inputs)
+    assert all(p.grad is not None for p in ddp.parameters()), "the copy's forward clears nothing of the original"
+    assert_parity(copied.module.state_dict(), ddp.module.state_dict(), what="a copy")
+    again = OverlappedOptimizer(SGD(copied.parameters()))
+    chain(AllReduce(), Step(again)).register(copied)
+    copied(*MLP.batch(2, rank).inputs).sum().backward()
+    again.step()
+
+
+def test_a_model_with_a_registration_can_be_copied() -> None:
+    run_ranks(_copies, 2)

@@ -538,3 +538,216 @@ def test_an_overlapped_optimizer_copies_and_pickles_like_the_wrapped_one() -> No
         assert_parity(copied.state_dict(), overlapped.state_dict(), what="a copy's state")
         assert copied.defaults == overlapped.defaults
     assert "AdamW" in repr(overlapped)
+
+
+def _removed(rank: int, world_size: int, deferred: bool) -> None:
+    ddp, overlapped, registration = _overlapped(MLP, SGD, deferred=deferred)
+    batches = MLP.batches(rank, steps=9)
+    plain_ddp, plain = _plain(MLP, SGD)
+    reference = train(plain_ddp, plain, batches, scheduler=_NoScheduler)
+    records = train(ddp, overlapped, batches[:3], step_fn=overlapped_step, scheduler=_NoScheduler)
+    registration.remove()
+    overlapped.step()  # Nothing new: nothing is applied again.
+    records += _renumbered(train(ddp, overlapped, batches[3:6], step_fn=plain_step, scheduler=_NoScheduler), 3)
+    overlapped.zero_grad()
+    chain(AllReduce(), Step(overlapped, deferred=not deferred)).register(ddp)
+    records += _renumbered(train(ddp, overlapped, batches[6:], step_fn=overlapped_step, scheduler=_NoScheduler), 6)
+    assert_parity(records, reference, what="registered, removed, registered in the other mode")
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["interleaved", "deferred"])
+def test_a_removed_update_leaves_an_optimizer_that_steps(deferred: bool) -> None:
+    run_ranks(_removed, 2, deferred)
+
+
+def _functional_without_parameters(rank: int, world_size: int) -> None:
+    batches = MLP.batches(rank, steps=5)
+    reference = train(*_plain(MLP, SGD), batches, scheduler=_NoScheduler)[-1].parameters
+    for register_with in (register, lambda ddp, hook: ddp.register_comm_hook(None, hook)):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        functional = FunctionalSGD([], lr=0.1, momentum=0.9, _allow_empty_param_list=True)
+        register_with(ddp, hook_then_optimizer(allreduce_hook, OptimizerHookState(functional)))
+        for batch in batches:
+            ddp.zero_grad()
+            nn.functional.mse_loss(ddp(*batch.inputs), batch.target).backward()
+        assert_parity(dict(ddp.module.named_parameters()), reference, what="a functional optimizer of none at first")
+
+
+def test_a_functional_optimizer_takes_the_parameters_that_come() -> None:
+    run_ranks(_functional_without_parameters, 2)
+
+
+def _one_step_two_models(rank: int, world_size: int) -> None:
+    first, second = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
+    optimizer = OverlappedOptimizer(SGD([*first.parameters(), *second.parameters()]))
+    plan = chain(AllReduce(), Step(optimizer, clip_grad_norm=1e-9))
+    plan.register(first)
+    with pytest.raises(ConfigurationError, match="serves a model already; make a Step for each model"):
+        plan.register(second)
+    before = [p.detach().clone() for p in first.parameters()]
+    first(*MLP.batch(0, rank).inputs).sum().backward()
+    optimizer.step()
+    for ours, old in zip(first.parameters(), before, strict=True):
+        torch.testing.assert_close(ours, old, atol=1e-8, rtol=0)  # Still clipped: the refusal changed nothing.
+
+
+def test_a_step_serves_one_model() -> None:
+    run_ranks(_one_step_two_models, 2)
+
+
+def _frozen_after_wrapping(rank: int, world_size: int) -> None:
+    for make in (_plain, _overlapped):
+        case = dataclasses.replace(MLP, find_unused_parameters=True)
+        ddp = wrap(case.model(), **case.ddp_options())
+        for parameter in list(ddp.parameters())[:2]:
+            parameter.requires_grad_(False)
+        optimizer: Any = SGD(ddp.parameters())
+        if make is _overlapped:
+            optimizer = OverlappedOptimizer(optimizer)
+            chain(AllReduce(), Step(optimizer)).register(ddp)
+        step_fn = overlapped_step if make is _overlapped else plain_step
+        records = train(ddp, optimizer, case.batches(rank, steps=4), step_fn=step_fn)
+        if make is _plain:
+            reference = records
+    assert_parity(records, reference, what="frozen between wrapping and registering")
+
+    model = MLP.model()
+    model[0].requires_grad_(False)
+    ddp = wrap(model, **MLP.ddp_options())
+    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+    chain(AllReduce(), Step(optimizer)).register(ddp)
+    ddp.module[0].requires_grad_(True)  # DDP has settled what it reduces, so ranks would part here.
+    ddp(*MLP.batch(0, rank).inputs).sum().backward()
+    with pytest.raises(TrainingLoopError, match=r"not reduced over ranks \(0\.weight and 1 others"):
+        optimizer.step()
+
+
+def test_parameters_frozen_and_unfrozen_after_wrapping() -> None:
+    run_ranks(_frozen_after_wrapping, 2)
+
+
+class CountsInState(Lion):
+    """Counts its steps outside of its groups, in one of several ways."""
+
+    where = "state"
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.tensor, self.box = torch.zeros(()), {"n": 0}
+
+    def step(self, closure: Any = None) -> None:
+        if self.where == "state":
+            self.state["n"] = self.state.get("n", 0) + 1
+        elif self.where == "tensor":
+            self.tensor += 1
+        else:
+            self.box["n"] += 1
+        super().step()
+
+
+@pytest.mark.parametrize("where", ["state", "tensor", "box"])
+def test_shared_counters_are_found_wherever_they_are(where: str) -> None:
+    from overlap.optim.subset import SubsetStepper
+
+    model = MLP.model()
+    optimizer = CountsInState(model.parameters())
+    optimizer.where = where
+    stepper = SubsetStepper(optimizer)
+    first, *rest = model.parameters()
+    stepper.begin()
+    stepper.step([first], [torch.ones_like(first)])
+    with pytest.raises(UnsupportedError, match="deferred=True"):
+        stepper.step(rest, [torch.ones_like(parameter) for parameter in rest])
+
+
+def test_parameters_that_change_groups_take_the_new_groups_hyperparameters() -> None:
+    from overlap.optim.subset import SubsetStepper
+
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 1.0}, {"params": [second], "lr": 0.5}])
+    stepper = SubsetStepper(optimizer)
+    groups = optimizer.param_groups
+    groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+    stepper.begin()
+    stepper.step([first, second], [torch.ones(1), torch.ones(1)])
+    assert (first.item(), second.item()) == (-0.5, -1.0)
+
+
+def _clipping_in_vain(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    chain(AllReduce(), Step(optimizer := SGD(ddp.parameters()))).register(ddp)
+    ddp(*MLP.batch(0, rank).inputs).sum().backward()
+    optimizer.zero_grad(set_to_none=False)  # Setting to zero is not needed, and does no harm.
+    ddp(*MLP.batch(1, rank).inputs).sum().backward()
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+    with pytest.raises(TrainingLoopError, match=r"changed after backward.*deferred=True"):
+        ddp(*MLP.batch(2, rank).inputs)
+    with pytest.raises(ConfigurationError, match=r"clip_grad_norm=1\.0 needs the norm of all"):
+        Step(optimizer, deferred=False, clip_grad_norm=1.0)
+
+
+def test_clipping_what_was_applied_is_an_error_with_a_plain_optimizer_too() -> None:
+    run_ranks(_clipping_in_vain, 2)
+
+
+def _distributed_checkpoint(rank: int, world_size: int) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    ddp, overlapped, _ = _overlapped(MLP, ADAMW)
+    train(ddp, overlapped, MLP.batches(rank, steps=3), step_fn=overlapped_step)
+    model_state, optimizer_state = copy.deepcopy(get_state_dict(ddp, overlapped))
+    ddp, fresh, _ = _overlapped(MLP, ADAMW)
+    set_state_dict(ddp, fresh, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    assert_parity(fresh.state_dict()["state"], overlapped.state_dict()["state"], what="state by way of DCP")
+    train(ddp, fresh, MLP.batches(rank, steps=2), step_fn=overlapped_step, min_buckets=1)
+
+
+def test_torchs_distributed_checkpoint_loads_into_a_fresh_optimizer() -> None:
+    run_ranks(_distributed_checkpoint, 2)
+
+
+def _forward_before_step(rank: int, world_size: int) -> None:
+    reference_ddp, plain = _plain(MLP, SGD)
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    overlapped = OverlappedOptimizer(SGD(ddp.parameters()))
+    chain(AllReduce(), Step(overlapped, params=list(ddp.parameters())[:3])).register(ddp)
+    for step in range(4):
+        plain.zero_grad()
+        for model, optimizer in ((reference_ddp, plain), (ddp, overlapped)):
+            model(*MLP.batch(step, rank).inputs).square().mean().backward()
+            if model is ddp:
+                model(*MLP.batch(step, rank).inputs)
+            optimizer.step()
+    assert_parity(ddp.module.state_dict(), reference_ddp.module.state_dict(), what="a forward between")
+
+
+def test_a_forward_between_backward_and_step_loses_nothing() -> None:
+    run_ranks(_forward_before_step, 2)
+
+
+MORE_OPTIMIZERS: dict[str, Make] = {
+    "Adafactor": functools.partial(torch.optim.Adafactor, lr=0.01),
+    "NAdam": functools.partial(torch.optim.NAdam, lr=0.01, decoupled_weight_decay=True, weight_decay=0.1),
+    "RAdam": functools.partial(torch.optim.RAdam, lr=0.01),
+    "ASGD": functools.partial(torch.optim.ASGD, lr=0.01, t0=2),
+    "Adamax": functools.partial(torch.optim.Adamax, lr=0.01),
+    "Adadelta": functools.partial(torch.optim.Adadelta, lr=0.1),
+    "Rprop": functools.partial(torch.optim.Rprop, lr=0.01),
+    "RMSprop, centered": functools.partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
+    "AdamW, maximize": functools.partial(torch.optim.AdamW, lr=0.01, maximize=True),
+    "Adagrad, decay": functools.partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.1, weight_decay=0.01),
+}
+
+
+def _more_optimizers(rank: int, world_size: int) -> None:
+    batches = MLP.batches(rank, steps=4)
+    for name, make in MORE_OPTIMIZERS.items():
+        reference = train(*_plain(MLP, make), batches)
+        for deferred in (False, True):
+            ddp, overlapped, _ = _overlapped(MLP, make, deferred=deferred)
+            candidate = train(ddp, overlapped, batches, step_fn=overlapped_step)
+            assert_parity(candidate, reference, what=f"{name}, {deferred=}")
+
+
+def test_the_other_optimizers_of_torch() -> None:
+    run_ranks(_more_optimizers, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -13,6 +15,8 @@ from torch import Tensor
 # The package exports these at run time, but not to type checkers.
 from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
 from torch.distributed import distributed_c10d
+
+from overlap.errors import CollectiveError
 
 __all__ = [
     "Channel",
@@ -86,7 +90,7 @@ class Channel(Protocol):
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
     ) -> Sequence[dist.Work]: ...
 
-    def abort(self) -> None: ...
+    def abort(self) -> threading.Thread | None: ...
 
 
 class GroupChannel:
@@ -129,6 +133,11 @@ class GroupChannel:
         """Nothing to give up: the group is the user's."""
 
 
+def _abort(backend: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        backend.abort()
+
+
 class _Message:
     """The work of a message between two ranks on Gloo, which must not be waited for in slices.
 
@@ -157,14 +166,33 @@ class GlooChannel:
     moves_halves = True
 
     def __init__(self, group: dist.ProcessGroup, key: str) -> None:
-        store = PrefixStore(f"overlap/{key}", group_store(group))
+        self._store = PrefixStore(f"overlap/{key}", group_store(group))
         timeout = group_timeout(group, torch.device("cpu"))
-        # Any: the type stubs leave a backend's collectives out.
-        self._backend: Any = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
+        try:
+            # Any: the type stubs leave a backend's collectives out.
+            self._backend: Any = self._connected(group, timeout)
+        except RuntimeError as error:
+            missing = self._missing(group)
+            raise CollectiveError(
+                f"rank {group.rank()} could not connect with the other ranks in {timeout.total_seconds():.0f} s: "
+                + (f"ranks {missing} did not come; " if missing else "all came, but one has ended since; ")
+                + "every rank of the model's process group must register the same stages and run backward"
+            ) from error
+
+    def _connected(self, group: dist.ProcessGroup, timeout: timedelta) -> Any:
+        self._store.set(f"came/{group.rank()}", "")
+        backend = dist.ProcessGroupGloo(self._store, group.rank(), group.size(), timeout=timeout)
         # Gloo returns while others are still connecting: a rank that is done and gone by then would fail them.
-        if store.add("connected", 1) == group.size():
-            store.set("all connected", "")
-        store.wait(["all connected"], timeout)
+        if self._store.add("connected", 1) == group.size():
+            self._store.set("all connected", "")
+        self._store.wait(["all connected"], timeout)
+        return backend
+
+    def _missing(self, group: dist.ProcessGroup) -> list[int]:
+        try:
+            return [rank for rank in range(group.size()) if not self._store.check([f"came/{rank}"])]
+        except RuntimeError:
+            return []  # The store went with the rank that had it.
 
     def size(self) -> int:
         return int(self._backend.size())
@@ -196,6 +224,13 @@ class GlooChannel:
         works += [self._backend.send([tensor], peer, tag) for tensor, peer in sends]
         return [_Message(work) for work in works]
 
-    def abort(self) -> None:
-        """End what is in flight and close the connections; the other ranks see theirs close."""
-        self._backend.abort()
+    def abort(self) -> threading.Thread:
+        """End what is in flight and close the connections; the other ranks see theirs close.
+
+        Returns the thread that does it, and alone keeps the backend: with three ranks and more, Gloo now and then waits
+        for an operation to time out when the backend is destroyed.
+        """
+        thread = threading.Thread(target=_abort, args=(self._backend,), name="overlap-abort", daemon=True)
+        self._backend = None
+        thread.start()
+        return thread

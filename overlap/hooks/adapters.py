@@ -106,8 +106,12 @@ class StageHook:
         *,
         group_of: Callable[[Any], dist.ProcessGroup | None] = lambda state: None,
         doc: str | None = None,
+        pickled_as: tuple[Any, ...] | None = None,
     ) -> None:
-        self.__name__ = self.__qualname__ = name
+        # With our own prefix: DDP refuses PyTorch's bf16 hooks on Gloo by their bare names.
+        self.__name__ = self.__qualname__ = f"overlap.{name}"
+        self._name = name
+        self._pickled_as = pickled_as
         self.__doc__ = doc or StageHook.__doc__
         self._build = build
         self._group_of = group_of
@@ -128,15 +132,15 @@ class StageHook:
         parameters = bucket.parameters()
         runtime = self._runtimes.get(parameters[0])
         if runtime is None:
-            runtime = self._open(state, bucket) if bucket.index() == 0 else self._arriving
+            runtime = self._runtime(state, bucket) if bucket.index() == 0 else self._arriving
             if runtime is None:
-                raise RegistrationError(f"{self.__name__}: bucket {bucket.index()} of a model whose first never came")
+                raise RegistrationError(f"{self!r}: bucket {bucket.index()} of a model whose first never came")
         for parameter in parameters:
             self._runtimes[parameter] = runtime
         self._arriving = None if bucket.is_last() else runtime
         return runtime.on_bucket(bucket)
 
-    def _open(self, state: Any, bucket: GradBucket) -> Runtime:
+    def _runtime(self, state: Any, bucket: GradBucket) -> Runtime:
         group = self._group_of(state)
         site = Site(
             group=group if group is not None else dist.group.WORLD,  # type: ignore[arg-type]
@@ -144,12 +148,15 @@ class StageHook:
             names=None,
             finds_unused=None,
         )
-        runtime = Runtime(self.stage(state), site)
-        runtime.open()
-        return runtime
+        return Runtime(self.stage(state), site)
 
     def __repr__(self) -> str:
-        return f"<hook {self.__name__}>"
+        return f"<hook {self._name}>"
+
+    def __reduce__(self) -> Any:
+        if self._pickled_as is None:
+            raise TypeError(f"{self!r} cannot be pickled: it belongs to one model; make it where it is registered")
+        return self._pickled_as
 
 
 def as_hook(stage: Stage | Callable[[Bucket], Any], *, group: dist.ProcessGroup | None = None) -> StageHook:

@@ -64,6 +64,8 @@ class BackwardPass:
             task.close()
             return
         try:
+            # After a failure the ranks meet anew, in every pass: one that fails again is then heard again.
+            self._executor.channels.open()
             self._wavefront.arrive(task, is_last=task.bucket.is_last)
         except BaseException as error:
             task.close()

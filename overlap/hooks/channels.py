@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
+import time
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
@@ -14,6 +16,8 @@ from overlap._torch.c10d import Channel, GlooChannel, GroupChannel, PrefixStore,
 from overlap.errors import ConfigurationError
 
 __all__ = ["FailureBoard", "GroupChannels", "PrivateChannels"]
+
+_SETTLING_S = 1.0
 
 # How many channels this process has made on a group. Ranks register and fail together, so the count is the same on
 # all of them and can name the keys under which they meet.
@@ -82,6 +86,9 @@ class GroupChannels:
     def abort(self) -> None:
         """Nothing to give up: the group is the user's."""
 
+    def settle(self) -> None:
+        """Nothing was given up."""
+
 
 class PrivateChannels:
     """Connections of a worker thread's own, one set for each process group that its stages use.
@@ -95,6 +102,7 @@ class PrivateChannels:
         self._group = group
         self._channels: dict[dist.ProcessGroup, Channel] = {}
         self._tags = itertools.count()
+        self._closing: list[threading.Thread] = []
         self.board: FailureBoard | None = None
 
     @staticmethod
@@ -124,10 +132,21 @@ class PrivateChannels:
         """Connect with the other ranks now."""
         self.of(None)
 
+    def settle(self) -> None:
+        """Wait until nothing that was aborted can write to its tensors any more, before they are filled anew.
+
+        An operation that has data still adds it up; that takes moments. One that waits for data will have none, since
+        its connections are closed, and may wait for the group's timeout: that one is left to itself.
+        """
+        deadline_s = time.monotonic() + _SETTLING_S
+        while self._closing:
+            self._closing.pop().join(max(0.0, deadline_s - time.monotonic()))
+
     def abort(self) -> None:
         """Give up what is in flight; the other ranks see their connections close. The next use connects anew."""
         for channel in self._channels.values():
-            with contextlib.suppress(RuntimeError):
-                channel.abort()
+            if (closing := channel.abort()) is not None:
+                self._closing.append(closing)
         self._channels.clear()
         self._tags = itertools.count()
+        self.board = None

@@ -42,6 +42,8 @@ class Channels(Protocol):
 
     def next_tag(self) -> int: ...
 
+    def open(self) -> None: ...
+
 
 class Operation:
     """Something that a stage awaits."""

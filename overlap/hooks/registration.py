@@ -28,7 +28,7 @@ class _Dispatcher:
     DDP itself would when there is none, so a registration can be removed and another made.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.__name__ = self.__qualname__ = "overlap"
         self._group = group
         self.registration: Registration | None = None
@@ -39,8 +39,11 @@ class _Dispatcher:
             return self.registration.runtime.on_bucket(bucket)
         return self._reduce(bucket)
 
+    def __reduce__(self) -> Any:
+        return _Dispatcher, ()  # A copy of the model is another model: nothing is registered with it.
+
     def _reduce(self, bucket: GradBucket) -> BucketFuture:
-        buffer = bucket.buffer().mul_(1 / self._group.size())
+        buffer = bucket.buffer().mul_(1 / dist.get_world_size(self._group))
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
         reduced: BucketFuture = work.get_future().then(lambda future: future.value()[0])
@@ -50,6 +53,24 @@ class _Dispatcher:
 _dispatchers: weakref.WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = weakref.WeakKeyDictionary()
 
 
+class _BeforeForward:
+    """Runs ahead of each forward of a model; does nothing in a copy of the model."""
+
+    def __init__(self, runtime: Runtime | None = None) -> None:
+        self._runtime = runtime
+
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._runtime is not None and torch.is_grad_enabled():
+            _before_forward(self._runtime)
+
+    def __reduce__(self) -> Any:
+        return _BeforeForward, ()
+
+
+# What it does to `.grad` is no part of a compiled forward.
+_before_forward: Callable[[Runtime], None] = torch.compiler.disable(Runtime.before_forward)
+
+
 class Registration:
     """A stage at work in a model; :meth:`remove` takes it out, and the model reduces as plain DDP again."""
 
@@ -57,9 +78,7 @@ class Registration:
         self.runtime = runtime
         self._dispatcher = dispatcher
         self._ddp = weakref.ref(ddp)
-        # What it does to `.grad` is no part of a compiled forward.
-        before_forward: Any = torch.compiler.disable(self._before_forward)
-        self._forward_hook = ddp.register_forward_pre_hook(before_forward)
+        self._forward_hook = ddp.register_forward_pre_hook(_BeforeForward(runtime))
 
     @property
     def stage(self) -> Stage:
@@ -87,10 +106,6 @@ class Registration:
         self._dispatcher.registration = None
         self._forward_hook.remove()
         self.runtime.close()
-
-    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled():
-            self.runtime.before_forward()
 
     def __repr__(self) -> str:
         return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}>"
@@ -164,7 +179,7 @@ def _dispatcher_of(ddp: DistributedDataParallel) -> _Dispatcher:
         return dispatcher
     if (reason := refusal(ddp)) is not None:
         raise RegistrationError(reason)
-    if (name := has_foreign_hook(ddp)) is not None:
+    if (name := has_foreign_hook(ddp, _Dispatcher)) is not None:
         raise RegistrationError(
             f"this model has the communication hook {name} already, and DDP takes one only; make a new "
             "DistributedDataParallel and register a chain with the hook in it: chain(as_stage(hook, state), ...)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import inspect
 import weakref
 from abc import ABC, abstractmethod
@@ -59,6 +60,14 @@ class Site:
     ride: Ride | None = None
     """Runs work outside of a backward pass, over the same connections and behind all that was begun before; always
     there when a stage is attached."""
+
+    def describe(self) -> str:
+        """The model in words that are the same on every rank, if its parameters are."""
+        if self.names is None:
+            return "a model"
+        layout = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in self.names.items()]
+        digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
+        return f"a model of {len(layout)} parameters (names, shapes and dtypes: {digest})"
 
 
 class Stage(ABC):
@@ -117,11 +126,13 @@ class Stage(ABC):
     def before_backward(self, *, is_replay: bool) -> None:  # noqa: B027
         """Called on the training thread when the first bucket of a pass arrives, before any collective of the pass."""
 
-    def after_backward(self, *, failed: bool) -> None:  # noqa: B027
+    def after_backward(self, *, failed: bool) -> str | None:
         """Called on the training thread when all buckets of a pass are through and DDP has set ``.grad``.
 
-        ``failed`` says that a stage raised, so that buckets may not have come all the way; ``backward`` raises next.
+        ``failed`` says that a stage raised, so that buckets may not have come all the way; ``backward`` raises next,
+        with what this returns as a note.
         """
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values by name: what the stage remembers between steps on this rank."""

@@ -126,6 +126,7 @@ class OverlappedOptimizer(Optimizer):
             gradients = [parameter.grad for parameter in pending]
             clipping.scale_(gradients, self._norms(pending))  # type: ignore[arg-type]
         if self._applied:
+            self._stepper.refresh()
             self._stepper.step(pending, [parameter.grad for parameter in pending])  # type: ignore[misc]
         else:
             # Nothing was updated in backward: one whole step, which any optimizer can do.
@@ -175,6 +176,7 @@ class OverlappedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The wrapped optimizer's; parameters of the model are updated in backward from the next one on."""
         self.optimizer.add_param_group(param_group)
+        self._stepper.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer}
@@ -208,6 +210,10 @@ class OverlappedOptimizer(Optimizer):
         """Forget ``stage``."""
         if stage in self._stages:
             self._stages.remove(stage)
+
+    def has_applied(self, parameter: Tensor) -> bool:
+        """Whether ``.grad`` of this parameter has been applied."""
+        return id(parameter) in self._applied
 
     def note_applied(self, parameters: list[Tensor]) -> None:
         """``.grad`` of these parameters has been applied."""

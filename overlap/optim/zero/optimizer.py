@@ -92,7 +92,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.partition = partition
         self._ownership = Ownership(self.process_group, cls, partition, master_dtype)
         self.stage: ZeroStep | None = None
-        """The stage that updates in backward, while it is registered."""
         self._consolidated: dict[str, Any] | None = None
         groups = read_groups(params)
         chunks = self._ownership.add(groups, first_group=0)
@@ -106,7 +105,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._stepper = SubsetStepper(self.optim)
         sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
         self.exchange = Exchange(self.rank, sends_directly and self._ownership.device.type == "cpu", Workspace())
-        """How chunks travel."""
         self._alone = Alone(self, self.exchange)
         self._is_complete = False
         Joinable.__init__(self)
