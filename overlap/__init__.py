@@ -36,7 +36,14 @@ from overlap.hooks import (
     noop_hook,
     register,
 )
-from overlap.optim import OverlappedOptimizer, Step
+from overlap.optim import (
+    OverlappedOptimizer,
+    Step,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
 from overlap.timeline import Timeline
 
 __all__ = [
@@ -59,6 +66,8 @@ __all__ = [
     "Timeline",
     "TrainingLoopError",
     "UnsupportedError",
+    "ZeroRedundancyOptimizer",
+    "ZeroStep",
     "allgather_then_aggregate_hook",
     "allreduce_hook",
     "as_hook",
@@ -69,6 +78,8 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "hook_then_optimizer",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
     "noop_hook",
     "register",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["norms", "scale_"]
+__all__ = ["copy_all", "norms", "scale_"]
 
 
 def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
@@ -21,3 +21,9 @@ def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply each tensor by the 0-dimensional ``factor``, in place. Private: as :func:`norms`."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target. Private: as :func:`norms`."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +14,7 @@ from overlap.hooks.adapters import as_stage, is_hook
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Entering
 from overlap.hooks.registration import Registration, register
-from overlap.hooks.stage import Stage, to_stage
+from overlap.hooks.stage import Role, Stage, to_stage
 
 __all__ = ["Chain", "chain"]
 
@@ -42,6 +43,8 @@ class Chain(Stage):
         for stage in self._stages:
             await Entering(repr(stage))
             await stage(bucket)
+            if stage.role is Role.REDUCER:
+                bucket = replace(bucket, is_mean=True)
 
     def register(self, ddp: DistributedDataParallel) -> Registration:
         """Let this chain take the gradients of ``ddp``; see :func:`overlap.register`."""

@@ -212,6 +212,9 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
     def add_up() -> None:
         if not parts:
             return
+        if len(parts) == 2:
+            torch.add(parts[0], parts[1], out=output.view_as(parts[0]))
+            return
         total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
         for part in parts[2:]:
             total.add_(part)

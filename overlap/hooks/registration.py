@@ -155,6 +155,7 @@ def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], st
         device=next(iter(named)).device,
         names=named,
         finds_unused=ddp.find_unused_parameters or ddp.static_graph,
+        module=weakref.ref(ddp.module),
     )
     runtime = Runtime(made, site)
     try:

@@ -6,7 +6,9 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,7 +18,9 @@ from overlap.errors import CollectiveError
 from overlap.hooks.backward_pass import BackwardPass, BucketFuture
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.channels import GroupChannels, PrivateChannels
+from overlap.hooks.collectives import Operation
 from overlap.hooks.executors import HostExecutor, StreamExecutor
+from overlap.hooks.ride import ride
 from overlap.hooks.stage import Site, Stage, walk
 from overlap.hooks.task import Observer
 from overlap.join import gradient_divisor
@@ -56,7 +60,7 @@ class Runtime:
 
     def __init__(self, stage: Stage, site: Site) -> None:
         self._stage = stage
-        self._site = site
+        self._site = replace(site, ride=self.ride)
         self._pass: BackwardPass | None = None
         self._steps = 0
         self._is_open = False
@@ -148,6 +152,30 @@ class Runtime:
             current.wait()
             self._finish(current)
         return future
+
+    def ride(
+        self,
+        work: Callable[[Bucket], Coroutine[Operation, Any, None]],
+        buckets: Sequence[Bucket],
+        *,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """Run ``work`` on each of ``buckets`` behind all that was begun before; returns at once where a worker runs it.
+
+        Called on the training thread, between backward passes, at the same place on every rank.
+        """
+        if isinstance(self._executor, StreamExecutor):
+            for bucket in buckets:
+                self._executor.arrive(bucket)
+
+        def job() -> None:
+            try:
+                ride(work, buckets, self._executor)
+            except BaseException as error:
+                self._on_failure(error)
+                on_failure(error)
+
+        self._submit(job)
 
     def _submit(self, job: Callable[[], None]) -> None:
         if self._worker is not None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import enum
 import hashlib
 import inspect
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.collectives import Operation
 
 __all__ = ["Role", "Site", "Stage", "to_stage", "walk"]
 
@@ -25,6 +27,18 @@ class Role(enum.IntEnum):
     REDUCER = 1  # local gradient -> mean over ranks
     UPDATE = 2  # mean -> new parameters
     AVERAGER = 3  # parameters -> their mean over ranks
+
+
+class Ride(Protocol):
+    """See :func:`overlap.hooks.ride.ride`."""
+
+    def __call__(
+        self,
+        work: Callable[[Bucket], Coroutine[Operation, Any, None]],
+        buckets: Sequence[Bucket],
+        *,
+        on_failure: Callable[[BaseException], None],
+    ) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +55,11 @@ class Site:
     """Fully qualified name of each parameter that DDP reduces; ``None`` where only a hook is registered."""
     finds_unused: bool | None
     """Whether DDP tolerates parameters without a gradient (``find_unused_parameters`` or ``static_graph``)."""
+    module: weakref.ref[torch.nn.Module] | None = None
+    """The wrapped module; ``None`` where only a hook is registered."""
+    ride: Ride | None = None
+    """Runs work outside of a backward pass, over the same connections and behind all that was begun before; always
+    there when a stage is attached."""
 
     def describe(self) -> str:
         """The model in words that are the same on every rank, if its parameters are."""

@@ -35,9 +35,13 @@ class Clipping:
         Bit for bit ``torch.nn.utils.clip_grad_norm_``, which computes the norms itself.
         """
         total: Tensor = torch.linalg.vector_norm(torch.stack(_grouped(gradients, gradient_norms)), self.norm_type)
+        self.scale_to_(gradients, total)
+        return total
+
+    def scale_to_(self, gradients: Sequence[Tensor], total: Tensor) -> None:
+        """Clip ``gradients`` in place, given the global norm of all there are."""
         holders = [_Holder(gradient) for gradient in gradients]
         torch.nn.utils.clip_grads_with_norm_(holders, self.max_norm, total)  # type: ignore[arg-type]
-        return total
 
 
 class _Holder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,13 @@ from overlap.hooks import Bucket, all_reduce
 __all__ = ["used_on_any_rank"]
 
 
-async def used_on_any_rank(bucket: Bucket, parameters: Sequence[Tensor], finds_unused: bool | None) -> list[bool]:
+async def used_on_any_rank(
+    bucket: Bucket, parameters: Sequence[Tensor], finds_unused: bool | None, *, used_before: Collection[int] = ()
+) -> list[bool]:
     """For each of ``parameters``, whether any rank has a gradient for it; DDP's bucket holds zeros where none has.
+
+    ``used_before`` are the parameters, by ``id``, that a rank which replays counts as its own: DDP takes what any rank
+    used in the pass before, and whether a gradient is zero or none is told from that.
 
     Issues: one all-reduce of a byte a parameter where DDP looks for unused parameters (``finds_unused``), and nothing
     where it does not, since every parameter then has a gradient.
@@ -25,7 +30,10 @@ async def used_on_any_rank(bucket: Bucket, parameters: Sequence[Tensor], finds_u
     """
     if finds_unused is False:
         return [True] * len(parameters)
-    local = [not bucket.is_replay and parameter.grad is not None for parameter in parameters]
+    if bucket.is_replay:
+        local = [id(parameter) in used_before for parameter in parameters]
+    else:
+        local = [parameter.grad is not None for parameter in parameters]
     if finds_unused is None:
         if not bucket.is_replay and not all(local):
             raise UnsupportedError(
