@@ -17,7 +17,7 @@ from overlap.hooks.collectives import future_result
 from overlap.hooks.runtime import Runtime
 from overlap.hooks.stage import Site, Stage, to_stage
 
-__all__ = ["CommHook", "HookStage", "StageHook", "as_hook", "as_stage", "is_hook"]
+__all__ = ["CommHook", "HookStage", "StageHook", "as_hook", "as_stage", "hook_name", "is_hook"]
 
 BucketFuture = torch.futures.Future[torch.Tensor]
 
@@ -48,7 +48,7 @@ class HookStage(Stage):
         future = self._hook(self._state, raw)  # type: ignore[arg-type]
         if not is_future(future):
             raise ConfigurationError(
-                f"the hook {_name(self._hook)} returned {type(future).__name__}; a hook returns a torch.futures.Future"
+                f"the hook {hook_name(self._hook)} returned {type(future).__name__}; a hook returns a torch.futures.Future"
             )
         result = await future_result(future)
         reduced = result[0] if isinstance(result, (list, tuple)) else result
@@ -62,7 +62,7 @@ class HookStage(Stage):
         return repr(self)
 
     def __repr__(self) -> str:
-        return f"as_stage({_name(self._hook)})"
+        return f"as_stage({hook_name(self._hook)})"
 
 
 class _Substitute:
@@ -196,12 +196,14 @@ def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
     try:
         inspect.signature(hook).bind(state, None)
     except TypeError as error:
-        raise ConfigurationError(f"the hook {_name(hook)} cannot be called with (state, bucket): {error}") from None
+        raise ConfigurationError(f"the hook {hook_name(hook)} cannot be called with (state, bucket): {error}") from None
     except ValueError:
         pass  # A builtin tells no signature.
     return HookStage(hook, state)
 
 
-def _name(hook: object) -> str:
+def hook_name(hook: object) -> str:
+    """What messages call ``hook``."""
     function = getattr(hook, "func", hook)  # functools.partial
-    return getattr(function, "__name__", None) or type(function).__name__
+    name: str = getattr(function, "__name__", None) or type(function).__name__
+    return name.removeprefix("overlap.")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
-from overlap.hooks.adapters import CommHook, StageHook, as_stage
+from overlap.hooks.adapters import CommHook, StageHook, as_stage, hook_name
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cast import Cast
 from overlap.hooks.reducers import AllGather, AllReduce, NoReduction
@@ -112,7 +112,7 @@ def _cast_hook(hook: CommHook | Callable[..., Any], dtype: torch.dtype, wrapper:
 
     return StageHook(
         build,
-        f"{wrapper.__name__}({getattr(hook, '__name__', type(hook).__name__)})",
+        f"{wrapper.__name__}({hook_name(hook)})",
         group_of=hook.group_of if isinstance(hook, StageHook) else lambda state: None,
         pickled_as=(wrapper, (hook,)),
     )

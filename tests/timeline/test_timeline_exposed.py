@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -24,7 +23,7 @@ from overlap.hooks import future_result
 
 _LAYERS, _WIDTH, _BACKWARD_S = 6, 512, 0.02
 _LAYER_BYTES = 4 * _WIDTH * _WIDTH
-_BYTES_PER_S = 25e6
+_BYTES_PER_S = 12.5e6
 _CLONE_NEWNET = 0x40000000
 
 
@@ -52,8 +51,10 @@ def _model() -> DistributedDataParallel:
 
 
 def _measure(ddp: DistributedDataParallel) -> tuple[float, float, float]:
-    """Exposed communication, step minus compute-only, and the share that was hidden; medians of five steps, in ms."""
-    steps = 5
+    """Exposed communication, step minus compute-only, in ms, and the share that was hidden.
+
+    Of the fastest of five steps: what else the machine does makes steps longer and says nothing about them.
+    """
     inputs = torch.randn(4, _WIDTH)
 
     def step_ms(*, is_synced: bool) -> float:
@@ -63,13 +64,12 @@ def _measure(ddp: DistributedDataParallel) -> tuple[float, float, float]:
         return 1e3 * (time.perf_counter() - start_s)
 
     step_ms(is_synced=True)
-    compute_ms = statistics.median(step_ms(is_synced=False) for _ in range(steps))
+    compute_ms = min(step_ms(is_synced=False) for _ in range(5))
     with Timeline(ddp) as timeline:
         step_ms(is_synced=True)
-        whole_ms = [step_ms(is_synced=True) for _ in range(steps)]
-    recorded = timeline.steps[-steps:]
-    fraction = statistics.median(step.overlap_fraction or 0.0 for step in recorded)
-    return statistics.median(step.exposed_ms for step in recorded), statistics.median(whole_ms) - compute_ms, fraction
+        whole_ms = [step_ms(is_synced=True) for _ in range(5)]
+    fastest_ms, fastest = min(zip(whole_ms, timeline.steps[1:], strict=True), key=lambda pair: pair[0])
+    return fastest.exposed_ms, fastest_ms - compute_ms, fastest.overlap_fraction or 0.0
 
 
 def _assert_agree(exposed_ms: float, difference_ms: float, hidden: float, *, transfer_ms: float) -> None:
@@ -107,9 +107,9 @@ def test_it_agrees_with_step_minus_compute_only_on_a_shaped_link(tmp_path: Path)
 
 
 class _Link(Stage):
-    """Sends nothing and takes its time: one transfer after the other, 40 ms each."""
+    """Sends nothing and takes its time: one transfer after the other, 60 ms each."""
 
-    transfer_s = 0.04
+    transfer_s = 0.06
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
