@@ -39,37 +39,38 @@ class Exchange:
         # As DDP does it, each rank divides before the sum, which keeps half precision in range.
         factor = 1 / bucket.divisor
         if plan.layout.packed_numel:
-            packed = self.workspace.take(plan.layout.packed_numel, bucket.buffer)
             if plan.layout.is_even and not self.sends_directly:
-                await _reduce_scatter(bucket, plan, packed, factor)
+                await self._reduce_scatter(bucket, plan, factor)
             else:
-                await self._send(bucket, plan, packed, factor)
-            self.workspace.give(packed)
+                await self._send(bucket, plan, factor)
         await _average_rest(bucket, plan, factor)
 
-    async def _send(self, bucket: Bucket, plan: Plan, packed: Tensor, factor: float) -> None:
+    async def _reduce_scatter(self, bucket: Bucket, plan: Plan, factor: float) -> None:
+        packed = self.workspace.take(plan.layout.packed_numel, bucket.buffer)
+        pieces, packed_pieces = plan.cut_flat(bucket.buffer), plan.cut_packed(packed)
+        _scale_into(packed_pieces, pieces, factor)
+        await reduce_scatter(packed[plan.segment], packed, group=bucket.group)
+        copy_all(plan.own_of(pieces), plan.own_of(packed_pieces))
+        self.workspace.give(packed)
+
+    async def _send(self, bucket: Bucket, plan: Plan, factor: float) -> None:
         """Send each rank its part and add up what comes; this rank's own part never leaves the bucket."""
+        layout, numel = plan.layout, plan.layout.owned_numels[self.rank]
+        others = [rank for rank in range(layout.ranks) if rank != self.rank]
+        space = self.workspace.take(layout.packed_numel + numel * len(others[1:]), bucket.buffer)
+        packed = space[: layout.packed_numel]
         pieces, packed_pieces = plan.cut_flat(bucket.buffer), plan.cut_packed(packed)
         _scale_into(plan.others_of(packed_pieces), plan.others_of(pieces), factor)
         own = plan.own_of(pieces)
         scale_(own, factor)
-        others = [rank for rank in range(plan.layout.ranks) if rank != self.rank]
-        numel = plan.layout.owned_numels[self.rank]
-        # The first rank's part comes to where this rank's own would be.
-        received = {
-            rank: packed[plan.segment][:numel] if rank == others[0] else self.workspace.take(numel, packed)
-            for rank in others
-            if numel
-        }
-        await send_recv(
-            [(plan.part_of(packed, rank), rank) for rank in others if plan.layout.owned_numels[rank]],
-            [(tensor, rank) for rank, tensor in received.items()],
-            group=bucket.group,
-        )
-        for rank, tensor in received.items():
-            add_all(own, tensor.split_with_sizes([piece.numel() for piece in own]))
-            if rank != others[0]:
-                self.workspace.give(tensor)
+        # The first one's part comes to where this rank's own would be.
+        places = [plan.part_of(packed, self.rank), *space[layout.packed_numel :].split(numel or 1)]
+        received = list(zip(places, others, strict=False)) if numel else []
+        sends = [(plan.part_of(packed, rank), rank) for rank in others if layout.owned_numels[rank]]
+        await send_recv(sends, received, group=bucket.group)
+        for part, _ in received:
+            add_all(own, part.split_with_sizes([piece.numel() for piece in own]))
+        self.workspace.give(space)
 
     async def gather(self, bucket: Bucket, plan: Plan) -> None:
         """Bring what each rank owns of the parameters to all."""
@@ -90,13 +91,6 @@ class Exchange:
             )
         plan.unload(pieces)
         self.workspace.give(packed)
-
-
-async def _reduce_scatter(bucket: Bucket, plan: Plan, packed: Tensor, factor: float) -> None:
-    pieces, packed_pieces = plan.cut_flat(bucket.buffer), plan.cut_packed(packed)
-    _scale_into(packed_pieces, pieces, factor)
-    await reduce_scatter(packed[plan.segment], packed, group=bucket.group)
-    copy_all(plan.own_of(pieces), plan.own_of(packed_pieces))
 
 
 def _scale_into(targets: Sequence[Tensor], sources: Sequence[Tensor], factor: float) -> None:
