@@ -104,7 +104,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise ConfigurationError(f"{cls.__name__}: {error}") from error
         self._stepper = SubsetStepper(self.optim)
         sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
-        self.exchange = Exchange(self.rank, sends_directly and self._ownership.device.type == "cpu", Workspace())
+        self.exchange = Exchange(sends_directly and self._ownership.device.type == "cpu", Workspace())
         self._alone = Alone(self, self.exchange)
         self._is_complete = False
         Joinable.__init__(self)

@@ -38,8 +38,8 @@ class ZeroStep(Stage):
     *Deferred* (``deferred=True``, or ``clip_grad_norm``): all at once in ``zero.step()``, as clipping by the global
     norm and ``GradScaler`` need. The loop calls ``zero.step()`` once for each synchronized backward in either case.
 
-    After backward ``.grad`` holds the mean where this rank owns it, and this rank's own gradient elsewhere (after a
-    reducer: what that left); it is cleared before the model's next forward.
+    After backward ``.grad`` holds the mean where this rank owns it, and this rank's own gradient over ``W`` elsewhere
+    (after a reducer: what that left); it is cleared before the model's next forward.
 
     Args:
         zero: the optimizer; all its trainable parameters are the model's. Parameters of the model that it does not have
