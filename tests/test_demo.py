@@ -18,6 +18,7 @@ from overlap.demo.experiment import present
 from overlap.demo.parity import Parity, largest_difference
 from overlap.demo.report import Outcome, Report
 from overlap.demo.settings import TRAIN_IMAGES, Settings
+from overlap.errors import ConfigurationError
 from overlap.launch import World
 
 # As little as it takes to have a second step, with the buckets that DDP rebuilds after the first.
@@ -45,6 +46,15 @@ def test_bf16_gradients_are_compared_by_accuracy(tmp_path: Path) -> None:
     assert 0 < results["parity_parameters_max_abs_diff"] < 1
     assert "these gradients are rounded" in shown
     assert results["plan_overlapped"] == "chain(Cast(bfloat16, AllReduce()), Step(AdamW, interleaved))"
+
+
+def test_shared_state_ends_up_equal(tmp_path: Path) -> None:
+    _, results = _demo([*TINY, "--zero", "--optimizer", "adamw"], tmp_path)
+    assert results["parity_max_abs_diff"] == 0
+    assert results["must_be_equal"] and results["passed"]
+    assert results["plan_overlapped"] == "chain(ZeroStep(AdamW, interleaved))"
+    with pytest.raises(ConfigurationError, match="give one"):
+        Settings(zero=True, bf16_gradients=True)
 
 
 @pytest.mark.parametrize("difference", [1e-9, math.inf])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["copy_all", "norms", "scale_"]
+__all__ = ["add_all", "copy_all", "norms", "scale_"]
 
 
 def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
@@ -18,9 +18,16 @@ def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
     return list(torch._foreach_norm(list(tensors), order))
 
 
-def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply each tensor by the 0-dimensional ``factor``, in place. Private: as :func:`norms`."""
-    torch._foreach_mul_(list(tensors), factor)
+def scale_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiply each tensor by ``factor`` (0-dimensional), in place. Private: as :func:`norms`."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)
+
+
+def add_all(targets: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
+    """Add each term to its target, in place. Private: as :func:`norms`."""
+    if targets:
+        torch._foreach_add_(list(targets), list(terms))
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

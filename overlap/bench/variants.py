@@ -119,6 +119,47 @@ def torch_zero_interleaved_adamw(site: Site) -> Prepared:
     return site.plain(ddp, zero)
 
 
+@variant("overlap-zero-sgd", optimizer="sgd")
+def overlap_zero_sgd(site: Site) -> Prepared:
+    return _overlapped_zero(site, torch.optim.SGD, momentum=0.9)
+
+
+# A step leaves its gathers to the next forward, so steps are timed in their stride.
+@variant("overlap-zero-sgd-gather-forward", optimizer="sgd", floor="streamed", block_steps=4, lead_in_steps=1)
+def overlap_zero_sgd_gather_forward(site: Site) -> Prepared:
+    return _overlapped_zero(site, torch.optim.SGD, gather="forward", momentum=0.9)
+
+
+@variant("overlap-zero-adamw", optimizer="adamw-fused")
+def overlap_zero_adamw(site: Site) -> Prepared:
+    return _overlapped_zero(site, torch.optim.AdamW, fused=True)
+
+
+# A step leaves its gathers to the next forward, so steps are timed in their stride.
+@variant("overlap-zero-adamw-gather-forward", optimizer="adamw-fused", floor="streamed", block_steps=4, lead_in_steps=1)
+def overlap_zero_adamw_gather_forward(site: Site) -> Prepared:
+    return _overlapped_zero(site, torch.optim.AdamW, gather="forward", fused=True)
+
+
+def _overlapped_zero(
+    site: Site, kind: type[torch.optim.Optimizer], *, gather: str = "backward", **options: Any
+) -> Prepared:
+    from overlap import chain
+    from overlap.optim import ZeroRedundancyOptimizer, ZeroStep
+
+    ddp = site.ddp()
+    zero = ZeroRedundancyOptimizer(
+        ddp.parameters(), kind, process_group=site.group, overlap_with_ddp=True, lr=site.learning_rate, **options
+    )
+    chain(ZeroStep(zero, gather=gather)).register(ddp)
+
+    def step() -> None:
+        site.loss(ddp).backward()
+        zero.step()
+
+    return Prepared(step=step, finish=zero.wait)
+
+
 # Gradients compressed ---------------------------------------------------------------------------------------
 
 

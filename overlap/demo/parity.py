@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce
 
 from overlap.demo.train import Run
+from overlap.optim import ZeroRedundancyOptimizer
 
 __all__ = ["Parity", "compare", "largest_difference"]
 
@@ -31,7 +32,7 @@ class Parity:
 
 
 def compare(first: Run, second: Run) -> Parity:
-    """Compares models and optimizers. Issues one all-reduce, so every rank has to call it."""
+    """Compares models and optimizers. Issues collectives, so every rank has to call it."""
     differences = torch.tensor(
         [
             largest_difference(dict(first.ddp.named_parameters()), dict(second.ddp.named_parameters())),
@@ -45,8 +46,21 @@ def compare(first: Run, second: Run) -> Parity:
 
 
 def _optimizer_state(run: Run) -> dict[str, Any]:
-    state = run.recipe.optimizer.state_dict()["state"]
+    optimizer = run.recipe.optimizer
+    state = (
+        _whole_state(optimizer) if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.state_dict()["state"]
+    )
     return {f"{index}.{name}": value for index, values in state.items() for name, value in values.items()}
+
+
+def _whole_state(zero: ZeroRedundancyOptimizer) -> dict[int, Any]:
+    """What the plain optimizer has, on every rank in turn."""
+    whole: dict[int, Any] = {}
+    for rank in range(zero.world_size):
+        zero.consolidate_state_dict(to=rank)
+        if rank == zero.rank:
+            whole = zero.state_dict()["state"]
+    return whole
 
 
 def largest_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from overlap import chain
 from overlap.demo.settings import Settings
 from overlap.hooks import AllReduce, Cast
-from overlap.optim import OverlappedOptimizer, Step
+from overlap.optim import OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
 
 __all__ = ["Recipe", "learning_rate", "overlapped", "plain"]
 
@@ -45,6 +46,8 @@ def overlapped(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
     """The chain that the options ask for."""
     if settings.bf16_gradients:
         return _bf16_gradients(ddp, settings)
+    if settings.zero:
+        return _zero(ddp, settings)
     return _update_in_backward(ddp, settings)
 
 
@@ -67,8 +70,21 @@ def _bf16_gradients(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
     return Recipe(repr(stages), optimizer, exact=False, zero_grad=False)
 
 
+def _zero(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
+    kind, options = _kind(settings)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), kind, overlap_with_ddp=True, **options)
+    stages = chain(ZeroStep(zero))
+    stages.register(ddp)
+    return Recipe(repr(stages), zero, exact=True, zero_grad=False)
+
+
 def _optimizer(parameters: Iterable[Parameter], settings: Settings) -> Optimizer:
+    kind, options = _kind(settings)
+    return kind(parameters, **options)
+
+
+def _kind(settings: Settings) -> tuple[type[Optimizer], dict[str, Any]]:
     rate = learning_rate(settings)
     if settings.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=rate, weight_decay=1e-2, fused=True)
-    return torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=5e-4, fused=True)
+        return torch.optim.AdamW, {"lr": rate, "weight_decay": 1e-2, "fused": True}
+    return torch.optim.SGD, {"lr": rate, "momentum": 0.9, "weight_decay": 5e-4, "fused": True}

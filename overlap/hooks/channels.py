@@ -18,6 +18,8 @@ from overlap.errors import ConfigurationError
 __all__ = ["FailureBoard", "GroupChannels", "PrivateChannels"]
 
 _SETTLING_S = 1.0
+# On the model's own group, away from the messages of whoever else uses it.
+_FIRST_TAG = 1 << 20
 
 # How many channels this process has made on a group. Ranks register and fail together, so the count is the same on
 # all of them and can name the keys under which they meet.
@@ -70,7 +72,7 @@ class GroupChannels:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._tags = itertools.count()
+        self._tags = itertools.count(_FIRST_TAG)
 
     board: FailureBoard | None = None
 

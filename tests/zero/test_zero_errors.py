@@ -174,6 +174,7 @@ def _fails_and_recovers(rank: int, world_size: int) -> None:
             with pytest.raises(ValueError, match="out of order") as caught:
                 mean_squared_error(ddp, MLP.batch(step, rank)).backward()
             assert "ZeroStep(Failing" in caught.value.__notes__[0]
+            assert "load a checkpoint" in caught.value.__notes__[1]
             continue
         mean_squared_error(ddp, MLP.batch(step, rank)).backward()
         zero.step()

@@ -266,6 +266,47 @@ def test_whole_parameters_of_other_models(case: Case) -> None:
     run_ranks(_whole, 2, case)
 
 
+class _Scaled(nn.Module):
+    """Has a parameter without dimensions, whose state looks like a number a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(5, 40)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.linear(inputs)  # type: ignore[no-any-return]
+
+
+def _elementwise(rank: int, world_size: int) -> None:
+    inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
+    for name in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop"):
+        cls = getattr(torch.optim, name)
+        plain, ddp = wrap(_Scaled()), wrap(_Scaled())
+        reference = cls(plain.parameters(), lr=0.01)
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), cls, lr=0.01, overlap_with_ddp=True)
+        chain(ZeroStep(zero)).register(ddp)
+        for step in range(5):
+            plain.zero_grad()
+            plain(inputs).square().mean().backward()
+            reference.step()
+            ddp(inputs).square().mean().backward()
+            zero.step()
+            for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(ours, theirs), f"{name}, step {step}"
+            if step == 2:
+                # Loads for itself what every rank has.
+                zero.load_state_dict(reference.state_dict())
+        zero.consolidate_state_dict()
+        if rank == 0:
+            assert_parity(zero.state_dict()["state"], reference.state_dict()["state"], what=name)
+
+
+def test_every_elementwise_optimizer_of_pytorch() -> None:
+    run_ranks(_elementwise, 2)
+
+
 def _adafactor(rank: int, world_size: int) -> None:
     reference = plain_run(MLP, rank, functools.partial(torch.optim.Adafactor, lr=0.05))
     for form in ("interleaved", "deferred"):

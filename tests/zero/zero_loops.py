@@ -11,6 +11,10 @@ import torch
 from harness import Record, assert_parity, overlapped_step, plain_step, train, wrap
 from harness.models import Case
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap.optim.zero import messages
+
+# The weights of these models then travel by themselves, their biases packed.
+messages._LARGE_NUMEL = 50
 
 STEPS = 6
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -116,7 +120,7 @@ def check(candidate: list[Record], reference: list[Record], *, what: str, world_
         dataclasses.replace(theirs, gradients=None, optimizer=theirs.optimizer if ours.optimizer else {})
         for ours, theirs in zip(candidate, reference, strict=True)
     ]
-    if world_size == 2:
+    if world_size <= 2:
         assert_parity(candidate, reference, what=what)
         return
     reason = "three gradients are added up in ranks' order, Gloo's ring adds them in another"

@@ -21,6 +21,9 @@ __all__ = ["MASTER", "consolidate", "install", "is_by_element", "load_plain", "s
 MASTER = "master_param"
 """Where a parameter's wider copy is kept among its state."""
 
+# State that is one number a parameter in optimizers of PyTorch; of a parameter without dimensions its shape does not tell.
+_BY_PARAMETER = ("step", "mu_product", "eta", "mu")
+
 _BLOCK_BYTES = 16 * 2**20
 
 
@@ -35,8 +38,9 @@ def state_of(zero: ZeroRedundancyOptimizer, shard: Shard) -> dict[str, Any]:
 
 
 def is_by_element(shard: Shard, key: str, value: Any) -> bool:
-    """Whether a state value has an element for each that this rank owns. ``step`` is a count, whatever its shape."""
-    return isinstance(value, Tensor) and shard.own is not None and value.shape == shard.own.shape and key != "step"
+    """Whether a state value has an element for each that this rank owns."""
+    has_shape = isinstance(value, Tensor) and shard.own is not None and value.shape == shard.own.shape
+    return has_shape and key not in _BY_PARAMETER
 
 
 def consolidate(zero: ZeroRedundancyOptimizer, to: int) -> dict[str, Any] | None:
@@ -83,7 +87,7 @@ def _assemble(shard: Shard, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any
     assembled: dict[str, Any] = {}
     for key, first in present[0].items():
         values = [part.get(key) for part in parts]
-        if key == "step" or not all(
+        if key in _BY_PARAMETER or not all(
             isinstance(value, Tensor) and value.shape == (end - start,)
             for value, (start, end) in zip(values, shard.ranges, strict=True)
         ):
@@ -131,7 +135,7 @@ def load_plain(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> 
 def _part(shard: Shard, key: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if shard.is_whole or value.shape != shard.parameter.shape or key == "step":
+    if shard.is_whole or value.shape != shard.parameter.shape or key in _BY_PARAMETER:
         # Another optimizer may load the same dict, and both count steps in place.
         return value.clone()
     start, end = shard.range

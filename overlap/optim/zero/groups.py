@@ -15,6 +15,7 @@ from overlap.errors import ConfigurationError
 __all__ = [
     "check_class",
     "check_covered",
+    "check_same_group",
     "check_same_on_all_ranks",
     "copy_options",
     "device_of",
@@ -139,6 +140,16 @@ def check_covered(model: Mapping[Tensor, str], parameters: Sequence[Tensor], nam
         raise ConfigurationError(
             f"{len(outside)} of {len(parameters)} parameters of the ZeroRedundancyOptimizer are not trained by "
             f"this model, the first is {outside[0]}: build it from this model's ddp.parameters()"
+        )
+
+
+def check_same_group(model: dist.ProcessGroup, zero: dist.ProcessGroup) -> None:
+    """Raises: ConfigurationError: the two are of different ranks."""
+    theirs, ours = dist.get_process_group_ranks(model), dist.get_process_group_ranks(zero)
+    if theirs != ours:
+        raise ConfigurationError(
+            f"the model is on ranks {theirs}, but the ZeroRedundancyOptimizer on ranks {ours}: give both the same "
+            "process_group"
         )
 
 

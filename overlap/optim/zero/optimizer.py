@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from overlap._torch.c10d import backend_name
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.optim.subset import SubsetStepper, check_optimizer
 from overlap.optim.zero.groups import check_class, copy_options, names_of, read_groups, with_names
@@ -91,7 +92,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.partition = partition
         self._ownership = Ownership(self.process_group, cls, partition, master_dtype)
         self.stage: ZeroStep | None = None
-        """The stage that updates in backward, while it is registered."""
         self._consolidated: dict[str, Any] | None = None
         groups = read_groups(params)
         chunks = self._ownership.add(groups, first_group=0)
@@ -103,8 +103,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 raise
             raise ConfigurationError(f"{cls.__name__}: {error}") from error
         self._stepper = SubsetStepper(self.optim)
-        self.exchange = Exchange(self.rank, Workspace())
-        """How chunks travel."""
+        sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
+        self.exchange = Exchange(sends_directly and self._ownership.device.type == "cpu", Workspace())
         self._alone = Alone(self, self.exchange)
         self._is_complete = False
         Joinable.__init__(self)

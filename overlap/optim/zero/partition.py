@@ -129,10 +129,14 @@ class Layout:
         return slice(before, before + sum(piece.rank == rank for piece in self.pieces))
 
     @cached_property
+    def owned_numels(self) -> tuple[int, ...]:
+        """How many elements each rank owns."""
+        return tuple(sum(piece.numel for piece in self.pieces if piece.rank == rank) for rank in range(self.ranks))
+
+    @cached_property
     def segment_numels(self) -> tuple[int, ...]:
         """The length of each rank's segment, padding included."""
-        owned = [sum(piece.numel for piece in self.pieces if piece.rank == rank) for rank in range(self.ranks)]
-        return tuple([max(owned)] * self.ranks if self.is_even else owned)
+        return tuple([max(self.owned_numels)] * self.ranks if self.is_even else self.owned_numels)
 
     def segment(self, rank: int) -> slice:
         """Where the segment of ``rank`` is in a packed buffer."""

@@ -13,10 +13,15 @@ from overlap.optim.clipping import SealedGradients
 from overlap.optim.zero.plan import Plan
 from overlap.optim.zero.shards import Shard
 
-__all__ = ["Pass", "Pairs"]
+__all__ = ["PARTLY_UPDATED", "Pairs", "Pass"]
 
 Pairs = list[tuple[Shard, Tensor]]
 """Shards with the gradients of what this rank owns of them."""
+
+PARTLY_UPDATED = (
+    "some parameters may have been updated by then, and not gathered on every rank: load a checkpoint before going on, "
+    "or use ZeroStep(zero, deferred=True), which updates all or none"
+)
 
 
 @dataclass

@@ -8,7 +8,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from overlap._torch.foreach import copy_all
 from overlap.optim.zero.partition import Layout
 from overlap.optim.zero.shards import Shard
 
@@ -46,6 +45,10 @@ class Plan:
         """Those that other ranks own."""
         return [*pieces[: self._slice.start], *pieces[self._slice.stop :]]
 
+    def by_rank(self, pieces: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """``pieces``, in packed order, of each rank."""
+        return [pieces[self.layout.of_rank(rank)] for rank in range(self.layout.ranks)]
+
     def cut_packed(self, packed: Tensor) -> list[Tensor]:
         """The pieces of a packed buffer."""
         return _cut(packed, self.layout.packed_cuts)
@@ -71,18 +74,8 @@ class Plan:
         taken = set(chosen)
         return [part for place, part in enumerate(flat.split_with_sizes(lengths)) if place not in taken]
 
-    def publish(self) -> None:
-        """Round masters into the parameters."""
-        for shard in self.owned:
-            shard.publish()
-
-    def load(self, packed_pieces: Sequence[Tensor]) -> None:
-        """Copy what this rank owns of the parameters into its segment."""
-        copy_all(self.own_of(packed_pieces), self.own_of(self.parameter_pieces))
-
-    def unload(self, packed_pieces: Sequence[Tensor]) -> None:
-        """Copy what the other ranks own from their segments into the parameters."""
-        copy_all(self.others_of(self.parameter_pieces), self.others_of(packed_pieces))
+    def note_written(self) -> None:
+        """The gather has written the other ranks' parts."""
         for shard in self.shards:
             shard.note_written()
 

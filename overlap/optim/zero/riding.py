@@ -123,6 +123,7 @@ async def _gather(bucket: Bucket, plan: Plan, gate: _Gate, exchange: Exchange) -
 
 class _ModuleHooks:
     def __init__(self, model: nn.Module, parameters: set[int], gathers: Gathers) -> None:
+        self._gathers = gathers
         self._called: set[str] = set()
         self._needs: dict[str, tuple[int, ...]] = {}
         self._own = {
@@ -133,28 +134,24 @@ class _ModuleHooks:
         self._handles: list[Any] = []
         for name, module in model.named_modules():
             below = tuple({id(p) for p in module.parameters()} & parameters)
-            hook: Any = torch.compiler.disable(self._before_forward(name, below, gathers))
             self._handles += [
-                module.register_forward_pre_hook(hook),
-                module.register_state_dict_pre_hook(_before_state_dict(gathers)),
+                module.register_forward_pre_hook(_BeforeForward(self, name, below)),
+                module.register_state_dict_pre_hook(_BeforeStateDict(gathers)),
             ]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _before_forward(self, name: str, below: tuple[int, ...], gathers: Gathers) -> Callable[..., None]:
-        # Closures, not bound methods: a deep copy of the model must not copy what is behind them.
-        def hook(module: nn.Module, inputs: Any) -> None:
-            if not (module.training and torch.is_grad_enabled()):
-                gathers.wait_for(below)
-                return
-            if name == "":
-                self._learn()
-            self._called.add(name)
-            gathers.wait_for(self._needs.get(name, self._own[name]))
-
-        return hook
+    def before_forward(self, module: nn.Module, name: str, below: tuple[int, ...]) -> None:
+        """Wait for what the forward of `module` reads."""
+        if not (module.training and torch.is_grad_enabled()):
+            self._gathers.wait_for(below)
+            return
+        if name == "":
+            self._learn()
+        self._called.add(name)
+        self._gathers.wait_for(self._needs.get(name, self._own[name]))
 
     def _learn(self) -> None:
         """When the second forward begins: who stands in for the modules that the first one did not call."""
@@ -170,8 +167,33 @@ class _ModuleHooks:
         self._needs = {name: tuple(keys) for name, keys in needs.items()}
 
 
-def _before_state_dict(gathers: Gathers) -> Callable[..., None]:
-    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        gathers.wait()
+class _BeforeForward:
+    """Runs ahead of a module's forward; does nothing in a copy of the module."""
 
-    return hook
+    def __init__(self, hooks: _ModuleHooks | None = None, name: str = "", below: tuple[int, ...] = ()) -> None:
+        self._hooks, self._name, self._below = hooks, name, below
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if self._hooks is not None:
+            _before_forward(self._hooks, module, self._name, self._below)
+
+    def __reduce__(self) -> Any:
+        return _BeforeForward, ()
+
+
+# Waiting is no part of a compiled forward.
+_before_forward: Callable[..., None] = torch.compiler.disable(_ModuleHooks.before_forward)
+
+
+class _BeforeStateDict:
+    """Runs ahead of a module's ``state_dict``; does nothing in a copy of the module."""
+
+    def __init__(self, gathers: Gathers | None = None) -> None:
+        self._gathers = gathers
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._gathers is not None:
+            self._gathers.wait()
+
+    def __reduce__(self) -> Any:
+        return _BeforeStateDict, ()

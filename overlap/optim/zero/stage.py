@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,9 +15,9 @@ from overlap.hooks import Bucket, Role, Site, Stage, all_reduce, whole_pass
 from overlap.optim.clipping import Clipping
 from overlap.optim.unused import used_on_any_rank
 from overlap.optim.zero.finite import FiniteVote
-from overlap.optim.zero.groups import check_covered
+from overlap.optim.zero.groups import check_covered, check_same_group
 from overlap.optim.zero.late import Scaling, ShardedNorm
-from overlap.optim.zero.passes import Pass
+from overlap.optim.zero.passes import PARTLY_UPDATED, Pass
 from overlap.optim.zero.plan import Plan, make_plan
 from overlap.optim.zero.riding import Gathers
 from overlap.optim.zero.shards import Shard
@@ -38,8 +38,8 @@ class ZeroStep(Stage):
     *Deferred* (``deferred=True``, or ``clip_grad_norm``): all at once in ``zero.step()``, as clipping by the global
     norm and ``GradScaler`` need. The loop calls ``zero.step()`` once for each synchronized backward in either case.
 
-    After backward ``.grad`` holds the mean where this rank owns it, and this rank's own gradient elsewhere (after a
-    reducer: what that left); it is cleared before the model's next forward.
+    After backward ``.grad`` holds the mean where this rank owns it, and this rank's own gradient over ``W`` elsewhere
+    (after a reducer: what that left); it is cleared before the model's next forward.
 
     Args:
         zero: the optimizer; all its trainable parameters are the model's. Parameters of the model that it does not have
@@ -95,6 +95,7 @@ class ZeroStep(Stage):
         self._pass = Pass()
         self._awaits_step = False
         self._clears = False
+        self._has_failed = False
 
     @property
     def plan(self) -> str:
@@ -113,10 +114,7 @@ class ZeroStep(Stage):
         zero = self.zero
         if zero.stage is not None and zero.stage is not self:
             raise RegistrationError("this ZeroRedundancyOptimizer is registered already; .remove() that registration")
-        if dist.get_process_group_ranks(site.group) != dist.get_process_group_ranks(zero.process_group):
-            raise ConfigurationError(
-                "the model and the ZeroRedundancyOptimizer are on different process groups; pass both the same one"
-            )
+        check_same_group(site.group, zero.process_group)
         if site.finds_unused and not self._waits_for_step and site.device.type != "cpu":
             raise UnsupportedError(
                 "with find_unused_parameters or static_graph an update in backward would stop the host to learn "
@@ -146,13 +144,17 @@ class ZeroStep(Stage):
         self._plans.clear()
 
     def before_forward(self) -> None:
-        if not self._clears:
-            return
-        self._clears = False
-        for parameter in self._pass.reduced.values():
-            if id(parameter) in self.zero.shards:
-                parameter.grad = None
+        if self._has_failed:
+            # The gradients of a failed backward are half reduced, those of buckets that never came included.
+            self._clear(shard.parameter for shard in self.zero.shards.values())
+        elif self._clears:
+            self._clear(p for p in self._pass.reduced.values() if id(p) in self.zero.shards)
+
+    def _clear(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
         self._pass.reduced.clear()
+        self._clears = self._has_failed = False
 
     def before_backward(self, *, is_replay: bool) -> None:
         self.wait()
@@ -211,7 +213,6 @@ class ZeroStep(Stage):
                 await all_reduce(norm.partial, op=norm.op, group=bucket.group)
                 norm.clip_()
             self.zero.update(pairs)
-        # No rank's part may be gathered before it is updated.
         await whole_pass()
 
     def _plan(self, bucket: Bucket) -> Plan | None:
@@ -222,12 +223,12 @@ class ZeroStep(Stage):
             self._plans[key] = make_plan(bucket.parameters, zero.shards, rank=zero.rank, is_even=is_even)
         return self._plans[key]
 
-    def after_backward(self, *, failed: bool) -> None:
+    def after_backward(self, *, failed: bool) -> str | None:
         self._pass.close()
         if failed:
-            self._awaits_step, self._clears = False, True
+            self._awaits_step, self._clears, self._has_failed = False, False, True
             self.zero.exchange.workspace.forget()
-            return
+            return None if self.is_deferred else PARTLY_UPDATED
         self._awaits_step = not (self.is_automatic or self._pass.is_replay)
         self._clears = self.is_automatic or not self.is_deferred
         if self._waits_for_step:
@@ -238,14 +239,14 @@ class ZeroStep(Stage):
             mark_stepped(self.zero)
         elif not self.is_deferred:
             self._pass.seal()
+        return None
 
     def _gather(self) -> None:
         """Outside of a pass: bring what each rank owns to all, the first layers' parameters first."""
-        riding = self._riding if self._riding is not None else Gathers()
+        riding = self._riding or Gathers()
         assert self._site is not None, "gathers run while the stage is attached"
         riding.begin(self._site, self._pass.plans(), self.zero.exchange)
-        # DDP brings the last joiner's parameters to all when everyone has joined, and must find them whole. A replay
-        # runs inside of DDP's shadow, which has collectives of its own to issue first: its join hook waits.
+        # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook does.
         if self._riding is None or (self.zero.is_joining and not self._pass.is_replay):
             riding.wait()
 
