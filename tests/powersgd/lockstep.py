@@ -18,7 +18,7 @@ from overlap import Bucket, Stage
 from overlap.hooks import Site
 from overlap.hooks.stage import walk
 
-DEVICE = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -72,12 +72,13 @@ class World:
         *,
         names: bool = True,
         divisor: int = 0,
+        device: torch.device = CPU,
     ) -> None:
         self.stages = list(stages)
         ranks = len(self.stages)
         self.divisor = divisor or ranks
         self.groups = [FakeGroup(rank, ranks) for rank in range(ranks)]
-        self.parameters = [torch.zeros(*shape) for shape in shapes]
+        self.parameters = [torch.zeros(*shape, device=device) for shape in shapes]
         self.names = tuple(f"p{place}" for place in range(len(shapes))) if names else None
         self.shapes = [torch.Size(shape) for shape in shapes]
         self.steps = 0
@@ -85,7 +86,7 @@ class World:
         """Elements of each collective of the last step."""
         for stage, group in zip(self.stages, self.groups, strict=True):
             named = None if self.names is None else dict(zip(self.parameters, self.names, strict=True))
-            site = Site(group=group, device=DEVICE, names=named, finds_unused=False)  # type: ignore[arg-type]
+            site = Site(group=group, device=device, names=named, finds_unused=False)  # type: ignore[arg-type]
             for each in walk(stage):
                 each.attach(site)
 
@@ -100,7 +101,12 @@ class World:
         for rank, stage in enumerate(self.stages):
             for each in walk(stage):
                 each.before_backward(is_replay=rank in replays)
-        self._drive([stage(bucket) for stage, bucket in zip(self.stages, buckets, strict=True)])
+        coroutines: list[Any] = [stage(bucket) for stage, bucket in zip(self.stages, buckets, strict=True)]
+        try:
+            self._drive(coroutines)
+        finally:
+            for coroutine in coroutines:
+                coroutine.close()
         for stage in self.stages:
             for each in walk(stage):
                 each.after_backward(failed=False)
@@ -132,7 +138,7 @@ class World:
         bucket = Bucket(
             index=0,
             is_last=True,
-            buffer=torch.empty(offset, dtype=gradients[0].dtype),
+            buffer=torch.empty(offset, dtype=gradients[0].dtype, device=gradients[0].device),
             parameters=tuple(self.parameters),
             group=self.groups[rank],  # type: ignore[arg-type]
             divisor=self.divisor,

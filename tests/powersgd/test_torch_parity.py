@@ -67,11 +67,10 @@ def _our_random_starts(step: list[int], *, warm_start: bool) -> Iterator[None]:
 
 def _parity(rank: int, world_size: int, dtype: torch.dtype, tolerance: float) -> None:
     for options in (
-        {},
+        {"batch_tensors_with_same_shape": True},
         {"use_error_feedback": False},
         {"warm_start": False},
         {"use_error_feedback": False, "warm_start": False},
-        {"batch_tensors_with_same_shape": True},
     ):
         _compare(rank, world_size, dtype, tolerance, options)
 
