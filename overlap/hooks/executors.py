@@ -33,12 +33,15 @@ class HostExecutor:
 
     def wait(self, work: dist.Work) -> None:
         start_s = time.monotonic()
+        board = self.channels.board
         while True:
             try:
-                work.wait(_PATIENCE)
+                if board is None:
+                    work.wait()  # Nothing to look at meanwhile, and not every backend takes a timeout.
+                else:
+                    work.wait(_PATIENCE)
                 return
             except RuntimeError as error:
-                board = self.channels.board
                 failure = board.read() if board is not None else None
                 if failure is not None:
                     raise PeerError(f"another rank of the group failed first: {failure}") from error

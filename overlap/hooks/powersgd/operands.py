@@ -126,7 +126,7 @@ class Stack(Operand):
                 keep(self._residuals, matrices.unbind(), is_sound)
         output = torch.bmm(mean[0].mT, mean[1], out=matrices)
         if is_sound is not None:
-            output.copy_(torch.where(is_sound[:, None, None], output, torch.nan))
+            output.masked_fill_(~is_sound[:, None, None], torch.nan)
         if output.data_ptr() != self._gradients[0].data_ptr():
             copy_(self._gradients, output.unbind())
 

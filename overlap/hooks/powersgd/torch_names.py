@@ -180,8 +180,8 @@ batched_powerSGD_hook = _hook(  # noqa: N816
     """Reduces each bucket as the two factors of one square matrix, filled up with zeros.
 
     Two small collectives a bucket whatever is in it, biases included, at a loss of accuracy: the rows of such
-    a matrix have nothing to do with the model. State as for ``powerSGD_hook``; ``min_compression_rate`` has no
-    effect, as in PyTorch. Factors begin anew where DDP cuts its buckets anew; residuals go on.
+    a matrix have nothing to do with the model. State as for ``powerSGD_hook``; ``min_compression_rate`` does
+    nothing, as in PyTorch. Factors begin anew where DDP cuts its buckets anew; residuals go on.
     """,
     is_square=True,
 )
