@@ -1,4 +1,4 @@
-"""Whether compression from the first iteration on costs accuracy: handwritten digits (8 x 8), a small convolutional net.
+"""Whether compression from the first iteration on costs accuracy: handwritten digits, a small convolutional net.
 
     python benchmarks/powersgd_convergence.py [--ranks 4] [--epochs 8] [--seeds 3]
 
@@ -83,7 +83,10 @@ def run(rank: int, options: argparse.Namespace) -> None:
         if rank == 0:
             percents = [percent for percent, _ in found]
             mean = sum(percents) / len(percents)
-            print(f"{name:28} {mean:5.1f} %  ({min(percents):.1f} to {max(percents):.1f})  {found[0][1]:5.1f} x less", flush=True)
+            print(
+                f"{name:28} {mean:5.1f} %  ({min(percents):.1f} to {max(percents):.1f})  {found[0][1]:5.1f} x less",
+                flush=True,
+            )
     dist.destroy_process_group()
 
 

@@ -76,12 +76,10 @@ def run(own_rank: int, options: argparse.Namespace) -> None:
             for name, found_ms in measured_ms.items():
                 median_ms = statistics.median(found_ms)
                 ratio, least_ms = median_ms / base_ms, min(found_ms)
-                print(
-                    f"{what:9} {name:24} {median_ms:8.1f} ms  {ratio:5.2f} x compute  (least {least_ms:.1f})"
-                )
+                print(f"{what:9} {name:24} {median_ms:8.1f} ms  {ratio:5.2f} x compute  (least {least_ms:.1f})")
         for name, stage in stages.items():
             if options.plans and hasattr(stage, "plan"):
-                print(name, stage.plan(), sep="\n")
+                print(name, stage.plan, sep="\n")
     dist.destroy_process_group()
 
 
@@ -106,9 +104,7 @@ def _step(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rank", type=int, default=4, help="of the factors")
     parser.add_argument("--batch-size", type=int, default=8)
@@ -117,9 +113,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="variants to run")
     parser.add_argument("--plans", action="store_true", help="print what each bucket was made of")
     options = parser.parse_args()
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="29731", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
-    )
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29731", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     mp.spawn(run, args=(options,), nprocs=options.ranks)
 
 

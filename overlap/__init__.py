@@ -40,7 +40,15 @@ from overlap.hooks import (
     powerSGD_hook,
     register,
 )
-from overlap.optim import OverlappedOptimizer, Step
+from overlap.optim import (
+    OverlappedOptimizer,
+    Step,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
+from overlap.timeline import Timeline
 
 __all__ = [
     "AllGather",
@@ -61,8 +69,11 @@ __all__ = [
     "RegistrationError",
     "Stage",
     "Step",
+    "Timeline",
     "TrainingLoopError",
     "UnsupportedError",
+    "ZeroRedundancyOptimizer",
+    "ZeroStep",
     "allgather_then_aggregate_hook",
     "allreduce_hook",
     "as_hook",
@@ -74,6 +85,8 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "hook_then_optimizer",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
     "noop_hook",
     "powerSGD_hook",
     "register",

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap.hooks import Chain, Stage, StageHook, as_stage, chain
-from overlap.hooks.adapters import CommHook, is_hook
+from overlap.hooks.adapters import CommHook, hook_name, is_hook
 from overlap.hooks.stage import to_stage
 from overlap.optim import FunctionalOptimizer, Step
 
@@ -25,9 +25,7 @@ class OptimizerHookState:
         params: update these alone; the others keep their averaged ``.grad``. All where ``None``.
     """
 
-    def __init__(
-        self, optimizer: Optimizer | FunctionalOptimizer, params: Iterable[Tensor] | None = None
-    ) -> None:
+    def __init__(self, optimizer: Optimizer | FunctionalOptimizer, params: Iterable[Tensor] | None = None) -> None:
         self.optimizer = optimizer
         self.params = None if params is None else list(params)
 
@@ -62,6 +60,6 @@ def hook_then_optimizer(hook: Stage | CommHook | Callable[..., Any], state: Opti
 
     return StageHook(
         build,
-        f"hook_then_optimizer({getattr(hook, '__name__', repr(hook))})",
+        f"hook_then_optimizer({hook_name(hook)})",
         group_of=hook.group_of if isinstance(hook, StageHook) else lambda hook_state: None,
     )

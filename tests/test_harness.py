@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
 from harness import (
     RankDied,
     RankFailed,
@@ -31,8 +34,6 @@ from harness import (
     wrap,
 )
 from harness.models import CASES, MIN_BUCKETS, MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 BOTH = pytest.mark.parametrize("run", [run_ranks, run_threads])
 
@@ -82,6 +83,11 @@ def one_sleeps_on(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
+def one_sleeps(rank: int, world_size: int) -> int:
+    time.sleep(60 * rank)
+    return rank
+
+
 def one_is_absent(rank: int, world_size: int) -> None:
     if rank == 0:
         dist.barrier()
@@ -97,7 +103,7 @@ def warns(rank: int, world_size: int) -> None:
 
 
 def fails_in_a_thread(rank: int, world_size: int) -> None:
-    thread = threading.Thread(target=lambda: [][0])
+    thread = threading.Thread(target=[].pop)
     thread.start()
     thread.join()
 
@@ -175,9 +181,7 @@ class TestProcesses:
     @pytest.mark.parametrize(("sign", "exitcode"), [(None, 7), (signal.SIGKILL, -9), (signal.SIGSEGV, -11)])
     def test_a_rank_that_dies_is_named(self, sign: int | None, exitcode: int) -> None:
         began_s = time.monotonic()
-        with pytest.raises(
-            RankDied, match=rf"rank 1 died with exit code {exitcode}[\s\S]*last words"
-        ) as caught:
+        with pytest.raises(RankDied, match=rf"rank 1 died with exit code {exitcode}[\s\S]*last words") as caught:
             run_ranks(one_dies, 2, sign)
         assert (caught.value.rank, caught.value.exitcode) == (1, exitcode)
         assert time.monotonic() - began_s < 5
@@ -209,8 +213,9 @@ class TestProcesses:
         assert isinstance(peer, RuntimeError)
         assert isinstance(death, RankDied)
         assert death.exitcode == 7
-        hung = run_ranks(one_sleeps_on, 2, return_exceptions=True, timeout_s=1.5)
-        assert [type(error) for error in hung] == [RankHung, RankHung]
+        result, hung = run_ranks(one_sleeps, 2, return_exceptions=True, timeout_s=1.5)
+        assert result == 0
+        assert isinstance(hung, RankHung)
 
     def test_an_exception_that_does_not_unpickle_is_still_told(self) -> None:
         with pytest.raises(RankFailed, match="Clumsy: field=3") as caught:
@@ -222,7 +227,7 @@ class TestProcesses:
             run_ranks(warns, 1, backend=None)
 
     def test_an_exception_in_a_thread_fails_its_rank(self) -> None:
-        with pytest.raises(RankFailed, match="list index out of range"):
+        with pytest.raises(RankFailed, match="pop from empty list"):
             run_ranks(fails_in_a_thread, 1, backend=None)
 
 
@@ -358,9 +363,7 @@ class TestParity:
         reference = {"a": torch.tensor([1.25, 2.0, 0.0]), "b": torch.zeros(1)}
         with pytest.raises(AssertionError) as caught:
             assert_parity(candidate, reference, what="w")
-        assert "['a']: max abs difference 0.5, 2 of 3 elements, first at (0,): 1.0 against 1.25" in str(
-            caught.value
-        )
+        assert "['a']: max abs difference 0.5, 2 of 3 elements, first at (0,): 1.0 against 1.25" in str(caught.value)
         assert "(1 more differ)" in str(caught.value)
 
     def test_a_tolerance_holds_for_floats_alone(self) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from harness import run_ranks, wrap
 from harness.errors import WorldError
 from harness.models import MLP
-
 from overlap import Bucket, Stage, chain
 from overlap.hooks import all_gather, all_reduce, broadcast, reduce_scatter, send_recv
 
@@ -111,7 +111,8 @@ def _launch_from_callbacks(rank: int, world_size: int, seeds: int) -> None:
                 if not torch.equal(future.value()[0], torch.full((_numel(index, place),), expected)):
                     problems.append(f"bucket {index}: the result of another collective")
                 if place < 2:
-                    return launch(place + 1)
+                    launch(place + 1)
+                    return
             except RuntimeError as error:
                 problems.append(str(error))
             done.set_result(buffer)
@@ -126,5 +127,5 @@ def _launch_from_callbacks(rank: int, world_size: int, seeds: int) -> None:
 
 
 def test_launching_from_callbacks_fails_under_the_same_delays() -> None:
-    with pytest.raises(WorldError, match="doesn.t match|another collective"):
+    with pytest.raises(WorldError, match=r"doesn.t match|another collective"):
         run_ranks(_launch_from_callbacks, 2, SEEDS, timeout_s=15, group_timeout_s=4)

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_parity, overlapped_step, plain_step, run_ranks, run_threads, train, wrap
-from harness.models import CASES, MLP, TRANSFORMER, Case
-from torch import nn
 
+from harness import assert_parity, overlapped_step, plain_step, run_ranks, train, wrap
+from harness.models import CASES, MLP, Case
 from overlap import AllReduce, OverlappedOptimizer, Stage, Step, chain
 
 STEPS = 10
@@ -68,9 +67,7 @@ def _check(
     batches = case.batches(rank, steps=steps)
     options = {**case.ddp_options(), **(ddp_options or {})}
     reference_ddp = wrap(case.model(), **options)
-    reference = train(
-        reference_ddp, make(reference_ddp.parameters()), batches, step_fn=plain, **train_options
-    )
+    reference = train(reference_ddp, make(reference_ddp.parameters()), batches, step_fn=plain, **train_options)
 
     ddp = wrap(case.model(), **options)
     optimizer = OverlappedOptimizer(make(ddp.parameters()))
@@ -110,9 +107,7 @@ def _cases(rank: int, world_size: int, case: Case) -> None:
         _check(
             rank,
             case,
-            functools.partial(
-                torch.optim.AdamW, lr=0.01, weight_decay=0.1, **IMPLEMENTATIONS[implementation]
-            ),
+            functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, **IMPLEMENTATIONS[implementation]),
             step_options={"deferred": deferred},
             what=f"adamw, {implementation}, {'deferred' if deferred else 'interleaved'}, {case}",
             gradients=False,

@@ -6,7 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["after_backward", "in_backward"]
+__all__ = ["after_backward", "after_gradients", "in_backward", "version"]
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` has been changed in place. Private: only raising it has a public way."""
+    return tensor._version
 
 
 def in_backward() -> bool:
@@ -15,6 +20,15 @@ def in_backward() -> bool:
     Private because PyTorch has no public way to ask; a joined rank replays hooks outside of any backward.
     """
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def after_gradients(callback: Callable[[], None]) -> None:
+    """Run ``callback`` on this thread once the current backward pass has computed its last gradient.
+
+    Called before the last bucket's hook it runs before DDP's finalization, which then waits for buckets. Private as in
+    :func:`after_backward`.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def after_backward(callback: Callable[[], None]) -> None:

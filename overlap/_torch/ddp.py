@@ -9,27 +9,28 @@ __all__ = ["data_parallel_parameters", "has_foreign_hook", "refusal"]
 
 
 def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
-    """The parameters that DDP reduces, with their fully qualified names in the wrapped module.
+    """The parameters that DDP may reduce, with their fully qualified names in the wrapped module.
 
-    A tied parameter has its first name. ``_orig_mod.``, which ``torch.compile`` puts in front, is left out, so that
-    state saved from a compiled model fits the same model uncompiled. Private: which parameters DDP ignores.
+    Those frozen now are among them: what DDP reduces it settled when it was made. A tied parameter has its first name.
+    ``_orig_mod.``, which ``torch.compile`` puts in front, is left out, so that state saved from a compiled model fits
+    the same model uncompiled. Private: which parameters DDP ignores.
     """
     return {
         parameter: name.replace("_orig_mod.", "")
         for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and not hasattr(parameter, "_ddp_ignored")
+        if not hasattr(parameter, "_ddp_ignored")
     }
 
 
-def has_foreign_hook(ddp: DistributedDataParallel) -> str | None:
-    """The name of a hook registered with DDP itself, if there is one.
+def has_foreign_hook(ddp: DistributedDataParallel, ours: type) -> str | None:
+    """The name of a hook registered with DDP itself, if there is one; a copied model lists hooks that it has not.
 
     Private: DDP has no public way to ask, and its own refusal of a second hook comes after it has noted that hook.
     """
-    if ddp._comm_hooks:
+    if ddp._comm_hooks and not isinstance(ddp._comm_hooks[-1][0], ours):
         hook = ddp._comm_hooks[-1][0]
         return getattr(hook, "__qualname__", repr(hook))
-    name = ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
+    name = ddp._get_ddp_logging_data().get("comm_hook")
     return str(name) if name else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["add_", "copy_", "norms", "scale_"]
+__all__ = ["add_all", "copy_all", "norms", "scale_"]
 
 
 def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
@@ -23,11 +23,13 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
-def add_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Add to each tensor its other one, in place, whatever their dtypes. Private: as :func:`norms`."""
-    torch._foreach_add_(list(tensors), list(others))
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target. Private: as :func:`norms`."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
-def copy_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Overwrite each tensor with its other one, whatever their dtypes. Private: as :func:`norms`."""
-    torch._foreach_copy_(list(tensors), list(others))
+def add_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Add each source to its target, in place, whatever their dtypes. Private: as :func:`norms`."""
+    if targets:
+        torch._foreach_add_(list(targets), list(sources))

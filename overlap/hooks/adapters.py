@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from overlap._torch.c10d import GradBucket
+from overlap._torch.c10d import GradBucket, is_future
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import future_result
 from overlap.hooks.runtime import Runtime
 from overlap.hooks.stage import Site, Stage, to_stage
 
-__all__ = ["CommHook", "HookStage", "StageHook", "as_hook", "as_stage", "is_hook"]
+__all__ = ["CommHook", "HookStage", "StageHook", "as_hook", "as_stage", "hook_name", "is_hook"]
 
 BucketFuture = torch.futures.Future[torch.Tensor]
 
@@ -46,9 +46,9 @@ class HookStage(Stage):
     async def __call__(self, bucket: Bucket) -> None:
         raw = bucket.raw if bucket.raw is not None else _Substitute(bucket)
         future = self._hook(self._state, raw)  # type: ignore[arg-type]
-        if not isinstance(future, torch.futures.Future):
+        if not is_future(future):
             raise ConfigurationError(
-                f"the hook {_name(self._hook)} returned {type(future).__name__}; a hook returns a torch.futures.Future"
+                f"the hook {hook_name(self._hook)} returned {type(future).__name__}; a hook returns a torch.futures.Future"
             )
         result = await future_result(future)
         reduced = result[0] if isinstance(result, (list, tuple)) else result
@@ -57,8 +57,12 @@ class HookStage(Stage):
         if reduced.data_ptr() != bucket.buffer.data_ptr() or reduced.dtype != bucket.buffer.dtype:
             bucket.buffer.copy_(reduced.view_as(bucket.buffer))
 
+    @property
+    def plan(self) -> str:
+        return repr(self)
+
     def __repr__(self) -> str:
-        return f"as_stage({_name(self._hook)})"
+        return f"as_stage({hook_name(self._hook)})"
 
 
 class _Substitute:
@@ -102,8 +106,12 @@ class StageHook:
         *,
         group_of: Callable[[Any], dist.ProcessGroup | None] = lambda state: None,
         doc: str | None = None,
+        pickled_as: tuple[Any, ...] | None = None,
     ) -> None:
-        self.__name__ = self.__qualname__ = name
+        # With our own prefix: DDP refuses PyTorch's bf16 hooks on Gloo by their bare names.
+        self.__name__ = self.__qualname__ = f"overlap.{name}"
+        self._name = name
+        self._pickled_as = pickled_as
         self.__doc__ = doc or StageHook.__doc__
         self._build = build
         self._group_of = group_of
@@ -119,22 +127,20 @@ class StageHook:
         """The process group that ``state`` names, if it names one."""
         return self._group_of(state)
 
-    # The annotations are objects, not strings: DDP compares them with its own.
-    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]
+    # Without annotations: DDP compares them with its own types, and here they would be strings.
+    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
         parameters = bucket.parameters()
         runtime = self._runtimes.get(parameters[0])
         if runtime is None:
-            runtime = self._open(state, bucket) if bucket.index() == 0 else self._arriving
+            runtime = self._runtime(state, bucket) if bucket.index() == 0 else self._arriving
             if runtime is None:
-                raise RegistrationError(
-                    f"{self.__name__}: bucket {bucket.index()} of a model whose first never came"
-                )
+                raise RegistrationError(f"{self!r}: bucket {bucket.index()} of a model whose first never came")
         for parameter in parameters:
             self._runtimes[parameter] = runtime
         self._arriving = None if bucket.is_last() else runtime
         return runtime.on_bucket(bucket)
 
-    def _open(self, state: Any, bucket: GradBucket) -> Runtime:
+    def _runtime(self, state: Any, bucket: GradBucket) -> Runtime:
         group = self._group_of(state)
         site = Site(
             group=group if group is not None else dist.group.WORLD,  # type: ignore[arg-type]
@@ -142,12 +148,15 @@ class StageHook:
             names=None,
             finds_unused=None,
         )
-        runtime = Runtime(self.stage(state), site)
-        runtime.open()
-        return runtime
+        return Runtime(self.stage(state), site)
 
     def __repr__(self) -> str:
-        return f"<hook {self.__name__}>"
+        return f"<hook {self._name}>"
+
+    def __reduce__(self) -> Any:
+        if self._pickled_as is None:
+            raise TypeError(f"{self!r} cannot be pickled: it belongs to one model; make it where it is registered")
+        return self._pickled_as
 
 
 def as_hook(stage: Stage | Callable[[Bucket], Any], *, group: dist.ProcessGroup | None = None) -> StageHook:
@@ -169,9 +178,7 @@ def is_hook(thing: object) -> bool:
         return True
     if isinstance(thing, (Stage, type)) or not callable(thing):
         return False
-    return not (
-        inspect.iscoroutinefunction(thing) or inspect.iscoroutinefunction(getattr(thing, "__call__", None))
-    )  # noqa: B004
+    return not (inspect.iscoroutinefunction(thing) or inspect.iscoroutinefunction(getattr(thing, "__call__", None)))  # noqa: B004
 
 
 def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
@@ -189,14 +196,14 @@ def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
     try:
         inspect.signature(hook).bind(state, None)
     except TypeError as error:
-        raise ConfigurationError(
-            f"the hook {_name(hook)} cannot be called with (state, bucket): {error}"
-        ) from None
+        raise ConfigurationError(f"the hook {hook_name(hook)} cannot be called with (state, bucket): {error}") from None
     except ValueError:
         pass  # A builtin tells no signature.
     return HookStage(hook, state)
 
 
-def _name(hook: object) -> str:
+def hook_name(hook: object) -> str:
+    """What messages call ``hook``."""
     function = getattr(hook, "func", hook)  # functools.partial
-    return getattr(function, "__name__", None) or type(function).__name__
+    name: str = getattr(function, "__name__", None) or type(function).__name__
+    return name.removeprefix("overlap.")

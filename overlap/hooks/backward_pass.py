@@ -31,7 +31,6 @@ class BackwardPass:
     ) -> None:
         self.step = step
         self.error: BaseException | None = None
-        self.saw_last = False
         self._stage = stage
         self._executor = executor
         self._on_failure = on_failure
@@ -42,14 +41,19 @@ class BackwardPass:
 
     def admit(self, bucket: Bucket, future: BucketFuture) -> Task | None:
         """Take a bucket in, on the training thread; ``None`` once the pass has failed and nothing more is to run."""
-        self.saw_last = bucket.is_last
         with self._lock:
             if self.error is None:
                 self._unfinished[bucket.index] = (future, bucket.buffer)
             else:
                 future.set_result(bucket.buffer)
                 return None
-        task = Task(bucket, self._run(bucket), self._executor, lambda: self._complete(bucket.index))
+        task = Task(
+            bucket,
+            self._run(bucket),
+            self._executor,
+            lambda: self._complete(bucket.index),
+            label=repr(self._stage),
+        )
         if self._stage.starts_on_autograd_thread:
             task.start()
         return task
@@ -60,6 +64,8 @@ class BackwardPass:
             task.close()
             return
         try:
+            # After a failure the ranks meet anew, in every pass: one that fails again is then heard again.
+            self._executor.channels.open()
             self._wavefront.arrive(task, is_last=task.bucket.is_last)
         except BaseException as error:
             task.close()

@@ -39,6 +39,8 @@ class Bucket:
     """Backward passes that came before this one."""
     is_replay: bool = False
     """Whether this rank has run out of inputs and takes part with zeros, so the pass is no backward of its own."""
+    is_mean: bool = False
+    """Whether a reducer has been at work, so that ``buffer`` holds the mean and no longer this rank's own gradients."""
     raw: GradBucket | None = field(default=None)
     """DDP's own object, for stages that hand it on to a hook; ``None`` where the buffer is not DDP's."""
     fqns: tuple[str, ...] | None = None
@@ -48,7 +50,14 @@ class Bucket:
     def gradients(self) -> tuple[Tensor, ...]:
         """Views of ``buffer``, one for each of ``parameters``, with its shape and strides."""
         if self.raw is not None:
-            return tuple(self.raw.gradients())
+            views = tuple(self.raw.gradients())
+            if not self.parameters[0].is_complex() or self.buffer.is_complex():
+                return views
+            # DDP's buffer holds complex gradients as pairs of real numbers, but its views count pairs and cut single
+            # numbers: right places, wrong elements.
+            pairs = torch.view_as_complex(self.buffer.view(-1, 2))
+            start = self.buffer.storage_offset()
+            return tuple(pairs.as_strided(view.size(), view.stride(), view.storage_offset() - start) for view in views)
         assert self.views is not None, "a bucket without DDP's object is made by with_buffer"
         return tuple(self.buffer.as_strided(size, stride, offset) for size, stride, offset in self.views)
 
@@ -67,12 +76,13 @@ class Bucket:
         return self.fqns
 
     def with_buffer(self, buffer: Tensor) -> Bucket:
-        """The same bucket around another flat tensor of ``numel`` elements, for a stage that wraps a reducer."""
+        """The same bucket around another flat tensor of ``numel`` elements, for a stage that wraps a reducer.
+
+        Its ``gradients`` are real, also those of complex parameters, with a last dimension of 2 as DDP's buffer has it.
+        """
         start = int(self.buffer.storage_offset())
-        views = self.views or tuple(
-            (gradient.size(), gradient.stride(), int(gradient.storage_offset()) - start)
-            for gradient in self.gradients
-        )
+        real = (torch.view_as_real(view) if view.is_complex() else view for view in self.gradients)
+        views = self.views or tuple((view.size(), view.stride(), int(view.storage_offset()) - start) for view in real)
         return replace(self, buffer=buffer, raw=None, views=views)
 
     def describe(self) -> str:

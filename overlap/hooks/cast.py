@@ -34,9 +34,7 @@ class Cast(Stage):
 
     def __init__(self, dtype: torch.dtype, inner: Stage | None = None) -> None:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ConfigurationError(
-                f"Cast needs a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}"
-            )
+            raise ConfigurationError(f"Cast needs a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}")
         self.dtype = dtype
         self.inner = AllReduce() if inner is None else to_stage(inner)
         if self.inner.role is not Role.REDUCER:
@@ -46,13 +44,16 @@ class Cast(Stage):
     def children(self) -> tuple[Stage, ...]:
         return (self.inner,)
 
+    @property
+    def plan(self) -> str:
+        return f"Cast({self.dtype}, {self.inner.plan})"
+
     async def __call__(self, bucket: Bucket) -> None:
         if bucket.buffer.dtype == self.dtype:
-            return await self.inner(bucket)
+            await self.inner(bucket)
+            return
         if not bucket.buffer.is_floating_point():
-            raise UnsupportedError(
-                f"{self!r} cannot keep {bucket.buffer.dtype} gradients; leave the cast out"
-            )
+            raise UnsupportedError(f"{self!r} cannot keep {bucket.buffer.dtype} gradients; leave the cast out")
         compressed = bucket.with_buffer(bucket.buffer.to(self.dtype))
         await self.inner(compressed)
         bucket.buffer.copy_(compressed.buffer)

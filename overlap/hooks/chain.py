@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -41,6 +43,8 @@ class Chain(Stage):
         for stage in self._stages:
             await Entering(repr(stage))
             await stage(bucket)
+            if stage.role is Role.REDUCER:
+                bucket = replace(bucket, is_mean=True)
 
     def register(self, ddp: DistributedDataParallel) -> Registration:
         """Let this chain take the gradients of ``ddp``; see :func:`overlap.register`."""
@@ -55,9 +59,7 @@ class Chain(Stage):
         """Take over what :meth:`state_dict` of a chain of the same stages gave."""
         places = {str(place) for place in range(len(self._stages))}
         if unknown := sorted(set(state_dict) - places):
-            raise ConfigurationError(
-                f"state of stages {unknown} for a chain of {len(self._stages)} stages: {self!r}"
-            )
+            raise ConfigurationError(f"state of stages {unknown} for a chain of {len(self._stages)} stages: {self!r}")
         for place, stage in enumerate(self._stages):
             stage.load_state_dict(state_dict.get(str(place), {}))
 
@@ -84,10 +86,8 @@ def chain(*stages: Stage | Callable[..., Any]) -> Chain:
         stage = as_stage(thing) if is_hook(thing) else to_stage(thing)
         flat.extend(stage.stages if isinstance(stage, Chain) else [stage])
     if not flat:
-        raise ConfigurationError(
-            "chain() needs at least one stage, such as chain(AllReduce(), Step(optimizer))"
-        )
-    for before, after in zip(flat, flat[1:], strict=False):
+        raise ConfigurationError("chain() needs at least one stage, such as chain(AllReduce(), Step(optimizer))")
+    for before, after in itertools.pairwise(flat):
         if before.role >= after.role:
             raise ConfigurationError(
                 f"{after!r} ({after.role.name.lower()}) cannot follow {before!r} ({before.role.name.lower()}): "

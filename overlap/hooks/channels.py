@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
+import time
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from overlap._torch.c10d import (
-    Channel,
-    PrefixStore,
-    backend_name,
-    gloo_channel,
-    group_store,
-)
+from overlap._torch.c10d import Channel, GlooChannel, GroupChannel, PrefixStore, backend_name, group_store
 from overlap.errors import ConfigurationError
 
 __all__ = ["FailureBoard", "GroupChannels", "PrivateChannels"]
+
+_SETTLING_S = 1.0
 
 # How many channels this process has made on a group. Ranks register and fail together, so the count is the same on
 # all of them and can name the keys under which they meet.
@@ -77,7 +75,7 @@ class GroupChannels:
     board: FailureBoard | None = None
 
     def of(self, group: dist.ProcessGroup | None) -> Channel:
-        return self._group if group is None else group
+        return GroupChannel(self._group if group is None else group)
 
     def next_tag(self) -> int:
         return next(self._tags)
@@ -87,6 +85,9 @@ class GroupChannels:
 
     def abort(self) -> None:
         """Nothing to give up: the group is the user's."""
+
+    def settle(self) -> None:
+        """Nothing was given up."""
 
 
 class PrivateChannels:
@@ -101,6 +102,7 @@ class PrivateChannels:
         self._group = group
         self._channels: dict[dist.ProcessGroup, Channel] = {}
         self._tags = itertools.count()
+        self._closing: list[threading.Thread] = []
         self.board: FailureBoard | None = None
 
     @staticmethod
@@ -118,7 +120,7 @@ class PrivateChannels:
                     f"{backend_name(group, torch.device('cpu'))!r}; it needs one that has Gloo for the CPU"
                 )
             key = _next_key(group)
-            channel = self._channels[group] = gloo_channel(group, key)
+            channel = self._channels[group] = GlooChannel(group, key)
             if group is self._group:
                 self.board = FailureBoard(group, key)
         return channel
@@ -130,10 +132,21 @@ class PrivateChannels:
         """Connect with the other ranks now."""
         self.of(None)
 
+    def settle(self) -> None:
+        """Wait until nothing that was aborted can write to its tensors any more, before they are filled anew.
+
+        An operation that has data still adds it up; that takes moments. One that waits for data will have none, since
+        its connections are closed, and may wait for the group's timeout: that one is left to itself.
+        """
+        deadline_s = time.monotonic() + _SETTLING_S
+        while self._closing:
+            self._closing.pop().join(max(0.0, deadline_s - time.monotonic()))
+
     def abort(self) -> None:
         """Give up what is in flight; the other ranks see their connections close. The next use connects anew."""
         for channel in self._channels.values():
-            with contextlib.suppress(RuntimeError):
-                channel.abort()
+            if (closing := channel.abort()) is not None:
+                self._closing.append(closing)
         self._channels.clear()
         self._tags = itertools.count()
+        self.board = None

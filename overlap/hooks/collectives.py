@@ -42,6 +42,8 @@ class Channels(Protocol):
 
     def next_tag(self) -> int: ...
 
+    def open(self) -> None: ...
+
 
 class Operation:
     """Something that a stage awaits."""
@@ -49,12 +51,17 @@ class Operation:
     label: str = ""
     sent_bytes: int = 0
     """Bytes that this rank sends for it, by the volume of the usual bandwidth-optimal algorithms."""
+    is_under_way: bool = False
+    """Whether it was started before the stage awaited it, so that launching it does nothing."""
 
     def launch(self, channels: Channels) -> None:
         """Start it; returns at once."""
 
     def finish(self, wait: Callable[[dist.Work], None]) -> Any:
         """Block until it is done (``wait`` decides what blocks: the thread or its stream), and give the result."""
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called on some thread when part of it is done, where that can be told; after the launch."""
 
     def __await__(self) -> Generator[Operation, Any, Any]:
         return (yield self)
@@ -90,22 +97,29 @@ class Collective(Operation):
         if self._then is not None:
             self._then()
 
-    @property
-    def works(self) -> Sequence[dist.Work]:
-        """What the launch returned."""
-        return self._works
+    def when_done(self, callback: Callable[[], None]) -> None:
+        for work in self._works:
+            try:
+                future = work.get_future()
+            except (AttributeError, RuntimeError):
+                return  # Works of messages between two ranks have none.
+            future.then(lambda _: callback())
 
 
 class FutureResult(Operation):
     """A future that is already under way."""
 
     label = "future"
+    is_under_way = True
 
     def __init__(self, future: torch.futures.Future[Any]) -> None:
         self._future = future
 
     def finish(self, wait: Callable[[dist.Work], None]) -> Any:
         return self._future.wait()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        self._future.then(lambda _: callback())
 
 
 class WholePass(Operation):
@@ -121,15 +135,11 @@ class Entering(Operation):
         self.label = label
 
 
-def all_reduce(
-    tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
-) -> Operation:
+def all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> Operation:
     """Reduce ``tensor`` over the group, in place on every rank; sends ``2 N (W-1)/W`` elements."""
 
-    def start(channel: Channel, tag: int) -> list[dist.Work]:
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
-        return [channel.allreduce([_as_real(tensor)], options)]
+    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
+        return channel.all_reduce(_as_real(tensor), op)
 
     return Collective("all_reduce", group, start, sent=lambda size: 2 * tensor.nbytes * (size - 1) / size)
 
@@ -140,9 +150,9 @@ def all_gather(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None
     ``input`` may be this rank's part of ``output``. Sends ``n (W-1)`` elements.
     """
 
-    def start(channel: Channel, tag: int) -> list[dist.Work]:
+    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
         _check_numel("all_gather", output, input.numel() * channel.size())
-        return [channel._allgather_base(_as_real(output), _as_real(input))]
+        return channel.all_gather(_as_real(output), _as_real(input))
 
     return Collective("all_gather", group, start, sent=lambda size: input.nbytes * (size - 1))
 
@@ -150,11 +160,8 @@ def all_gather(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None
 def broadcast(tensor: Tensor, *, src: int, group: dist.ProcessGroup | None = None) -> Operation:
     """Copy ``tensor`` of rank ``src`` (counted in the group) to every rank, in place."""
 
-    def start(channel: Channel, tag: int) -> list[dist.Work]:
-        options = dist.BroadcastOptions()
-        options.rootRank = src
-        options.rootTensor = 0
-        return [channel.broadcast([_as_real(tensor)], options)]
+    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
+        return channel.broadcast(_as_real(tensor), src)
 
     return Collective("broadcast", group, start, sent=lambda size: tensor.nbytes * (size - 1) / size)
 
@@ -170,10 +177,12 @@ def send_recv(
     Ranks are counted in the group. Messages between two ranks are matched in order.
     """
 
-    def start(channel: Channel, tag: int) -> list[dist.Work]:
-        # Receives first, so that what a peer sends finds its buffer.
-        works = [channel.recv([_as_real(tensor)], rank, tag) for tensor, rank in receives]
-        return works + [channel.send([_as_real(tensor)], rank, tag) for tensor, rank in sends]
+    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
+        return channel.send_recv(
+            [(_as_real(tensor), rank) for tensor, rank in sends],
+            [(_as_real(tensor), rank) for tensor, rank in receives],
+            tag,
+        )
 
     sent_bytes = sum(tensor.nbytes for tensor, _ in sends)
     return Collective("send_recv", group, start, sent=lambda size: sent_bytes)
@@ -186,35 +195,32 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
     Gloo's own reduce-scatter moves as much as an all-reduce, so on Gloo each rank sends every other one its chunk and
     adds up what it receives, in ranks' order; that takes ``n (W-1)`` elements of workspace.
     """
-    state: dict[str, Any] = {}
+    parts: list[Tensor] = []
 
     def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
         size, rank = channel.size(), channel.rank()
         _check_numel("reduce_scatter", input, output.numel() * size)
-        if channel.name() != "gloo":
-            options = dist.ReduceScatterOptions()
-            return [channel._reduce_scatter_base(_as_real(output), _as_real(input), options)]
+        if not channel.moves_halves:
+            return channel.reduce_scatter(_as_real(output), _as_real(input))
         chunks = input.view(size, -1)
-        received = {peer: torch.empty_like(chunks[rank]) for peer in range(size) if peer != rank}
-        state.update(chunks=chunks, received=received, rank=rank)
-        works = [channel.recv([_as_real(tensor)], peer, tag) for peer, tensor in received.items()]
+        parts.extend(chunks[rank] if peer == rank else torch.empty_like(chunks[rank]) for peer in range(size))
         # Starting with the next rank spreads the senders over the receivers.
         peers = [(rank + distance) % size for distance in range(1, size)]
-        return works + [channel.send([_as_real(chunks[peer])], peer, tag) for peer in peers]
+        sends = [(_as_real(chunks[peer]), peer) for peer in peers]
+        return channel.send_recv(sends, [(_as_real(parts[peer]), peer) for peer in peers], tag)
 
     def add_up() -> None:
-        if not state:
+        if not parts:
             return
-        own = state["chunks"][state["rank"]]
-        parts = {**state["received"], state["rank"]: own}
+        if len(parts) == 2:
+            torch.add(parts[0], parts[1], out=output.view_as(parts[0]))
+            return
         total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-        for rank in range(2, len(parts)):
-            total.add_(parts[rank])
+        for part in parts[2:]:
+            total.add_(part)
         output.copy_(total.view_as(output))
 
-    return Collective(
-        "reduce_scatter", group, start, sent=lambda size: output.nbytes * (size - 1), then=add_up
-    )
+    return Collective("reduce_scatter", group, start, sent=lambda size: output.nbytes * (size - 1), then=add_up)
 
 
 def future_result(future: torch.futures.Future[Any]) -> Operation:

@@ -32,17 +32,17 @@ class HostExecutor:
         return nullcontext()
 
     def wait(self, work: dist.Work) -> None:
-        start_s = time.monotonic()
         board = self.channels.board
+        if board is None:
+            work.wait()
+            return
+        start_s = time.monotonic()
         while True:
             try:
-                if board is None:
-                    work.wait()  # Nothing to look at meanwhile, and not every backend takes a timeout.
-                else:
-                    work.wait(_PATIENCE)
+                work.wait(_PATIENCE)
                 return
             except RuntimeError as error:
-                failure = board.read() if board is not None else None
+                failure = board.read()
                 if failure is not None:
                     raise PeerError(f"another rank of the group failed first: {failure}") from error
                 if work.is_completed():

@@ -28,19 +28,22 @@ class _Dispatcher:
     DDP itself would when there is none, so a registration can be removed and another made.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.__name__ = self.__qualname__ = "overlap"
         self._group = group
         self.registration: Registration | None = None
 
-    # The annotations must not be strings: DDP compares them with its own types.
-    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]
+    # Without annotations: DDP compares them with its own types, and here they would be strings.
+    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
         if self.registration is not None:
             return self.registration.runtime.on_bucket(bucket)
         return self._reduce(bucket)
 
+    def __reduce__(self) -> Any:
+        return _Dispatcher, ()  # A copy of the model is another model: nothing is registered with it.
+
     def _reduce(self, bucket: GradBucket) -> BucketFuture:
-        buffer = bucket.buffer().mul_(1 / self._group.size())
+        buffer = bucket.buffer().mul_(1 / dist.get_world_size(self._group))
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
         reduced: BucketFuture = work.get_future().then(lambda future: future.value()[0])
@@ -50,6 +53,24 @@ class _Dispatcher:
 _dispatchers: weakref.WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = weakref.WeakKeyDictionary()
 
 
+class _BeforeForward:
+    """Runs ahead of each forward of a model; does nothing in a copy of the model."""
+
+    def __init__(self, runtime: Runtime | None = None) -> None:
+        self._runtime = runtime
+
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._runtime is not None and torch.is_grad_enabled():
+            _before_forward(self._runtime)
+
+    def __reduce__(self) -> Any:
+        return _BeforeForward, ()
+
+
+# What it does to `.grad` is no part of a compiled forward.
+_before_forward: Callable[[Runtime], None] = torch.compiler.disable(Runtime.before_forward)
+
+
 class Registration:
     """A stage at work in a model; :meth:`remove` takes it out, and the model reduces as plain DDP again."""
 
@@ -57,9 +78,7 @@ class Registration:
         self.runtime = runtime
         self._dispatcher = dispatcher
         self._ddp = weakref.ref(ddp)
-        # What it does to `.grad` is no part of a compiled forward.
-        before_forward: Any = torch.compiler.disable(self._before_forward)  # type: ignore[no-untyped-call]
-        self._forward_hook = ddp.register_forward_pre_hook(before_forward)
+        self._forward_hook = ddp.register_forward_pre_hook(_BeforeForward(runtime))
 
     @property
     def stage(self) -> Stage:
@@ -88,17 +107,11 @@ class Registration:
         self._forward_hook.remove()
         self.runtime.close()
 
-    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled():
-            self.runtime.before_forward()
-
     def __repr__(self) -> str:
         return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}>"
 
 
-def register(
-    ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], state: Any = None
-) -> Registration:
+def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], state: Any = None) -> Registration:
     """Let ``stage`` take the gradients of ``ddp``, in place of DDP's own all-reduce.
 
     Every rank of the model's process group calls this, in the same order as its other collective calls, before a
@@ -119,16 +132,15 @@ def register(
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise RegistrationError(
-            f"{type(ddp).__name__} is no DistributedDataParallel model: wrap it first, ddp = DistributedDataParallel(model)"
+            f"{type(ddp).__name__} is no DistributedDataParallel model; wrap it first: "
+            "ddp = DistributedDataParallel(model)"
         )
     if is_hook(stage):
         made = as_stage(stage, state)
     else:
         made = to_stage(stage)
         if state is not None:
-            raise ConfigurationError(
-                f"a stage keeps its own state, but register was given {state!r} for {made!r}"
-            )
+            raise ConfigurationError(f"a stage keeps its own state, but register was given {state!r} for {made!r}")
     if not made.reduces and not any(child.reduces for child in made.children):
         raise ConfigurationError(f"{made!r} has no reducer; register chain(AllReduce(), {made!r})")
     dispatcher = _dispatcher_of(ddp)
@@ -143,6 +155,7 @@ def register(
         device=next(iter(named)).device,
         names=named,
         finds_unused=ddp.find_unused_parameters or ddp.static_graph,
+        module=weakref.ref(ddp.module),
     )
     runtime = Runtime(made, site)
     try:
@@ -166,7 +179,7 @@ def _dispatcher_of(ddp: DistributedDataParallel) -> _Dispatcher:
         return dispatcher
     if (reason := refusal(ddp)) is not None:
         raise RegistrationError(reason)
-    if (name := has_foreign_hook(ddp)) is not None:
+    if (name := has_foreign_hook(ddp, _Dispatcher)) is not None:
         raise RegistrationError(
             f"this model has the communication hook {name} already, and DDP takes one only; make a new "
             "DistributedDataParallel and register a chain with the hook in it: chain(as_stage(hook, state), ...)"

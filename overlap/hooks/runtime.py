@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from overlap._torch.autograd import after_backward, in_backward
 from overlap._torch.c10d import GradBucket
@@ -16,7 +18,9 @@ from overlap.errors import CollectiveError
 from overlap.hooks.backward_pass import BackwardPass, BucketFuture
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.channels import GroupChannels, PrivateChannels
+from overlap.hooks.collectives import Operation
 from overlap.hooks.executors import HostExecutor, StreamExecutor
+from overlap.hooks.ride import ride
 from overlap.hooks.stage import Site, Stage, walk
 from overlap.hooks.task import Observer
 from overlap.join import gradient_divisor
@@ -56,9 +60,11 @@ class Runtime:
 
     def __init__(self, stage: Stage, site: Site) -> None:
         self._stage = stage
-        self._site = site
+        self._site = replace(site, ride=self.ride)
         self._pass: BackwardPass | None = None
         self._steps = 0
+        self._is_open = False
+        self._attached: list[Stage] = []
         self._worker: _Worker | None = None
         self._executor: HostExecutor | StreamExecutor
         if site.device.type == "cpu":
@@ -90,27 +96,30 @@ class Runtime:
 
         Raises:
             ConfigurationError: a stage refuses the model.
-            CollectiveError: another rank registered something else.
+            CollectiveError: another rank did not come, or registered something else.
         """
         for stage in walk(self._stage):
             stage.attach(self._site)
+            self._attached.append(stage)
+        self._is_open = True
         channels = self._executor.channels
         channels.open()
         if (board := channels.board) is None:
             return
-        plan = repr(self._stage)
+        plan = f"{self._stage.plan} for {self._site.describe()}"
         if (other := board.agree(plan)) is not None:
             error = CollectiveError(
                 f"rank {self._site.group.rank()} registers {plan}, but rank 0 registers {other}; "
-                "every rank must run the same stages"
+                "every rank must run the same stages for the same model"
             )
             board.report(error)
             raise error
 
     def close(self) -> None:
         """Detach the stages and end the thread and its connections."""
-        for stage in walk(self._stage):
+        for stage in self._attached:
             stage.detach()
+        self._attached.clear()
         if self._worker is not None:
             self._stop_worker()
         self._executor.channels.abort()
@@ -130,6 +139,8 @@ class Runtime:
         future: BucketFuture = torch.futures.Future(
             devices=None if self._site.device.type == "cpu" else [self._site.device]
         )
+        if (observer := self.observer) is not None:
+            observer.arrived(bucket)
         if isinstance(self._executor, StreamExecutor):
             self._executor.arrive(bucket)
         if bucket.is_last and not is_replay:
@@ -141,6 +152,30 @@ class Runtime:
             current.wait()
             self._finish(current)
         return future
+
+    def ride(
+        self,
+        work: Callable[[Bucket], Coroutine[Operation, Any, None]],
+        buckets: Sequence[Bucket],
+        *,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """Run ``work`` on each of ``buckets`` behind all that was begun before; returns at once where a worker runs it.
+
+        Called on the training thread, between backward passes, at the same place on every rank.
+        """
+        if isinstance(self._executor, StreamExecutor):
+            for bucket in buckets:
+                self._executor.arrive(bucket)
+
+        def job() -> None:
+            try:
+                ride(work, buckets, self._executor)
+            except BaseException as error:
+                self._on_failure(error)
+                on_failure(error)
+
+        self._submit(job)
 
     def _submit(self, job: Callable[[], None]) -> None:
         if self._worker is not None:
@@ -157,26 +192,36 @@ class Runtime:
         begun = BackwardPass(self._steps, self._stage, self._executor, self._on_failure)
         self._steps += 1
         try:
+            if not self._is_open:  # Registered as a hook: this is the first that we see of the model.
+                self.open()
             for stage in walk(self._stage):
                 stage.before_backward(is_replay=is_replay)
         except Exception as error:
+            error.add_note(f"raised by {self._stage!r} before the first bucket of step {begun.step}")
             begun.fail(error)
         return begun
 
     def _finish(self, finished: BackwardPass) -> None:
         """On the training thread, when DDP has set the gradients."""
         self._pass = None
+        error = finished.error
         for stage in walk(self._stage):
-            stage.after_backward(failed=finished.error is not None)
-        if finished.error is not None:
-            raise finished.error
+            note = stage.after_backward(failed=error is not None)
+            if note and error is not None:
+                error.add_note(note)
+        if error is not None:
+            self._executor.channels.settle()
+            raise error
 
     def _on_failure(self, error: BaseException) -> None:
         """Tell the other ranks, then cut the connections, so that they need not run into their timeout."""
         channels = self._executor.channels
         # What another rank caused is its own to report.
-        if channels.board is not None and not isinstance(error, CollectiveError):
-            channels.board.report(error)
+        if not isinstance(error, CollectiveError):
+            with contextlib.suppress(Exception):
+                channels.open()  # Where the last pass failed too, the others are met only here.
+            if channels.board is not None:
+                channels.board.report(error)
         channels.abort()
 
     def _bucket(self, raw: GradBucket, *, is_replay: bool) -> Bucket:
@@ -193,5 +238,5 @@ class Runtime:
             step=self._pass.step,
             is_replay=is_replay,
             raw=raw,
-            fqns=None if names is None else tuple(names[parameter] for parameter in parameters),
+            fqns=None if names is None else tuple(names.get(parameter, "unknown") for parameter in parameters),
         )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import inspect
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.collectives import Operation
 
 __all__ = ["Role", "Site", "Stage", "to_stage", "walk"]
 
@@ -24,6 +27,18 @@ class Role(enum.IntEnum):
     REDUCER = 1  # local gradient -> mean over ranks
     UPDATE = 2  # mean -> new parameters
     AVERAGER = 3  # parameters -> their mean over ranks
+
+
+class Ride(Protocol):
+    """See :func:`overlap.hooks.ride.ride`."""
+
+    def __call__(
+        self,
+        work: Callable[[Bucket], Coroutine[Operation, Any, None]],
+        buckets: Sequence[Bucket],
+        *,
+        on_failure: Callable[[BaseException], None],
+    ) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +55,19 @@ class Site:
     """Fully qualified name of each parameter that DDP reduces; ``None`` where only a hook is registered."""
     finds_unused: bool | None
     """Whether DDP tolerates parameters without a gradient (``find_unused_parameters`` or ``static_graph``)."""
+    module: weakref.ref[torch.nn.Module] | None = None
+    """The wrapped module; ``None`` where only a hook is registered."""
+    ride: Ride | None = None
+    """Runs work outside of a backward pass, over the same connections and behind all that was begun before; always
+    there when a stage is attached."""
+
+    def describe(self) -> str:
+        """The model in words that are the same on every rank, if its parameters are."""
+        if self.names is None:
+            return "a model"
+        layout = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in self.names.items()]
+        digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
+        return f"a model of {len(layout)} parameters (names, shapes and dtypes: {digest})"
 
 
 class Stage(ABC):
@@ -75,27 +103,36 @@ class Stage(ABC):
         return any(child.starts_on_autograd_thread for child in self.children)
 
     @property
+    def plan(self) -> str:
+        """What every rank must run alike, in words: compared between ranks at registration, so without addresses."""
+        return f"{type(self).__name__}({', '.join(child.plan for child in self.children)})"
+
+    @property
     def reduces(self) -> bool:
         """Whether the stage takes this rank's own gradients; an update that reduces by itself says so too."""
         return self.role is Role.REDUCER
 
-    def attach(self, site: Site) -> None:
+    # What follows is empty on purpose: most stages have nothing to say there.
+
+    def attach(self, site: Site) -> None:  # noqa: B027
         """Called once, when the stage is registered, before anything else; the place to refuse a model."""
 
-    def detach(self) -> None:
+    def detach(self) -> None:  # noqa: B027
         """Called when the registration is removed."""
 
-    def before_forward(self) -> None:
+    def before_forward(self) -> None:  # noqa: B027
         """Called before each forward of the model that records gradients."""
 
-    def before_backward(self, *, is_replay: bool) -> None:
+    def before_backward(self, *, is_replay: bool) -> None:  # noqa: B027
         """Called on the training thread when the first bucket of a pass arrives, before any collective of the pass."""
 
-    def after_backward(self, *, failed: bool) -> None:
+    def after_backward(self, *, failed: bool) -> str | None:
         """Called on the training thread when all buckets of a pass are through and DDP has set ``.grad``.
 
-        ``failed`` says that a stage raised, so that buckets may not have come all the way; ``backward`` raises next.
+        ``failed`` says that a stage raised, so that buckets may not have come all the way; ``backward`` raises next,
+        with what this returns as a note.
         """
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values by name: what the stage remembers between steps on this rank."""
@@ -124,8 +161,12 @@ class _Function(Stage):
     async def __call__(self, bucket: Bucket) -> None:
         await self._function(bucket)
 
+    @property
+    def plan(self) -> str:
+        return getattr(self._function, "__name__", None) or type(self._function).__name__
+
     def __repr__(self) -> str:
-        return getattr(self._function, "__name__", None) or repr(self._function)
+        return self.plan
 
 
 def to_stage(thing: object) -> Stage:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -17,18 +16,31 @@ __all__ = ["Executor", "Observer", "Task"]
 
 
 class Observer(Protocol):
-    """Is told what happens in a pass, as it happens, on the thread where it happens."""
+    """Is told what happens in a pass, as it happens: on the thread and, on accelerators, with the stream current where
+    it happens. ``label`` is the stage's ``repr``."""
 
-    def ran(self, bucket: Bucket, label: str, start_ns: int, end_ns: int) -> None:
-        """Code of a stage ran from ``start_ns`` to ``end_ns`` (``time.perf_counter_ns``)."""
+    def arrived(self, bucket: Bucket) -> None:
+        """DDP handed a bucket over: all its gradients are there."""
         ...
 
-    def launched(self, bucket: Bucket, operation: Operation) -> None:
-        """An operation was started."""
+    def running(self, bucket: Bucket, label: str) -> None:
+        """Code of a stage is about to run, up to its next operation."""
+        ...
+
+    def ran(self, bucket: Bucket, label: str) -> None:
+        """It has run."""
+        ...
+
+    def launched(self, bucket: Bucket, label: str, operation: Operation) -> None:
+        """A stage's operation was started, or was found to be under way."""
+        ...
+
+    def waiting(self, bucket: Bucket, operation: Operation) -> None:
+        """An operation is about to be waited for."""
         ...
 
     def finished(self, bucket: Bucket, operation: Operation) -> None:
-        """An operation was waited for."""
+        """It has been waited for, and did not fail."""
         ...
 
 
@@ -63,9 +75,11 @@ class Task:
         coroutine: Coroutine[Operation, Any, None],
         executor: Executor,
         on_done: Callable[[], None],
+        *,
+        label: str,
     ) -> None:
         self.bucket = bucket
-        self.label = "stage"
+        self.label = label
         self.is_done = False
         self._coroutine = coroutine
         self._executor = executor
@@ -123,9 +137,12 @@ class Task:
             raise
         else:
             self._pending = operation
+            if operation.is_under_way:
+                self._note_launched(operation)
 
     def _segment(self, value: Any) -> Operation:
-        start_ns = time.perf_counter_ns()
+        if (observer := self._executor.observer) is not None:
+            observer.running(self.bucket, self.label)
         try:
             with record_function(f"overlap::{self.label}[bucket {self.bucket.index}]"):
                 if isinstance(value, Exception):
@@ -133,25 +150,29 @@ class Task:
                 return self._coroutine.send(value)
         finally:
             if (observer := self._executor.observer) is not None:
-                observer.ran(self.bucket, self.label, start_ns, time.perf_counter_ns())
+                observer.ran(self.bucket, self.label)
 
     def _launch(self, operation: Operation) -> None:
         try:
             operation.launch(self._executor.channels)
         except Exception as error:
-            error.add_note(
-                f"raised when stage {self.label} launched {operation.label}, {self.bucket.describe()}"
-            )
+            error.add_note(f"raised when stage {self.label} launched {operation.label}, {self.bucket.describe()}")
             raise
         self._is_launched = True
+        if not operation.is_under_way:
+            self._note_launched(operation)
+
+    def _note_launched(self, operation: Operation) -> None:
         if (observer := self._executor.observer) is not None:
-            observer.launched(self.bucket, operation)
+            observer.launched(self.bucket, self.label, operation)
 
     def _outcome(self) -> Any:
         """Wait for what is in flight: its result, or the exception with which it failed."""
         operation = self._pending
         if operation is None:
             return None
+        if (observer := self._executor.observer) is not None:
+            observer.waiting(self.bucket, operation)
         try:
             with record_function(f"overlap::{operation.label}[bucket {self.bucket.index}]"):
                 if isinstance(operation, WholePass):

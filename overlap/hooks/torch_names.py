@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
-from overlap.hooks.adapters import CommHook, StageHook, as_stage
+from overlap.hooks.adapters import CommHook, StageHook, as_stage, hook_name
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cast import Cast
 from overlap.hooks.reducers import AllGather, AllReduce, NoReduction
@@ -52,6 +52,11 @@ class _OnGroup(Stage):
         return f"{self._inner!r} on {self._group.size()} ranks"
 
 
+def _by_name(name: str) -> StageHook:
+    hook: StageHook = globals()[name]
+    return hook
+
+
 def _group_hook(name: str, make: Callable[[], Stage], doc: str) -> StageHook:
     def build(state: Any) -> Stage:
         group = _group_of(state)
@@ -60,11 +65,9 @@ def _group_hook(name: str, make: Callable[[], Stage], doc: str) -> StageHook:
     def _group_of(state: Any) -> dist.ProcessGroup | None:
         if state is None or isinstance(state, dist.ProcessGroup):
             return state
-        raise ConfigurationError(
-            f"the state of {name} is a process group or None, got {type(state).__name__}"
-        )
+        raise ConfigurationError(f"the state of {name} is a process group or None, got {type(state).__name__}")
 
-    return StageHook(build, name, group_of=_group_of, doc=doc)
+    return StageHook(build, name, group_of=_group_of, doc=doc, pickled_as=(_by_name, (name,)))
 
 
 allreduce_hook = _group_hook(
@@ -89,26 +92,27 @@ noop_hook = StageHook(
     lambda state: NoReduction(),
     "noop_hook",
     doc="Leaves each rank its own gradient; see :class:`NoReduction`.",
+    pickled_as=(_by_name, ("noop_hook",)),
 )
 
 
 def fp16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
     """A hook that runs ``hook`` on the bucket in ``float16`` and casts the result back; its state goes to ``hook``."""
-    return _cast_hook(hook, torch.float16, "fp16_compress_wrapper")
+    return _cast_hook(hook, torch.float16, fp16_compress_wrapper)
 
 
 def bf16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
     """A hook that runs ``hook`` on the bucket in ``bfloat16`` and casts the result back; its state goes to ``hook``."""
-    return _cast_hook(hook, torch.bfloat16, "bf16_compress_wrapper")
+    return _cast_hook(hook, torch.bfloat16, bf16_compress_wrapper)
 
 
-def _cast_hook(hook: CommHook | Callable[..., Any], dtype: torch.dtype, name: str) -> StageHook:
+def _cast_hook(hook: CommHook | Callable[..., Any], dtype: torch.dtype, wrapper: Callable[..., StageHook]) -> StageHook:
     def build(state: Any) -> Stage:
         return Cast(dtype, as_stage(hook, state))
 
-    inner_name = getattr(hook, "__name__", type(hook).__name__)
     return StageHook(
         build,
-        f"{name}({inner_name})",
+        f"{wrapper.__name__}({hook_name(hook)})",
         group_of=hook.group_of if isinstance(hook, StageHook) else lambda state: None,
+        pickled_as=(wrapper, (hook,)),
     )

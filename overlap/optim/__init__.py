@@ -13,6 +13,12 @@ from overlap.optim.functional import (
 )
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.step import Step
+from overlap.optim.zero import (
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
 
 __all__ = [
     "FunctionalAdadelta",
@@ -26,4 +32,8 @@ __all__ = [
     "FunctionalSGD",
     "OverlappedOptimizer",
     "Step",
+    "ZeroRedundancyOptimizer",
+    "ZeroStep",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
 ]

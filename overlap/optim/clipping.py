@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from overlap._torch.autograd import version
 from overlap._torch.foreach import norms
 from overlap.errors import ConfigurationError
 
-__all__ = ["Clipping", "GradientNorms"]
+__all__ = ["Clipping", "GradientNorms", "SealedGradients"]
 
 
 @dataclass(frozen=True)
@@ -26,21 +27,21 @@ class Clipping:
         if not self.max_norm > 0:
             raise ConfigurationError(f"clip_grad_norm must be positive, got {self.max_norm}")
         if not self.norm_type > 0:
-            raise ConfigurationError(
-                f"norm_type must be positive (float('inf') for the maximum), got {self.norm_type}"
-            )
+            raise ConfigurationError(f"norm_type must be positive (float('inf') for the maximum), got {self.norm_type}")
 
     def scale_(self, gradients: Sequence[Tensor], gradient_norms: Sequence[Tensor]) -> Tensor:
         """Clip ``gradients`` in place, given the norm of each; returns their global norm, a 0-dimensional tensor.
 
         Bit for bit ``torch.nn.utils.clip_grad_norm_``, which computes the norms itself.
         """
-        total: Tensor = torch.linalg.vector_norm(
-            torch.stack(_grouped(gradients, gradient_norms)), self.norm_type
-        )
+        total: Tensor = torch.linalg.vector_norm(torch.stack(_grouped(gradients, gradient_norms)), self.norm_type)
+        self.scale_to_(gradients, total)
+        return total
+
+    def scale_to_(self, gradients: Sequence[Tensor], total: Tensor) -> None:
+        """Clip ``gradients`` in place, given the global norm of all there are."""
         holders = [_Holder(gradient) for gradient in gradients]
         torch.nn.utils.clip_grads_with_norm_(holders, self.max_norm, total)  # type: ignore[arg-type]
-        return total
 
 
 class _Holder:
@@ -59,43 +60,59 @@ def _grouped(gradients: Sequence[Tensor], gradient_norms: Sequence[Tensor]) -> l
     return [norm.to(device) for group in groups.values() for norm in group]
 
 
+class SealedGradients:
+    """Remembers ``.grad`` of parameters as it was, to tell later whether it still is."""
+
+    def __init__(self) -> None:
+        self._seals: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def seal(self, parameters: Iterable[Tensor]) -> None:
+        """Remember ``.grad`` of these parameters, and of no others."""
+        self._seals = {
+            id(parameter): (weakref.ref(parameter.grad), version(parameter.grad))
+            for parameter in parameters
+            if parameter.grad is not None
+        }
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether ``parameter.grad`` is the tensor that it was, with what it held."""
+        seal = self._seals.get(id(parameter))
+        return (
+            seal is not None
+            and parameter.grad is not None
+            and seal[0]() is parameter.grad
+            and seal[1] == version(parameter.grad)
+        )
+
+
 class GradientNorms:
     """Norms of gradients, taken bucket by bucket as they come, for as long as the gradients stay as they are."""
 
     def __init__(self, norm_type: float) -> None:
         self._norm_type = norm_type
         self._norms: dict[int, Tensor] = {}
-        self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._sealed = SealedGradients()
 
     def clear(self) -> None:
         """A new backward begins."""
         self._norms.clear()
-        self._versions.clear()
+        self._sealed = SealedGradients()
 
     def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Note the norms of ``gradients``, those of ``parameters``."""
         if parameters:
             self._norms.update(zip(map(id, parameters), norms(gradients, self._norm_type), strict=True))
 
-    def seal(self, parameters: Iterable[Tensor]) -> None:
-        """``.grad`` now holds what was noted: a later change of it makes the note void."""
-        for parameter in parameters:
-            if parameter.grad is not None and id(parameter) in self._norms:
-                self._versions[id(parameter)] = (weakref.ref(parameter.grad), parameter.grad._version)
+    def seal(self, sealed: SealedGradients) -> None:
+        """``.grad`` now holds what was noted, as ``sealed`` remembers it: a later change makes the note void."""
+        self._sealed = sealed
 
     def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The norm of each parameter's ``.grad``, which must not be ``None``; computed where no note of it holds."""
-        stale = [parameter for parameter in parameters if not self._holds(parameter)]
+        stale = [p for p in parameters if id(p) not in self._norms or not self._sealed.holds(p)]
         if stale:
             self.take(stale, [parameter.grad for parameter in stale if parameter.grad is not None])
         return self.noted(parameters)
-
-    def _holds(self, parameter: Tensor) -> bool:
-        grad = parameter.grad
-        if grad is None or id(parameter) not in self._versions:
-            return False
-        sealed, version = self._versions[id(parameter)]
-        return sealed() is grad and version == grad._version
 
     def noted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The norms as noted, wherever the gradients are."""

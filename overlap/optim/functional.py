@@ -46,6 +46,7 @@ class FunctionalOptimizer:
 
     def __init__(self, params: Iterable[Any] = (), **defaults: Any) -> None:
         groups = list(params)
+        defaults.pop("_allow_empty_param_list", None)  # What PyTorch's need to be told is a matter of course here.
         # An optimizer refuses an empty list of parameters, but not a group that has none yet.
         try:
             self.optimizer = self.optimizer_class(groups or [{"params": []}], **defaults)
@@ -71,9 +72,14 @@ class FunctionalOptimizer:
         if grad is None:
             return
         if not self._stepper.covers(param):
-            self.param_groups[0]["params"].append(param)
+            self.add(param)
         self._stepper.begin()
         self._stepper.step([param], [grad])
+
+    def add(self, param: Tensor) -> None:
+        """Let a parameter join the first group."""
+        self.param_groups[0]["params"].append(param)
+        self._stepper.refresh()
 
     def step(self, gradients: Sequence[Tensor | None]) -> None:
         """Update all parameters, the groups' in their order; where the gradient is ``None``, not at all.
@@ -87,11 +93,7 @@ class FunctionalOptimizer:
                 f"{type(self).__name__} has {len(parameters)} parameters but was given {len(gradients)} gradients; "
                 "pass one a parameter, None for those to leave alone"
             )
-        pairs = [
-            (parameter, grad)
-            for parameter, grad in zip(parameters, gradients, strict=True)
-            if grad is not None
-        ]
+        pairs = [(parameter, grad) for parameter, grad in zip(parameters, gradients, strict=True) if grad is not None]
         self._stepper.begin()
         self._stepper.step([parameter for parameter, _ in pairs], [grad for _, grad in pairs])
 
@@ -126,7 +128,7 @@ class FunctionalAdamW(FunctionalOptimizer):
 
 
 class FunctionalAdagrad(FunctionalOptimizer):
-    """``torch.optim.Adagrad`` with gradients as arguments; state of parameters added late starts at their first step."""
+    """``torch.optim.Adagrad`` with gradients as arguments; what is added late starts at its first step."""
 
     optimizer_class = torch.optim.Adagrad
 

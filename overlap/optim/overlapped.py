@@ -87,7 +87,8 @@ class OverlappedOptimizer(Optimizer):
 
         Raises:
             TrainingLoopError: a gradient has not been reduced (the backward ran under ``no_sync``, or did not reach
-                every parameter), or ``GradScaler`` is used with interleaved updates.
+                every parameter), or was changed after an interleaved update had applied it (clipping,
+                ``GradScaler``).
         """
         loss = None
         if closure is not None:
@@ -95,6 +96,7 @@ class OverlappedOptimizer(Optimizer):
                 loss = closure()
         for stage in self._stages:
             stage.check_complete()
+            stage.check_unchanged()
         pending = [
             parameter
             for group in self.param_groups
@@ -124,6 +126,7 @@ class OverlappedOptimizer(Optimizer):
             gradients = [parameter.grad for parameter in pending]
             clipping.scale_(gradients, self._norms(pending))  # type: ignore[arg-type]
         if self._applied:
+            self._stepper.refresh()
             self._stepper.step(pending, [parameter.grad for parameter in pending])  # type: ignore[misc]
         else:
             # Nothing was updated in backward: one whole step, which any optimizer can do.
@@ -173,6 +176,7 @@ class OverlappedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The wrapped optimizer's; parameters of the model are updated in backward from the next one on."""
         self.optimizer.add_param_group(param_group)
+        self._stepper.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer}
@@ -198,9 +202,7 @@ class OverlappedOptimizer(Optimizer):
         """
         for other in self._stages:
             if (other.is_deferred, other.clipping) != (stage.is_deferred, stage.clipping):
-                raise ConfigurationError(
-                    f"one optimizer is updated in one way, but has {other!r} and {stage!r}"
-                )
+                raise ConfigurationError(f"one optimizer is updated in one way, but has {other!r} and {stage!r}")
         if stage not in self._stages:
             self._stages.append(stage)
 
@@ -208,6 +210,10 @@ class OverlappedOptimizer(Optimizer):
         """Forget ``stage``."""
         if stage in self._stages:
             self._stages.remove(stage)
+
+    def has_applied(self, parameter: Tensor) -> bool:
+        """Whether ``.grad`` of this parameter has been applied."""
+        return id(parameter) in self._applied
 
     def note_applied(self, parameters: list[Tensor]) -> None:
         """``.grad`` of these parameters has been applied."""

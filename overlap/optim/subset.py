@@ -17,7 +17,7 @@ be the same as one step: that is refused, and the deferred mode, which steps all
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from overlap._torch.autograd import version
 from overlap._torch.optimizer import drop_hooks, unhooked_step
 from overlap.errors import ConfigurationError, UnsupportedError
 
@@ -62,16 +63,17 @@ class SubsetStepper:
         self._step = unhooked_step(type(optimizer))
         self._written: set[tuple[str, int | None]] = set()
         self._places: dict[int, int] = {}
-        self._layout: tuple[int, ...] = ()
+        self._layout: tuple[tuple[int, ...], ...] = ()
         self._splits: dict[tuple[int, ...], list[tuple[int, list[Tensor]]]] = {}
+        self.refresh()
 
     def begin(self) -> None:
         """A new step begins: each parameter will be stepped at most once before the next call."""
         self._written.clear()
+        self.refresh()
 
     def covers(self, parameter: Tensor) -> bool:
-        """Whether the optimizer has ``parameter``."""
-        self._refresh()
+        """Whether the optimizer has ``parameter``, as of the last :meth:`begin` or :meth:`refresh`."""
         return id(parameter) in self._places
 
     @torch.no_grad()
@@ -87,18 +89,20 @@ class SubsetStepper:
             return
         split = self._split(parameters)
         twin = self._twin(split)
-        attributes = dict(twin.__dict__)
-        groups = [_Snapshot(group) for group in twin.param_groups]
+        attributes = _Snapshot(twin.__dict__, skipped=("param_groups", "state", "defaults"))
+        shared = _Snapshot({key: value for key, value in twin.state.items() if not isinstance(key, Tensor)})
+        groups = [_Snapshot(group, skipped=("params",)) for group in twin.param_groups]
         with _grads_replaced(parameters, gradients):
             self._step(twin)
-        for (place, _), group in zip(split, groups, strict=True):
-            for key in group.changed():
+        for (place, _), group, values in zip(split, groups, twin.param_groups, strict=True):
+            for key in group.changed(values):
                 self._note_write(key, place)
-                self._optimizer.param_groups[place][key] = group.now[key]
-        for key, value in twin.__dict__.items():
-            if key != "param_groups" and not _is_same(attributes.get(key, _ABSENT), value):
-                self._note_write(key, None)
-                self._optimizer.__dict__[key] = value
+                self._optimizer.param_groups[place][key] = values[key]
+        for key in attributes.changed(twin.__dict__):
+            self._note_write(key, None)
+            self._optimizer.__dict__[key] = twin.__dict__[key]
+        for key in shared.changed({key: value for key, value in twin.state.items() if not isinstance(key, Tensor)}):
+            self._note_write(key, None)
         # Fused kernels leave the version counter as it is; with it raised, a weight that a later node of this backward
         # still needs is autograd's own error instead of a wrong gradient.
         if any(group.get("fused") for group in twin.param_groups):
@@ -118,13 +122,12 @@ class SubsetStepper:
         if (key, place) in self._written:
             raise UnsupportedError(
                 f"{type(self._optimizer).__name__}.step() changes {key!r} at every call, so updating bucket by "
-                "bucket would not equal one step; use Step(optimizer, deferred=True)"
+                "bucket would not equal one step; start again with Step(optimizer, deferred=True)"
             )
         self._written.add((key, place))
 
     def _split(self, parameters: Sequence[Tensor]) -> list[tuple[int, list[Tensor]]]:
         """``parameters`` by the place of their group, cached: buckets hold the same parameters step after step."""
-        self._refresh()
         key = tuple(map(id, parameters))
         if key not in self._splits:
             groups: dict[int, list[Tensor]] = {}
@@ -133,37 +136,52 @@ class SubsetStepper:
             self._splits[key] = sorted(groups.items())
         return self._splits[key]
 
-    def _refresh(self) -> None:
-        layout = tuple(len(group["params"]) for group in self._optimizer.param_groups)
-        if layout == self._layout:
-            return
-        self._layout = layout
-        self._splits.clear()
-        self._places = {
-            id(parameter): place
-            for place, group in enumerate(self._optimizer.param_groups)
-            for parameter in group["params"]
-        }
+    def refresh(self) -> None:
+        """Look at which parameters are in which group now."""
+        layout = tuple(tuple(map(id, group["params"])) for group in self._optimizer.param_groups)
+        if layout != self._layout:
+            self._layout = layout
+            self._splits.clear()
+            self._places = {parameter: place for place, group in enumerate(layout) for parameter in group}
 
 
 _ABSENT = object()
 
 
 class _Snapshot:
-    """A group's values before a step, tensors that are changed in place included."""
+    """Values before a step, to tell which of them it changed: those replaced, and those changed in place."""
 
-    def __init__(self, group: dict[str, Any]) -> None:
-        self.now = group
-        self._before = dict(group)
-        self._versions = {key: value._version for key, value in group.items() if isinstance(value, Tensor)}
+    def __init__(self, values: Mapping[Any, Any], *, skipped: tuple[str, ...] = ()) -> None:
+        self._skipped = skipped
+        self._before = {key: (value, _contents(value)) for key, value in values.items() if key not in skipped}
 
-    def changed(self) -> list[str]:
+    def changed(self, values: Mapping[Any, Any]) -> list[Any]:
+        """The keys whose values are not what they were."""
         return [
             key
-            for key, value in self.now.items()
-            if not _is_same(self._before.get(key, _ABSENT), value)
-            or (key in self._versions and value._version != self._versions[key])
+            for key, value in values.items()
+            if key not in self._skipped and not self._is_unchanged(value, *self._before.get(key, (_ABSENT, None)))
         ]
+
+    @staticmethod
+    def _is_unchanged(value: Any, before: Any, contents: Any) -> bool:
+        if value is before:
+            return _is_same(contents, _contents(value))
+        return _is_same(before, value)
+
+
+def _contents(value: Any) -> Any:
+    """What tells an object that was changed in place from one that was not, as far as plain values go."""
+    if isinstance(value, Tensor):
+        return version(value)
+    if isinstance(value, dict):
+        return tuple((key, item) for key, item in value.items() if isinstance(item, _PLAIN))
+    if isinstance(value, list):
+        return tuple(item for item in value if isinstance(item, _PLAIN))
+    return None
+
+
+_PLAIN = (bool, int, float, str)
 
 
 def _is_same(before: Any, after: Any) -> bool:

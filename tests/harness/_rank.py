@@ -32,7 +32,6 @@ class RankSpec:
     rank: int
     world_size: int
     backend: str | None
-    port: int
     group_timeout_s: float
     timeout_s: float
     folder: Path
@@ -44,13 +43,17 @@ class RankSpec:
         return self.folder / f"rank{self.rank}.log"
 
     @property
+    def store(self) -> Path:
+        return self.folder / "store"
+
+    @property
     def stacks(self) -> Path:
         return self.folder / f"rank{self.rank}.stacks"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank sends back: a result, or an exception with its formatted traceback."""
+    """What a rank sends back, first its result and at the end None; or an exception with its traceback."""
 
     value: Any
     exception: BaseException | None = None
@@ -65,19 +68,19 @@ def rank_main(spec: RankSpec, connection: Connection) -> None:
     _watch(spec)
     coverage = _start_coverage()
     stray = _Stray()
-    payload = _run(spec, stray)
+    payload = _run(spec, connection, stray)
     # Coverage comes first: the parent may end this process as soon as a failure is reported.
     if coverage is not None:
         coverage.stop()
         coverage.save()
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         connection.send_bytes(payload)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _run(spec: RankSpec, stray: _Stray) -> bytes:
+def _run(spec: RankSpec, connection: Connection, stray: _Stray) -> bytes:
     try:
         _turn_warnings_into_errors()
         import torch
@@ -86,10 +89,12 @@ def _run(spec: RankSpec, stray: _Stray) -> bytes:
         fn, args = pickle.loads(spec.call)
         with _process_group(spec):
             value = fn(spec.rank, spec.world_size, *args)
+            # Plain pickle copies a tensor's bytes; multiprocessing's would share memory that is about to go.
+            connection.send_bytes(pickle.dumps(Report(value)))
+            connection.recv_bytes()  # a group left early breaks the collectives that peers are still in
         gc.collect()
         stray.check()
-        # Plain pickle copies a tensor's bytes; multiprocessing's would share that of a process about to end.
-        return pickle.dumps(Report(value))
+        return pickle.dumps(Report(None))
     except BaseException as error:
         return _failure(error)
 
@@ -120,10 +125,14 @@ def _process_group(spec: RankSpec) -> Iterator[None]:
             # NCCL refuses ranks that share a device by comparing host hash and bus id.
             os.environ.setdefault("NCCL_HOSTID", f"rank{spec.rank}")
         torch.cuda.set_device(spec.rank % devices)
-    store = dist.TCPStore("127.0.0.1", spec.port, is_master=False, timeout=timeout)
-    dist.init_process_group(
-        spec.backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout
-    )
+    # A TCPStore looks up the name of every peer, and waits five seconds where a name server is silent.
+    store = dist.FileStore(str(spec.store), spec.world_size)
+    store.set_timeout(timeout)
+    dist.init_process_group(spec.backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=timeout)
+    # Gloo's constructor returns while peers still connect; one that dies by then would fail theirs.
+    if store.add("ranks that are ready", 1) == spec.world_size:
+        store.set("all are ready", "")
+    store.wait(["all are ready"])
     yield
     # Not in a `finally`: after an exception the peers may be inside a collective, and leaving is quicker.
     dist.destroy_process_group()
@@ -139,7 +148,7 @@ def _redirect_output(log: Path) -> None:
 
 def _watch(spec: RankSpec) -> None:
     """Stacks on request, on a crash, and an end by itself if the parent is gone: none of it needs the GIL."""
-    stacks = open(spec.stacks, "w")  # noqa: SIM115 (faulthandler holds the descriptor)
+    stacks = spec.stacks.open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable(file=sys.stderr, all_threads=True)
     faulthandler.dump_traceback_later(spec.timeout_s + 10, exit=True, file=stacks)

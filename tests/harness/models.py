@@ -160,10 +160,7 @@ class _Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(32, _WIDTH)
         self.layers = nn.Sequential(
-            *(
-                nn.TransformerEncoderLayer(_WIDTH, 2, 2 * _WIDTH, dropout=0.0, batch_first=True)
-                for _ in range(2)
-            )
+            *(nn.TransformerEncoderLayer(_WIDTH, 2, 2 * _WIDTH, dropout=0.0, batch_first=True) for _ in range(2))
         )
         self.head = nn.Linear(_WIDTH, _WIDTH)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -10,15 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import torch.distributed as dist
 
 from ._rank import RankSpec, Report, rank_main
 from .errors import RankDied, RankFailed, RankHung, WorldError
@@ -26,6 +25,7 @@ from .errors import RankDied, RankFailed, RankHung, WorldError
 # Peers of a rank that fails see their connections break an instant later; this long we look for the cause.
 _BLAME_S = 0.5
 _STACKS_S = 2.0
+_LEAVE_S = 10.0
 _LOG_TAIL_CHARS = 4000
 _PEER_GONE = (
     "Connection closed by peer",
@@ -65,15 +65,10 @@ def run_ranks(
     stands in its place.
     """
     start_server()
-    # The store lives here so that no rank's death takes it away; port 0 lets the system choose a free one.
-    store = None
-    if backend is not None:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         shared = {
             "world_size": world_size,
             "backend": backend,
-            "port": 0 if store is None else store.port,
             "group_timeout_s": group_timeout_s,
             "timeout_s": timeout_s,
             "folder": Path(folder),
@@ -81,21 +76,22 @@ def run_ranks(
             "call": cloudpickle.dumps((fn, args)),
         }
         world = [_Rank.start(RankSpec(rank=rank, **shared)) for rank in range(world_size)]
+        deadline_s = time.monotonic() + timeout_s
         try:
-            _collect(world, timeout_s=timeout_s, until_failure=not return_exceptions)
-            outcomes = [rank.outcome() for rank in world]
+            _collect(world, reports=1, deadline_s=deadline_s, until_failure=not return_exceptions)
+            if return_exceptions or not any(rank.failure for rank in world):
+                for rank in world:
+                    rank.let_leave()
+                deadline_s = max(deadline_s, time.monotonic() + _LEAVE_S)
+                _collect(world, reports=2, deadline_s=deadline_s, until_failure=not return_exceptions)
         finally:
             _end(world)
         for rank in world:
             sys.stdout.write(rank.log())
-    if return_exceptions:
-        for rank in world:
-            rank.note_traceback()
-        return outcomes
     blamed = _blamed(world)
-    if blamed is not None:
+    if blamed is not None and not return_exceptions:
         raise _with_the_others(blamed, world) from getattr(blamed.failure, "exception", None)
-    return outcomes
+    return [rank.outcome() for rank in world]
 
 
 @dataclass(eq=False)
@@ -103,53 +99,54 @@ class _Rank:
     spec: RankSpec
     process: Any
     connection: Connection
-    report: Report | None = None
+    reports: list[Report] = field(default_factory=list)
     failure: WorldError | None = None
     failed_at_s: float = float("inf")
 
     @classmethod
     def start(cls, spec: RankSpec) -> _Rank:
         context = multiprocessing.get_context("forkserver")
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=rank_main, args=(spec, sender), name=f"rank{spec.rank}", daemon=True)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=rank_main, args=(spec, theirs), name=f"rank{spec.rank}", daemon=True)
         process.start()
-        sender.close()  # so that the rank's end is the only one, and its death reads as the end of the stream
-        return cls(spec, process, receiver)
-
-    @property
-    def pending(self) -> bool:
-        return self.report is None and self.failure is None
+        theirs.close()  # so that the rank's end is the only one, and its death reads as the end of the stream
+        return cls(spec, process, ours)
 
     def outcome(self) -> Any:
-        if self.report is not None and self.report.exception is None:
-            return self.report.value
-        if self.report is not None:
-            return self.report.exception
-        return self.failure
+        if isinstance(self.failure, RankFailed):
+            self.failure.exception.add_note(f"[rank {self.spec.rank}] {self.reports[-1].traceback}")
+            return self.failure.exception
+        return self.failure or self.reports[0].value
 
-    def note_traceback(self) -> None:
-        if self.report is not None and self.report.exception is not None:
-            self.report.exception.add_note(f"[rank {self.spec.rank}] {self.report.traceback}")
+    def let_leave(self) -> None:
+        with contextlib.suppress(OSError):  # its death is read from the connection
+            self.connection.send_bytes(b"")
 
     def receive(self) -> None:
         rank = self.spec.rank
         try:
-            self.report = pickle.loads(self.connection.recv_bytes())
-        except EOFError:
+            report = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
             self.process.join(5)
             code = self.process.exitcode
             how = "an unknown exit code" if code is None else f"exit code {code}{_signal_name(code)}"
             self.failure = RankDied(rank, f"rank {rank} died with {how}{self._log_section()}", code)
-        if self.report is not None and self.report.exception is not None:
-            text = f"rank {rank} raised\n\n{self.report.traceback.rstrip()}{self._log_section()}"
-            self.failure = RankFailed(rank, text, self.report.exception)
-        if self.failure is not None:
-            self.failed_at_s = time.monotonic()
+        else:
+            self.reports.append(report)
+            if report.exception is None:
+                return
+            text = f"rank {rank} raised\n\n{report.traceback.rstrip()}{self._log_section()}"
+            self.failure = RankFailed(rank, text, report.exception)
+        self.failed_at_s = time.monotonic()
 
-    def hang(self, timeout_s: float) -> None:
+    def hang(self) -> None:
         rank = self.spec.rank
-        text = f"rank {rank} had no result after {timeout_s:g} s{self._stacks_section()}{self._log_section()}"
-        self.failure = RankHung(rank, text)
+        what = (
+            "had a result, but did not leave its group"
+            if self.reports
+            else f"had no result after {self.spec.timeout_s:g} s"
+        )
+        self.failure = RankHung(rank, f"rank {rank} {what}{self._stacks_section()}{self._log_section()}")
         self.failed_at_s = time.monotonic()
 
     def ask_for_stacks(self) -> None:
@@ -175,25 +172,29 @@ class _Rank:
         return f"\n\n--- stacks of rank {self.spec.rank} ---\n{stacks.strip() or '(none came)'}"
 
 
-def _collect(world: list[_Rank], *, timeout_s: float, until_failure: bool) -> None:
-    deadline = time.monotonic() + timeout_s
-    while pending := [rank for rank in world if rank.pending]:
-        left_s = deadline - time.monotonic()
+def _collect(world: list[_Rank], *, reports: int, deadline_s: float, until_failure: bool) -> None:
+    """Waits until each rank has sent so many reports, has failed or, at the deadline, counts as hung."""
+
+    def pending() -> list[_Rank]:
+        return [rank for rank in world if rank.failure is None and len(rank.reports) < reports]
+
+    while waited_for := pending():
+        left_s = deadline_s - time.monotonic()
         if until_failure and any(rank.failure for rank in world):
             left_s = min(rank.failed_at_s for rank in world) + _BLAME_S - time.monotonic()
             if left_s <= 0:
                 return
-        ready = wait([rank.connection for rank in pending], timeout=max(left_s, 0))
-        for rank in pending:
+        if left_s <= 0:
+            break
+        ready = wait([rank.connection for rank in waited_for], timeout=left_s)
+        for rank in waited_for:
             if rank.connection in ready:
                 rank.receive()
-        if not ready and time.monotonic() >= deadline:
-            break
-    hung = [rank for rank in world if rank.pending]
+    hung = pending()
     for rank in hung:
         rank.ask_for_stacks()
     for rank in hung:
-        rank.hang(timeout_s)
+        rank.hang()
 
 
 def _blamed(world: list[_Rank]) -> _Rank | None:
@@ -205,7 +206,7 @@ def _blamed(world: list[_Rank]) -> _Rank | None:
 def _saw_a_peer_go(rank: _Rank) -> bool:
     if not isinstance(rank.failure, RankFailed):
         return False
-    return rank.report is not None and any(sign in rank.report.traceback for sign in _PEER_GONE)
+    return any(sign in rank.reports[-1].traceback for sign in _PEER_GONE)
 
 
 def _with_the_others(blamed: _Rank, world: list[_Rank]) -> WorldError:
@@ -216,7 +217,7 @@ def _with_the_others(blamed: _Rank, world: list[_Rank]) -> WorldError:
         if rank is blamed:
             continue
         if rank.failure is None:
-            said = f"rank {rank.spec.rank} " + ("was ended with it" if rank.report is None else "was done")
+            said = f"rank {rank.spec.rank} " + ("was done" if rank.reports else "was ended with it")
         else:
             said = str(rank.failure) if hung else f"rank {rank.spec.rank}: {_last_line(rank)}"
         error.args = (f"{error.args[0]}\n\n{said}",)
@@ -224,14 +225,14 @@ def _with_the_others(blamed: _Rank, world: list[_Rank]) -> WorldError:
 
 
 def _last_line(rank: _Rank) -> str:
-    if rank.report is not None:
-        return rank.report.traceback.strip().splitlines()[-1]
+    if isinstance(rank.failure, RankFailed):
+        return rank.reports[-1].traceback.strip().splitlines()[-1]
     return str(rank.failure).splitlines()[0]
 
 
 def _end(world: list[_Rank]) -> None:
     for rank in world:
-        if rank.pending or rank.failure:
+        if rank.failure or len(rank.reports) < 2:
             rank.process.kill()
     for rank in world:
         rank.process.join(10)
@@ -262,7 +263,7 @@ def start_server() -> None:
         forkserver.ensure_running()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in changes}
     _apply(changes)

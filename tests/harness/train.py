@@ -89,9 +89,7 @@ def bucket_sizes_bytes(ddp: DistributedDataParallel) -> list[int]:
     return [int(size) for size in str(sizes).split(",")]
 
 
-def _record(
-    step: int, loss: Tensor, ddp: DistributedDataParallel, optimizer: Any, *, gradients: bool
-) -> Record:
+def _record(step: int, loss: Tensor, ddp: DistributedDataParallel, optimizer: Any, *, gradients: bool) -> Record:
     module = ddp.module
     grads = {name: param.grad for name, param in module.named_parameters()}
     return Record(

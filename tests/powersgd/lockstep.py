@@ -16,6 +16,7 @@ from torch import Tensor
 
 from overlap import Bucket, Stage
 from overlap.hooks import Site
+from overlap.hooks.collectives import Entering
 from overlap.hooks.stage import walk
 
 CPU = torch.device("cpu")
@@ -43,8 +44,9 @@ class _Channel:
     def size(self) -> int:
         return self.ranks
 
-    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        self.tensors.extend(tensors)
+    def all_reduce(self, tensor: Tensor, op: Any) -> list[Any]:
+        self.tensors.append(tensor)
+        return []
 
 
 @dataclass
@@ -90,13 +92,9 @@ class World:
             for each in walk(stage):
                 each.attach(site)
 
-    def step(
-        self, gradients: Sequence[Sequence[Tensor]], *, replays: Sequence[int] = ()
-    ) -> list[list[Tensor]]:
+    def step(self, gradients: Sequence[Sequence[Tensor]], *, replays: Sequence[int] = ()) -> list[list[Tensor]]:
         """Reduces one bucket of `gradients[rank][place]`; what each rank got, in the same order."""
-        buckets = [
-            self._bucket(rank, gradients[rank], is_replay=rank in replays) for rank in range(len(self.stages))
-        ]
+        buckets = [self._bucket(rank, gradients[rank], is_replay=rank in replays) for rank in range(len(self.stages))]
         self.sent_numel = []
         for rank, stage in enumerate(self.stages):
             for each in walk(stage):
@@ -155,6 +153,9 @@ class World:
 def next_operation(coroutine: Any) -> Any:
     """The coroutine's next operation; `None` when it is through."""
     try:
-        return coroutine.send(None)
+        operation = coroutine.send(None)
+        while isinstance(operation, Entering):
+            operation = coroutine.send(None)
+        return operation
     except StopIteration:
         return None

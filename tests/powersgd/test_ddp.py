@@ -56,9 +56,7 @@ def _run(
     optimizer = attach(ddp) or _optimizer(ddp)
     step_fn = overlapped_step if is_overlapped else plain_step
     batches = case.batches(rank, steps=steps)
-    return train(
-        ddp, optimizer, batches, step_fn=step_fn, min_buckets=min_buckets, gradients=not is_overlapped
-    )
+    return train(ddp, optimizer, batches, step_fn=step_fn, min_buckets=min_buckets, gradients=not is_overlapped)
 
 
 def _agree(records: list[Any]) -> None:

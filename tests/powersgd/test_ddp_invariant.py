@@ -104,9 +104,7 @@ def _no_sync(rank: int, world_size: int) -> None:
                 ddp(other).backward()
             else:
                 ddp([a + b for a, b in zip(one, other, strict=True)]).backward()
-            outputs.append(
-                [parameter.grad.clone() for parameter in ddp.parameters() if parameter.grad is not None]
-            )
+            outputs.append([parameter.grad.clone() for parameter in ddp.parameters() if parameter.grad is not None])
         assert stage.state_dict()["steps"] == 3
     torch.testing.assert_close(outputs[:3], outputs[3:], rtol=1e-5, atol=1e-6)
 

@@ -69,9 +69,7 @@ def test_what_is_not_finite_passes_through_and_leaves_no_trace(
         if options.get("error_feedback", True):
             check_step(struck, gradients(step, 2, shapes, dtype), 64 * EPS[dtype])
         else:
-            assert all(
-                bool(output.isfinite().all()) for output in struck.step(gradients(step, 2, shapes, dtype))[0]
-            )
+            assert all(bool(output.isfinite().all()) for output in struck.step(gradients(step, 2, shapes, dtype))[0])
 
 
 def test_an_exact_gradient_that_is_not_finite_passes_through() -> None:

@@ -75,9 +75,7 @@ def _parity(rank: int, world_size: int, dtype: torch.dtype, tolerance: float) ->
         _compare(rank, world_size, dtype, tolerance, options)
 
 
-def _compare(
-    rank: int, world_size: int, dtype: torch.dtype, tolerance: float, options: dict[str, Any]
-) -> None:
+def _compare(rank: int, world_size: int, dtype: torch.dtype, tolerance: float, options: dict[str, Any]) -> None:
     # PyTorch orthogonalizes with QR from rank 3 on, and up to 2 with a loop that fails on its own zero
     # columns.
     arguments = {
@@ -151,10 +149,7 @@ def test_a_whole_bucket_is_one_square_matrix() -> None:
     residuals = torch.zeros(2, side * side, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for _ in range(6):
-        local = [
-            [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-            for _ in range(2)
-        ]
+        local = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] for _ in range(2)]
         outputs = world.step(local)
         for own_rank in range(2):
             residuals[own_rank, :numel] += torch.cat([gradient.flatten() for gradient in local[own_rank]])

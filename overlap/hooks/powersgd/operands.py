@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from overlap._torch.foreach import add_, copy_
+from overlap._torch.foreach import add_all, copy_all
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.memory import Slot
 from overlap.hooks.powersgd.plan import Plan
@@ -105,14 +105,14 @@ class Stack(Operand):
 
     def begin(self) -> None:
         if self._has_sum and self._residuals is not None and not all(self._is_new):
-            add_(self._gradients, self._residuals)
+            add_all(self._gradients, self._residuals)
 
     def load(self) -> Tensor:
         if self._has_sum:
             return self._gradients[0][None] if len(self._gradients) == 1 else torch.stack(self._gradients)
         matrices = torch.stack(self._gradients).to(self._compute_dtype)
         if self._residuals is not None:
-            add_(matrices.unbind(), self._residuals)
+            add_all(matrices.unbind(), self._residuals)
         return matrices
 
     def finish(self, own: Approximation, mean: Approximation, is_sound: Tensor | None) -> None:
@@ -128,7 +128,7 @@ class Stack(Operand):
         if is_sound is not None:
             output.masked_fill_(~is_sound[:, None, None], torch.nan)
         if output.data_ptr() != self._gradients[0].data_ptr():
-            copy_(self._gradients, output.unbind())
+            copy_all(self._gradients, output.unbind())
 
 
 class Blocks(Stack):
@@ -212,7 +212,7 @@ class Square(Operand):
         flat = torch.zeros(self._side * self._side, dtype=self._compute_dtype, device=buffer.device)
         flat[: buffer.numel()].copy_(buffer)
         if self._residuals is not None:
-            add_(self._parts(flat), self._residuals)
+            add_all(self._parts(flat), self._residuals)
         return flat.view(1, self._side, self._side)
 
     def finish(self, own: Approximation, mean: Approximation, is_sound: Tensor | None) -> None:
@@ -233,7 +233,7 @@ class Square(Operand):
 def keep(residuals: Sequence[Tensor], found: Sequence[Tensor], is_sound: Tensor | None) -> None:
     """Overwrite residuals where the step was sound, without asking on the host whether it was."""
     if is_sound is None:
-        copy_(residuals, found)
+        copy_all(residuals, found)
         return
     for residual, new, sound in zip(residuals, found, is_sound.unbind(), strict=True):
         residual.copy_(torch.where(sound, new, residual))

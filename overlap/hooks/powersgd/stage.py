@@ -117,6 +117,9 @@ class PowerSGD(Stage):
 
     def attach(self, site: Site) -> None:
         self._memory.attach(site)
+        # Of another model, or of passes that not every rank has seen: ranks compare their plans next.
+        self._layout.clear()
+        self._measured.clear()
 
     def detach(self) -> None:
         self._memory.detach()
@@ -126,18 +129,18 @@ class PowerSGD(Stage):
         self._memory.steps += 1
         self._this_pass.clear()
 
-    def after_backward(self, *, failed: bool) -> None:
+    def after_backward(self, *, failed: bool) -> str | None:
         self._layout = [(keys, plan) for _, keys, plan in self._this_pass]
         self._this_pass.clear()
         if failed:
-            # Ranks may have come to different buckets, but a basis that differs among them gives different
-            # outputs.
+            # Ranks may have come to different buckets, but a basis that differs among them gives different outputs.
             if self.config.alternate:
                 self._memory.forget_factors()
-            return
+            return f"{self!r}: what compression had left out of this pass's gradients may be lost"
         if self._step >= 0:
             self._memory.check_claimed()
             self._memory.statistics.report(self._memory.steps - 1, self.config.log_every_steps)
+        return None
 
     @property
     def _step(self) -> int:
@@ -145,7 +148,9 @@ class PowerSGD(Stage):
         return self._memory.steps - 1 - self.config.start_step
 
     async def __call__(self, bucket: Bucket) -> None:
-        if self._step < 0 or not bucket.buffer.is_floating_point() or bucket.buffer.numel() == 0:
+        # A buffer of complex gradients holds them as pairs of real numbers.
+        is_real = bucket.buffer.is_floating_point() and not bucket.parameters[0].is_complex()
+        if self._step < 0 or not is_real or bucket.buffer.numel() == 0:
             await self._all_reduce(bucket)
             return
         keys = self._memory.keys_of(bucket)
@@ -248,9 +253,10 @@ class PowerSGD(Stage):
         statistics = self._memory.statistics
         return statistics.rate, statistics.numel_before, statistics.numel_after
 
+    @property
     def plan(self) -> str:
-        """A line a bucket of the last pass: what is sent of it, in elements, and what was measured."""
-        lines = []
+        """The options; after a pass also a line a bucket: what is sent of it, in elements, and what was measured."""
+        lines = [repr(self)]
         for index, (keys, plan) in enumerate(self._layout):
             found = [one for one in self._measured if not set(one.keys).isdisjoint(keys)]
             lines.append("; ".join([f"bucket {index}, {plan}", *map(str, found)]))
@@ -268,8 +274,7 @@ class PowerSGD(Stage):
 
         Raises:
             ConfigurationError: the state is another model's or another rank's; for another number of ranks,
-            see
-                :meth:`redistribute`. Where the stage is not yet registered, registering raises it.
+                see :meth:`redistribute`. Where the stage is not yet registered, registering raises it.
         """
         if state_dict:
             self._memory.load_state_dict(state_dict)
@@ -278,8 +283,7 @@ class PowerSGD(Stage):
     def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
         """The state for ``rank`` of ``ranks`` from those of other ranks, with the same sum of residuals.
 
-        New rank ``r`` gets the sum of the residuals of the old ranks ``r``, ``r + ranks``, ``r + 2 * ranks``
-        ...
+        New rank ``r`` gets the sum of the residuals of the old ranks ``r``, ``r + ranks``, ``r + 2 * ranks`` and so on.
 
         Args:
             states: of the old ranks, all or at least those named above (where there is none: any one).

@@ -42,8 +42,8 @@ class PowerSGDState:
         orthogonalization_epsilon: see ``PowerSGD(epsilon=)``.
         random_seed: see ``PowerSGD(seed=)``.
         compression_stats_logging_frequency: steps between two lines in the log.
-        batch_tensors_with_same_shape: equal shapes are batched wherever that is faster, so this changes
-        nothing. options: ``alternate``, ``error_dtype`` and ``bypass`` of :class:`PowerSGD`.
+        batch_tensors_with_same_shape: equal shapes are batched wherever that is faster, so this changes nothing.
+        options: ``alternate``, ``error_dtype`` and ``bypass`` of :class:`PowerSGD`.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -167,7 +167,13 @@ def _hook(name: str, doc: str, *, is_square: bool) -> StageHook:
         name,
         group_of=lambda state: checked(state).process_group,
         doc=doc,
+        pickled_as=(_by_name, (name,)),
     )
+
+
+def _by_name(name: str) -> StageHook:
+    hook: StageHook = globals()[name]
+    return hook
 
 
 powerSGD_hook = _hook(  # noqa: N816 (PyTorch's name)

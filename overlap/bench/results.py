@@ -1,0 +1,177 @@
+"""From what the ranks found to the rows that are shown and saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overlap.bench.floor import StepProfile, floor_ms
+from overlap.bench.rank import RESULTS, Findings
+from overlap.bench.registry import COMPUTE_ONLY, registry
+from overlap.bench.settings import FILES, Plan
+from overlap.bench.trial import Ground
+
+OK = "ok"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One variant, as it stands in the JSON. What was not measured is None, and `status` says why.
+
+    `bytes_sent_per_step` and `peak_memory_bytes` are those of the rank that has most of them; times are of each
+    step's slowest rank. `ratio` is the median over the baseline's, and `exposed_ms` the median less that of
+    compute-only, both from the same race.
+    """
+
+    variant: str
+    median_ms: float | None = None
+    p25_ms: float | None = None
+    p75_ms: float | None = None
+    ratio: float | None = None
+    baseline: str
+    bytes_sent_per_step: int | None = None
+    peak_memory_bytes: int | None = None
+    exposed_ms: float | None = None
+    floor_ms: float | None = None
+    status: str
+
+    @property
+    def score(self) -> float | None:
+        """How much of the step the floor explains; 1 would be as fast as can be."""
+        return None if self.floor_ms is None or not self.median_ms else self.floor_ms / self.median_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that a run reports; `save` writes it as the JSON that docs/benchmarks.md describes."""
+
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    rows: tuple[Row, ...]
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        raw = json.loads(Path(path).read_text())
+        return cls(machine=raw["machine"], settings=raw["settings"], rows=tuple(Row(**row) for row in raw["rows"]))
+
+
+def read_findings(plan: Plan) -> Findings:
+    """What rank 0 left in the plan's folder."""
+    return Findings(**json.loads((Path(plan.folder) / f"{RESULTS}.0.json").read_text()))
+
+
+def make_report(plan: Plan, findings: Findings, machine: dict[str, Any]) -> Report:
+    grounds = [Ground.from_json(one) for one in findings.ground]
+    link_bytes_per_s = min(one.link_bytes_per_s for one in grounds)
+    settings = {key: value for key, value in asdict(plan.settings).items() if key not in FILES}
+    settings |= {
+        "variants": list(plan.variants),
+        "link": plan.link,
+        "bandwidth_bytes_per_s": plan.settings.bandwidth_bytes_per_s,
+        # What an all-reduce got, by the bytes each rank sends: on loopback, the floors rest on it.
+        "measured_bytes_per_s": round(link_bytes_per_s),
+        "simulated": plan.link == "simulated",
+        "samples": {name: len(race[name]) for name in plan.variants if (race := _race_of(findings, name))},
+    }
+    bandwidth_bytes_per_s = link_bytes_per_s
+    if plan.link in ("namespaces", "simulated"):
+        bandwidth_bytes_per_s = plan.settings.bandwidth_bytes_per_s or link_bytes_per_s
+    slowest = max((one.profile for one in grounds), key=lambda profile: profile.compute_ms)
+    rows = tuple(_row(plan, findings, name, slowest, bandwidth_bytes_per_s) for name in plan.variants)
+    return Report(machine=machine, settings=settings, rows=rows)
+
+
+def _row(plan: Plan, findings: Findings, name: str, profile: StepProfile, bandwidth_bytes_per_s: float) -> Row:
+    variant = registry()[name]
+    baseline = variant.baseline_name(plan.settings)
+    race = _race_of(findings, name)
+    if race is None:
+        return Row(variant=name, baseline=baseline, status=findings.failures.get(name, "not run: out of time"))
+    trials = findings.trials[name]
+    sent_bytes = max(float(one["sent_bytes_per_step"]) for one in trials)
+    p25_ms, median_ms, p75_ms = quartiles(race[name])
+    ratio = exposed_ms = floor = None
+    if baseline in race:
+        ratio = median_ms / statistics.median(race[baseline])
+    if COMPUTE_ONLY in race:
+        compute_ms = statistics.median(race[COMPUTE_ONLY])
+        exposed_ms = median_ms - compute_ms
+        floor = floor_ms(
+            variant.floor,
+            profile.scaled_to(compute_ms),
+            optimizer=variant.optimizer_name(plan.settings),
+            sent_bytes=sent_bytes,
+            bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        )
+    return Row(
+        variant=name,
+        median_ms=_rounded(median_ms),
+        p25_ms=_rounded(p25_ms),
+        p75_ms=_rounded(p75_ms),
+        ratio=_rounded(ratio, 4),
+        baseline=baseline,
+        bytes_sent_per_step=round(sent_bytes),
+        peak_memory_bytes=max(int(one["peak_memory_bytes"]) for one in trials),
+        exposed_ms=_rounded(exposed_ms),
+        floor_ms=_rounded(floor),
+        status=OK,
+    )
+
+
+def _race_of(findings: Findings, name: str) -> dict[str, list[float]] | None:
+    """The race that stands for `name`: a baseline may be in several, and counts where it meets most others."""
+    return max((race for race in findings.races if name in race), key=len, default=None)
+
+
+def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The 25th, 50th and 75th percentile."""
+    if len(samples) == 1:
+        return samples[0], samples[0], samples[0]
+    lower, middle, upper = statistics.quantiles(samples, n=4, method="inclusive")
+    return lower, middle, upper
+
+
+def describe_machine() -> dict[str, Any]:
+    """What a reader needs to know to place absolute times."""
+    machine: dict[str, Any] = {
+        "cpu": _first_value("/proc/cpuinfo", "model name") or platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": int((_first_value("/proc/meminfo", "MemTotal") or "0").split()[0]) * 1024,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        # Before the run: other work on the machine shows up in the times.
+        "load": round(os.getloadavg()[0], 2),
+    }
+    if torch.cuda.is_available():
+        machine["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return machine
+
+
+def _first_value(path: str, key: str) -> str | None:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    values: Mapping[str, str] = dict(reversed([_split(line) for line in lines if ":" in line]))
+    return values.get(key)
+
+
+def _split(line: str) -> tuple[str, str]:
+    key, _, value = line.partition(":")
+    return key.strip(), value.strip()
+
+
+def _rounded(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None else round(value, digits)

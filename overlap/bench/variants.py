@@ -1,0 +1,219 @@
+"""The rows of the benchmark, PyTorch's own beside ours. To add one, write its `@variant` function here.
+
+Each function takes a `Site` and returns what trains one step. What fails to import, build or run becomes a row whose
+status says so, so nothing here checks whether a backend can do what is asked of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from overlap.bench.registry import COMPUTE_ONLY, variant
+from overlap.bench.site import Prepared, Site
+
+_PERIOD = 8
+
+
+@variant(COMPUTE_ONLY, baseline="ddp-sgd", floor="compute")
+def compute_only(site: Site) -> Prepared:
+    """Forward and backward without communication or update: what every other row is held against."""
+    ddp = site.ddp()
+
+    def step() -> None:
+        ddp.zero_grad()
+        with ddp.no_sync():
+            site.loss(ddp).backward()
+
+    return Prepared(step=step)
+
+
+# Plain DDP --------------------------------------------------------------------------------------------------
+
+
+@variant("ddp-sgd", optimizer="sgd")
+def ddp_sgd(site: Site) -> Prepared:
+    return _plain_ddp(site, "sgd")
+
+
+@variant("ddp-adamw", optimizer="adamw")
+def ddp_adamw(site: Site) -> Prepared:
+    return _plain_ddp(site, "adamw")
+
+
+@variant("ddp-adamw-fused", optimizer="adamw-fused")
+def ddp_adamw_fused(site: Site) -> Prepared:
+    return _plain_ddp(site, "adamw-fused")
+
+
+def _plain_ddp(site: Site, optimizer: str) -> Prepared:
+    ddp = site.ddp()
+    return site.plain(ddp, site.optimizer(optimizer, ddp.parameters()))
+
+
+# The update in backward -------------------------------------------------------------------------------------
+
+
+@variant("torch-hook-then-optimizer-adamw", optimizer="adamw")
+def torch_hook_then_optimizer_adamw(site: Site) -> Prepared:
+    from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks as hooks
+    from torch.distributed.optim import as_functional_optim
+
+    ddp = site.ddp()
+    functional = as_functional_optim(torch.optim.AdamW, lr=site.learning_rate)
+    state = hooks._OptimizerHookState(functional)
+    ddp.register_comm_hook(site.group, hooks._hook_then_optimizer(default_hooks.allreduce_hook, state))
+
+    def step() -> None:
+        ddp.zero_grad()
+        site.loss(ddp).backward()
+
+    return Prepared(step=step)
+
+
+@variant("overlap-step-adamw", optimizer="adamw-fused")
+def overlap_step_adamw(site: Site) -> Prepared:
+    from overlap.hooks import AllReduce
+
+    return _overlapped(site, "adamw-fused", AllReduce())
+
+
+# The update sharded -----------------------------------------------------------------------------------------
+
+
+@variant("torch-zero-sgd", optimizer="sgd")
+def torch_zero_sgd(site: Site) -> Prepared:
+    return _torch_zero(site, torch.optim.SGD, momentum=0.9)
+
+
+@variant("torch-zero-adamw", optimizer="adamw")
+def torch_zero_adamw(site: Site) -> Prepared:
+    return _torch_zero(site, torch.optim.AdamW)
+
+
+def _torch_zero(site: Site, kind: type[torch.optim.Optimizer], **options: Any) -> Prepared:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = site.ddp()
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), kind, process_group=site.group, lr=site.learning_rate, **options)
+    return site.plain(ddp, zero)
+
+
+@variant("torch-zero-interleaved-adamw", optimizer="adamw", backends=("nccl",))
+def torch_zero_interleaved_adamw(site: Site) -> Prepared:
+    from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step_interleaved
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = site.ddp()
+    zero = ZeroRedundancyOptimizer(
+        ddp.parameters(),
+        torch.optim.AdamW,
+        process_group=site.group,
+        lr=site.learning_rate,
+        overlap_with_ddp=True,
+    )
+    ddp.register_comm_hook(None, hook_with_zero_step_interleaved(default_hooks.allreduce_hook, ddp, zero))
+    return site.plain(ddp, zero)
+
+
+# Gradients compressed ---------------------------------------------------------------------------------------
+
+
+@variant("torch-fp16")
+def torch_fp16(site: Site) -> Prepared:
+    return _torch_hook(site, default_hooks.fp16_compress_hook, site.group)
+
+
+@variant("overlap-fp16")
+def overlap_fp16(site: Site) -> Prepared:
+    return _overlapped_cast(site, torch.float16)
+
+
+@variant("torch-bf16")
+def torch_bf16(site: Site) -> Prepared:
+    return _torch_hook(site, default_hooks.bf16_compress_hook, site.group)
+
+
+@variant("overlap-bf16")
+def overlap_bf16(site: Site) -> Prepared:
+    return _overlapped_cast(site, torch.bfloat16)
+
+
+# On Gloo its collectives reach the ranks in different orders now and then, and abort the process.
+@variant("torch-powersgd-r4", apart=True)
+def torch_powersgd_r4(site: Site) -> Prepared:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+
+    # Its earliest start: compressed from the third step on.
+    state = powersgd.PowerSGDState(site.group, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    return _torch_hook(site, powersgd.powerSGD_hook, state)
+
+
+@variant("torch-quantize8")
+def torch_quantize8(site: Site) -> Prepared:
+    from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import quantization_pertensor_hook
+
+    return _torch_hook(site, quantization_pertensor_hook, site.group)
+
+
+# Fewer steps synchronized, and uneven inputs ----------------------------------------------------------------
+
+
+@variant("torch-averager", floor="streamed", block_steps=_PERIOD)
+def torch_averager(site: Site) -> Prepared:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    model = site.model()
+    optimizer = site.optimizer(site.settings.optimizer, model.parameters())
+    averager = PeriodicModelAverager(period=_PERIOD, warmup_steps=0, process_group=site.group)
+    local = site.plain(model, optimizer)
+
+    def step() -> None:
+        local.step()
+        averager.average_parameters(model.parameters())
+
+    return Prepared(step=step)
+
+
+@variant("torch-join", block_steps=4)
+def torch_join(site: Site) -> Prepared:
+    from torch.distributed.algorithms.join import Join
+
+    ddp = site.ddp()
+    plain = site.plain(ddp, site.optimizer(site.settings.optimizer, ddp.parameters()))
+    return Prepared(step=plain.step, running=lambda: Join([ddp]))
+
+
+# What several of them share ---------------------------------------------------------------------------------
+
+
+def _torch_hook(site: Site, hook: Any, state: object) -> Prepared:
+    """One of PyTorch's communication hooks, with the optimizer after backward as PyTorch has it."""
+    ddp = site.ddp()
+    ddp.register_comm_hook(state, hook)
+    return site.plain(ddp, site.optimizer(site.settings.optimizer, ddp.parameters()))
+
+
+def _overlapped_cast(site: Site, dtype: torch.dtype) -> Prepared:
+    from overlap.hooks import AllReduce, Cast
+
+    return _overlapped(site, site.settings.optimizer, Cast(dtype, AllReduce()))
+
+
+def _overlapped(site: Site, optimizer: str, reducer: Any) -> Prepared:
+    """One of our reducers, with the update in backward."""
+    from overlap import chain
+    from overlap.optim import OverlappedOptimizer, Step
+
+    ddp: DistributedDataParallel = site.ddp()
+    overlapped = OverlappedOptimizer(site.optimizer(optimizer, ddp.parameters()))
+    chain(reducer, Step(overlapped)).register(ddp)
+
+    def step() -> None:
+        site.loss(ddp).backward()
+        overlapped.step()
+
+    return Prepared(step=step)

@@ -1,0 +1,58 @@
+"""What a demo run is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from overlap.errors import ConfigurationError
+
+__all__ = ["OPTIMIZERS", "TRAIN_IMAGES", "Settings"]
+
+OPTIMIZERS = ("sgd", "adamw")
+# Four fifths of the 1,797 digits.
+TRAIN_IMAGES = 1437
+# BatchNorm has nothing to normalize with less.
+_LEAST_BATCH = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options of one run, as given."""
+
+    optimizer: str = "sgd"
+    epochs: int = 5
+    # On each rank.
+    batch_size: int = 32
+    # Of the model's weights and of the order of the images.
+    seed: int = 0
+    # How many of the training images to use.
+    images: int = TRAIN_IMAGES
+    # Side of a square image, in pixels; the digits have 8.
+    image_size: int = 32
+    # Gradients travel in bfloat16: half the bytes, and no longer the same result.
+    bf16_gradients: bool = False
+    device: str = "auto"
+    output: Path = Path("overlap-demo")
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigurationError(f"optimizer is {self.optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
+
+    def steps_per_epoch(self, ranks: int) -> int:
+        """How many batches every rank gets; images that do not fill a batch on each are left out.
+
+        Raises:
+            ConfigurationError: there is not one batch for every rank.
+        """
+        if self.images < _LEAST_BATCH * ranks:
+            raise ConfigurationError(
+                f"{self.images} images are too few for {ranks} ranks: give --images {_LEAST_BATCH * ranks} or more"
+            )
+        if self.images < self.batch_size * ranks:
+            raise ConfigurationError(
+                f"--batch-size {self.batch_size} on {ranks} ranks is more than the {self.images} images: "
+                f"give --batch-size {_LEAST_BATCH} to {self.images // ranks}"
+            )
+        return self.images // (self.batch_size * ranks)

@@ -1,0 +1,7 @@
+"""Optimizer state shared out among the ranks."""
+
+from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
+from overlap.optim.zero.stage import ZeroStep
+from overlap.optim.zero.torch_names import hook_with_zero_step, hook_with_zero_step_interleaved
+
+__all__ = ["ZeroRedundancyOptimizer", "ZeroStep", "hook_with_zero_step", "hook_with_zero_step_interleaved"]

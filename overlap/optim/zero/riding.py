@@ -1,0 +1,177 @@
+"""Gathers that go on after backward, and what waits for them.
+
+[Note: who waits]
+
+A gather that rides into the next forward writes parameters while the training thread goes on. So each module of the
+registered model waits, before its forward, for the parameters that are its own. Some modules use parameters of others
+without calling them: ``nn.MultiheadAttention`` reads its ``out_proj.weight``. The first forward shows which modules are
+called at all, before any gather rides; parameters of the others are waited for by the nearest module above them that
+is called. In evaluation a module waits for all that is below it, since fast paths read it there; and ``state_dict()``
+waits. Nothing else does: ``zero.wait()`` is for that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.hooks import Bucket, Site
+from overlap.optim.zero.exchange import Exchange
+from overlap.optim.zero.plan import Plan
+
+__all__ = ["Gathers"]
+
+
+class _Gate:
+    """Opens when one bucket's parameters are there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_done = threading.Event()
+        self._event: Any = None
+        self._error: BaseException | None = None
+
+    def open(self) -> None:
+        if self._device.type != "cpu":
+            self._event = torch.get_device_module(self._device).Event()
+            self._event.record()
+        self._is_done.set()
+
+    def fail(self, error: BaseException) -> None:
+        if not self._is_done.is_set():
+            self._error = error
+            self._is_done.set()
+
+    def wait(self) -> None:
+        """Block until it is open; on an accelerator the current stream waits, not the host."""
+        self._is_done.wait()
+        if self._error is not None:
+            raise self._error
+        if self._event is not None:
+            torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
+
+
+class Gathers:
+    """The gathers of one step, in flight."""
+
+    def __init__(self) -> None:
+        self._gates: dict[int, _Gate] = {}
+        self._hooks: _ModuleHooks | None = None
+
+    def begin(self, site: Site, plans: Sequence[tuple[Bucket, Plan]], exchange: Exchange) -> None:
+        """Launch the gather of each bucket, in this order, behind all that was begun before."""
+        gates = [_Gate(site.device) for _ in plans]
+        for gate, (_, plan) in zip(gates, plans, strict=True):
+            self._gates.update((id(shard.parameter), gate) for shard in plan.shards)
+        by_index = {bucket.index: (plan, gate) for gate, (bucket, plan) in zip(gates, plans, strict=True)}
+
+        def work(bucket: Bucket) -> Coroutine[Any, Any, None]:
+            return _gather(bucket, *by_index[bucket.index], exchange)
+
+        def fail(error: BaseException) -> None:
+            for gate in gates:
+                gate.fail(error)
+
+        assert site.ride is not None, "the runtime gives it to every stage that it attaches"
+        site.ride(work, [bucket for bucket, _ in plans], on_failure=fail)
+
+    def wait(self) -> None:
+        """Wait for all."""
+        gates, self._gates = self._gates, {}
+        for gate in dict.fromkeys(gates.values()):
+            gate.wait()
+
+    def wait_for(self, parameters: Iterable[int]) -> None:
+        """Wait for some parameters, by ``id``."""
+        if self._gates:
+            for gate in dict.fromkeys(gate for key in parameters if (gate := self._gates.get(key)) is not None):
+                gate.wait()
+
+    def attach(self, site: Site, parameters: Collection[int]) -> None:
+        """Have the model's modules wait. See [Note: who waits].
+
+        Raises:
+            ConfigurationError: the model is not known.
+            UnsupportedError: part of it is compiled.
+        """
+        model = None if site.module is None else site.module()
+        if model is None:
+            raise ConfigurationError(
+                "gather='forward' lets modules wait for their parameters, and a hook registered with "
+                "ddp.register_comm_hook does not know the model: use overlap.register, or gather='backward'"
+            )
+        if any("_orig_mod" in name.split(".") for name, _ in model.named_modules()) or hasattr(model, "_orig_mod"):
+            raise UnsupportedError("gather='forward' cannot hook into a compiled module; use gather='backward'")
+        self._hooks = _ModuleHooks(model, set(parameters), self)
+
+    def detach(self) -> None:
+        """Wait for all and let modules go."""
+        if self._hooks is not None:
+            self._hooks.remove()
+        self.wait()
+
+
+async def _gather(bucket: Bucket, plan: Plan, gate: _Gate, exchange: Exchange) -> None:
+    await exchange.gather(bucket, plan)
+    gate.open()
+
+
+class _ModuleHooks:
+    def __init__(self, model: nn.Module, parameters: set[int], gathers: Gathers) -> None:
+        self._called: set[str] = set()
+        self._needs: dict[str, tuple[int, ...]] = {}
+        self._own = {
+            name: tuple(id(p) for p in module.parameters(recurse=False) if id(p) in parameters)
+            for name, module in model.named_modules(remove_duplicate=False)
+        }
+        self._is_learned = False
+        self._handles: list[Any] = []
+        for name, module in model.named_modules():
+            below = tuple({id(p) for p in module.parameters()} & parameters)
+            hook: Any = torch.compiler.disable(self._before_forward(name, below, gathers))
+            self._handles += [
+                module.register_forward_pre_hook(hook),
+                module.register_state_dict_pre_hook(_before_state_dict(gathers)),
+            ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_forward(self, name: str, below: tuple[int, ...], gathers: Gathers) -> Callable[..., None]:
+        # Closures, not bound methods: a deep copy of the model must not copy what is behind them.
+        def hook(module: nn.Module, inputs: Any) -> None:
+            if not (module.training and torch.is_grad_enabled()):
+                gathers.wait_for(below)
+                return
+            if name == "":
+                self._learn()
+            self._called.add(name)
+            gathers.wait_for(self._needs.get(name, self._own[name]))
+
+        return hook
+
+    def _learn(self) -> None:
+        """When the second forward begins: who stands in for the modules that the first one did not call."""
+        if self._is_learned or not self._called:
+            return
+        self._is_learned = True
+        needs = {name: set(own) for name, own in self._own.items()}
+        for name, own in self._own.items():
+            above = name
+            while above not in self._called and above:
+                above = above.rpartition(".")[0]
+            needs[above].update(own)
+        self._needs = {name: tuple(keys) for name, keys in needs.items()}
+
+
+def _before_state_dict(gathers: Gathers) -> Callable[..., None]:
+    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        gathers.wait()
+
+    return hook

@@ -1,0 +1,162 @@
+"""The state as ``torch.distributed.checkpoint`` saves it: every rank writes what it has.
+
+Each value that has an element for every element of a parameter is saved in pieces, one a rank, as plain tensors whose
+names say which elements they hold: ``3/exp_avg/0:512``. A reader with another number of ranks looks up which pieces
+overlap with what it owns, and reads these. So nothing but plain tensors is saved, whoever reads them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from overlap.errors import ConfigurationError
+from overlap.optim.zero.checkpoint import install, is_by_element, state_of
+from overlap.optim.zero.groups import options_of
+from overlap.optim.zero.shards import Shard, flatten
+
+if TYPE_CHECKING:
+    from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
+
+__all__ = ["load_sharded", "sharded"]
+
+_MANIFEST = "manifest"
+
+
+def sharded(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    """This rank's part of the state by name, views of it where possible."""
+    zero.wait()
+    saved: dict[str, Any] = {_MANIFEST: _to_tensor(_manifest(zero))}
+    for index, shard in enumerate(zero.shards.values()):
+        start, end = (0, shard.parameter.numel()) if shard.is_whole else shard.range
+        for key, value in state_of(zero, shard).items():
+            if not is_by_element(shard, key, value):
+                saved[f"{index}/{key}"] = value
+            # An empty piece is written only where there is no other to tell that the value exists.
+            elif start < end or (shard.parameter.numel() == 0 and zero.rank == 0):
+                saved[f"{index}/{key}/{start}:{end}"] = _in_order_of_memory(shard, value)
+    return saved
+
+
+def _in_order_of_memory(shard: Shard, value: Tensor) -> Tensor:
+    if not shard.is_whole:
+        return value
+    return flatten(torch.empty_like(shard.parameter, dtype=value.dtype, requires_grad=False).copy_(value))
+
+
+def _manifest(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    return {
+        "options": [options_of(group) for group in zero.param_groups],
+        "groups": [len(group["params"]) for group in zero.param_groups],
+        "shapes": [list(shard.parameter.shape) for shard in zero.shards.values()],
+        "strides": [list(shard.parameter.stride()) for shard in zero.shards.values()],
+    }
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One saved value or piece of one."""
+
+    name: str
+    index: int
+    key: str
+    start: int | None
+    end: int | None
+    metadata: Any
+
+    @classmethod
+    def parse(cls, name: str, prefix: str, metadata: Any) -> _Entry:
+        index, key, *span = name.removeprefix(prefix).split("/")
+        start, end = map(int, span[0].split(":")) if span else (None, None)
+        return cls(name, int(index), key, start, end, metadata)
+
+    def target(self) -> Any:
+        """What to read into."""
+        if isinstance(self.metadata, TensorStorageMetadata):
+            return torch.empty(self.metadata.size, dtype=self.metadata.properties.dtype)
+        return None
+
+
+def load_sharded(zero: ZeroRedundancyOptimizer, checkpoint: Any, key: str) -> None:
+    """Read what this rank owns now."""
+    reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
+    prefix = f"{key}." if key else ""
+    saved = reader.read_metadata().state_dict_metadata
+    place = saved.get(prefix + _MANIFEST)
+    if not isinstance(place, TensorStorageMetadata):
+        raise ConfigurationError(
+            f"{checkpoint} has no {prefix + _MANIFEST!r}: it holds no sharded_state_dict() under key={key!r}"
+        )
+    found: dict[str, Any] = {prefix + _MANIFEST: torch.empty(place.size, dtype=torch.uint8)}
+    load(found, storage_reader=reader, process_group=zero.process_group)
+    manifest = _from_tensor(found[prefix + _MANIFEST])
+    shards = list(zero.shards.values())
+    _check(zero, manifest)
+    entries = [
+        _Entry.parse(name, prefix, metadata)
+        for name, metadata in saved.items()
+        if name.startswith(prefix) and name != prefix + _MANIFEST and "/" in name.removeprefix(prefix)
+    ]
+    entries = [entry for entry in entries if shards[entry.index].own is not None]
+    wanted = [entry for entry in entries if _is_needed(entry, shards[entry.index])]
+    values: dict[str, Any] = {entry.name: entry.target() for entry in wanted}
+    load(values, storage_reader=reader, process_group=zero.process_group)
+    install(zero, _join(entries, values, shards), manifest["options"])
+
+
+def _is_needed(entry: _Entry, shard: Shard) -> bool:
+    if entry.start is None or entry.end is None:
+        return True
+    start, end = shard.range
+    return entry.start < end and start < entry.end
+
+
+def _join(entries: Sequence[_Entry], values: Mapping[str, Any], shards: Sequence[Shard]) -> dict[int, dict[str, Any]]:
+    """Put pieces together to what each shard owns."""
+    states: dict[int, dict[str, Any]] = {}
+    for entry in entries:
+        shard = shards[entry.index]
+        state = states.setdefault(id(shard), {})
+        if entry.start is None or entry.end is None:
+            state[entry.key] = values[entry.name]
+            continue
+        if entry.key not in state:
+            assert shard.own is not None, "entries of shards that this rank has no part of are left out"
+            state[entry.key] = torch.empty_like(shard.own, dtype=entry.metadata.properties.dtype, device="cpu")
+        if entry.name in values:
+            start, end = shard.range
+            first, last = max(start, entry.start), min(end, entry.end)
+            flat = flatten(state[entry.key])
+            flat[first - start : last - start] = values[entry.name][first - entry.start : last - entry.start]
+    return states
+
+
+def _check(zero: ZeroRedundancyOptimizer, manifest: Mapping[str, Any]) -> None:
+    mine = _manifest(zero)
+    if manifest["groups"] != mine["groups"]:
+        raise ConfigurationError(
+            f"the checkpoint has groups of {manifest['groups']} parameters, but this optimizer has {mine['groups']}"
+        )
+    for what in ("shapes", "strides"):
+        for shard, saved, here in zip(zero.shards.values(), manifest[what], mine[what], strict=True):
+            if saved != here:
+                raise ConfigurationError(f"{shard.name}: its {what[:-1]} in the checkpoint is {saved}, here {here}")
+
+
+def _to_tensor(value: Any) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _from_tensor(tensor: Tensor) -> Any:
+    return torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)

@@ -1,0 +1,129 @@
+"""What this rank owns of a parameter, as tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from overlap._torch.autograd import version
+from overlap.errors import UnsupportedError
+from overlap.optim.zero.partition import Range
+
+__all__ = ["Shard", "flatten"]
+
+
+class Shard:
+    """One parameter, seen flat in the order of its memory, and the part of it that this rank's optimizer steps.
+
+    ``own`` is a view of the parameter, so stepping it changes the parameter and costs no memory. With a wider
+    ``master_dtype`` it is a copy in that dtype, which :meth:`publish` rounds into the parameter. It is ``None`` where
+    this rank owns nothing and the optimizer sees whole tensors.
+    """
+
+    def __init__(
+        self,
+        parameter: Tensor,
+        ranges: tuple[Range, ...],
+        rank: int,
+        *,
+        name: str,
+        is_whole: bool,
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        if not _is_dense(parameter):
+            raise UnsupportedError(
+                f"{name} of shape {tuple(parameter.shape)} and strides {parameter.stride()} has gaps or overlaps in "
+                "memory, so it cannot be cut into chunks: make it .contiguous()"
+            )
+        self.parameter = parameter
+        self.name = name
+        self.ranges = ranges
+        self.rank = rank
+        self.is_whole = is_whole
+        flat = flatten(parameter)
+        self.views = tuple(flat[start:end] for start, end in ranges)
+        """The parameter's own memory, cut by rank."""
+        self._pointer = parameter.data_ptr()
+        self.has_master = master_dtype is not None and _is_wider(master_dtype, parameter.dtype)
+        self.own: Tensor | None = None
+        if not is_whole or rank == max(range(len(ranges)), key=lambda other: ranges[other][1] - ranges[other][0]):
+            view = self.shaped(self.views[rank])
+            self.own = view.to(master_dtype) if self.has_master else view
+        self._seen_version = version(parameter)
+
+    @property
+    def range(self) -> Range:
+        """The elements that this rank owns."""
+        return self.ranges[self.rank]
+
+    def foreign_element(self) -> int | None:
+        """Where, in the order of memory, an element lies that this rank does not own."""
+        start, end = self.range
+        return 0 if start > 0 else (end if end < self.parameter.numel() else None)
+
+    def shaped(self, piece: Tensor) -> Tensor:
+        """A flat piece of this rank's in the shape in which the optimizer sees it."""
+        if not self.is_whole:
+            return piece
+        return piece.as_strided(self.parameter.size(), self.parameter.stride(), int(piece.storage_offset()))
+
+    def gradient(self) -> Tensor:
+        """This rank's part of ``.grad``, flat; a view of it wherever its memory is laid out as the parameter's."""
+        grad = self.parameter.grad
+        assert grad is not None, "asked of parameters with a gradient"
+        if grad.is_sparse:
+            raise UnsupportedError(f"the gradient of {self.name} is sparse: build the embedding with sparse=False")
+        if grad.stride() != self.parameter.stride():
+            grad = torch.empty_like(self.parameter, dtype=grad.dtype).copy_(grad)
+        start, end = self.range
+        return flatten(grad)[start:end]
+
+    def refresh(self) -> None:
+        """Follow a parameter that was moved to other memory, or changed by something else."""
+        if self.parameter.data_ptr() != self._pointer:
+            self._follow()
+        if self.has_master and version(self.parameter) != self._seen_version and self.own is not None:
+            view = self.shaped(self.views[self.rank])
+            # Where rounding the master gives the parameter, nothing was changed, and the master knows more.
+            kept = self.own.to(view.dtype) == view
+            self.own.copy_(torch.where(kept, self.own, view.to(self.own.dtype)))
+            self._seen_version = version(self.parameter)
+
+    def _follow(self) -> None:
+        # By `.data`, as the parameter itself was moved: the values are the same, so no version may be raised.
+        flat = flatten(self.parameter)
+        for view, (start, end) in zip(self.views, self.ranges, strict=True):
+            view.data = flat[start:end]
+        if self.own is not None and not self.has_master:
+            self.own.data = self.shaped(self.views[self.rank])
+        self._pointer = self.parameter.data_ptr()
+
+    def publish(self) -> None:
+        """Round the master into the parameter, where there is one."""
+        if self.has_master and self.own is not None:
+            self.shaped(self.views[self.rank]).copy_(self.own)
+
+    def note_written(self) -> None:
+        """What the parameter holds now is the update's own doing."""
+        self._seen_version = version(self.parameter)
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """``tensor`` seen flat in the order of its memory, which has no gaps."""
+    detached = tensor.detach()
+    return detached.as_strided((tensor.numel(),), (1,), int(detached.storage_offset()))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+def _is_wider(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    return narrow.is_floating_point and wide.itemsize > narrow.itemsize

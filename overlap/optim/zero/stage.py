@@ -1,0 +1,299 @@
+"""The sharded update, in backward or after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap._torch.optimizer import mark_stepped
+from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
+from overlap.hooks import Bucket, Role, Site, Stage, all_reduce, whole_pass
+from overlap.optim.clipping import Clipping
+from overlap.optim.unused import used_on_any_rank
+from overlap.optim.zero.finite import FiniteVote
+from overlap.optim.zero.groups import check_covered
+from overlap.optim.zero.late import Scaling, ShardedNorm
+from overlap.optim.zero.passes import Pass
+from overlap.optim.zero.plan import Plan, make_plan
+from overlap.optim.zero.riding import Gathers
+from overlap.optim.zero.shards import Shard
+
+if TYPE_CHECKING:
+    from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
+
+__all__ = ["ZeroStep"]
+
+
+class ZeroStep(Stage):
+    """Each rank updates its part of a bucket's parameters and gathers the others' parts.
+
+    First in its chain, the stage reduce-scatters the bucket itself, and moves what DDP's all-reduce moves. After a
+    reducer each rank updates its part with what that left.
+
+    *Interleaved* (default): each bucket is updated as soon as it is reduced, while backward computes the next ones.
+    *Deferred* (``deferred=True``, or ``clip_grad_norm``): all at once in ``zero.step()``, as clipping by the global
+    norm and ``GradScaler`` need. The loop calls ``zero.step()`` once for each synchronized backward in either case.
+
+    After backward ``.grad`` holds the mean where this rank owns it, and this rank's own gradient elsewhere (after a
+    reducer: what that left); it is cleared before the model's next forward.
+
+    Args:
+        zero: the optimizer; all its trainable parameters are the model's. Parameters of the model that it does not have
+            are averaged and keep their ``.grad``.
+        deferred: update in ``zero.step()``.
+        clip_grad_norm: scale the averaged gradients to at most this global norm first; implies ``deferred``.
+        norm_type: which norm.
+        gather: ``"backward"`` waits for new parameters before backward (or a deferred ``zero.step()``) returns;
+            ``"forward"`` lets them ride into the next forward, whose modules wait for what they need. Anything else
+            that reads parameters calls ``zero.wait()`` first.
+        automatic: backward does everything, a deferred update with its last bucket; the loop calls no ``step()``.
+
+    Issues, a bucket: one reduce-scatter, if first; one all-gather. Where DDP looks for unused parameters one all-reduce
+    of a byte a parameter. Deferred and first: one all-reduce of a number a pass, so that all ranks know of a gradient
+    that is not finite.
+
+    Raises:
+        ConfigurationError: an argument is out of range, or (at registration) optimizer and model do not fit.
+        TrainingLoopError: in ``backward``, when ``zero.step()`` was not called after the one before.
+    """
+
+    role = Role.UPDATE
+
+    def __init__(
+        self,
+        zero: ZeroRedundancyOptimizer,
+        *,
+        deferred: bool = False,
+        clip_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        gather: str = "backward",
+        automatic: bool = False,
+    ) -> None:
+        from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
+
+        if not isinstance(zero, ZeroRedundancyOptimizer):
+            raise ConfigurationError(
+                f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for an optimizer that every rank "
+                "holds in full use chain(AllReduce(), Step(optimizer))"
+            )
+        if gather not in ("backward", "forward"):
+            raise ConfigurationError(f"gather is 'backward' or 'forward', got {gather!r}")
+        self.zero = zero
+        self.clipping = None if clip_grad_norm is None else Clipping(clip_grad_norm, norm_type)
+        self.is_deferred = deferred or self.clipping is not None
+        self.is_automatic = automatic
+        self._riding = Gathers() if gather == "forward" else None
+        self._vote = FiniteVote()
+        self._names: Mapping[Tensor, str] = {}
+        self._site: Site | None = None
+        self._plans: dict[tuple[int, ...], Plan | None] = {}
+        self._used: set[int] = set()
+        self._pass = Pass()
+        self._awaits_step = False
+        self._clears = False
+
+    @property
+    def plan(self) -> str:
+        return f"{self!r} by {self.zero.partition}"
+
+    @property
+    def reduces(self) -> bool:
+        return True
+
+    @property
+    def _waits_for_step(self) -> bool:
+        """Whether the update is left to ``zero.step()``."""
+        return self.is_deferred and not self.is_automatic
+
+    def attach(self, site: Site) -> None:
+        zero = self.zero
+        if zero.stage is not None and zero.stage is not self:
+            raise RegistrationError("this ZeroRedundancyOptimizer is registered already; .remove() that registration")
+        if dist.get_process_group_ranks(site.group) != dist.get_process_group_ranks(zero.process_group):
+            raise ConfigurationError(
+                "the model and the ZeroRedundancyOptimizer are on different process groups; pass both the same one"
+            )
+        if site.finds_unused and not self._waits_for_step and site.device.type != "cpu":
+            raise UnsupportedError(
+                "with find_unused_parameters or static_graph an update in backward would stop the host to learn "
+                "which parameters no rank used; use ZeroStep(zero, deferred=True)"
+            )
+        self._site = site
+        self._names = site.names or {}
+        self.check_covers([s.parameter for s in zero.shards.values()], [s.name for s in zero.shards.values()])
+        if self._riding is not None:
+            self._riding.attach(site, zero.shards.keys())
+        zero.stage = self
+
+    def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Raises: ConfigurationError: the model does not train one of ``parameters``."""
+        if self._site is not None and self._site.names is not None:
+            check_covered(self._site.names, parameters, names)
+
+    def detach(self) -> None:
+        if self._riding is not None:
+            self._riding.detach()
+        if self.zero.stage is self:
+            self.zero.stage = None
+        self._site = None
+
+    def forget_plans(self) -> None:
+        """The shards are others now."""
+        self._plans.clear()
+
+    def before_forward(self) -> None:
+        if not self._clears:
+            return
+        self._clears = False
+        for parameter in self._pass.reduced.values():
+            if id(parameter) in self.zero.shards:
+                parameter.grad = None
+        self._pass.reduced.clear()
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        self.wait()
+        if self._awaits_step and not is_replay:
+            raise TrainingLoopError(
+                "a second backward began before zero.step() was called for the first: call it after each "
+                "synchronized backward, or run all but the last backward of a step under ddp.no_sync()"
+            )
+        if is_replay and not self.zero.is_joining and (self._waits_for_step or self._riding is not None):
+            raise TrainingLoopError(f"{self!r} acts outside of backward, too: use `with Join([ddp, zero])`")
+        self._pass = Pass(is_replay=is_replay, is_open=True)
+        self._vote.begin()
+        self.zero.begin()
+
+    async def __call__(self, bucket: Bucket) -> None:
+        plan = self._plan(bucket)
+        self._pass.note(bucket, plan)
+        if plan is not None:
+            await self._exchange_gradients(bucket, plan)
+        elif not bucket.is_mean:
+            bucket.buffer.mul_(1 / bucket.divisor)
+            await all_reduce(bucket.buffer, group=bucket.group)
+        if self._waits_for_step:
+            if not bucket.is_mean:
+                await self._vote.cast(bucket)
+        elif self.is_deferred:
+            await self._update_together(bucket)
+        else:
+            self.zero.update(self._pass.of(bucket))
+        if not self._waits_for_step and plan is not None and self._riding is None:
+            await self.zero.exchange.gather(bucket, plan)
+
+    async def _exchange_gradients(self, bucket: Bucket, plan: Plan) -> None:
+        if not bucket.is_mean:
+            await self.zero.exchange.reduce(bucket, plan)
+        finds_unused = None if self._site is None else self._site.finds_unused
+        parameters = [shard.parameter for shard in plan.shards]
+        used = await used_on_any_rank(bucket, parameters, finds_unused, used_before=self._used)
+        kept = {id(shard) for shard, is_used in zip(plan.shards, used, strict=True) if is_used}
+        self._used.difference_update(map(id, parameters))
+        self._used.update(id(shard.parameter) for shard in plan.shards if id(shard) in kept)
+        gradients = plan.gradients(bucket.buffer)
+        pairs = [pair for pair in zip(plan.owned, gradients, strict=True) if id(pair[0]) in kept]
+        if self._waits_for_step:
+            self._vote.look([gradient for _, gradient in pairs])
+            # DDP sets no .grad on a rank that replays, and its buffers are gone afterwards.
+            pairs = [(shard, gradient.clone()) for shard, gradient in pairs] if bucket.is_replay else []
+        self._pass.hold(bucket, pairs)
+
+    async def _update_together(self, bucket: Bucket) -> None:
+        await whole_pass()
+        if bucket.is_last:
+            pairs = self._pass.all_held()
+            if self.clipping is not None:
+                norm = ShardedNorm(self.clipping, [gradient for _, gradient in pairs], bucket.buffer.device)
+                await all_reduce(norm.partial, op=norm.op, group=bucket.group)
+                norm.clip_()
+            self.zero.update(pairs)
+        # No rank's part may be gathered before it is updated.
+        await whole_pass()
+
+    def _plan(self, bucket: Bucket) -> Plan | None:
+        key = tuple(map(id, bucket.parameters))
+        if key not in self._plans:
+            zero = self.zero
+            is_even = zero.partition == "element"
+            self._plans[key] = make_plan(bucket.parameters, zero.shards, rank=zero.rank, is_even=is_even)
+        return self._plans[key]
+
+    def after_backward(self, *, failed: bool) -> None:
+        self._pass.close()
+        if failed:
+            self._awaits_step, self._clears = False, True
+            self.zero.exchange.workspace.forget()
+            return
+        self._awaits_step = not (self.is_automatic or self._pass.is_replay)
+        self._clears = self.is_automatic or not self.is_deferred
+        if self._waits_for_step:
+            self._vote.tell(self.zero.shards.values())
+        elif self._riding is not None:
+            self._gather()
+        if self.is_automatic:
+            mark_stepped(self.zero)
+        elif not self.is_deferred:
+            self._pass.seal()
+
+    def _gather(self) -> None:
+        """Outside of a pass: bring what each rank owns to all, the first layers' parameters first."""
+        riding = self._riding if self._riding is not None else Gathers()
+        assert self._site is not None, "gathers run while the stage is attached"
+        riding.begin(self._site, self._pass.plans(), self.zero.exchange)
+        # DDP brings the last joiner's parameters to all when everyone has joined, and must find them whole. A replay
+        # runs inside of DDP's shadow, which has collectives of its own to issue first: its join hook waits.
+        if self._riding is None or (self.zero.is_joining and not self._pass.is_replay):
+            riding.wait()
+
+    def step(self, scaling: Scaling) -> None:
+        """The rest of a step, on the training thread."""
+        if self._waits_for_step:
+            self.wait()
+        if scaling.is_used and not self._waits_for_step:
+            raise TrainingLoopError(
+                "GradScaler decides after backward whether to step, but the parameters were updated in backward; "
+                "use ZeroStep(zero, deferred=True) with it"
+            )
+        self._pass.check_complete(self._names)
+        if not self._awaits_step:
+            self._pass.check_reduced(self.zero.shards.values(), self._names)
+            return
+        self._pass.check_unchanged(self._names)
+        self._awaits_step, self._clears = False, True
+        if self._waits_for_step and not scaling.forbids_step():
+            self._update_late(scaling)
+
+    def step_replayed(self) -> None:
+        """The rest of a step, on a rank that has run out of inputs; none where the others only accumulate."""
+        if self._waits_for_step and self._pass.take_replay():
+            self._update_late(Scaling(None, None))
+        self.wait()
+
+    def _update_late(self, scaling: Scaling) -> None:
+        pairs = self._pass.late_pairs(self.zero.shards.values())
+        gradients = [gradient for _, gradient in pairs]
+        with torch.no_grad():
+            scaling.unscale_(gradients)
+            if self.clipping is not None:
+                norm = ShardedNorm(self.clipping, gradients, self.zero.join_device)
+                dist.all_reduce(norm.partial, op=norm.op, group=self.zero.process_group)
+                norm.clip_()
+            self.zero.update(pairs)
+        self._gather()
+
+    def wait(self) -> None:
+        """Wait for gathers that ride."""
+        if self._riding is not None:
+            self._riding.wait()
+
+    def __repr__(self) -> str:
+        parts = [type(self.zero.optim).__name__, "deferred" if self.is_deferred else "interleaved"]
+        if self.clipping is not None:
+            parts.append(f"clip_grad_norm={self.clipping.max_norm}")
+        if self._riding is not None:
+            parts.append("gather in forward")
+        return f"ZeroStep({', '.join(parts)})"

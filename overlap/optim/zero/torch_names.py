@@ -1,0 +1,84 @@
+"""The sharded update under PyTorch's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from overlap.errors import ConfigurationError
+from overlap.hooks import Chain, Stage, StageHook, as_stage, chain
+from overlap.hooks.adapters import CommHook, is_hook
+from overlap.hooks.stage import to_stage
+from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
+from overlap.optim.zero.stage import ZeroStep
+
+__all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
+
+
+def hook_with_zero_step(
+    hook: Stage | CommHook | Callable[..., Any],
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+) -> StageHook:
+    """A hook that reduces with ``hook`` and, when all buckets are reduced, updates and gathers in backward.
+
+    The same as ``chain(hook, ZeroStep(zero, deferred=True, automatic=True))``, in the form that
+    ``ddp.register_comm_hook(hook_state, ...)`` takes; ``hook_state`` is what ``hook`` gets as its state. The loop calls
+    no ``zero.step()`` (a call does nothing) and calls ``zero_grad()`` as ever. No iteration goes without an update.
+
+    With an all-reduce as ``hook`` a step sends half as much again as DDP's; ``chain(ZeroStep(zero)).register(ddp)``
+    sends what DDP's sends.
+
+    Args:
+        hook: a communication hook or a reducer.
+        ddp: the model; it must train all that ``zero`` has.
+        zero: made with ``overlap_with_ddp=True``.
+        shard_buckets: taken for compatibility: every bucket is shared out anyway.
+
+    Raises:
+        ConfigurationError: ``zero`` does not overlap, or has other parameters than ``ddp``.
+    """
+    return _hook(hook, ddp, zero, deferred=True, name="hook_with_zero_step")
+
+
+def hook_with_zero_step_interleaved(
+    hook: Stage | CommHook | Callable[..., Any],
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+) -> StageHook:
+    """As :func:`hook_with_zero_step`, with each bucket updated and gathered as soon as it is reduced."""
+    return _hook(hook, ddp, zero, deferred=False, name="hook_with_zero_step_interleaved")
+
+
+def _hook(
+    hook: Stage | CommHook | Callable[..., Any],
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    *,
+    deferred: bool,
+    name: str,
+) -> StageHook:
+    if not isinstance(ddp, DistributedDataParallel):
+        raise ConfigurationError(f"ddp is a DistributedDataParallel model, got {type(ddp).__name__}")
+    update = ZeroStep(zero, deferred=deferred, automatic=True)
+    if not zero.overlap_with_ddp:
+        raise ConfigurationError(
+            f"{name} updates in backward: make the ZeroRedundancyOptimizer with overlap_with_ddp=True"
+        )
+    trained = {id(parameter) for parameter in ddp.parameters()}
+    outside = [shard.name for key, shard in zero.shards.items() if key not in trained]
+    if outside:
+        raise ConfigurationError(
+            f"{len(outside)} parameters of the ZeroRedundancyOptimizer are not in this model, the first is {outside[0]}"
+        )
+
+    def build(hook_state: Any) -> Chain:
+        reducer = as_stage(hook, hook_state) if is_hook(hook) else to_stage(hook)
+        return chain(reducer, update)
+
+    group = ddp.process_group
+    return StageHook(build, f"{name}({getattr(hook, '__name__', repr(hook))})", group_of=lambda hook_state: group)

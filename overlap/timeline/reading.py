@@ -1,0 +1,95 @@
+"""From marks to milliseconds, and from stages to what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from overlap.hooks import Chain, Role, Stage
+from overlap.hooks.stage import walk
+from overlap.timeline.clock import Clock
+from overlap.timeline.recording import BucketRecord, StepRecord
+from overlap.timeline.report import Activity, BucketReport, Kind, Phase, StepReport
+
+__all__ = ["read_steps", "roles_of", "synchronized"]
+
+# What an update issues before it has updated anything; all else that it sends are new parameters.
+_REDUCES = frozenset({"all_reduce", "reduce_scatter"})
+
+
+def roles_of(root: Stage) -> dict[str, Role]:
+    """What each stage is there for, by the label that it runs under."""
+    roles = {repr(stage): stage.role for stage in walk(root)}
+    if isinstance(root, Chain):
+        roles[repr(root)] = root.stages[0].role  # Its own code only calls the first stage.
+    return roles
+
+
+def read_steps(
+    records: Sequence[StepRecord], clock: Clock, roles: Mapping[str, Role], *, rank: int
+) -> tuple[StepReport, ...]:
+    """What was recorded, each step with times from its own start; ``start_ms`` is the calendar's."""
+    clock.settle()
+    # A recording that was broken off inside a step has no end of it.
+    return tuple(
+        _read_step(record, number, clock, roles, rank)
+        for number, record in enumerate(records)
+        if record.end is not None
+    )
+
+
+def synchronized(ranks: Sequence[tuple[StepReport, ...]]) -> tuple[tuple[StepReport, ...], ...]:
+    """The same with ``start_ms`` counted from the first start of any rank."""
+    origin_ms = min((step.start_ms for steps in ranks for step in steps), default=0.0)
+    return tuple(tuple(replace(step, start_ms=step.start_ms - origin_ms) for step in steps) for steps in ranks)
+
+
+def _read_step(record: StepRecord, number: int, clock: Clock, roles: Mapping[str, Role], rank: int) -> StepReport:
+    origin_ms = clock.read_ms(record.start)
+    length_ms = clock.read_ms(record.end) - origin_ms
+
+    def read(mark: Any) -> float:
+        return length_ms if mark is None else clock.read_ms(mark) - origin_ms
+
+    return StepReport(
+        rank=rank,
+        step=number,
+        start_ms=origin_ms,
+        step_ms=length_ms,
+        phases=tuple(Phase(read(start), read(end), name) for name, start, end in record.phases),  # type: ignore[arg-type]
+        buckets=tuple(_read_bucket(bucket, read, roles) for bucket in record.buckets),
+    )
+
+
+def _read_bucket(record: BucketRecord, read: Any, roles: Mapping[str, Role]) -> BucketReport:
+    code = [
+        Activity(read(one.start), read(one.end), _purpose(roles.get(one.stage)), one.stage, is_collective=False)
+        for one in record.code
+    ]
+    operations = [
+        Activity(
+            read(one.start),
+            read(one.end),
+            _purpose(roles.get(one.stage), one.label),
+            one.label,
+            is_collective=True,
+            sent_bytes=one.sent_bytes,
+        )
+        for one in record.operations
+    ]
+    activities = sorted((one for one in code + operations if one.end_ms >= one.start_ms), key=lambda one: one.start_ms)
+    return BucketReport(
+        index=record.index,
+        gradient_bytes=record.gradient_bytes,
+        ready_ms=read(record.ready),
+        activities=tuple(activities),
+    )
+
+
+def _purpose(role: Role | None, collective: str | None = None) -> Kind:
+    if role is Role.AVERAGER:
+        return "average"
+    if role is not Role.UPDATE or collective in _REDUCES:
+        return "reduce"
+    return "update" if collective is None else "gather"

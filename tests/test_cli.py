@@ -1,0 +1,113 @@
+"""The command line: quick help, and one line for what it cannot work with."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from overlap import _options
+from overlap.cli import COMMANDS, main
+
+
+@pytest.mark.parametrize(
+    ("argv", "allowed"),
+    [
+        ("dmeo", "'demo'"),
+        ("demo --optimizer lion", "sgd, adamw"),
+        ("demo --optimizer", "expected one argument"),
+        ("demo --ranks 0", "from 1 to 64"),
+        ("demo --epochs many", "from 1 to 1000"),
+        ("demo --batch-size -3", "from 2 to 1437"),
+        ("demo --image-size 4", "from 8 to 224"),
+        ("demo --device tpu", "auto, cpu, cuda"),
+        ("demo --rank 2", "--ranks, --optimizer"),
+        ("demo --batch-size 1000", "give --batch-size 2 to 718"),
+        ("demo --images 3 --ranks 4", "give --images 8 or more"),
+    ],
+)
+def test_a_bad_option_is_one_line_that_says_what_is_allowed(
+    argv: str, allowed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv.split())
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert len(shown.err.splitlines()) == 1
+    assert allowed.replace("'", "") in shown.err.replace("'", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--output {0}/file", "cannot make the folder {0}/file: File exists"),
+        ("--output {0} --json {0}/file/out.json", "cannot make the folder {0}/file: File exists"),
+        ("--output {0} --json {0}", "--json is {0}, a folder: give a file"),
+    ],
+)
+def test_results_that_cannot_be_saved_are_refused_before_the_training(
+    options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", *options.format(tmp_path).split()])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"overlap demo: {said.format(tmp_path)}\n"
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--device", "cuda"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "overlap demo: --device is cuda, and torch sees no GPU: give cpu or auto\n"
+
+
+def test_a_missing_extra_is_one_line_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find_spec(name: str) -> object:
+        return None if name in ("torchvision", "sklearn") else importlib.util.find_spec(name)
+
+    monkeypatch.setattr(_options, "find_spec", find_spec)
+    with pytest.raises(SystemExit):
+        main(["demo"])
+    shown = capsys.readouterr().err
+    assert shown == "overlap demo: torchvision, sklearn not installed: pip install 'ddp-overlap[demo]'\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: overlap")
+    if len(argv) < 2:
+        assert all(f"{name}: {description}" in " ".join(shown.split()) for name, (_, description) in COMMANDS.items())
+
+
+def test_help_of_the_demo_imports_nothing_that_only_the_demo_needs() -> None:
+    program = (
+        "import sys; from overlap.cli import main\n"
+        "try: main(['demo', '--help'])\n"
+        "except SystemExit: print(*sorted({'torchvision', 'sklearn', 'matplotlib', 'rich'} & sys.modules.keys()))"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert shown.stdout.splitlines()[-1] == ""
+
+
+def test_ranks_that_contradict_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--ranks", "2"])
+    assert ended.value.code == 2
+    assert "--ranks is 2, but the launcher started 3" in capsys.readouterr().err

@@ -1,0 +1,51 @@
+"""Examples in docstrings run as they stand, and what is public says what it does."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+from types import ModuleType
+
+import pytest
+import torch
+
+import overlap
+import overlap.hooks
+import overlap.join
+import overlap.optim
+
+ROOMS = ["overlap.hooks", "overlap.optim", "overlap.join", "overlap.compose"]
+
+
+def _modules() -> list[str]:
+    names = ["overlap"]
+    for room in ROOMS:
+        module = importlib.import_module(room)
+        names.append(room)
+        names += [info.name for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{room}.")]
+    return names
+
+
+@pytest.mark.parametrize("name", _modules())
+def test_docstring_examples_run(name: str) -> None:
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, extraglobs={"torch": torch, "overlap": overlap})
+    assert result.failed == 0
+
+
+def test_there_are_examples_to_run() -> None:
+    finder = doctest.DocTestFinder()
+    examples = [test for name in _modules() for test in finder.find(importlib.import_module(name)) if test.examples]
+    assert len(examples) >= 5
+
+
+@pytest.mark.parametrize("room", [overlap, overlap.hooks, overlap.optim, overlap.join], ids=lambda room: room.__name__)
+def test_everything_public_is_documented(room: ModuleType) -> None:
+    silent = [
+        name
+        for name in room.__all__
+        if (inspect.isclass(public := getattr(room, name)) or inspect.isfunction(public)) and not public.__doc__
+    ]
+    assert not silent

@@ -1,0 +1,128 @@
+"""The parity checks themselves: each of these faults, put into the code on purpose, must fail them."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from harness import assert_parity, overlapped_step, run_ranks, train, wrap
+from harness.models import MLP, UNUSED, Case
+from overlap import AllReduce, Bucket, OverlappedOptimizer, Stage, Step, chain
+
+
+class _Uneven(Stage):
+    """The all-reduce, for which one rank comes late: what does not wait for it goes on with half a sum."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    async def __call__(self, bucket: Bucket) -> None:
+        time.sleep(0.005 * self.rank)
+        await AllReduce()(bucket)
+
+
+def _parity(rank: int, case: Case, fault: Callable[[], Any] | None, deferred: bool) -> None:
+    make = functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+    batches = case.batches(rank, steps=5)
+    ddp = wrap(case.model(), **case.ddp_options())
+    reference = train(ddp, make(ddp.parameters()), batches)
+    patches = [] if fault is None else fault()
+    for patch in patches:
+        patch.start()
+    try:
+        ddp = wrap(case.model(), **case.ddp_options())
+        optimizer = OverlappedOptimizer(make(ddp.parameters()))
+        chain(_Uneven(rank), Step(optimizer, deferred=deferred)).register(ddp)
+        candidate = train(ddp, optimizer, batches, step_fn=overlapped_step)
+    finally:
+        for patch in patches:
+            patch.stop()
+    assert_parity(candidate, reference, what="the mutant")
+
+
+def _wrong_divisor() -> list[Any]:
+    return [mock.patch("overlap.hooks.runtime.gradient_divisor", lambda group: group.size() + 1)]
+
+
+def _dropped_wait() -> list[Any]:
+    return [mock.patch("overlap.hooks.executors.HostExecutor.wait", return_value=None)]
+
+
+def _stale_hyperparameters() -> list[Any]:
+    from overlap.optim.subset import SubsetStepper
+
+    twin = SubsetStepper._twin
+
+    def stale(self: Any, split: Any) -> Any:
+        made = twin(self, split)
+        for group in made.param_groups:
+            group["lr"] = self._optimizer.defaults["lr"]
+        return made
+
+    return [mock.patch.object(SubsetStepper, "_twin", stale)]
+
+
+def _updates_what_no_rank_used() -> list[Any]:
+    async def all_used(bucket: Bucket, parameters: Any, finds_unused: Any) -> list[bool]:
+        return [True] * len(parameters)
+
+    return [mock.patch("overlap.optim.step.used_on_any_rank", all_used)]
+
+
+def _keeps_gradients() -> list[Any]:
+    return [mock.patch.object(Step, "before_forward", return_value=None)]
+
+
+def _updates_twice() -> list[Any]:
+    return [mock.patch.object(OverlappedOptimizer, "note_applied", return_value=None)]
+
+
+def _skips_the_last_bucket() -> list[Any]:
+    apply = Step._apply
+    calls = []
+
+    def forgetful(self: Any, pairs: Any) -> None:
+        calls.append(1)
+        if len(calls) % 4:
+            apply(self, pairs)
+        else:
+            self.optimizer.note_applied([parameter for parameter, _ in pairs])
+
+    return [mock.patch.object(Step, "_apply", forgetful)]
+
+
+FAULTS: dict[str, tuple[Callable[[], list[Any]], Case, bool]] = {
+    "wrong divisor": (_wrong_divisor, MLP, False),
+    "wrong divisor, deferred": (_wrong_divisor, MLP, True),
+    "dropped wait": (_dropped_wait, MLP, False),
+    "stale hyperparameters": (_stale_hyperparameters, MLP, False),
+    "updates what no rank used": (_updates_what_no_rank_used, UNUSED, False),
+    "keeps gradients": (_keeps_gradients, MLP, False),
+    "keeps gradients, deferred": (_keeps_gradients, MLP, True),
+    "updates twice": (_updates_twice, MLP, False),
+    "skips a bucket": (_skips_the_last_bucket, MLP, False),
+}
+
+
+def _run(rank: int, world_size: int, name: str | None) -> str:
+    fault, case, deferred = FAULTS[name] if name is not None else (None, MLP, False)
+    try:
+        _parity(rank, case, fault, deferred)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_parity_fails_for_the_fault(name: str) -> None:
+    assert all("first difference" in difference for difference in run_ranks(_run, 2, name))
+
+
+def test_parity_holds_without_a_fault() -> None:
+    assert run_ranks(_run, 2, None) == ["", ""]

@@ -1,0 +1,224 @@
+"""What follows from intervals, and how it is shown: no process group, no model."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlap import ConfigurationError, _options
+from overlap.timeline import Activity, BucketReport, Interval, Phase, Report, StepReport, save_reports
+from overlap.timeline.layout import panel_of
+from overlap.timeline.spans import hull, intersection, lanes, length_ms, union, without
+from overlap.timeline.trace import trace_events
+from overlap.trace.experiment import joined
+
+INTERVALS = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(1, 10)).map(lambda pair: Interval(pair[0], pair[0] + pair[1])), max_size=8
+)
+
+
+def _moments(intervals: Iterable[Interval]) -> set[int]:
+    return {moment for one in intervals for moment in range(int(one.start_ms), int(one.end_ms))}
+
+
+@given(INTERVALS, INTERVALS)
+def test_arithmetic_of_intervals_is_that_of_sets(left: list[Interval], right: list[Interval]) -> None:
+    assert _moments(union(left)) == _moments(left)
+    assert length_ms(left) == len(_moments(left))
+    assert _moments(intersection(left, right)) == _moments(left) & _moments(right)
+    assert _moments(without(left, right)) == _moments(left) - _moments(right)
+    around = hull(left)
+    assert around is None if not left else _moments([around]) >= _moments(left)  # type: ignore[list-item]
+
+
+@given(INTERVALS)
+def test_no_two_intervals_of_a_lane_overlap_and_no_lane_is_spare(intervals: list[Interval]) -> None:
+    chosen = lanes(intervals)
+    for lane in set(chosen):
+        own = [one for one, place in zip(intervals, chosen, strict=True) if place == lane]
+        assert sum(one.duration_ms for one in own) == length_ms(own)
+    crowd = max((sum(moment in _moments([one]) for one in intervals) for moment in range(51)), default=0)
+    assert len(set(chosen)) == crowd
+
+
+def _bucket(index: int, ready_ms: float, *activities: Activity) -> BucketReport:
+    return BucketReport(index=index, gradient_bytes=1000, ready_ms=ready_ms, activities=activities)
+
+
+def _reduce(start_ms: float, end_ms: float) -> Activity:
+    return Activity(start_ms, end_ms, "reduce", "all_reduce", True, 1000)
+
+
+def _update(start_ms: float, end_ms: float) -> Activity:
+    return Activity(start_ms, end_ms, "update", "Step(SGD, interleaved)", False)
+
+
+def _step(rank: int = 0, number: int = 0, start_ms: float = 0.0) -> StepReport:
+    """Backward ends at 60; the last bucket is reduced at 80 and updated at 85; DDP copies until 90."""
+    return StepReport(
+        rank=rank,
+        step=number,
+        start_ms=start_ms,
+        step_ms=100.0,
+        phases=(
+            Phase(0.0, 4.0, "buffers"),
+            Phase(4.0, 20.0, "forward"),
+            Phase(20.0, 22.0, "loss"),
+            Phase(22.0, 60.0, "backward"),
+            Phase(60.0, 90.0, "finalization"),
+            Phase(92.0, 95.0, "optimizer"),
+        ),
+        buckets=(
+            _bucket(0, 40.0, _reduce(41.0, 55.0), _update(56.0, 57.0)),
+            _bucket(1, 60.0, _reduce(60.0, 80.0), _update(80.0, 85.0), _update(85.0, 85.1)),
+        ),
+    )
+
+
+def test_a_step_tells_what_of_its_communication_was_exposed() -> None:
+    step = _step()
+    assert step.forward == Interval(4.0, 20.0)
+    assert step.backward == Interval(22.0, 60.0)
+    assert step.communication_ms == 4 + 14 + 20
+    assert step.exposed_ms == 4 + 20, "DDP's broadcast of buffers and the last bucket"
+    assert step.exposed_code_ms == pytest.approx(5.1), "the last bucket's update"
+    assert step.overlap_fraction == pytest.approx(14 / 38)
+    assert (step.sent_bytes, step.gradient_bytes) == (2000, 2000)
+
+
+def test_a_bucket_tells_when_it_was_reduced_and_updated() -> None:
+    first, last = _step().buckets
+    assert (first.ready_ms, first.reduce, first.update, first.gather) == (
+        40.0,
+        Interval(41.0, 55.0),
+        Interval(56.0, 57.0),
+        None,
+    )
+    assert last.update == Interval(80.0, 85.0), "the longest stretch"
+    assert last.done_ms == 85.1
+
+
+def test_a_step_without_communication_has_nothing_exposed() -> None:
+    step = StepReport(rank=0, step=0, start_ms=0.0, step_ms=9.0, phases=(Phase(5.0, 6.0, "finalization"),), buckets=())
+    assert (step.communication_ms, step.exposed_ms, step.exposed_code_ms, step.overlap_fraction) == (0, 0, 0, None)
+    assert step.forward is None
+
+
+def test_waiting_for_a_collective_in_the_middle_of_backward_is_exposed() -> None:
+    step = StepReport(
+        rank=0,
+        step=0,
+        start_ms=0.0,
+        step_ms=50.0,
+        phases=(Phase(0.0, 40.0, "backward"), Phase(10.0, 15.0, "wait"), Phase(40.0, 41.0, "finalization")),
+        buckets=(_bucket(0, 10.0, _reduce(10.0, 15.0)),),
+    )
+    assert (step.exposed_ms, step.overlap_fraction) == (5.0, 0.0)
+
+
+def _report(ranks: int = 2, steps: int = 3) -> Report:
+    return Report(
+        plan="plain DDP",
+        ranks=tuple(
+            tuple(_step(rank, number, 100.0 * number + rank) for number in range(steps)) for rank in range(ranks)
+        ),
+    )
+
+
+def test_a_report_is_a_table_of_its_steps() -> None:
+    lines = str(_report()).splitlines()
+    assert lines[0] == "plain DDP on 2 ranks, times in ms"
+    assert " ".join(lines[1].split()) == (
+        "rank step step ms forward backward finalization optimizer communication exposed overlapped sent MB"
+    )
+    assert " ".join(lines[2].split()) == "0 0 100.0 16.0 38.0 30.0 3.0 38.0 24.0 37% 0.00"
+    assert len({len(line) for line in lines[1:8]}) == 1, "columns are aligned"
+    assert lines[9].startswith("buckets of step 2 on rank 0")
+    assert " ".join(lines[-1].split()) == "1 0.00 60.0 60.0 to 80.0 80.0 to 85.0 - 0.00"
+
+
+def test_a_report_without_steps_says_so() -> None:
+    assert "no step was recorded" in str(Report(plan="plain DDP", ranks=((), ())))
+    with pytest.raises(ConfigurationError, match=r"recorded.*are: none"):
+        panel_of("plain", Report(plan="plain DDP", ranks=((), ())), None)
+
+
+def test_recordings_in_turns_are_joined() -> None:
+    whole = joined([_report(), _report()])
+    assert [step.step for step in whole.ranks[1]] == [0, 1, 2, 3, 4, 5]
+    assert [step.start_ms for step in whole.ranks[0]] == [0, 100, 200, 301, 401, 501]
+
+
+def test_no_slices_of_a_trace_overlap_unless_one_is_inside_the_other(tmp_path: Path) -> None:
+    save_reports({"plain": _report(), "overlapped": _report()}, tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert events == list(trace_events({"plain": _report(), "overlapped": _report()}))
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {f"{title}, rank {rank}" for title in ("plain", "overlapped") for rank in (0, 1)}
+    assert_slices_nest(events)
+    reduces = [event for event in events if event["name"] == "all_reduce[bucket 1]"]
+    assert [event["ts"] for event in reduces[:3]] == [60_000, 160_000, 260_000] and reduces[0]["dur"] == 20_000
+    assert {event["tid"] for event in events if event["ph"] == "i"} == {0}
+
+
+def assert_slices_nest(events: list[dict[str, Any]]) -> None:
+    threads: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            start_ns = round(1e3 * event["ts"])
+            slices = threads.setdefault((event["pid"], event["tid"]), [])
+            slices.append((start_ns, start_ns + round(1e3 * event["dur"])))
+    for slices in threads.values():
+        around: list[int] = []
+        for start_ns, end_ns in sorted(slices, key=lambda one: (one[0], -one[1])):
+            while around and around[-1] <= start_ns:
+                around.pop()
+            assert not around or end_ns <= around[-1]
+            around.append(end_ns)
+
+
+def test_a_picture_shows_every_rank_and_what_the_colors_mean(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    save_reports({"plain": _report(), "overlapped": _report(1)}, tmp_path / "step.svg")
+    text = (tmp_path / "step.svg").read_text()
+    for words in ("rank 1  communication", "plain (step 2)", "ms from the start", "waits for communication", "reduce"):
+        assert f"<!-- {words}" in text, words
+    save_reports({"plain": _report()}, tmp_path / "step.png", step=1)
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigurationError, match=r"step is 3, .*\(plain\) are: 0 to 2"):
+        save_reports({"plain": _report()}, tmp_path / "step.png", step=3)
+
+
+def test_the_bars_of_the_compute_lane_do_not_overlap() -> None:
+    bars = panel_of("plain", _report(), 0).lanes[0].bars
+    assert sum(bar.interval.duration_ms for bar in bars) == pytest.approx(length_ms(bar.interval for bar in bars))
+    assert {bar.meaning: round(bar.interval.duration_ms) for bar in bars}["waiting"] == 5
+
+
+@pytest.mark.parametrize("name", ["step", "step.txt", "step.json.gz"])
+def test_a_file_that_is_neither_picture_nor_trace(name: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"path is '{name}': a picture ends in .png, .svg, .pdf, a trace in .json"
+    ):
+        save_reports({"plain": _report()}, name)
+
+
+def test_without_matplotlib_a_picture_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_options, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"^matplotlib not installed: pip install 'ddp-overlap\[timeline\]'$"):
+        save_reports({"plain": _report()}, tmp_path / "step.png")
+    real = builtins.__import__
+
+    def without_matplotlib(name: str, *args: Any) -> Any:
+        assert not name.startswith("matplotlib")
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    save_reports({"plain": _report()}, tmp_path / "step.json")
