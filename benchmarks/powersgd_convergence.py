@@ -1,6 +1,6 @@
 """Whether compression from the first iteration on costs accuracy: handwritten digits, a small convolutional net.
 
-    python benchmarks/powersgd_convergence.py [--ranks 4] [--epochs 8] [--seeds 3]
+    python benchmarks/powersgd_convergence.py [--ranks 4] [--epochs 8] [--lr 0.02] [--seeds 3]
 
 Every variant trains from the same weights on the same batches, by plain SGD with momentum; the mean and the range over
 seeds of the accuracy on held-out digits are printed.
@@ -53,7 +53,7 @@ def net() -> nn.Module:
     )  # fmt: skip
 
 
-def accuracy(options: dict[str, Any] | None, seed: int, epochs: int) -> tuple[float, float]:
+def accuracy(options: dict[str, Any] | None, seed: int, epochs: int, lr: float) -> tuple[float, float]:
     """Held-out accuracy in percent, and how many times less was sent."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(seed)
@@ -61,7 +61,7 @@ def accuracy(options: dict[str, Any] | None, seed: int, epochs: int) -> tuple[fl
     ddp = DistributedDataParallel(net(), bucket_cap_mb=0.05)
     stage = overlap.AllReduce() if options is None else overlap.PowerSGD(**options)
     overlap.register(ddp, stage)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=lr, momentum=0.9)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
         order = torch.randperm(len(x), generator=generator)
@@ -79,7 +79,7 @@ def run(rank: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
     for name, variant in VARIANTS.items():
-        found = [accuracy(variant, seed, options.epochs) for seed in range(options.seeds)]
+        found = [accuracy(variant, seed, options.epochs, options.lr) for seed in range(options.seeds)]
         if rank == 0:
             percents = [percent for percent, _ in found]
             mean = sum(percents) / len(percents)
@@ -94,6 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29741", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")

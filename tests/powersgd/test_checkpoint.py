@@ -87,6 +87,11 @@ def test_a_state_of_pytorchs_name_travels_by_pickle(hook: Any) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook], ids=lambda hook: hook.__name__)
+def test_the_hooks_themselves_travel_by_pickle(hook: Any) -> None:
+    assert pickle.loads(pickle.dumps(hook)) is hook
+
+
 def test_the_process_group_is_left_out_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     state = PowerSGDState(object())  # type: ignore[arg-type]
     assert pickle.loads(pickle.dumps(state)).process_group is None

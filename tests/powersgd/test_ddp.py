@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,8 @@ from overlap import (
     PowerSGD,
     PowerSGDState,
     Step,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
     as_stage,
     chain,
     fp16_compress_wrapper,
@@ -133,6 +136,24 @@ def test_every_way_to_register_it_is_the_same() -> None:
     run_ranks(_compositions, 2)
 
 
+def _zero(rank: int, world_size: int) -> None:
+    whole, sharded = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
+    optimizer = OverlappedOptimizer(_optimizer(whole))
+    chain(PowerSGD(rank=2, min_compression_rate=1), Step(optimizer)).register(whole)
+    zero = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.05, momentum=0.9)
+    stage = PowerSGD(rank=2, min_compression_rate=1)
+    chain(stage, ZeroStep(zero)).register(sharded)
+    for batch in MLP.batches(rank, steps=STEPS):
+        overlapped_step(whole, optimizer, batch, mean_squared_error)
+        overlapped_step(sharded, zero, batch, mean_squared_error)
+        assert_parity(sharded.module.state_dict(), whole.module.state_dict(), what="the update shared out")
+    assert stage.compression_stats()[0] > 1.5
+
+
+def test_a_sharded_update_after_it_is_the_whole_one() -> None:
+    run_ranks(_zero, 2)
+
+
 def _wrapped(rank: int, world_size: int) -> None:
     state = PowerSGDState(None, 16, 0, 0)
     exact = _run(MLP, rank, lambda ddp: None)
@@ -148,6 +169,24 @@ def _wrapped(rank: int, world_size: int) -> None:
 
 def test_factors_can_be_sent_in_half_precision() -> None:
     run_ranks(_wrapped, 2)
+
+
+def _complex(rank: int, world_size: int) -> None:
+    model = torch.nn.Linear(8, 8, dtype=torch.complex64)
+    ddps = [wrap(copy.deepcopy(model)) for _ in range(2)]
+    stage = PowerSGD(rank=1, min_compression_rate=0)
+    register(ddps[1], stage)
+    for step in range(3):
+        for ddp in ddps:
+            ddp.zero_grad()
+            ddp(torch.full((2, 8), complex(step, rank + 1), dtype=torch.complex64)).abs().sum().backward()
+        for exact, found in zip(ddps[0].parameters(), ddps[1].parameters(), strict=True):
+            assert torch.equal(found.grad, exact.grad)
+    assert not stage.state_dict()["factors"]
+
+
+def test_complex_gradients_are_reduced_exactly() -> None:
+    run_ranks(_complex, 2)
 
 
 def _full_rank(rank: int, world_size: int, case: Case) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from overlap.hooks.powersgd.plan import Family
+from overlap.hooks.powersgd.streams import current_stream
 
 __all__ = ["Directions", "normalize"]
 
@@ -15,19 +16,19 @@ __all__ = ["Directions", "normalize"]
 class Directions:
     """Random directions, the same on every rank: they follow from the seed, the shape and the step alone.
 
-    Those of a warm start do not depend on the step and are kept, one set a shape; the others are drawn at
-    each step.
+    Those of a warm start do not depend on the step and are kept, one set a shape (on an accelerator also a stream,
+    since streams do not wait for each other); the others are drawn at each step.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._kept: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
+        self._kept: dict[tuple[object, ...], Tensor] = {}
 
     def draw(
         self, rank: int, length: int, *, dtype: torch.dtype, device: torch.device, step: int | None = None
     ) -> Tensor:
         """Rows of a random matrix, ``(rank, length)``."""
-        key = (rank, length, dtype, device)
+        key = (rank, length, dtype, device, current_stream(device))
         if step is None and key in self._kept:
             return self._kept[key]
         # Seeding a generator of its own leaves the user's alone, and on an accelerator it costs no

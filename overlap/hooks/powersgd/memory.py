@@ -14,6 +14,7 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.checkpoint import State, pack, unpack
 from overlap.hooks.powersgd.statistics import Statistics
+from overlap.hooks.powersgd.streams import hold
 from overlap.hooks.stage import Site
 
 __all__ = ["Memory", "Slot"]
@@ -48,7 +49,7 @@ class Slot:
             found = torch.empty_strided(
                 gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device
             )
-            found.copy_(loaded)
+            found.copy_(hold(loaded))
         self.residual = found
         return found
 

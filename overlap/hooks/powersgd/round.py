@@ -37,6 +37,7 @@ from overlap.hooks.powersgd.memory import Slot
 from overlap.hooks.powersgd.operands import Operand
 from overlap.hooks.powersgd.orthogonalize import orthonormalize
 from overlap.hooks.powersgd.plan import Batch, Family, Plan
+from overlap.hooks.powersgd.streams import hold
 
 __all__ = ["Round"]
 
@@ -107,7 +108,7 @@ class Round:
             for place, slot in zip(_side(batch, flat, is_left), slots, strict=True):
                 if slot.factor is not None and slot.is_left == is_left and self.config.warm_start:
                     slot.check_factor((batch.rank, length))
-                    place.copy_(slot.factor)
+                    place.copy_(hold(slot.factor))
                     continue
                 if fresh is None:
                     fresh = length**-0.5 * self.directions.draw(

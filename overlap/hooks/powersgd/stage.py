@@ -17,6 +17,7 @@ from overlap.hooks.powersgd.memory import Memory, Slot
 from overlap.hooks.powersgd.operands import make_operands
 from overlap.hooks.powersgd.plan import Plan, make_plan, square_plan
 from overlap.hooks.powersgd.round import Round
+from overlap.hooks.powersgd.streams import hold
 from overlap.hooks.reducers import AllReduce
 from overlap.hooks.stage import Site, Stage
 
@@ -185,7 +186,7 @@ class PowerSGD(Stage):
         """Give away what is kept of parameters that are no longer compressed."""
         for place in plan.exact:
             if (residual := slots[place].residual) is not None:
-                bucket.gradients[place].add_(residual)
+                bucket.gradients[place].add_(hold(residual))
                 slots[place].residual = None
             slots[place].factor = None
 
