@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from overlap import chain
 from overlap.demo.settings import Settings
-from overlap.hooks import AllReduce, Cast
+from overlap.hooks import AllReduce, Cast, PowerSGD
 from overlap.optim import OverlappedOptimizer, Step
 
 __all__ = ["Recipe", "learning_rate", "overlapped", "plain"]
@@ -45,6 +45,8 @@ def overlapped(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
     """The chain that the options ask for."""
     if settings.bf16_gradients:
         return _bf16_gradients(ddp, settings)
+    if settings.powersgd is not None:
+        return _powersgd(ddp, settings, rank=settings.powersgd)
     return _update_in_backward(ddp, settings)
 
 
@@ -63,6 +65,13 @@ def _update_in_backward(ddp: DistributedDataParallel, settings: Settings) -> Rec
 def _bf16_gradients(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
     optimizer = OverlappedOptimizer(_optimizer(ddp.parameters(), settings))
     stages = chain(Cast(torch.bfloat16, AllReduce()), Step(optimizer))
+    stages.register(ddp)
+    return Recipe(repr(stages), optimizer, exact=False, zero_grad=False)
+
+
+def _powersgd(ddp: DistributedDataParallel, settings: Settings, *, rank: int) -> Recipe:
+    optimizer = OverlappedOptimizer(_optimizer(ddp.parameters(), settings))
+    stages = chain(PowerSGD(rank=rank), Step(optimizer))
     stages.register(ddp)
     return Recipe(repr(stages), optimizer, exact=False, zero_grad=False)
 
