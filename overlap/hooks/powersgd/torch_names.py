@@ -49,7 +49,7 @@ class PowerSGDState:
         ConfigurationError: an argument is out of range.
 
     >>> PowerSGDState(None, matrix_approximation_rank=4).compression_stats()
-    (0, 0, 0)
+    (0.0, 0, 0)
     """
 
     def __init__(
