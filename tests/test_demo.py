@@ -44,7 +44,7 @@ def test_bf16_gradients_are_compared_by_accuracy(tmp_path: Path) -> None:
     shown, results = _demo([*TINY, "--bf16-gradients", "--optimizer", "adamw"], tmp_path)
     assert not results["must_be_equal"]
     assert 0 < results["parity_parameters_max_abs_diff"] < 1
-    assert "these gradients are rounded" in shown
+    assert "these gradients are compressed" in shown
     assert results["plan_overlapped"] == "chain(Cast(bfloat16, AllReduce()), Step(AdamW, interleaved))"
 
 
@@ -53,8 +53,18 @@ def test_shared_state_ends_up_equal(tmp_path: Path) -> None:
     assert results["parity_max_abs_diff"] == 0
     assert results["must_be_equal"] and results["passed"]
     assert results["plan_overlapped"] == "chain(ZeroStep(AdamW, interleaved))"
-    with pytest.raises(ConfigurationError, match="give one"):
-        Settings(zero=True, bf16_gradients=True)
+
+
+def test_gradients_as_factors_are_compared_by_accuracy(tmp_path: Path) -> None:
+    _, results = _demo([*TINY, "--powersgd", "2", "--zero"], tmp_path)
+    assert not results["must_be_equal"]
+    assert 0 < results["parity_parameters_max_abs_diff"] < 1
+    assert results["plan_overlapped"] == "chain(PowerSGD(rank=2), ZeroStep(SGD, interleaved))"
+
+
+def test_gradients_are_sent_in_one_way() -> None:
+    with pytest.raises(ConfigurationError, match="--bf16-gradients and --powersgd"):
+        Settings(bf16_gradients=True, powersgd=2)
 
 
 @pytest.mark.parametrize("difference", [1e-9, math.inf])

@@ -24,13 +24,13 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
         torch._foreach_mul_(list(tensors), factor)
 
 
-def add_all(targets: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
-    """Add each term to its target, in place. Private: as :func:`norms`."""
-    if targets:
-        torch._foreach_add_(list(targets), list(terms))
-
-
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target. Private: as :func:`norms`."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
+
+
+def add_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Add each source to its target, in place, whatever their dtypes. Private: as :func:`norms`."""
+    if targets:
+        torch._foreach_add_(list(targets), list(sources))

@@ -193,6 +193,22 @@ def torch_powersgd_r4(site: Site) -> Prepared:
     return _torch_hook(site, powersgd.powerSGD_hook, state)
 
 
+@variant("overlap-powersgd-r4")
+def overlap_powersgd_r4(site: Site) -> Prepared:
+    return _overlapped_powersgd(site)
+
+
+@variant("overlap-powersgd-r4-alternate")
+def overlap_powersgd_r4_alternate(site: Site) -> Prepared:
+    return _overlapped_powersgd(site, alternate=True)
+
+
+@variant("overlap-powersgd-r4-auto")
+def overlap_powersgd_r4_auto(site: Site) -> Prepared:
+    # It measures in the third step and decides; the steps before that warm up anyway.
+    return _overlapped_powersgd(site, bypass="auto")
+
+
 @variant("torch-quantize8")
 def torch_quantize8(site: Site) -> Prepared:
     from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import quantization_pertensor_hook
@@ -242,6 +258,12 @@ def _overlapped_cast(site: Site, dtype: torch.dtype) -> Prepared:
     from overlap.hooks import AllReduce, Cast
 
     return _overlapped(site, site.settings.optimizer, Cast(dtype, AllReduce()))
+
+
+def _overlapped_powersgd(site: Site, **options: Any) -> Prepared:
+    from overlap.hooks import PowerSGD
+
+    return _overlapped(site, site.settings.optimizer, PowerSGD(rank=4, **options))
 
 
 def _overlapped(site: Site, optimizer: str, reducer: Any) -> Prepared:

@@ -37,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=whole_number(0, 2**31), default=default.seed, help="of the weights and the images' order")
     add("--bf16-gradients", action="store_true", help="gradients travel in bfloat16; compared by accuracy")
     add("--zero", action="store_true", help="the optimizer's state and the update are shared out among the ranks")
+    add(
+        "--powersgd",
+        type=whole_number(1, 64),
+        default=default.powersgd,
+        metavar="RANK",
+        help="gradients travel as factors of this rank, from the first step on; compared by accuracy",
+    )
     add("--images", type=whole_number(2, TRAIN_IMAGES), default=default.images, help="training images to use")
     add("--image-size", type=whole_number(8, 224), default=default.image_size, help="side in pixels")
     add("--device", choices=("auto", "cpu", "cuda"), default=default.device, help="auto: GPUs if there are enough")

@@ -1,6 +1,6 @@
 """The two ways to train that the demo compares: what is registered with DDP, and what the loop steps.
 
-A recipe for another stage is a function like the ones below and a line in `overlapped`.
+Another way to send gradients is two lines in `_reducer`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from overlap import chain
 from overlap.demo.settings import Settings
-from overlap.hooks import AllReduce, Cast
+from overlap.hooks import AllReduce, Cast, PowerSGD, Stage
 from overlap.optim import OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
 
 __all__ = ["Recipe", "learning_rate", "overlapped", "plain"]
@@ -43,12 +43,21 @@ def plain(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
 
 
 def overlapped(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
-    """The chain that the options ask for."""
-    if settings.bf16_gradients:
-        return _bf16_gradients(ddp, settings)
+    """The chain that the options ask for: a reducer, then an update."""
+    reducer = _reducer(settings)
+    kind, options = _kind(settings)
+    update: Stage
+    optimizer: Optimizer
     if settings.zero:
-        return _zero(ddp, settings)
-    return _update_in_backward(ddp, settings)
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), kind, overlap_with_ddp=True, **options)
+        update = ZeroStep(optimizer)
+    else:
+        optimizer = OverlappedOptimizer(kind(ddp.parameters(), **options))
+        update = Step(optimizer)
+    # The sharded update reduces by itself, and sends less than behind an all-reduce.
+    stages = chain(update) if settings.zero and reducer is None else chain(reducer or AllReduce(), update)
+    stages.register(ddp)
+    return Recipe(repr(stages), optimizer, exact=reducer is None, zero_grad=False)
 
 
 def learning_rate(settings: Settings) -> float:
@@ -56,26 +65,13 @@ def learning_rate(settings: Settings) -> float:
     return {"sgd": 0.02, "adamw": 2e-3}[settings.optimizer]
 
 
-def _update_in_backward(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
-    optimizer = OverlappedOptimizer(_optimizer(ddp.parameters(), settings))
-    stages = chain(AllReduce(), Step(optimizer))
-    stages.register(ddp)
-    return Recipe(repr(stages), optimizer, exact=True, zero_grad=False)
-
-
-def _bf16_gradients(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
-    optimizer = OverlappedOptimizer(_optimizer(ddp.parameters(), settings))
-    stages = chain(Cast(torch.bfloat16, AllReduce()), Step(optimizer))
-    stages.register(ddp)
-    return Recipe(repr(stages), optimizer, exact=False, zero_grad=False)
-
-
-def _zero(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
-    kind, options = _kind(settings)
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), kind, overlap_with_ddp=True, **options)
-    stages = chain(ZeroStep(zero))
-    stages.register(ddp)
-    return Recipe(repr(stages), zero, exact=True, zero_grad=False)
+def _reducer(settings: Settings) -> Stage | None:
+    """The way to send gradients that was asked for, if any was: none of them gives the plain run's bits."""
+    if settings.bf16_gradients:
+        return Cast(torch.bfloat16, AllReduce())
+    if settings.powersgd is not None:
+        return PowerSGD(rank=settings.powersgd)
+    return None
 
 
 def _optimizer(parameters: Iterable[Parameter], settings: Settings) -> Optimizer:

@@ -34,6 +34,8 @@ class Settings:
     bf16_gradients: bool = False
     # Each rank has its share of the optimizer's state and makes its share of the update.
     zero: bool = False
+    # Gradients travel as factors of this rank from the first step on; not at all where None.
+    powersgd: int | None = None
     device: str = "auto"
     output: Path = Path("overlap-demo")
     json: Path | None = None
@@ -41,8 +43,13 @@ class Settings:
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise ConfigurationError(f"optimizer is {self.optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
-        if self.zero and self.bf16_gradients:
-            raise ConfigurationError("--zero and --bf16-gradients are two recipes: give one")
+        ways = [name for name, given in self._ways_to_send().items() if given]
+        if len(ways) > 1:
+            raise ConfigurationError(f"{' and '.join(ways)} are ways to send gradients: give one of them")
+
+    def _ways_to_send(self) -> dict[str, bool]:
+        """The options that exclude each other, and which of them were given."""
+        return {"--bf16-gradients": self.bf16_gradients, "--powersgd": self.powersgd is not None}
 
     def steps_per_epoch(self, ranks: int) -> int:
         """How many batches every rank gets; images that do not fill a batch on each are left out.

@@ -13,6 +13,7 @@ from overlap.hooks.collectives import (
     send_recv,
     whole_pass,
 )
+from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from overlap.hooks.reducers import AllGather, AllReduce, NoReduction
 from overlap.hooks.registration import Registration, register
 from overlap.hooks.stage import Role, Site, Stage
@@ -33,6 +34,8 @@ __all__ = [
     "Cast",
     "Chain",
     "NoReduction",
+    "PowerSGD",
+    "PowerSGDState",
     "Registration",
     "Role",
     "Site",
@@ -44,6 +47,7 @@ __all__ = [
     "allreduce_hook",
     "as_hook",
     "as_stage",
+    "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "broadcast",
@@ -52,6 +56,7 @@ __all__ = [
     "fp16_compress_wrapper",
     "future_result",
     "noop_hook",
+    "powerSGD_hook",
     "reduce_scatter",
     "register",
     "send_recv",

@@ -1,0 +1,87 @@
+"""What PowerSGD is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from overlap.errors import ConfigurationError
+
+__all__ = ["PowerSGDConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGDConfig:
+    """The options of :class:`PowerSGD`, checked; the same on every rank."""
+
+    rank: int = 2
+    """Columns of each factor: a matrix of n x m is sent as n x rank and m x rank numbers."""
+    start_step: int = 0
+    """Backward passes that are reduced exactly before compression begins."""
+    min_compression_rate: float = 2.0
+    """Compress a matrix only if its factors have fewer than 1/rate of its elements; 0 compresses all."""
+    error_feedback: bool = True
+    """Add what compression left out of a gradient to the next one."""
+    warm_start: bool = True
+    """Begin each step from the factor of the step before, so that few steps find the leading directions."""
+    alternate: bool = False
+    """Send the left and the right factor in turn, one a step, instead of both."""
+    error_dtype: torch.dtype | None = None
+    """Dtype of the residuals; the gradient's own where ``None``."""
+    bypass: Literal["auto"] | None = None
+    """``"auto"``: measure of each bucket whether compressing and sending it is faster than sending it."""
+    seed: int = 0
+    """Of the random directions from which factors start."""
+    epsilon: float = 0.0
+    """Added to the length that each direction of a basis is divided by; 0 is exact and safe."""
+    log_every_steps: int = 10_000
+    """Steps between two lines of statistics in the log, once compression has begun."""
+
+    def __post_init__(self) -> None:
+        _check_integer("rank", self.rank, at_least=1)
+        _check_integer("start_step", self.start_step, at_least=0)
+        _check_integer("seed", self.seed, at_least=0)
+        _check_integer("log_every_steps", self.log_every_steps, at_least=1)
+        _check_number("min_compression_rate", self.min_compression_rate)
+        _check_number("epsilon", self.epsilon)
+        if self.bypass not in (None, "auto"):
+            raise ConfigurationError(f'bypass is None or "auto", got {self.bypass!r}')
+        dtype = self.error_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigurationError(
+                f"error_dtype is a floating-point torch.dtype such as torch.bfloat16 or None, got {dtype!r}"
+            )
+        if self.alternate and not self.warm_start:
+            raise ConfigurationError(
+                "alternate=True computes each factor from the one of the step before, which warm_start=False "
+                "throws away: leave one of the two out"
+            )
+
+    def __str__(self) -> str:
+        """The options as they would be typed, defaults left out."""
+        told = [f"rank={self.rank}"]
+        for name, default in _DEFAULTS.items():
+            value = getattr(self, name)
+            if value != default:
+                told.append(f"{name}={value!r}")
+        return ", ".join(told)
+
+
+def _check_integer(name: str, value: object, *, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ConfigurationError(f"{name} is a whole number of at least {at_least}, got {value!r}")
+
+
+def _check_number(name: str, value: object) -> None:
+    # The comparison is false for NaN too.
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        raise ConfigurationError(f"{name} is a number of at least 0, got {value!r}")
+
+
+_DEFAULTS = {
+    name: field.default
+    for name, field in PowerSGDConfig.__dataclass_fields__.items()
+    if name not in ("rank", "log_every_steps")
+}

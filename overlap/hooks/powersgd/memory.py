@@ -1,0 +1,217 @@
+"""What PowerSGD remembers of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from overlap.errors import ConfigurationError
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.powersgd.checkpoint import State, pack, unpack
+from overlap.hooks.powersgd.statistics import Statistics
+from overlap.hooks.powersgd.streams import hold
+from overlap.hooks.stage import Site
+
+__all__ = ["Memory", "Slot"]
+
+
+@dataclass
+class Slot:
+    """The memory of one parameter."""
+
+    key: str
+    residual: Tensor | None = None
+    """What compression left out of this rank's gradients so far; shaped and strided as the gradient."""
+    factor: Tensor | None = None
+    """The mean factor ``(rank, length)`` to start from, the same on every rank."""
+    is_left: bool = False
+    """Whether ``factor`` is a left one; both occur in turn where factors alternate."""
+
+    def residual_like(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """The residual, made if there is none, in the layout of ``gradient``."""
+        found = self.residual
+        if found is None:
+            found = torch.empty_strided(
+                gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device
+            ).zero_()
+        elif found.shape != gradient.shape:
+            raise ConfigurationError(
+                f"the residual of parameter {self.key} has shape {tuple(found.shape)}, but its gradient "
+                f"{tuple(gradient.shape)}: the state of another model was loaded"
+            )
+        elif found.stride() != gradient.stride() or found.dtype != dtype or found.device != gradient.device:
+            loaded = found
+            found = torch.empty_strided(
+                gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device
+            )
+            found.copy_(hold(loaded))
+        self.residual = found
+        return found
+
+    def check_factor(self, shape: tuple[int, int]) -> None:
+        """Raises: ConfigurationError: the factor is of another shape."""
+        if self.factor is not None and tuple(self.factor.shape) != shape:
+            raise ConfigurationError(
+                f"the factor of parameter {self.key} has shape {tuple(self.factor.shape)}, but here (rank, "
+                f"length) is {shape}: the state comes from another rank= or another model; to go on with the "
+                "residuals and new factors, load it with state['factors'] = {}"
+            )
+
+
+@dataclass
+class Memory:
+    """The slots of a model's parameters, by name, and the counters that go with them.
+
+    By name means by fully qualified name; where only a hook is registered and names are not known, parameters
+    are numbered in the order in which their gradients first come, which depends on the model alone.
+    """
+
+    slots: dict[str, Slot] = field(default_factory=dict)
+    # Where a bucket is one matrix, its factor belongs to no one parameter.
+    bucket_slots: dict[str, Slot] = field(default_factory=dict)
+    steps: int = 0
+    """Backward passes begun."""
+    bypassed: frozenset[str] | None = None
+    """Parameters that were measured to be sent faster than compressed; ``None`` before the measurement."""
+    statistics: Statistics = field(default_factory=Statistics)
+
+    def __post_init__(self) -> None:
+        self._numbers: Any = WeakIdKeyDictionary()
+        self._site: Site | None = None
+        self._saved_by: tuple[int, int] | None = None
+        # Loaded for parameters that have not come yet.
+        self._unclaimed: set[str] = set()
+
+    def attach(self, site: Site) -> None:
+        """Serve the model of ``site``; numbering starts anew.
+
+        Raises:
+            ConfigurationError: it serves another model already, or what was loaded does not fit this one.
+        """
+        if self._site is not None and self._site.names is not None:
+            raise ConfigurationError(
+                "this PowerSGD is registered already, and its memory serves one model: "
+                "remove() that registration first, or make one for each model"
+            )
+        self._check(site)
+        self._numbers = WeakIdKeyDictionary()
+        self._site = site
+
+    def detach(self) -> None:
+        """Be free for another model."""
+        self._site = None
+
+    def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
+        """What the slots of the bucket's parameters are called."""
+        if bucket.fqns is not None:
+            return bucket.fqns
+        return tuple(
+            self._numbers.setdefault(parameter, str(len(self._numbers))) for parameter in bucket.parameters
+        )
+
+    def slots_of(self, keys: Iterable[str]) -> list[Slot]:
+        """The slots of parameters, made where they are new."""
+        found = []
+        for key in keys:
+            slot = self.slots.get(key)
+            if slot is None:
+                slot = self.slots[key] = Slot(key)
+            found.append(slot)
+        self._unclaimed.difference_update(keys)
+        return found
+
+    def bucket_slot(self, keys: tuple[str, ...]) -> Slot:
+        """The slot of a bucket that is one matrix."""
+        key = f"{keys[0]} ... {keys[-1]}"
+        return self.bucket_slots.setdefault(key, Slot(key))
+
+    def forget_factors(self) -> None:
+        """Let every factor start from random directions again."""
+        for slot in (*self.slots.values(), *self.bucket_slots.values()):
+            slot.factor = None
+
+    def check_claimed(self) -> None:
+        """Raises: ConfigurationError: a whole backward has not met all parameters that were loaded."""
+        if self._unclaimed:
+            raise ConfigurationError(_foreign(self._unclaimed))
+
+    def state_dict(self) -> State:
+        """See :meth:`PowerSGD.state_dict`."""
+        group = None if self._site is None else self._site.group
+        return pack(
+            residuals={key: slot.residual for key, slot in self.slots.items() if slot.residual is not None},
+            factors={key: slot.factor for key, slot in self.slots.items() if slot.factor is not None},
+            bucket_factors={
+                key: slot.factor for key, slot in self.bucket_slots.items() if slot.factor is not None
+            },
+            is_left=any(slot.is_left for slot in self.slots.values()),
+            steps=self.steps,
+            bypassed=self.bypassed,
+            numel=(self.statistics.numel_before, self.statistics.numel_after),
+            saved_by=(group.rank(), group.size()) if group is not None else self._saved_by,
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :meth:`PowerSGD.load_state_dict`."""
+        loaded = unpack(state)
+        before = self.slots, self._saved_by
+        self.slots = {
+            key: Slot(key, loaded.residuals.get(key), loaded.factors.get(key), loaded.is_left)
+            for key in {**loaded.residuals, **loaded.factors}
+        }
+        self._saved_by = loaded.saved_by
+        if self._site is not None:
+            try:
+                self._check(self._site)
+            except ConfigurationError:
+                self.slots, self._saved_by = before
+                raise
+        self.bucket_slots = {
+            key: Slot(key, None, factor, loaded.is_left) for key, factor in loaded.bucket_factors.items()
+        }
+        self.steps = loaded.steps
+        self.bypassed = loaded.bypassed
+        self.statistics.restore(*loaded.numel)
+        self._unclaimed = set(self.slots)
+
+    def _check(self, site: Site) -> None:
+        """Refuse what was loaded where it is another rank's or another model's."""
+        here = site.group.rank(), site.group.size()
+        if self._saved_by is not None and self._saved_by != here:
+            raise ConfigurationError(
+                f"the state was saved by rank {self._saved_by[0]} of {self._saved_by[1]}, but this is rank "
+                f"{here[0]} of {here[1]}, and residuals are each rank's own: load this rank's file, or make "
+                f"its state with PowerSGD.redistribute(states, rank={here[0]}, ranks={here[1]})"
+            )
+        if site.names is None:
+            return
+        shapes = {name: parameter.shape for parameter, name in site.names.items()}
+        if foreign := set(self.slots) - set(shapes):
+            raise ConfigurationError(_foreign(foreign))
+        for key, slot in self.slots.items():
+            if slot.residual is not None and slot.residual.shape != shapes[key]:
+                raise ConfigurationError(
+                    f"the state's residual of parameter {key} has shape {tuple(slot.residual.shape)}, but "
+                    f"the parameter has {tuple(shapes[key])}: it is the state of another model"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Neither parameters nor process groups travel; pickling serves PowerSGDState.
+        return {"state": self.state_dict()}
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.load_state_dict(pickled["state"])
+
+
+def _foreign(keys: Iterable[str]) -> str:
+    listed = sorted(keys)
+    return (
+        f"the state has parameters that the model does not have ({', '.join(listed[:5])}"
+        f"{', ...' if len(listed) > 5 else ''}): it is the state of another model"
+    )

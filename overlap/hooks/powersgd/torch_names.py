@@ -1,0 +1,193 @@
+"""PowerSGD under the names of ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap.errors import ConfigurationError
+from overlap.hooks.adapters import StageHook
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.powersgd.config import PowerSGDConfig
+from overlap.hooks.powersgd.memory import Memory
+from overlap.hooks.powersgd.stage import PowerSGD
+from overlap.hooks.stage import Site
+from overlap.join import gradient_divisor
+
+__all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
+
+_logger = logging.getLogger(__name__)
+
+
+class PowerSGDState:
+    """Options and memory of :func:`powerSGD_hook`, for one model.
+
+    The arguments are PyTorch's and mean the same; what :class:`PowerSGD` adds comes by keyword.
+    ``start_powerSGD_iter`` may be anything from 0 on, since memory does not depend on buckets. Pickling
+    leaves the process group out (set it again, or leave it ``None`` for the model's own), and is for the same
+    rank of the same number of ranks.
+
+    Args:
+        process_group: what to reduce over; the model's own where ``None``.
+        matrix_approximation_rank: see ``PowerSGD(rank=)``.
+        start_powerSGD_iter: see ``PowerSGD(start_step=)``.
+        min_compression_rate: as there.
+        use_error_feedback: see ``PowerSGD(error_feedback=)``.
+        warm_start: as there.
+        orthogonalization_epsilon: see ``PowerSGD(epsilon=)``.
+        random_seed: see ``PowerSGD(seed=)``.
+        compression_stats_logging_frequency: steps between two lines in the log.
+        batch_tensors_with_same_shape: equal shapes are batched wherever that is faster, so this changes nothing.
+        options: ``alternate``, ``error_dtype`` and ``bypass`` of :class:`PowerSGD`.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+
+    >>> PowerSGDState(None, matrix_approximation_rank=4).compression_stats()
+    (0.0, 0, 0)
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,  # noqa: N803 (PyTorch's name)
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+        **options: Any,
+    ) -> None:
+        self.process_group = process_group
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.random_seed = random_seed
+        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        if unknown := sorted(set(options) - {"alternate", "error_dtype", "bypass"}):
+            raise ConfigurationError(
+                f"PowerSGDState has no option {', '.join(unknown)}; beyond PyTorch's it has alternate, "
+                "error_dtype and bypass"
+            )
+        self._options = options
+        self.memory = Memory()
+        self.config()  # To tell what is wrong here, and not in the first backward.
+
+    def config(self) -> PowerSGDConfig:
+        """The options under the names of :class:`PowerSGD`."""
+        return PowerSGDConfig(
+            rank=self.matrix_approximation_rank,
+            start_step=self.start_powerSGD_iter,
+            min_compression_rate=self.min_compression_rate,
+            error_feedback=self.use_error_feedback,
+            warm_start=self.warm_start,
+            seed=self.random_seed,
+            epsilon=self.orthogonalization_epsilon,
+            log_every_steps=self.compression_stats_logging_frequency,
+            **self._options,
+        )
+
+    @property
+    def iter(self) -> int:
+        """Backward passes so far."""
+        return self.memory.steps
+
+    @property
+    def error_dict(self) -> dict[str, Tensor]:
+        """This rank's residuals, by parameter."""
+        return {key: slot.residual for key, slot in self.memory.slots.items() if slot.residual is not None}
+
+    @property
+    def total_numel_before_compression(self) -> int:
+        return self.memory.statistics.numel_before
+
+    @property
+    def total_numel_after_compression(self) -> int:
+        return self.memory.statistics.numel_after
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """How many times fewer elements were sent, the elements before and those after compression."""
+        statistics = self.memory.statistics
+        return statistics.rate, statistics.numel_before, statistics.numel_after
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`PowerSGD.state_dict`."""
+        return self.memory.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As :meth:`PowerSGD.load_state_dict`."""
+        self.memory.load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            _logger.warning(
+                "PowerSGDState: the process group is not pickled; set process_group after loading"
+            )
+        return {**self.__dict__, "process_group": None}
+
+
+class _HookPowerSGD(PowerSGD):
+    """The stage of a state, on the state's process group."""
+
+    def __init__(self, state: PowerSGDState, *, is_square: bool) -> None:
+        self._set_up(state.config(), state.memory, is_square=is_square)
+        self._group = state.process_group
+
+    def attach(self, site: Site) -> None:
+        super().attach(site if self._group is None else replace(site, group=self._group))
+
+    async def __call__(self, bucket: Bucket) -> None:
+        if self._group is not None and self._group is not bucket.group:
+            bucket = replace(bucket, group=self._group, divisor=gradient_divisor(self._group))
+        await super().__call__(bucket)
+
+
+def _hook(name: str, doc: str, *, is_square: bool) -> StageHook:
+    def checked(state: Any) -> PowerSGDState:
+        if isinstance(state, PowerSGDState):
+            return state
+        raise ConfigurationError(
+            f"the state of {name} is an overlap.PowerSGDState, got {type(state).__name__}"
+        )
+
+    return StageHook(
+        lambda state: _HookPowerSGD(checked(state), is_square=is_square),
+        name,
+        group_of=lambda state: checked(state).process_group,
+        doc=doc,
+        pickled_as=(_by_name, (name,)),
+    )
+
+
+def _by_name(name: str) -> StageHook:
+    hook: StageHook = globals()[name]
+    return hook
+
+
+powerSGD_hook = _hook(  # noqa: N816 (PyTorch's name)
+    "powerSGD_hook",
+    "Reduces each gradient as two factors of low rank: :class:`PowerSGD`, with a :class:`PowerSGDState`.",
+    is_square=False,
+)
+batched_powerSGD_hook = _hook(  # noqa: N816
+    "batched_powerSGD_hook",
+    """Reduces each bucket as the two factors of one square matrix, filled up with zeros.
+
+    Two small collectives a bucket whatever is in it, biases included, at a loss of accuracy: the rows of such
+    a matrix have nothing to do with the model. State as for ``powerSGD_hook``; ``min_compression_rate`` does
+    nothing, as in PyTorch. Factors begin anew where DDP cuts its buckets anew; residuals go on.
+    """,
+    is_square=True,
+)

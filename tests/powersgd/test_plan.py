@@ -1,0 +1,92 @@
+"""What is compressed and where it lies: from shapes alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlap import PowerSGD
+from overlap.hooks.powersgd.plan import make_plan, matrix_shape, square_plan
+
+from .lockstep import World
+
+shapes = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=8)
+
+
+@given(shapes, st.integers(1, 5), st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.sampled_from([0, 20, 1000]))
+def test_factors_lie_side_by_side_and_nothing_is_lost(
+    shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
+) -> None:
+    plan = make_plan(shapes, rank=rank, min_compression_rate=rate, batch_numel=batch_numel)
+    compressed = [place for batch in plan.batches for place in batch.places]
+    assert sorted([*compressed, *plan.exact]) == list(range(len(shapes)))
+    left, right = torch.zeros(plan.left_numel), torch.zeros(plan.right_numel)
+    for batch in plan.batches:
+        assert len(batch.places) == 1 or batch.rows * batch.cols <= batch_numel
+        for place in batch.places:
+            assert matrix_shape(shapes[place]) == (batch.rows, batch.cols)
+        assert batch.rank == min(rank, batch.rows, batch.cols)
+        batch.left(left).add_(batch.rows)
+        batch.right(right).add_(batch.cols)
+    # Each element of the flat tensors belongs to one batch and one family, of the same length.
+    for flat, families in ((left, plan.left_families), (right, plan.right_families)):
+        assert len({(family.rank, family.length) for family in families}) == len(families)
+        assert sum(family.of(flat).numel() for family in families) == flat.numel()
+        for family in families:
+            assert bool((family.of(flat) == family.length).all())
+
+
+def test_matrices_are_compressed_where_it_pays() -> None:
+    plan = make_plan([(64, 3, 7, 7), (64,), (10, 10), (512, 512)], rank=4, min_compression_rate=2)
+    assert plan.exact == (1, 2)
+    assert (plan.left_numel, plan.right_numel) == (4 * (64 + 512), 4 * (147 + 512))
+    assert not make_plan([(512, 512)], rank=128, min_compression_rate=2).batches
+    assert not make_plan([(512, 512)], rank=4, min_compression_rate=2, exact={0}).batches
+
+
+@given(st.integers(1, 500), st.integers(1, 8))
+def test_a_bucket_fits_its_square(numel: int, rank: int) -> None:
+    (batch,) = square_plan(numel, rank=rank).batches
+    assert (batch.rows - 1) ** 2 < numel <= batch.rows**2
+    assert batch.rank == min(rank, batch.rows)
+
+
+def _resnet18() -> list[tuple[int, ...]]:
+    """Shapes of the parameters of the ResNet-18 that is trained on images of 32 x 32."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 3, 3), (64,), (64,)]
+    planes = 64
+    for width in (64, 128, 256, 512):
+        for _ in range(2):
+            shapes += [(width, planes, 3, 3), (width,), (width,), (width, width, 3, 3), (width,), (width,)]
+            if planes != width:
+                shapes += [(width, planes, 1, 1), (width,), (width,)]
+            planes = width
+    return [*shapes, (10, 512), (10,)]
+
+
+@pytest.mark.parametrize(("rank", "times_less"), [(1, 243), (2, 136), (4, 72)])
+def test_the_papers_volumes_for_resnet18(rank: int, times_less: int) -> None:
+    shapes = _resnet18()
+    stage = PowerSGD(rank=rank)
+    world = World([stage], shapes)
+    world.step([[torch.zeros(shape) for shape in shapes]])
+    rate, before, after = stage.compression_stats()
+    assert before == 11_173_962
+    assert sum(world.sent_numel) == after
+    assert round(rate) == times_less
+
+
+def test_alternating_sends_half_in_one_collective() -> None:
+    shapes = _resnet18()
+    stage = PowerSGD(rank=4, alternate=True)
+    world = World([stage], shapes)
+    sent = []
+    for _ in range(2):
+        world.step([[torch.zeros(shape) for shape in shapes]])
+        assert len(world.sent_numel) == 1
+        sent += world.sent_numel
+    assert sum(sent) == stage.compression_stats()[2]
+    rate = stage.compression_stats()[0]
+    assert rate > 130, rate
