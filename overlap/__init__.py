@@ -5,12 +5,14 @@
 chain(AllReduce())
 """
 
+from overlap.activations import apply_activation_checkpointing, checkpoint_wrapper, offload_wrapper
 from overlap.compose import OptimizerHookState, hook_then_optimizer
 from overlap.errors import (
     CollectiveError,
     ConfigurationError,
     OverlapError,
     PeerError,
+    QuantizationOverflowError,
     RegistrationError,
     TrainingLoopError,
     UnsupportedError,
@@ -22,6 +24,7 @@ from overlap.hooks import (
     Cast,
     Chain,
     NoReduction,
+    Quantize,
     Registration,
     Stage,
     allgather_then_aggregate_hook,
@@ -34,6 +37,8 @@ from overlap.hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
     noop_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
     register,
 )
 from overlap.optim import (
@@ -44,6 +49,7 @@ from overlap.optim import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
+from overlap.quantized import DQuantType, auto_quantize
 from overlap.timeline import Timeline
 
 __all__ = [
@@ -54,11 +60,14 @@ __all__ = [
     "Chain",
     "CollectiveError",
     "ConfigurationError",
+    "DQuantType",
     "NoReduction",
     "OptimizerHookState",
     "OverlapError",
     "OverlappedOptimizer",
     "PeerError",
+    "QuantizationOverflowError",
+    "Quantize",
     "Registration",
     "RegistrationError",
     "Stage",
@@ -70,17 +79,23 @@ __all__ = [
     "ZeroStep",
     "allgather_then_aggregate_hook",
     "allreduce_hook",
+    "apply_activation_checkpointing",
     "as_hook",
     "as_stage",
+    "auto_quantize",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "chain",
+    "checkpoint_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "hook_then_optimizer",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "noop_hook",
+    "offload_wrapper",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
     "register",
 ]
 

@@ -18,6 +18,7 @@ from overlap.demo.experiment import present
 from overlap.demo.parity import Parity, largest_difference
 from overlap.demo.report import Outcome, Report
 from overlap.demo.settings import TRAIN_IMAGES, Settings
+from overlap.errors import ConfigurationError
 from overlap.launch import World
 
 # As little as it takes to have a second step, with the buckets that DDP rebuilds after the first.
@@ -45,6 +46,16 @@ def test_bf16_gradients_are_compared_by_accuracy(tmp_path: Path) -> None:
     assert 0 < results["parity_parameters_max_abs_diff"] < 1
     assert "these gradients are rounded" in shown
     assert results["plan_overlapped"] == "chain(Cast(bfloat16, AllReduce()), Step(AdamW, interleaved))"
+
+
+def test_quantized_gradients_are_compared_by_accuracy(tmp_path: Path) -> None:
+    shown, results = _demo([*TINY, "--quantize", "8"], tmp_path)
+    assert not results["must_be_equal"]
+    assert 0 < results["parity_parameters_max_abs_diff"] < 1
+    assert "these gradients are rounded" in shown
+    assert results["plan_overlapped"] == "chain(Quantize(bits=8), Step(SGD, interleaved))"
+    with pytest.raises(ConfigurationError, match="--quantize and --bf16-gradients are two ways"):
+        Settings(quantize=8, bf16_gradients=True)
 
 
 @pytest.mark.parametrize("difference", [1e-9, math.inf])

@@ -159,6 +159,16 @@ def torch_quantize8(site: Site) -> Prepared:
     return _torch_hook(site, quantization_pertensor_hook, site.group)
 
 
+@variant("overlap-quantize8")
+def overlap_quantize8(site: Site) -> Prepared:
+    return _overlapped_quantize(site, 8)
+
+
+@variant("overlap-quantize4")
+def overlap_quantize4(site: Site) -> Prepared:
+    return _overlapped_quantize(site, 4)
+
+
 # Fewer steps synchronized, and uneven inputs ----------------------------------------------------------------
 
 
@@ -201,6 +211,12 @@ def _overlapped_cast(site: Site, dtype: torch.dtype) -> Prepared:
     from overlap.hooks import AllReduce, Cast
 
     return _overlapped(site, site.settings.optimizer, Cast(dtype, AllReduce()))
+
+
+def _overlapped_quantize(site: Site, bits: int) -> Prepared:
+    from overlap.hooks import Quantize
+
+    return _overlapped(site, site.settings.optimizer, Quantize(bits=bits))
 
 
 def _overlapped(site: Site, optimizer: str, reducer: Any) -> Prepared:

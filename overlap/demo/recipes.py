@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from overlap import chain
 from overlap.demo.settings import Settings
-from overlap.hooks import AllReduce, Cast
+from overlap.hooks import AllReduce, Cast, Quantize
 from overlap.optim import OverlappedOptimizer, Step
 
 __all__ = ["Recipe", "learning_rate", "overlapped", "plain"]
@@ -43,6 +43,8 @@ def plain(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
 
 def overlapped(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
     """The chain that the options ask for."""
+    if settings.quantize is not None:
+        return _quantized_gradients(ddp, settings, settings.quantize)
     if settings.bf16_gradients:
         return _bf16_gradients(ddp, settings)
     return _update_in_backward(ddp, settings)
@@ -63,6 +65,14 @@ def _update_in_backward(ddp: DistributedDataParallel, settings: Settings) -> Rec
 def _bf16_gradients(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
     optimizer = OverlappedOptimizer(_optimizer(ddp.parameters(), settings))
     stages = chain(Cast(torch.bfloat16, AllReduce()), Step(optimizer))
+    stages.register(ddp)
+    return Recipe(repr(stages), optimizer, exact=False, zero_grad=False)
+
+
+def _quantized_gradients(ddp: DistributedDataParallel, settings: Settings, bits: int) -> Recipe:
+    optimizer = OverlappedOptimizer(_optimizer(ddp.parameters(), settings))
+    # In 4 bits what a step leaves out is too much to be lost.
+    stages = chain(Quantize(bits=bits, error_feedback=bits == 4), Step(optimizer))
     stages.register(ddp)
     return Recipe(repr(stages), optimizer, exact=False, zero_grad=False)
 

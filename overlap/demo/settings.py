@@ -32,6 +32,8 @@ class Settings:
     image_size: int = 32
     # Gradients travel in bfloat16: half the bytes, and no longer the same result.
     bf16_gradients: bool = False
+    # Gradients travel as integers of so many bits.
+    quantize: int | None = None
     device: str = "auto"
     output: Path = Path("overlap-demo")
     json: Path | None = None
@@ -39,6 +41,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise ConfigurationError(f"optimizer is {self.optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
+        if self.quantize is not None and self.bf16_gradients:
+            raise ConfigurationError("--quantize and --bf16-gradients are two ways to send gradients: give one of them")
 
     def steps_per_epoch(self, ranks: int) -> int:
         """How many batches every rank gets; images that do not fill a batch on each are left out.

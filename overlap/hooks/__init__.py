@@ -13,6 +13,7 @@ from overlap.hooks.collectives import (
     send_recv,
     whole_pass,
 )
+from overlap.hooks.quantize import GatherQuantized, Quantize
 from overlap.hooks.reducers import AllGather, AllReduce, NoReduction
 from overlap.hooks.registration import Registration, register
 from overlap.hooks.stage import Role, Site, Stage
@@ -24,6 +25,8 @@ from overlap.hooks.torch_names import (
     fp16_compress_hook,
     fp16_compress_wrapper,
     noop_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
 )
 
 __all__ = [
@@ -32,7 +35,9 @@ __all__ = [
     "Bucket",
     "Cast",
     "Chain",
+    "GatherQuantized",
     "NoReduction",
+    "Quantize",
     "Registration",
     "Role",
     "Site",
@@ -52,6 +57,8 @@ __all__ = [
     "fp16_compress_wrapper",
     "future_result",
     "noop_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
     "reduce_scatter",
     "register",
     "send_recv",
