@@ -5,12 +5,14 @@
 chain(AllReduce())
 """
 
+from overlap.activations import apply_activation_checkpointing, checkpoint_wrapper, offload_wrapper
 from overlap.compose import OptimizerHookState, hook_then_optimizer
 from overlap.errors import (
     CollectiveError,
     ConfigurationError,
     OverlapError,
     PeerError,
+    QuantizationOverflowError,
     RegistrationError,
     TrainingLoopError,
     UnsupportedError,
@@ -24,6 +26,7 @@ from overlap.hooks import (
     NoReduction,
     PowerSGD,
     PowerSGDState,
+    Quantize,
     Registration,
     Stage,
     allgather_then_aggregate_hook,
@@ -38,6 +41,8 @@ from overlap.hooks import (
     fp16_compress_wrapper,
     noop_hook,
     powerSGD_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
     register,
 )
 from overlap.optim import (
@@ -48,6 +53,7 @@ from overlap.optim import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
+from overlap.quantized import DQuantType, auto_quantize
 from overlap.timeline import Timeline
 
 __all__ = [
@@ -58,6 +64,7 @@ __all__ = [
     "Chain",
     "CollectiveError",
     "ConfigurationError",
+    "DQuantType",
     "NoReduction",
     "OptimizerHookState",
     "OverlapError",
@@ -65,6 +72,8 @@ __all__ = [
     "PeerError",
     "PowerSGD",
     "PowerSGDState",
+    "QuantizationOverflowError",
+    "Quantize",
     "Registration",
     "RegistrationError",
     "Stage",
@@ -76,19 +85,25 @@ __all__ = [
     "ZeroStep",
     "allgather_then_aggregate_hook",
     "allreduce_hook",
+    "apply_activation_checkpointing",
     "as_hook",
     "as_stage",
+    "auto_quantize",
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "chain",
+    "checkpoint_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "hook_then_optimizer",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "noop_hook",
+    "offload_wrapper",
     "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
     "register",
 ]
 

@@ -7,6 +7,7 @@
     │   └── UnsupportedError                a feature of the model or optimizer that this stage cannot serve
     ├── RegistrationError (RuntimeError)    registering with a model that cannot take it
     ├── TrainingLoopError (RuntimeError)    calls in an order that would lose or repeat an update
+    ├── QuantizationOverflowError (OverflowError)  a value does not fit the type that it was to be sent in
     └── CollectiveError (RuntimeError)      a collective did not finish
         └── PeerError                       because another rank failed; names the rank and its error
 """
@@ -18,6 +19,7 @@ __all__ = [
     "ConfigurationError",
     "OverlapError",
     "PeerError",
+    "QuantizationOverflowError",
     "RegistrationError",
     "TrainingLoopError",
     "UnsupportedError",
@@ -42,6 +44,10 @@ class RegistrationError(OverlapError, RuntimeError):
 
 class TrainingLoopError(OverlapError, RuntimeError):
     """The training loop made calls in an order that would lose or repeat an update."""
+
+
+class QuantizationOverflowError(OverlapError, OverflowError):
+    """A value on some rank does not fit the type that it was to be sent in."""
 
 
 class CollectiveError(OverlapError, RuntimeError):

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness import run_ranks
 from overlap._torchvision import load_torchvision
 from overlap.demo.data import load_digits, shard
-from overlap.demo.experiment import present
+from overlap.demo.experiment import present, train_and_compare
 from overlap.demo.parity import Parity, largest_difference
 from overlap.demo.report import Outcome, Report
 from overlap.demo.settings import TRAIN_IMAGES, Settings
@@ -23,6 +24,7 @@ from overlap.launch import World
 
 # As little as it takes to have a second step, with the buckets that DDP rebuilds after the first.
 TINY = ["--images", "48", "--epochs", "1", "--batch-size", "8", "--image-size", "16"]
+SMALL = {"images": 32, "epochs": 1, "batch_size": 8, "image_size": 16}
 CPU = torch.device("cpu")
 
 
@@ -40,30 +42,38 @@ def test_two_ranks_end_up_equal(tmp_path: Path) -> None:
     assert results["machine"]["ranks"] == 2
 
 
-def test_bf16_gradients_are_compared_by_accuracy(tmp_path: Path) -> None:
-    shown, results = _demo([*TINY, "--bf16-gradients", "--optimizer", "adamw"], tmp_path)
-    assert not results["must_be_equal"]
-    assert 0 < results["parity_parameters_max_abs_diff"] < 1
-    assert "these gradients are compressed" in shown
-    assert results["plan_overlapped"] == "chain(Cast(bfloat16, AllReduce()), Step(AdamW, interleaved))"
+# Options of a recipe, whether its result is the plain run's in every bit, and what it runs.
+RECIPES = [
+    (Settings(zero=True, optimizer="adamw", **SMALL), True, "chain(ZeroStep(AdamW, interleaved))"),
+    (
+        Settings(bf16_gradients=True, optimizer="adamw", **SMALL),
+        False,
+        "chain(Cast(bfloat16, AllReduce()), Step(AdamW, interleaved))",
+    ),
+    (Settings(powersgd=2, zero=True, **SMALL), False, "chain(PowerSGD(rank=2), ZeroStep(SGD, interleaved))"),
+    (Settings(quantize=8, **SMALL), False, "chain(Quantize(bits=8), Step(SGD, interleaved))"),
+]
 
 
-def test_shared_state_ends_up_equal(tmp_path: Path) -> None:
-    _, results = _demo([*TINY, "--zero", "--optimizer", "adamw"], tmp_path)
-    assert results["parity_max_abs_diff"] == 0
-    assert results["must_be_equal"] and results["passed"]
-    assert results["plan_overlapped"] == "chain(ZeroStep(AdamW, interleaved))"
+def test_every_recipe_trains() -> None:
+    reports, _ = run_ranks(_train_recipes, 2, [settings for settings, _, _ in RECIPES], timeout_s=150)
+    for report, (settings, is_exact, plan) in zip(reports, RECIPES, strict=True):
+        assert report.overlapped.plan == plan, settings
+        assert report.must_be_equal == is_exact, settings
+        if is_exact:
+            assert report.passed and report.parity.largest == 0, settings
+        else:
+            assert 0 < report.parity.parameters < 1, settings
+            assert "these gradients are compressed" in report.verdict()
 
 
-def test_gradients_as_factors_are_compared_by_accuracy(tmp_path: Path) -> None:
-    _, results = _demo([*TINY, "--powersgd", "2", "--zero"], tmp_path)
-    assert not results["must_be_equal"]
-    assert 0 < results["parity_parameters_max_abs_diff"] < 1
-    assert results["plan_overlapped"] == "chain(PowerSGD(rank=2), ZeroStep(SGD, interleaved))"
+def _train_recipes(rank: int, world_size: int, asked: list[Settings]) -> list[Report]:
+    world = World(rank=rank, size=world_size, device=CPU, backend="gloo")
+    return [train_and_compare(settings, world) for settings in asked]
 
 
 def test_gradients_are_sent_in_one_way() -> None:
-    with pytest.raises(ConfigurationError, match="--bf16-gradients and --powersgd"):
+    with pytest.raises(ConfigurationError, match="--bf16-gradients and --powersgd are ways"):
         Settings(bf16_gradients=True, powersgd=2)
 
 

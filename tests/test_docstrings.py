@@ -16,7 +16,14 @@ import overlap.hooks
 import overlap.join
 import overlap.optim
 
-ROOMS = ["overlap.hooks", "overlap.optim", "overlap.join", "overlap.compose"]
+ROOMS = [
+    "overlap.hooks",
+    "overlap.optim",
+    "overlap.join",
+    "overlap.compose",
+    "overlap.activations",
+    "overlap.quantized",
+]
 
 
 def _modules() -> list[str]:

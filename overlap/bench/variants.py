@@ -216,6 +216,16 @@ def torch_quantize8(site: Site) -> Prepared:
     return _torch_hook(site, quantization_pertensor_hook, site.group)
 
 
+@variant("overlap-quantize8")
+def overlap_quantize8(site: Site) -> Prepared:
+    return _overlapped_quantize(site, 8)
+
+
+@variant("overlap-quantize4")
+def overlap_quantize4(site: Site) -> Prepared:
+    return _overlapped_quantize(site, 4)
+
+
 # Fewer steps synchronized, and uneven inputs ----------------------------------------------------------------
 
 
@@ -264,6 +274,12 @@ def _overlapped_powersgd(site: Site, **options: Any) -> Prepared:
     from overlap.hooks import PowerSGD
 
     return _overlapped(site, site.settings.optimizer, PowerSGD(rank=4, **options))
+
+
+def _overlapped_quantize(site: Site, bits: int) -> Prepared:
+    from overlap.hooks import Quantize
+
+    return _overlapped(site, site.settings.optimizer, Quantize(bits=bits))
 
 
 def _overlapped(site: Site, optimizer: str, reducer: Any) -> Prepared:

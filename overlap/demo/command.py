@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RANK",
         help="gradients travel as factors of this rank, from the first step on; compared by accuracy",
     )
+    add("--quantize", type=int, choices=(8, 4), help="gradients travel as integers of so many bits; compared likewise")
     add("--images", type=whole_number(2, TRAIN_IMAGES), default=default.images, help="training images to use")
     add("--image-size", type=whole_number(8, 224), default=default.image_size, help="side in pixels")
     add("--device", choices=("auto", "cpu", "cuda"), default=default.device, help="auto: GPUs if there are enough")

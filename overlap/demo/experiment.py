@@ -9,7 +9,7 @@ from overlap.demo.settings import Settings
 from overlap.demo.train import Run, accuracy, mean_losses, start_runs, train
 from overlap.launch import World, init_ranks
 
-__all__ = ["present", "run_experiment"]
+__all__ = ["present", "run_experiment", "train_and_compare"]
 
 _FAILED = 1
 
@@ -17,21 +17,26 @@ _FAILED = 1
 def run_experiment(settings: Settings) -> int:
     """Trains twice and returns the exit code: 0 if the two runs agree as far as they must."""
     with init_ranks(settings.device) as world:
-        digits = load_digits(image_size=settings.image_size, images=settings.images, device=world.device)
-        plain, overlapped = start_runs(settings, world)
-        if world.is_main:
-            print(_heading(settings, world))
-            print(f"plain:      {plain.recipe.plan}\noverlapped: {overlapped.recipe.plan}", flush=True)
-        train([plain, overlapped], digits, settings, world)
-        report = Report(
-            settings=settings,
-            world=world,
-            parity=compare(plain, overlapped),
-            plain=_outcome(plain, digits, world),
-            overlapped=_outcome(overlapped, digits, world),
-            exact=overlapped.recipe.exact,
-        )
+        report = train_and_compare(settings, world)
     return present(report) if world.is_main else 0
+
+
+def train_and_compare(settings: Settings, world: World) -> Report:
+    """Trains both runs on every rank of ``world``; what rank 0 reports is the outcome."""
+    digits = load_digits(image_size=settings.image_size, images=settings.images, device=world.device)
+    plain, overlapped = start_runs(settings, world)
+    if world.is_main:
+        print(_heading(settings, world))
+        print(f"plain:      {plain.recipe.plan}\noverlapped: {overlapped.recipe.plan}", flush=True)
+    train([plain, overlapped], digits, settings, world)
+    return Report(
+        settings=settings,
+        world=world,
+        parity=compare(plain, overlapped),
+        plain=_outcome(plain, digits, world),
+        overlapped=_outcome(overlapped, digits, world),
+        exact=overlapped.recipe.exact,
+    )
 
 
 def _outcome(run: Run, digits: Digits, world: World) -> Outcome:

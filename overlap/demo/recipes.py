@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from overlap import chain
 from overlap.demo.settings import Settings
-from overlap.hooks import AllReduce, Cast, PowerSGD, Stage
+from overlap.hooks import AllReduce, Cast, PowerSGD, Quantize, Stage
 from overlap.optim import OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
 
 __all__ = ["Recipe", "learning_rate", "overlapped", "plain"]
@@ -71,6 +71,9 @@ def _reducer(settings: Settings) -> Stage | None:
         return Cast(torch.bfloat16, AllReduce())
     if settings.powersgd is not None:
         return PowerSGD(rank=settings.powersgd)
+    if settings.quantize is not None:
+        # In 4 bits what a step leaves out is too much to be lost.
+        return Quantize(bits=settings.quantize, error_feedback=settings.quantize == 4)
     return None
 
 

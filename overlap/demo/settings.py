@@ -36,6 +36,8 @@ class Settings:
     zero: bool = False
     # Gradients travel as factors of this rank from the first step on; not at all where None.
     powersgd: int | None = None
+    # Gradients travel as integers of so many bits.
+    quantize: int | None = None
     device: str = "auto"
     output: Path = Path("overlap-demo")
     json: Path | None = None
@@ -49,7 +51,11 @@ class Settings:
 
     def _ways_to_send(self) -> dict[str, bool]:
         """The options that exclude each other, and which of them were given."""
-        return {"--bf16-gradients": self.bf16_gradients, "--powersgd": self.powersgd is not None}
+        return {
+            "--bf16-gradients": self.bf16_gradients,
+            "--powersgd": self.powersgd is not None,
+            "--quantize": self.quantize is not None,
+        }
 
     def steps_per_epoch(self, ranks: int) -> int:
         """How many batches every rank gets; images that do not fill a batch on each are left out.

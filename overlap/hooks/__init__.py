@@ -14,6 +14,7 @@ from overlap.hooks.collectives import (
     whole_pass,
 )
 from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from overlap.hooks.quantize import GatherQuantized, Quantize
 from overlap.hooks.reducers import AllGather, AllReduce, NoReduction
 from overlap.hooks.registration import Registration, register
 from overlap.hooks.stage import Role, Site, Stage
@@ -25,6 +26,8 @@ from overlap.hooks.torch_names import (
     fp16_compress_hook,
     fp16_compress_wrapper,
     noop_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
 )
 
 __all__ = [
@@ -33,9 +36,11 @@ __all__ = [
     "Bucket",
     "Cast",
     "Chain",
+    "GatherQuantized",
     "NoReduction",
     "PowerSGD",
     "PowerSGDState",
+    "Quantize",
     "Registration",
     "Role",
     "Site",
@@ -57,6 +62,8 @@ __all__ = [
     "future_result",
     "noop_hook",
     "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
     "reduce_scatter",
     "register",
     "send_recv",

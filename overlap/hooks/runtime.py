@@ -25,10 +25,10 @@ from overlap.hooks.stage import Site, Stage, walk
 from overlap.hooks.task import Observer
 from overlap.join import gradient_divisor
 
-__all__ = ["Runtime"]
+__all__ = ["Runtime", "Worker"]
 
 
-class _Worker:
+class Worker:
     """A thread that runs what it is given, in order."""
 
     def __init__(self, name: str) -> None:
@@ -65,12 +65,12 @@ class Runtime:
         self._steps = 0
         self._is_open = False
         self._attached: list[Stage] = []
-        self._worker: _Worker | None = None
+        self._worker: Worker | None = None
         self._executor: HostExecutor | StreamExecutor
         if site.device.type == "cpu":
             if PrivateChannels.can_serve(site.group):
                 self._executor = HostExecutor(PrivateChannels(site.group))
-                self._worker = _Worker(f"overlap-{id(self):x}")
+                self._worker = Worker(f"overlap-{id(self):x}")
                 self._stop_worker = weakref.finalize(self, self._worker.stop)
             else:
                 self._executor = HostExecutor(GroupChannels(site.group))

@@ -19,6 +19,7 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import CommHook, StageHook, as_stage, hook_name
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cast import Cast
+from overlap.hooks.quantize.gathered import GatherQuantized
 from overlap.hooks.reducers import AllGather, AllReduce, NoReduction
 from overlap.hooks.stage import Stage
 from overlap.join import gradient_divisor
@@ -31,6 +32,8 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "noop_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
 ]
 
 
@@ -93,6 +96,16 @@ noop_hook = StageHook(
     "noop_hook",
     doc="Leaves each rank its own gradient; see :class:`NoReduction`.",
     pickled_as=(_by_name, ("noop_hook",)),
+)
+quantization_pertensor_hook = _group_hook(
+    "quantization_pertensor_hook",
+    lambda: GatherQuantized(None),
+    "The mean over ranks, gathered in 8 bits with one scale a bucket; see :class:`GatherQuantized`.",
+)
+quantization_perchannel_hook = _group_hook(
+    "quantization_perchannel_hook",
+    lambda: GatherQuantized(512),
+    "The mean over ranks, gathered in 8 bits with a scale for each 512 values; see :class:`GatherQuantized`.",
 )
 
 

@@ -1,0 +1,14 @@
+"""Memory saved between forward and backward: activations computed again, or kept on the CPU."""
+
+from overlap.activations.apply import apply_activation_checkpointing
+from overlap.activations.checkpoint import Checkpointed, checkpoint_wrapper
+from overlap.activations.offload import Offloaded, offload_wrapper, offloaded_bytes
+
+__all__ = [
+    "Checkpointed",
+    "Offloaded",
+    "apply_activation_checkpointing",
+    "checkpoint_wrapper",
+    "offload_wrapper",
+    "offloaded_bytes",
+]

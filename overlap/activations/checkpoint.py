@@ -1,0 +1,107 @@
+"""Activations computed again in backward (Chen et al., 2016), in place of being kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from overlap.activations.face import Face, face_of
+from overlap.activations.offload import NOT_TRACED, offloading
+from overlap.errors import ConfigurationError
+
+__all__ = ["Checkpointed", "checkpoint_wrapper"]
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    offload_to_cpu: bool
+    preserve_rng_state: bool
+    determinism_check: str
+    context_fn: ContextFn | None
+
+
+class Checkpointed(Face):
+    """What :func:`checkpoint_wrapper` returns is an instance of, and of the module's own class."""
+
+    options_name = "_checkpoint_options"
+    _checkpoint_options: _Options
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, of which only the arguments are kept for backward."""
+        options = self._checkpoint_options
+        plain: Callable[..., Any] = super().forward  # type: ignore[misc]
+        names, positional = tuple(kwargs), len(args)
+
+        def run(*values: Any) -> Any:
+            return plain(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+
+        extra: dict[str, Any] = {} if options.context_fn is None else {"context_fn": options.context_fn}
+        save = self._save_offloaded if options.offload_to_cpu else checkpoint
+        # By position, since what goes by name could be an option of checkpoint's own.
+        return save(
+            run,
+            *args,
+            *kwargs.values(),
+            use_reentrant=False,
+            preserve_rng_state=options.preserve_rng_state,
+            determinism_check=options.determinism_check,
+            **extra,
+        )
+
+    @torch.compiler.disable(reason=NOT_TRACED)  # type: ignore[untyped-decorator]
+    def _save_offloaded(self, run: Callable[..., Any], *values: Any, **options: Any) -> Any:
+        with offloading(self, values):
+            return checkpoint(run, *values, **options)
+
+
+def checkpoint_wrapper(
+    module: nn.Module,
+    offload_to_cpu: bool = False,
+    *,
+    preserve_rng_state: bool = True,
+    determinism_check: Literal["default", "none"] = "default",
+    context_fn: ContextFn | None = None,
+) -> nn.Module:
+    """``module`` with its activations computed again in backward, by ``torch.utils.checkpoint`` without reentrance.
+
+    What is returned shares everything with ``module``, is an instance of its class, and has the same names of
+    parameters, ``state_dict``, children and attributes; it pickles and copies as itself. ``module`` stays as it is.
+    Forward hooks of the module run once. Gradients are equal in every bit where its kernels are deterministic.
+
+    Args:
+        module: takes and returns anything; wrapped before DDP and before ``torch.compile``.
+        offload_to_cpu: whether the tensors among the arguments, which are all that is kept, are kept on the CPU.
+        preserve_rng_state: whether random numbers (dropout) are drawn alike when it runs again.
+        determinism_check: ``"default"`` to compare shapes and dtypes of what is computed again, ``"none"`` not to.
+        context_fn: as that of ``torch.utils.checkpoint.checkpoint``, for selective checkpointing.
+
+    Raises:
+        ConfigurationError: ``module`` is no module with a ``forward``, or is wrapped already.
+        UnsupportedError: ``module`` has been compiled or scripted, or has DDP in it.
+
+    >>> layer = checkpoint_wrapper(torch.nn.Linear(2, 2))
+    >>> isinstance(layer, torch.nn.Linear), [name for name, _ in layer.named_parameters()]
+    (True, ['weight', 'bias'])
+    """
+    if determinism_check not in ("default", "none"):
+        raise ConfigurationError(f"determinism_check is {determinism_check!r}: give 'default' or 'none'")
+    if not isinstance(offload_to_cpu, bool):
+        raise ConfigurationError(
+            f"offload_to_cpu is {offload_to_cpu!r}: give True or False; checkpoints here are never reentrant, "
+            "so checkpoint_impl is not needed"
+        )
+    options = _Options(
+        offload_to_cpu=offload_to_cpu,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        context_fn=context_fn,
+    )
+    return face_of(module, Checkpointed, options)

@@ -1,0 +1,110 @@
+"""Activations kept on the CPU until backward needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from overlap.activations.face import Face, face_of
+from overlap.activations.store import Stored, store_of
+from overlap.errors import ConfigurationError
+
+__all__ = ["Offloaded", "offload_wrapper", "offloaded_bytes", "offloading"]
+
+_LEAST_BYTES = 1024
+NOT_TRACED = "what overlap offloads to the CPU goes through hooks on saved tensors, which are not traced"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    min_bytes: int
+
+
+class Offloaded(Face):
+    """What :func:`offload_wrapper` returns is an instance of, and of the module's own class."""
+
+    options_name = "_offload_options"
+    _offload_options: _Options
+
+    @torch.compiler.disable(reason=NOT_TRACED)  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, with what autograd saves for backward moved to the CPU."""
+        plain: Callable[..., Any] = super().forward  # type: ignore[misc]
+        with offloading(self, (*args, *kwargs.values()), min_bytes=self._offload_options.min_bytes):
+            return plain(*args, **kwargs)
+
+
+def offload_wrapper(module: nn.Module, *, min_bytes: int = _LEAST_BYTES) -> nn.Module:
+    """``module`` with the tensors that autograd saves for backward kept on the CPU.
+
+    Parameters and buffers of the module, which stay in memory anyway, are never moved, nor are parameters among its
+    arguments. On CUDA copies go through a pool of pinned buffers and on a stream of their own, so that they overlap
+    with computation, and what backward needs next is fetched ahead. On the CPU tensors are copied to other memory and
+    back, which saves nothing and shows that it works. What is returned is as transparent as what
+    :func:`checkpoint_wrapper` returns.
+
+    As with all hooks on saved tensors, autograd does not see that a saved tensor is changed in place before backward.
+
+    Args:
+        module: takes and returns anything; wrapped before DDP. Under ``torch.compile`` it runs as it is, uncompiled.
+        min_bytes: smaller tensors stay where they are.
+
+    Raises:
+        ConfigurationError: ``module`` is no module with a ``forward``, is wrapped already, or ``min_bytes`` is bad.
+        UnsupportedError: ``module`` has been compiled or scripted, or has DDP in it.
+
+    >>> isinstance(offload_wrapper(torch.nn.Linear(2, 2)), torch.nn.Linear)
+    True
+    """
+    if not isinstance(min_bytes, int) or min_bytes < 0:
+        raise ConfigurationError(f"min_bytes is {min_bytes!r}: give a number of bytes, such as {_LEAST_BYTES}")
+    return face_of(module, Offloaded, _Options(min_bytes=min_bytes))
+
+
+def offloaded_bytes(device: torch.device | str | None = None) -> int:
+    """Bytes of activations of ``device`` (the current accelerator's, or the CPU's) that are kept on the CPU now."""
+    return store_of(_default_device() if device is None else torch.device(device)).lent_bytes
+
+
+def _default_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def offloading(module: Any, values: Iterable[Any], *, min_bytes: int = _LEAST_BYTES) -> AbstractContextManager[Any]:
+    """Keeps on the CPU what autograd saves inside, but for parameters of ``module`` and among ``values``."""
+    if not torch.is_grad_enabled():
+        return nullcontext()
+    given = (value for value in values if isinstance(value, nn.Parameter))
+    # Hooks are handed detached aliases, so parameters are told by their memory.
+    resident = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers(), *given)}
+
+    def pack(tensor: Tensor) -> Tensor | Stored:
+        if tensor.nbytes < max(min_bytes, 1) or not _is_plain(tensor):
+            return tensor
+        if tensor.untyped_storage().data_ptr() in resident:
+            return tensor
+        return store_of(tensor.device).put(tensor)
+
+    def unpack(packed: Tensor | Stored) -> Tensor:
+        return packed.fetch() if isinstance(packed, Stored) else packed
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a copy of the elements makes up the tensor, and takes no more memory than it does (an expanded one)."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and tensor.device.type in ("cpu", "cuda")
+        and tensor.nbytes <= tensor.untyped_storage().nbytes()
+    )

@@ -1,0 +1,76 @@
+"""A sum over ranks whose traffic is quantized, and does not grow with the number of ranks.
+
+Each rank owns an equal part of the values. It sends every other rank the part that is theirs, quantized, adds up in
+fp32 what it receives for its own, and the sums are quantized once more and gathered. A rank sends what an all-reduce
+of so many bits would: ``2 (W-1)/W`` values and their scales.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap.hooks.collectives import all_gather, send_recv
+from overlap.hooks.quantize.codec import ChunkCodec, Rounding
+
+__all__ = ["QuantizedSum"]
+
+
+@dataclass(frozen=True)
+class QuantizedSum:
+    """How the ranks of ``group`` add up so many values in so few bits."""
+
+    codec: ChunkCodec
+    """Of one rank's part."""
+    rounding: Rounding
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, numel: int, *, bits: int, chunk: int, rounding: Rounding, group: dist.ProcessGroup) -> QuantizedSum:
+        """For ``numel`` values on each rank."""
+        codec = ChunkCodec.fit(math.ceil(numel / group.size()), bits=bits, chunk=chunk)
+        return cls(codec, rounding, group)
+
+    @property
+    def numel(self) -> int:
+        """Values in all, padding included."""
+        return self.codec.numel * self.group.size()
+
+    async def __call__(self, values: Tensor, *, missing: bool = False) -> Tensor:
+        """The sum over ranks of ``values``, fp32 of shape ``(numel,)``, equal in every bit on all ranks.
+
+        Args:
+            values: what this rank adds; overwritten.
+            missing: whether ``values`` is left with what this rank held and did not pass on, whose sum over ranks is
+                what the result lacks: the rounding of what it sent and, in its own part, of the sum.
+
+        Issues: a send and a receive of ``1/W`` of the values with every other rank, and an all-gather of as much.
+        """
+        ranks, rank = self.group.size(), self.group.rank()
+        parts = values.view(ranks, self.codec.numel)
+        messages = torch.empty(ranks, self.codec.message_bytes, dtype=torch.uint8, device=values.device)
+        received = torch.empty_like(messages)
+        # Starting with the next rank spreads the senders over the receivers.
+        peers = [(rank + distance) % ranks for distance in range(1, ranks)]
+        for peer in peers:
+            self.codec.encode(parts[peer], messages[peer], self.rounding)
+            if missing:
+                self.codec.decode(messages[peer], parts[peer], Tensor.sub_)
+        await send_recv(
+            [(messages[peer], peer) for peer in peers], [(received[peer], peer) for peer in peers], group=self.group
+        )
+        own = parts[rank]
+        for peer in peers:
+            self.codec.decode(received[peer], own, Tensor.add_)
+        self.codec.encode(own, messages[rank], self.rounding)
+        if missing:
+            self.codec.decode(messages[rank], own, Tensor.sub_)
+        await all_gather(received.view(-1), messages[rank], group=self.group)
+        result = torch.empty_like(values) if missing else values
+        for message, part in zip(received, result.view_as(parts), strict=True):
+            self.codec.decode(message, part)
+        return result

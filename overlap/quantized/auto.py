@@ -1,0 +1,218 @@
+"""Collectives of ``torch.distributed`` by their own signatures, quantized."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.quantized.algorithms import REDUCTIONS, Collective, Exchange
+from overlap.quantized.engine import QuantizedWork, run
+from overlap.quantized.formats import DQuantType, format_of
+
+__all__ = ["auto_quantize"]
+
+_Made = tuple[Collective, list[Tensor]]
+
+
+def auto_quantize(
+    collective: Callable[..., Any],
+    qtype: DQuantType,
+    quant_loss: float | None = None,
+    *,
+    overflow: Literal["saturate", "raise"] = "saturate",
+) -> Callable[..., Any]:
+    """``collective`` with its tensors sent as ``qtype``: the same arguments, results in the same tensors and dtypes.
+
+    Values that ``qtype`` holds come back as they are. Sums are taken in fp32 of what was sent; an all-reduce sends its
+    results quantized, too, and is equal in every bit on all ranks. On CPU tensors a thread issues the exchanges over
+    connections of its own, in the order of calls, made at a group's first call.
+
+    Args:
+        collective: ``all_gather``, ``all_gather_into_tensor``, ``all_to_all``, ``all_to_all_single``, ``all_reduce``,
+            ``reduce_scatter`` or ``reduce_scatter_tensor`` of ``torch.distributed``. Tensors are of any shape and of
+            floating-point dtypes; reductions are ``SUM``, ``AVG``, ``MAX`` and ``MIN``.
+        qtype: what to send.
+        quant_loss: what results are divided by, to make up for a loss that is known.
+        overflow: ``"saturate"`` to send the largest value that ``qtype`` holds for a finite one that is larger, with a
+            ``RuntimeWarning`` where the results are waited for, or ``"raise"`` for an error on every rank, at the price
+            of one small all-reduce more for each exchange. Either looks at the values: on CUDA the host waits.
+
+    Returns:
+        The function. With ``async_op=True`` it returns a work with ``wait`` and ``get_future``; tensors are not to be
+        touched before it is through.
+
+    Issues: exchanges between ranks and all-gathers of bytes, as many as the plain collective would of ``qtype``.
+
+    Raises:
+        ConfigurationError: an argument is none of those; a list has not one tensor for each rank, or of another size.
+        UnsupportedError: a tensor is not floating-point, or a reduction not of those.
+        QuantizationOverflowError: a value was too large, with ``overflow="raise"``.
+
+    >>> auto_quantize(torch.distributed.all_reduce, overlap.DQuantType.FP16).__name__
+    'all_reduce'
+    """
+    name = getattr(collective, "__name__", repr(collective))
+    make = _known().get(collective)
+    if make is None:
+        names = sorted({known.__name__ for known in _known()})
+        raise ConfigurationError(f"{name} cannot be quantized; these can, of torch.distributed: {', '.join(names)}")
+    if not isinstance(qtype, DQuantType):
+        raise ConfigurationError(f"qtype is {qtype!r}: give one of {', '.join(map(repr, DQuantType))}")
+    if quant_loss is not None and not quant_loss:
+        raise ConfigurationError("quant_loss is 0, and results are divided by it")
+    if overflow not in ("saturate", "raise"):
+        raise ConfigurationError(f"overflow is {overflow!r}: give 'saturate' or 'raise'")
+    form = format_of(qtype)
+    signature = inspect.signature(collective)
+
+    @functools.wraps(collective)
+    def quantized(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        group, async_op = bound.arguments.pop("group"), bound.arguments.pop("async_op")
+        used = dist.group.WORLD if group is None else group
+        if not isinstance(used, dist.ProcessGroup):
+            raise ConfigurationError(f"{name}: this rank is not in the group, or there is no process group yet")
+        exchange = Exchange(group=used, form=form, raises=overflow == "raise", loss=quant_loss)
+        coroutine, outputs = make(exchange, *bound.arguments.values())
+        device = outputs[0].device
+        work = QuantizedWork(outputs, name, device)
+        run(coroutine, work, used, device)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    return quantized
+
+
+@functools.cache
+def _known() -> dict[Any, Callable[..., _Made]]:
+    by_name: dict[str, Callable[..., _Made]] = {
+        "all_gather": _all_gather,
+        "all_gather_into_tensor": _all_gather_into_tensor,
+        "all_gather_single": _all_gather_into_tensor,
+        "all_reduce": _all_reduce,
+        "all_to_all": _all_to_all,
+        "all_to_all_single": _all_to_all_single,
+        "reduce_scatter": _reduce_scatter,
+        "reduce_scatter_single": _reduce_scatter_tensor,
+        "reduce_scatter_tensor": _reduce_scatter_tensor,
+    }
+    # Renamed in torch 2.13: both names are taken where both are there.
+    return {getattr(dist, name): make for name, make in by_name.items() if hasattr(dist, name)}
+
+
+def _all_gather(exchange: Exchange, tensor_list: Sequence[Tensor], tensor: Tensor) -> _Made:
+    _check_list(exchange, "tensor_list", tensor_list)
+    for output in tensor_list:
+        _check_numel("a tensor of tensor_list", output, tensor.numel())
+    _check(tensor, *tensor_list)
+    return exchange.all_gather(tensor_list, tensor), list(tensor_list)
+
+
+def _all_gather_into_tensor(exchange: Exchange, output_tensor: Tensor, input_tensor: Tensor) -> _Made:
+    ranks = exchange.group.size()
+    _check_numel("output_tensor", output_tensor, ranks * input_tensor.numel())
+    _check(output_tensor, input_tensor)
+    _check_contiguous("output_tensor", output_tensor)
+    return exchange.all_gather(output_tensor.view(ranks, -1).unbind(), input_tensor), [output_tensor]
+
+
+def _all_to_all(exchange: Exchange, output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor]) -> _Made:
+    _check_list(exchange, "output_tensor_list", output_tensor_list)
+    _check_list(exchange, "input_tensor_list", input_tensor_list)
+    _check(*output_tensor_list, *input_tensor_list)
+    return exchange.all_to_all(output_tensor_list, input_tensor_list), list(output_tensor_list)
+
+
+def _all_to_all_single(
+    exchange: Exchange,
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+) -> _Made:
+    _check(output, input)
+    outputs = _split(exchange, "output", output, output_split_sizes)
+    inputs = _split(exchange, "input", input, input_split_sizes)
+    return exchange.all_to_all(outputs, inputs), [output]
+
+
+def _all_reduce(exchange: Exchange, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> _Made:
+    _check(tensor)
+    _check_op(op)
+    return exchange.all_reduce(tensor, op), [tensor]
+
+
+def _reduce_scatter(
+    exchange: Exchange, output: Tensor, input_list: Sequence[Tensor], op: Any = dist.ReduceOp.SUM
+) -> _Made:
+    _check_list(exchange, "input_list", input_list)
+    for tensor in input_list:
+        _check_numel("a tensor of input_list", tensor, output.numel())
+    _check(output, *input_list)
+    _check_op(op)
+    return exchange.reduce_scatter(output, input_list, op), [output]
+
+
+def _reduce_scatter_tensor(exchange: Exchange, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM) -> _Made:
+    ranks = exchange.group.size()
+    _check_numel("input", input, ranks * output.numel())
+    _check(output, input)
+    _check_op(op)
+    return exchange.reduce_scatter(output, input.reshape(ranks, -1).unbind(), op), [output]
+
+
+def _split(exchange: Exchange, name: str, tensor: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
+    """By rank, along the first dimension."""
+    ranks, rows = exchange.group.size(), tensor.size(0) if tensor.dim() else 0
+    if not sizes:
+        if not tensor.dim() or rows % ranks:
+            raise ConfigurationError(
+                f"{name} of shape {tuple(tensor.shape)} cannot be split evenly among {ranks} ranks: "
+                f"give {name}_split_sizes"
+            )
+        sizes = [rows // ranks] * ranks
+    if len(sizes) != ranks or sum(sizes) != rows or min(sizes) < 0:
+        raise ConfigurationError(
+            f"{name}_split_sizes are {list(sizes)}: give one for each of {ranks} ranks, with a sum of {rows}"
+        )
+    parts: tuple[Tensor, ...] = tensor.split(list(sizes))
+    return parts
+
+
+def _check(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise UnsupportedError(f"{kind} cannot be quantized: give floating-point tensors")
+        if tensor.device != tensors[0].device:
+            raise ConfigurationError(f"tensors lie on {tensors[0].device} and {tensor.device}: put them on one device")
+
+
+def _check_list(exchange: Exchange, name: str, tensors: Sequence[Tensor]) -> None:
+    if len(tensors) != exchange.group.size():
+        ranks = exchange.group.size()
+        raise ConfigurationError(f"{name} has {len(tensors)} tensors: give one for each of {ranks} ranks")
+
+
+def _check_numel(name: str, tensor: Tensor, numel: int) -> None:
+    if tensor.numel() != numel:
+        raise ConfigurationError(f"{name} has {tensor.numel()} elements, and needs {numel}")
+
+
+def _check_contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ConfigurationError(f"{name} is not contiguous, so ranks' parts are no views of it: give a contiguous one")
+
+
+def _check_op(op: Any) -> None:
+    if op not in REDUCTIONS:
+        raise UnsupportedError(f"{op} cannot be quantized: give SUM, AVG, MAX or MIN")

@@ -1,0 +1,141 @@
+"""What drives a quantized collective, at once or behind the caller's back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap.errors import CollectiveError, QuantizationOverflowError
+from overlap.hooks.channels import GroupChannels, PrivateChannels
+from overlap.hooks.collectives import Channels
+from overlap.hooks.executors import HostExecutor
+from overlap.hooks.runtime import Worker
+from overlap.quantized.algorithms import Collective
+
+__all__ = ["QuantizedWork", "run"]
+
+
+class QuantizedWork:
+    """A collective that is under way: what ``async_op=True`` returns."""
+
+    def __init__(self, outputs: Sequence[Tensor], what: str, device: torch.device) -> None:
+        self._outputs = list(outputs)
+        self._what = what
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
+            devices=None if device.type == "cpu" else [device]
+        )
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._overflowed = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the results are there; on CUDA, until the current stream will wait for them.
+
+        Warns:
+            RuntimeWarning: this rank saturated a value.
+
+        Raises:
+            CollectiveError: it failed, or took longer than ``timeout``.
+            QuantizationOverflowError: a value was too large on some rank, and that was to be an error.
+        """
+        if not self._done.wait(None if not timeout else timeout.total_seconds()):
+            raise CollectiveError(f"{self._what} is not through after {timeout}")
+        if self._error is not None:
+            raise self._error
+        self._future.wait()
+        if self._overflowed:
+            self._overflowed = False
+            message = f"{self._what}: values too large for the type that is sent were saturated"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is through, or has failed."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it is through and has not failed."""
+        return self.is_completed() and self._error is None
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future of the output tensors."""
+        return self._future
+
+    def finish(self, overflowed: bool) -> None:
+        self._overflowed = overflowed
+        self._done.set()
+        self._future.set_result(self._outputs)
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._done.set()
+        self._future.set_exception(error)  # type: ignore[arg-type]
+
+
+class _Engine:
+    """One process group's thread for tensors of the CPU, with connections of its own."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._executor = HostExecutor(PrivateChannels(group))
+        self._worker = Worker(f"overlap-quantized-{id(self):x}")
+        weakref.finalize(self, self._worker.stop)
+
+    def submit(self, collective: Collective, work: QuantizedWork) -> None:
+        executor = self._executor
+        # Here and not on the thread: where the ranks meet is counted, in the order of the program.
+        executor.channels.open()
+        self._worker.submit(lambda: _drive(collective, work, executor.channels, executor.wait))
+
+
+_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, _Engine] = weakref.WeakKeyDictionary()
+
+
+def run(collective: Collective, work: QuantizedWork, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Start ``collective``; ``work`` tells when it is through.
+
+    On CPU tensors with Gloo a thread drives it, one for each group, in the order of calls. Elsewhere it is queued at
+    once, on a CUDA device on a stream of its own.
+    """
+    if device.type == "cpu":
+        if not PrivateChannels.can_serve(group):
+            _drive(collective, work, GroupChannels(group), lambda one: one.wait())
+            return
+        if group not in _engines:
+            _engines[group] = _Engine(group)
+        _engines[group].submit(collective, work)
+        return
+    module: Any = torch.get_device_module(device)
+    stream = module.Stream(device=device)
+    stream.wait_stream(module.current_stream(device))
+    with module.stream(stream):
+        _drive(collective, work, GroupChannels(group), lambda one: one.wait())
+
+
+@torch.no_grad()
+def _drive(collective: Collective, work: QuantizedWork, channels: Channels, wait: Callable[[dist.Work], Any]) -> None:
+    try:
+        value = None
+        while True:
+            operation = collective.send(value)
+            operation.launch(channels)
+            value = operation.finish(wait)
+    except StopIteration as stop:
+        work.finish(stop.value)
+    except QuantizationOverflowError as error:
+        work.fail(error)  # On every rank, and nothing is in flight.
+    except BaseException as error:
+        if isinstance(channels, PrivateChannels):
+            with contextlib.suppress(Exception):
+                if channels.board is not None and not isinstance(error, CollectiveError):
+                    channels.board.report(error)
+            channels.abort()
+        work.fail(error)
