@@ -7,6 +7,7 @@ the other half, and is in :mod:`overlap.optim`.
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -120,6 +121,14 @@ class PostLocal(Stage):
         elif not self._is_local:
             await self.inner(bucket)
         self._state.maybe_increase_iter(bucket)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``inner`` remembers; ``state.iter`` is its owner's to save."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        self.inner.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
         return f"PostLocal({self.inner!r}, from step {self._state.start_localSGD_iter})"

@@ -24,7 +24,18 @@ from overlap.hooks.channels import GroupChannels
 from overlap.hooks.executors import HostExecutor, StreamExecutor
 from overlap.hooks.ride import ride
 
-__all__ = ["PACKED_BYTES", "Packed", "Part", "Slice", "average", "average_parameters", "bare_buckets", "into_parts"]
+__all__ = [
+    "Packed",
+    "Part",
+    "Share",
+    "Slice",
+    "average",
+    "average_parameters",
+    "bare_buckets",
+    "into_parts",
+    "pack",
+    "tensors_of",
+]
 
 PACKED_BYTES = 8 * 2**20
 """What is packed together for one collective, about."""
@@ -58,9 +69,13 @@ class Packed:
     def numel(self) -> int:
         return sum(tensor.numel() for tensor in self.tensors)
 
-    def load(self) -> Tensor:
+    def empty(self) -> Tensor:
+        """A flat tensor for all of them, shape ``(numel,)``."""
+        return torch.empty(self.numel, dtype=self.dtype, device=self.tensors[0].device)
+
+    def load(self, *, into: Tensor | None = None) -> Tensor:
         """What to average, shape ``(numel,)``, copied together."""
-        flat = torch.empty(self.numel, dtype=self.dtype, device=self.tensors[0].device)
+        flat = self.empty() if into is None else into
         copy_all(self.views(flat), self.tensors)
         return flat
 
@@ -99,21 +114,22 @@ def into_parts(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -
     return parts
 
 
-def packed_alone(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -> list[Packed]:
-    """As :func:`into_parts`, with nothing averaged where it is."""
-    open_ones: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in _distinct(tensors):
-        open_ones.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    packed: list[Packed] = []
-    for members in open_ones.values():
-        full: list[Tensor] = []
-        for tensor in members:
-            full.append(tensor)
-            if sum(member.nbytes for member in full) >= PACKED_BYTES:
-                packed.append(_packed(full, dtype))
-                full = []
-        packed.extend([_packed(full, dtype)] if full else [])
-    return packed
+def pack(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -> list[tuple[list[Tensor], Packed]]:
+    """Tensors in packs, in the order of their dtypes' first, with nothing averaged where it is; what was packed comes
+    with each pack. Integers are left out.
+    """
+    by_dtype: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
+            by_dtype.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    packs: list[list[Tensor]] = []
+    for same in by_dtype.values():
+        packs.append([])
+        for tensor in same:
+            if sum(member.nbytes for member in packs[-1]) >= PACKED_BYTES:
+                packs.append([])
+            packs[-1].append(tensor)
+    return [(members, _packed([_real(member) for member in members], dtype)) for members in packs]
 
 
 def _packed(members: Sequence[Tensor], dtype: torch.dtype | None) -> Packed:
@@ -127,8 +143,12 @@ def _wider(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Those that can be averaged, once each, as real numbers without a gradient function."""
     once = {id(tensor): tensor for tensor in tensors}
-    real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in once.values()]
+    real = [_real(tensor) for tensor in once.values()]
     return [tensor for tensor in real if tensor.is_floating_point() and tensor.numel()]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
 def bare_buckets(count: int, like: Tensor, group: dist.ProcessGroup) -> list[Bucket]:
