@@ -37,6 +37,7 @@ from overlap.hooks import (
     register,
 )
 from overlap.optim import (
+    LocalSGD,
     OverlappedOptimizer,
     Step,
     ZeroRedundancyOptimizer,
@@ -54,6 +55,7 @@ __all__ = [
     "Chain",
     "CollectiveError",
     "ConfigurationError",
+    "LocalSGD",
     "NoReduction",
     "OptimizerHookState",
     "OverlapError",

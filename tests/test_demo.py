@@ -47,6 +47,15 @@ def test_bf16_gradients_are_compared_by_accuracy(tmp_path: Path) -> None:
     assert results["plan_overlapped"] == "chain(Cast(bfloat16, AllReduce()), Step(AdamW, interleaved))"
 
 
+def test_local_sgd_is_compared_by_accuracy(tmp_path: Path) -> None:
+    shown, results = _demo([*TINY[:3], "2", *TINY[4:], "--local-sgd", "2"], tmp_path)
+    assert not results["must_be_equal"]
+    assert 0 < results["parity_parameters_max_abs_diff"] < 1
+    assert "parameters are averaged now and then" in shown
+    assert results["plan_overlapped"] == "LocalSGD(SGD, period 2 from step 3)"
+    assert results["loss_plain"][:4] == results["loss_overlapped"][:4]
+
+
 @pytest.mark.parametrize("difference", [1e-9, math.inf])
 def test_runs_that_differ_fail(difference: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = _report(Parity(parameters=0.0, optimizer_state=difference, buffers=0.0), tmp_path)

@@ -5,7 +5,7 @@ A recipe for another stage is a function like the ones below and a line in `over
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,13 @@ from torch.optim import Optimizer
 from overlap import chain
 from overlap.demo.settings import Settings
 from overlap.hooks import AllReduce, Cast
-from overlap.optim import OverlappedOptimizer, Step
+from overlap.optim import LocalSGD, OverlappedOptimizer, Step
 
 __all__ = ["Recipe", "learning_rate", "overlapped", "plain"]
+
+
+def _nothing() -> None:
+    """For a recipe that leaves nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Recipe:
     exact: bool
     # The loop must clear the gradients; a registered chain does it by itself.
     zero_grad: bool
+    # What is left to do when training is over, on every rank.
+    finish: Callable[[], None] = _nothing
 
 
 def plain(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
@@ -43,6 +49,8 @@ def plain(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
 
 def overlapped(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
     """The chain that the options ask for."""
+    if settings.local_sgd is not None:
+        return _local_sgd(ddp, settings, settings.local_sgd)
     if settings.bf16_gradients:
         return _bf16_gradients(ddp, settings)
     return _update_in_backward(ddp, settings)
@@ -65,6 +73,14 @@ def _bf16_gradients(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
     stages = chain(Cast(torch.bfloat16, AllReduce()), Step(optimizer))
     stages.register(ddp)
     return Recipe(repr(stages), optimizer, exact=False, zero_grad=False)
+
+
+def _local_sgd(ddp: DistributedDataParallel, settings: Settings, period: int) -> Recipe:
+    steps_per_epoch = settings.steps_per_epoch(ddp.process_group.size())
+    reducer = Cast(torch.bfloat16, AllReduce()) if settings.bf16_gradients else None
+    optimizer = _optimizer(ddp.parameters(), settings)
+    local = LocalSGD(ddp, optimizer, period, start_step=steps_per_epoch, reducer=reducer)
+    return Recipe(repr(local), local, exact=False, zero_grad=True, finish=local.synchronize)
 
 
 def _optimizer(parameters: Iterable[Parameter], settings: Settings) -> Optimizer:

@@ -32,6 +32,8 @@ class Settings:
     image_size: int = 32
     # Gradients travel in bfloat16: half the bytes, and no longer the same result.
     bf16_gradients: bool = False
+    # Steps from one average of the parameters to the next; gradients are averaged at every step where None.
+    local_sgd: int | None = None
     device: str = "auto"
     output: Path = Path("overlap-demo")
     json: Path | None = None

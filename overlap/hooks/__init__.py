@@ -13,6 +13,7 @@ from overlap.hooks.collectives import (
     send_recv,
     whole_pass,
 )
+from overlap.hooks.post_local import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.hooks.reducers import AllGather, AllReduce, NoReduction
 from overlap.hooks.registration import Registration, register
 from overlap.hooks.stage import Role, Site, Stage
@@ -33,6 +34,8 @@ __all__ = [
     "Cast",
     "Chain",
     "NoReduction",
+    "PostLocal",
+    "PostLocalSGDState",
     "Registration",
     "Role",
     "Site",
@@ -52,6 +55,7 @@ __all__ = [
     "fp16_compress_wrapper",
     "future_result",
     "noop_hook",
+    "post_localSGD_hook",
     "reduce_scatter",
     "register",
     "send_recv",
