@@ -46,6 +46,7 @@ from overlap.hooks import (
     register,
 )
 from overlap.optim import (
+    LocalSGD,
     OverlappedOptimizer,
     Step,
     ZeroRedundancyOptimizer,
@@ -65,6 +66,7 @@ __all__ = [
     "CollectiveError",
     "ConfigurationError",
     "DQuantType",
+    "LocalSGD",
     "NoReduction",
     "OptimizerHookState",
     "OverlapError",

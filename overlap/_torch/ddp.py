@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["data_parallel_parameters", "has_foreign_hook", "refusal"]
+__all__ = ["before_final_sync", "data_parallel_parameters", "has_foreign_hook", "refusal", "set_gradient_sync"]
 
 
 def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
@@ -49,3 +52,34 @@ def refusal(ddp: DistributedDataParallel) -> str | None:
             "set it to 'ddp_optimizer', its default"
         )
     return None
+
+
+def set_gradient_sync(ddp: DistributedDataParallel, enabled: bool) -> None:
+    """Let the next forward, with buffers, and its backward go with (or without) the other ranks, as ``no_sync`` does.
+
+    Private in all but name: the first attribute is what ``no_sync`` sets for a block of code, and a training loop has
+    no block that is as long as a phase of it. The second follows the first one forward later, by DDP itself.
+    """
+    ddp.require_backward_grad_sync = enabled
+    ddp.require_forward_param_sync = enabled
+
+
+def before_final_sync(ddp: DistributedDataParallel, callback: Callable[[], None]) -> Callable[[], None]:
+    """Run ``callback`` on every rank when ``Join`` ends, before DDP brings one rank's model to all; returns the undo.
+
+    Private: Join runs the hooks of its joinables in order, and DDP's comes first and leaves no trace of what other
+    ranks had.
+    """
+    alive = weakref.ref(ddp)
+
+    def callback_first(is_last_joiner: bool) -> None:
+        callback()
+        if (model := alive()) is not None:
+            DistributedDataParallel._sync_final_model(model, is_last_joiner)
+
+    def undo() -> None:
+        if (model := alive()) is not None:
+            model.__dict__.pop("_sync_final_model", None)
+
+    ddp.__dict__["_sync_final_model"] = callback_first
+    return undo

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["add_all", "copy_all", "norms", "scale_"]
+__all__ = ["add_all", "copy_all", "norms", "scale_", "subtract_from_"]
 
 
 def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
@@ -34,3 +34,10 @@ def add_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Add each source to its target, in place, whatever their dtypes. Private: as :func:`norms`."""
     if targets:
         torch._foreach_add_(list(targets), list(sources))
+
+
+def subtract_from_(targets: Sequence[Tensor], minuends: Sequence[Tensor]) -> None:
+    """Make each target its minuend less itself, in place. Private: as :func:`norms`."""
+    if targets:
+        torch._foreach_neg_(list(targets))
+        torch._foreach_add_(list(targets), list(minuends))

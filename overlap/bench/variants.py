@@ -245,6 +245,40 @@ def torch_averager(site: Site) -> Prepared:
     return Prepared(step=step)
 
 
+@variant("overlap-averager", floor="streamed", block_steps=_PERIOD)
+def overlap_averager(site: Site) -> Prepared:
+    from overlap.optim import PeriodicModelAverager
+
+    model = site.model()
+    optimizer = site.optimizer(site.settings.optimizer, model.parameters())
+    averager = PeriodicModelAverager(period=_PERIOD, warmup_steps=0, process_group=site.group)
+    local = site.plain(model, optimizer)
+
+    def step() -> None:
+        local.step()
+        averager.average_parameters(model.parameters())
+
+    return Prepared(step=step)
+
+
+@variant("overlap-local-sgd", floor="streamed", block_steps=_PERIOD)
+def overlap_local_sgd(site: Site) -> Prepared:
+    return _local_sgd(site)
+
+
+@variant("overlap-local-sgd-overlap", floor="streamed", block_steps=_PERIOD)
+def overlap_local_sgd_overlap(site: Site) -> Prepared:
+    return _local_sgd(site, overlap=True)
+
+
+def _local_sgd(site: Site, **options: Any) -> Prepared:
+    from overlap.optim import LocalSGD
+
+    ddp = site.ddp()
+    optimizer = site.optimizer(site.settings.optimizer, ddp.parameters())
+    return site.plain(ddp, LocalSGD(ddp, optimizer, period=_PERIOD, start_step=0, **options))
+
+
 @variant("torch-join", block_steps=4)
 def torch_join(site: Site) -> Prepared:
     from torch.distributed.algorithms.join import Join

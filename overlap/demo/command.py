@@ -45,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="gradients travel as factors of this rank, from the first step on; compared by accuracy",
     )
     add("--quantize", type=int, choices=(8, 4), help="gradients travel as integers of so many bits; compared likewise")
+    add(
+        "--local-sgd",
+        type=whole_number(1, 1000),
+        default=default.local_sgd,
+        metavar="PERIOD",
+        help="after the first epoch average parameters every PERIOD steps; compared by accuracy",
+    )
     add("--images", type=whole_number(2, TRAIN_IMAGES), default=default.images, help="training images to use")
     add("--image-size", type=whole_number(8, 224), default=default.image_size, help="side in pixels")
     add("--device", choices=("auto", "cpu", "cuda"), default=default.device, help="auto: GPUs if there are enough")

@@ -5,7 +5,7 @@ Another way to send gradients is two lines in `_reducer`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,13 @@ from torch.optim import Optimizer
 from overlap import chain
 from overlap.demo.settings import Settings
 from overlap.hooks import AllReduce, Cast, PowerSGD, Quantize, Stage
-from overlap.optim import OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
+from overlap.optim import LocalSGD, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
 
 __all__ = ["Recipe", "learning_rate", "overlapped", "plain"]
+
+
+def _nothing() -> None:
+    """For a recipe that leaves nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Recipe:
     exact: bool
     # The loop must clear the gradients; a registered chain does it by itself.
     zero_grad: bool
+    # What is left to do when training is over, on every rank.
+    finish: Callable[[], None] = _nothing
 
 
 def plain(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
@@ -45,6 +51,8 @@ def plain(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
 def overlapped(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
     """The chain that the options ask for: a reducer, then an update."""
     reducer = _reducer(settings)
+    if settings.local_sgd is not None:
+        return _local_sgd(ddp, settings, settings.local_sgd, reducer)
     kind, options = _kind(settings)
     update: Stage
     optimizer: Optimizer
@@ -75,6 +83,13 @@ def _reducer(settings: Settings) -> Stage | None:
         # In 4 bits what a step leaves out is too much to be lost.
         return Quantize(bits=settings.quantize, error_feedback=settings.quantize == 4)
     return None
+
+
+def _local_sgd(ddp: DistributedDataParallel, settings: Settings, period: int, reducer: Stage | None) -> Recipe:
+    steps_per_epoch = settings.steps_per_epoch(ddp.process_group.size())
+    optimizer = _optimizer(ddp.parameters(), settings)
+    local = LocalSGD(ddp, optimizer, period, start_step=steps_per_epoch, reducer=reducer)
+    return Recipe(repr(local), local, exact=False, zero_grad=True, finish=local.synchronize)
 
 
 def _optimizer(parameters: Iterable[Parameter], settings: Settings) -> Optimizer:

@@ -62,11 +62,12 @@ class Report:
             if self.passed:
                 return "Equal: parameters, optimizer state and buffers are the same in every bit."
             return f"NOT EQUAL: the largest difference is {self.parity.largest:.3g}, and must be 0."
-        reason = (
-            f"above {_EXACT_RANKS} ranks the order of summation may differ"
-            if self.exact
+        other = (
+            "parameters are averaged now and then"
+            if self.settings.local_sgd is not None
             else "these gradients are compressed, so that results differ"
         )
+        reason = f"above {_EXACT_RANKS} ranks the order of summation may differ" if self.exact else other
         points = 100 * (self.overlapped.accuracy - self.plain.accuracy)
         outcome = "Compared by accuracy" if self.passed else "LESS ACCURATE"
         return f"{outcome} ({reason}): {points:+.1f} points, -{100 * _ACCURACY_SLACK:.0f} is allowed."

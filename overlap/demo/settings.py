@@ -38,6 +38,8 @@ class Settings:
     powersgd: int | None = None
     # Gradients travel as integers of so many bits.
     quantize: int | None = None
+    # Steps from one average of the parameters to the next; gradients are averaged at every step where None.
+    local_sgd: int | None = None
     device: str = "auto"
     output: Path = Path("overlap-demo")
     json: Path | None = None
@@ -48,6 +50,10 @@ class Settings:
         ways = [name for name, given in self._ways_to_send().items() if given]
         if len(ways) > 1:
             raise ConfigurationError(f"{' and '.join(ways)} are ways to send gradients: give one of them")
+        if self.zero and self.local_sgd is not None:
+            raise ConfigurationError(
+                "--zero shares out one update, and with --local-sgd each rank makes its own: give one"
+            )
 
     def _ways_to_send(self) -> dict[str, bool]:
         """The options that exclude each other, and which of them were given."""

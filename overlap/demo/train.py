@@ -63,6 +63,8 @@ def train(runs: Sequence[Run], digits: Digits, settings: Settings, world: World)
             for run in runs:
                 progress.set_description(f"epoch {epoch + 1}/{settings.epochs}, {run.name:10}", refresh=False)
                 _train_epoch(run, digits, epoch, settings, world, progress)
+    for run in runs:
+        run.recipe.finish()
 
 
 def accuracy(run: Run, digits: Digits) -> float:

@@ -13,6 +13,7 @@ from overlap.hooks.collectives import (
     send_recv,
     whole_pass,
 )
+from overlap.hooks.post_local import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from overlap.hooks.quantize import GatherQuantized, Quantize
 from overlap.hooks.reducers import AllGather, AllReduce, NoReduction
@@ -38,6 +39,8 @@ __all__ = [
     "Chain",
     "GatherQuantized",
     "NoReduction",
+    "PostLocal",
+    "PostLocalSGDState",
     "PowerSGD",
     "PowerSGDState",
     "Quantize",
@@ -61,6 +64,7 @@ __all__ = [
     "fp16_compress_wrapper",
     "future_result",
     "noop_hook",
+    "post_localSGD_hook",
     "powerSGD_hook",
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",

@@ -11,6 +11,15 @@ from overlap.optim.functional import (
     FunctionalRprop,
     FunctionalSGD,
 )
+from overlap.optim.local_sgd import (
+    Average,
+    HierarchicalModelAverager,
+    LocalSGD,
+    ModelAverager,
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+    average_parameters,
+)
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.step import Step
 from overlap.optim.zero import (
@@ -21,6 +30,7 @@ from overlap.optim.zero import (
 )
 
 __all__ = [
+    "Average",
     "FunctionalAdadelta",
     "FunctionalAdagrad",
     "FunctionalAdam",
@@ -30,10 +40,16 @@ __all__ = [
     "FunctionalRMSprop",
     "FunctionalRprop",
     "FunctionalSGD",
+    "HierarchicalModelAverager",
+    "LocalSGD",
+    "ModelAverager",
     "OverlappedOptimizer",
+    "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
     "Step",
     "ZeroRedundancyOptimizer",
     "ZeroStep",
+    "average_parameters",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
 ]

@@ -12,7 +12,6 @@ waits. Nothing else does: ``zero.wait()`` is for that.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -21,51 +20,23 @@ from torch import nn
 
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import Bucket, Site
+from overlap.hooks.gate import Gate
 from overlap.optim.zero.exchange import Exchange
 from overlap.optim.zero.plan import Plan
 
 __all__ = ["Gathers"]
 
 
-class _Gate:
-    """Opens when one bucket's parameters are there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_done = threading.Event()
-        self._event: Any = None
-        self._error: BaseException | None = None
-
-    def open(self) -> None:
-        if self._device.type != "cpu":
-            self._event = torch.get_device_module(self._device).Event()
-            self._event.record()
-        self._is_done.set()
-
-    def fail(self, error: BaseException) -> None:
-        if not self._is_done.is_set():
-            self._error = error
-            self._is_done.set()
-
-    def wait(self) -> None:
-        """Block until it is open; on an accelerator the current stream waits, not the host."""
-        self._is_done.wait()
-        if self._error is not None:
-            raise self._error
-        if self._event is not None:
-            torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
-
-
 class Gathers:
     """The gathers of one step, in flight."""
 
     def __init__(self) -> None:
-        self._gates: dict[int, _Gate] = {}
+        self._gates: dict[int, Gate] = {}
         self._hooks: _ModuleHooks | None = None
 
     def begin(self, site: Site, plans: Sequence[tuple[Bucket, Plan]], exchange: Exchange) -> None:
         """Launch the gather of each bucket, in this order, behind all that was begun before."""
-        gates = [_Gate(site.device) for _ in plans]
+        gates = [Gate(site.device) for _ in plans]
         for gate, (_, plan) in zip(gates, plans, strict=True):
             self._gates.update((id(shard.parameter), gate) for shard in plan.shards)
         by_index = {bucket.index: (plan, gate) for gate, (bucket, plan) in zip(gates, plans, strict=True)}
@@ -116,7 +87,7 @@ class Gathers:
         self.wait()
 
 
-async def _gather(bucket: Bucket, plan: Plan, gate: _Gate, exchange: Exchange) -> None:
+async def _gather(bucket: Bucket, plan: Plan, gate: Gate, exchange: Exchange) -> None:
     await exchange.gather(bucket, plan)
     gate.open()
 

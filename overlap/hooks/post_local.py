@@ -1,0 +1,193 @@
+"""Gradients averaged over all ranks at first, and over few of them or none from some step on.
+
+The reducing half of post-local SGD (Lin et al. 2018, https://arxiv.org/abs/1808.07217); the averaging of parameters is
+the other half, and is in :mod:`overlap.optim`.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from overlap._torch.c10d import GradBucket
+from overlap.errors import ConfigurationError
+from overlap.hooks.adapters import StageHook
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.reducers import AllReduce
+from overlap.hooks.stage import Stage
+from overlap.join import gradient_divisor
+
+__all__ = ["PostLocal", "PostLocalSGDState", "check_member", "machine_group", "post_localSGD_hook"]
+
+
+class PostLocalSGDState:
+    """When gradients stop being averaged over all ranks, and over which they are averaged then.
+
+    Args:
+        process_group: all ranks; the model's own group (registered with DDP itself: the default one) where ``None``.
+        subgroup: the ranks that go on averaging gradients; where ``None`` those of ``process_group`` that are on the
+            same machine, in a group that is made when it is first needed.
+        start_localSGD_iter: backward passes before that.
+        post_local_gradient_allreduce: ``False`` leaves each rank its own gradient from then on.
+
+    Raises:
+        ConfigurationError: ``start_localSGD_iter`` is below 0, or this rank is not in ``subgroup``.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        subgroup: dist.ProcessGroup | None,
+        start_localSGD_iter: int,  # noqa: N803
+        post_local_gradient_allreduce: bool = True,
+    ) -> None:
+        if isinstance(start_localSGD_iter, bool) or not isinstance(start_localSGD_iter, int) or start_localSGD_iter < 0:
+            raise ConfigurationError(f"start_localSGD_iter is a whole number from 0 on, got {start_localSGD_iter!r}")
+        if subgroup is not None:
+            check_member(subgroup)
+        self.process_group = process_group
+        self.subgroup = subgroup
+        self.start_localSGD_iter = start_localSGD_iter
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.iter = 0
+        """Backward passes so far, counted up to ``start_localSGD_iter``."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the next backward pass no longer averages over all ranks."""
+        return self.iter >= self.start_localSGD_iter
+
+    def maybe_increase_iter(self, bucket: Bucket | GradBucket) -> None:
+        """Count a backward pass, when its last bucket comes."""
+        is_last = bucket.is_last if isinstance(bucket, Bucket) else bucket.is_last()
+        if is_last and not self.is_local:
+            self.iter += 1
+
+    def group_of_pass(self) -> dist.ProcessGroup | None:
+        """The ranks that the next local pass averages over, ``None`` for this rank alone.
+
+        Issues, the first time without a ``subgroup``: what making a group takes, on every rank of the job.
+        """
+        if not self.post_local_gradient_allreduce:
+            return None
+        if self.subgroup is None:
+            self.subgroup = machine_group(self.process_group)
+        return self.subgroup
+
+
+class PostLocal(Stage):
+    """A reducer that is at work on all ranks until local SGD starts, and on a subgroup or not at all afterwards.
+
+    Args:
+        state: says when that is; several stages may not share one.
+        inner: the reducer, :class:`AllReduce` where ``None``.
+
+    Issues: what ``inner`` issues, on ``state.process_group`` (the model's where ``None``), then on its subgroup, or
+    nothing.
+
+    >>> from overlap.hooks import PostLocal, PostLocalSGDState
+    >>> PostLocal(PostLocalSGDState(None, None, start_localSGD_iter=1000))
+    PostLocal(AllReduce(), from step 1000)
+    """
+
+    def __init__(self, state: PostLocalSGDState, inner: Stage | None = None) -> None:
+        self._state = state
+        self.inner = AllReduce() if inner is None else inner
+        if not self.inner.reduces:
+            raise ConfigurationError(f"PostLocal takes a reducer, and {self.inner!r} is none")
+        self._is_local = False
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def children(self) -> tuple[Stage, ...]:
+        return (self.inner,)
+
+    @property
+    def plan(self) -> str:
+        return f"PostLocal({self.inner.plan}, from step {self._state.start_localSGD_iter})"
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        # For all buckets of the pass, and here, where groups may be made.
+        self._is_local = self._state.is_local
+        self._group = self._state.group_of_pass() if self._is_local else self._state.process_group
+
+    async def __call__(self, bucket: Bucket) -> None:
+        if self._group is not None:
+            await self.inner(replace(bucket, group=self._group, divisor=gradient_divisor(self._group)))
+        elif not self._is_local:
+            await self.inner(bucket)
+        self._state.maybe_increase_iter(bucket)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``inner`` remembers; ``state.iter`` is its owner's to save."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        self.inner.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"PostLocal({self.inner!r}, from step {self._state.start_localSGD_iter})"
+
+
+def _post_local(state: Any) -> Stage:
+    return PostLocal(_checked(state))
+
+
+def _checked(state: Any) -> PostLocalSGDState:
+    if not isinstance(state, PostLocalSGDState):
+        raise ConfigurationError(
+            f"the state of post_localSGD_hook is a PostLocalSGDState, got {type(state).__name__}: "
+            "PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1000)"
+        )
+    return state
+
+
+def _hook_itself() -> StageHook:
+    return post_localSGD_hook
+
+
+post_localSGD_hook = StageHook(
+    _post_local,
+    "post_localSGD_hook",
+    group_of=lambda state: _checked(state).process_group,
+    doc="The mean over all ranks until local SGD starts, then over a subgroup; see :class:`PostLocal`.",
+    pickled_as=(_hook_itself, ()),
+)
+
+
+def check_member(subgroup: object) -> None:
+    """Raises: ConfigurationError: this rank is not in ``subgroup``."""
+    if not isinstance(subgroup, dist.ProcessGroup) or dist.get_rank(subgroup) < 0:
+        raise ConfigurationError(
+            f"rank {dist.get_rank()} is not in the subgroup that it was given ({subgroup!r}); each rank gives the one "
+            "it is in, as in `subgroup, _ = torch.distributed.new_subgroups(group_size)`"
+        )
+
+
+def machine_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The ranks of ``group`` (the default one where ``None``) that are on this machine, as a new group.
+
+    Issues, on every rank: one gather of host names on ``group``, and what making the groups takes.
+
+    Raises:
+        ConfigurationError: ``group`` is not of all ranks of the job, who must make groups together.
+    """
+    whole: dist.ProcessGroup = group if group is not None else dist.group.WORLD  # type: ignore[assignment]
+    if whole.size() != dist.get_world_size():
+        raise ConfigurationError(
+            "the group of a machine's ranks can only be made by all ranks of the job, and this process group has "
+            f"{whole.size()} of {dist.get_world_size()}; make it yourself and pass it as the subgroup"
+        )
+    hosts: list[str] = [""] * whole.size()
+    dist.all_gather_object(hosts, socket.gethostname(), group=whole)
+    ranks = dist.get_process_group_ranks(whole)
+    members = [[rank for rank, other in zip(ranks, hosts, strict=True) if other == host] for host in dict.fromkeys(hosts)]
+    mine: dist.ProcessGroup | None
+    mine, _ = dist.new_subgroups_by_enumeration(members)
+    assert mine is not None, "every rank is on some machine"
+    return mine

@@ -1,0 +1,256 @@
+"""Averaging tensors over ranks, in place.
+
+[Note: averaging in place]
+
+A tensor of some size that lies contiguous in memory is averaged where it is, in slices; the others are packed together
+into one flat buffer, averaged there, and copied back. Two such parts are in flight at a time, so that one packs or
+unpacks while the other is on its way, and what is held beside the model is two buffers of a few megabytes, whatever
+the model's size. Parameters keep their storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap._torch.foreach import copy_all
+from overlap.errors import ConfigurationError
+from overlap.hooks import Bucket, all_reduce
+from overlap.hooks.channels import GroupChannels
+from overlap.hooks.executors import HostExecutor, StreamExecutor
+from overlap.hooks.ride import ride
+
+__all__ = [
+    "Packed",
+    "Part",
+    "Share",
+    "Slice",
+    "average",
+    "average_parameters",
+    "bare_buckets",
+    "into_parts",
+    "pack",
+    "tensors_of",
+]
+
+PACKED_BYTES = 8 * 2**20
+"""What is packed together for one collective, about."""
+# A collective costs as much as copying a few megabytes twice: what is smaller is packed.
+_ALONE_BYTES = 4 * 2**20
+_SLICE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A piece of one tensor, averaged where it is."""
+
+    flat: Tensor
+
+    def load(self) -> Tensor:
+        """What to average, shape ``(numel,)``."""
+        return self.flat
+
+    def store(self, mean: Tensor) -> None:
+        """Take the mean over."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Tensors of one dtype that are averaged together, in another dtype where that is wider."""
+
+    tensors: tuple[Tensor, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors)
+
+    def empty(self) -> Tensor:
+        """A flat tensor for all of them, shape ``(numel,)``."""
+        return torch.empty(self.numel, dtype=self.dtype, device=self.tensors[0].device)
+
+    def load(self, *, into: Tensor | None = None) -> Tensor:
+        """What to average, shape ``(numel,)``, copied together."""
+        flat = self.empty() if into is None else into
+        copy_all(self.views(flat), self.tensors)
+        return flat
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Views of ``flat``, one for each tensor, with its shape."""
+        pieces = flat.split([tensor.numel() for tensor in self.tensors])
+        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, self.tensors, strict=True)]
+
+    def store(self, mean: Tensor) -> None:
+        """Take the mean over."""
+        copy_all(self.tensors, self.views(mean))
+
+
+Part = Slice | Packed
+
+
+def into_parts(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -> list[Part]:
+    """Cut and pack ``tensors`` into what one collective averages; equal on every rank, if the tensors are.
+
+    Integers are left out, and a tensor that comes twice is taken once. ``dtype`` is what to average in, where it is
+    wider than a tensor's own.
+    """
+    parts: list[Part] = []
+    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in _distinct(tensors):
+        wide = _wider(tensor.dtype, dtype)
+        if tensor.nbytes >= _ALONE_BYTES and wide == tensor.dtype and tensor.is_contiguous():
+            numel = _SLICE_BYTES // tensor.element_size()
+            parts.extend(Slice(piece) for piece in tensor.view(-1).split(numel))
+            continue
+        members = small.setdefault((tensor.dtype, tensor.device), [])
+        members.append(tensor)
+        if sum(member.nbytes for member in members) >= PACKED_BYTES:
+            parts.append(_packed(small.pop((tensor.dtype, tensor.device)), dtype))
+    parts.extend(_packed(members, dtype) for members in small.values())
+    return parts
+
+
+def pack(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -> list[tuple[list[Tensor], Packed]]:
+    """Tensors in packs, in the order of their dtypes' first, with nothing averaged where it is; what was packed comes
+    with each pack. Integers are left out.
+    """
+    by_dtype: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
+            by_dtype.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    packs: list[list[Tensor]] = []
+    for same in by_dtype.values():
+        packs.append([])
+        for tensor in same:
+            if sum(member.nbytes for member in packs[-1]) >= PACKED_BYTES:
+                packs.append([])
+            packs[-1].append(tensor)
+    return [(members, _packed([_real(member) for member in members], dtype)) for members in packs]
+
+
+def _packed(members: Sequence[Tensor], dtype: torch.dtype | None) -> Packed:
+    return Packed(tuple(members), _wider(members[0].dtype, dtype))
+
+
+def _wider(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    return own if asked is None or asked.itemsize <= own.itemsize else asked
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those that can be averaged, once each, as real numbers without a gradient function."""
+    once = {id(tensor): tensor for tensor in tensors}
+    real = [_real(tensor) for tensor in once.values()]
+    return [tensor for tensor in real if tensor.is_floating_point() and tensor.numel()]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+
+
+def bare_buckets(count: int, like: Tensor, group: dist.ProcessGroup) -> list[Bucket]:
+    """Buckets that only say which group and stream they are for, as many as there are parts."""
+    empty = like.new_empty(0)
+    return [
+        # Two of them are in flight at a time, and so two streams are enough.
+        Bucket(
+            index=place % 2, is_last=place == count - 1, buffer=empty, parameters=(), group=group, divisor=1, step=0,
+            views=(),
+        )
+        for place in range(count)
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def average(parts: Sequence[Part], group: dist.ProcessGroup, *, share: Share | None = None) -> None:
+    """Average ``parts`` over ``group``, in place; returns when the current stream may use them.
+
+    Issues: one all-reduce a part on ``group``.
+    """
+    taken = share or Share(1, group.size())
+    by_device: dict[torch.device, list[Part]] = {}
+    for part in parts:
+        tensor = part.flat if isinstance(part, Slice) else part.tensors[0]
+        by_device.setdefault(tensor.device, []).append(part)
+    for device, mine in by_device.items():
+        channels = GroupChannels(group)
+        executor = HostExecutor(channels) if device.type == "cpu" else StreamExecutor(channels, device)
+        buckets = bare_buckets(len(mine), torch.empty(0, device=device), group)
+        parts_of = dict(zip(buckets, mine, strict=True))
+
+        async def work(bucket: Bucket, parts_of: Mapping[Bucket, Part] = parts_of) -> None:
+            part = parts_of[bucket]
+            flat = part.load()
+            taken.of_(flat)
+            await all_reduce(flat, group=group)
+            part.store(flat)
+
+        if isinstance(executor, StreamExecutor):
+            for bucket in buckets[:2]:
+                executor.arrive(bucket)
+        ride(work, buckets, executor)
+        executor.wait_for_pass()
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of the mean is this rank's: ``weight`` of ``total``."""
+
+    weight: int
+    total: int
+
+    def of_(self, flat: Tensor) -> None:
+        """Scale this rank's tensor, so that the sum over ranks is the mean."""
+        if self.weight == 0:
+            flat.zero_()  # What does not count may hold anything, infinities included.
+        elif self.weight == 1:
+            flat.div_(self.total)
+        else:
+            flat.mul_(self.weight / self.total)
+
+
+def tensors_of(params: Iterable[Tensor] | Iterable[dict[str, Tensor]]) -> list[Tensor]:
+    """The parameters in ``params``, which are parameters or an optimizer's groups of them.
+
+    Raises:
+        ConfigurationError: ``params`` has something else in it.
+    """
+    found: list[Tensor] = []
+    for entry in [params] if isinstance(params, Tensor) else params:
+        if isinstance(entry, Tensor):
+            found.append(entry)
+        elif isinstance(entry, Mapping) and "params" in entry:
+            found.extend(entry["params"])
+        else:
+            raise ConfigurationError(
+                f"averaging takes parameters or an optimizer's param_groups, and was given {type(entry).__name__}"
+            )
+    return found
+
+
+def average_parameters(
+    params: Iterable[Tensor] | Iterable[dict[str, Tensor]],
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Replace each parameter by its mean over the ranks of ``process_group``, in place, with or without a gradient.
+
+    Args:
+        params: parameters, or an optimizer's ``param_groups``; the same on every rank. Integers are left as they are.
+        process_group: the default group where ``None``. A rank that is not in it does nothing.
+        dtype: sum in this dtype, where it is wider than a parameter's: ``torch.float32`` for half precision.
+
+    Issues: one all-reduce for each 8 MB of parameters, on ``process_group``. Holds two such buffers beside the model.
+
+    Raises:
+        ConfigurationError: ``params`` has something else in it.
+    """
+    group = process_group if process_group is not None else dist.group.WORLD
+    tensors = tensors_of(params)
+    if group is None or dist.get_rank(group) < 0:
+        return
+    average(into_parts(tensors, dtype=dtype), group)
