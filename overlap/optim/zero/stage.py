@@ -156,6 +156,8 @@ class ZeroStep(Stage):
 
     def before_backward(self, *, is_replay: bool) -> None:
         self.wait()
+        if is_replay:
+            self.before_forward()  # None comes before it, and gradients are cleared there.
         if self._awaits_step and not is_replay:
             raise TrainingLoopError(
                 "a second backward began before zero.step() was called for the first: call it after each "
@@ -229,7 +231,7 @@ class ZeroStep(Stage):
             self.zero.exchange.workspace.forget()
             return
         self._awaits_step = not (self.is_automatic or self._pass.is_replay)
-        self._clears = self.is_automatic or not self.is_deferred
+        self._clears = self.is_automatic or self._pass.is_replay or not self.is_deferred
         if self._waits_for_step:
             self._vote.tell(self.zero.shards.values())
         elif self._riding is not None:
