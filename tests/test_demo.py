@@ -47,6 +47,15 @@ def test_bf16_gradients_are_compared_by_accuracy(tmp_path: Path) -> None:
     assert results["plan_overlapped"] == "chain(Cast(bfloat16, AllReduce()), Step(AdamW, interleaved))"
 
 
+def test_uneven_batches_end_up_equal(tmp_path: Path) -> None:
+    shown, results = _demo([*TINY, "--uneven", "--epochs", "2"], tmp_path)
+    assert "uneven: ranks run 3, 2 steps an epoch, under Join" in shown
+    assert results["parity_max_abs_diff"] == 0
+    assert results["must_be_equal"] and results["passed"]
+    assert len(results["loss_plain"]) == 6
+    assert results["loss_plain"] == results["loss_overlapped"]
+
+
 @pytest.mark.parametrize("difference", [1e-9, math.inf])
 def test_runs_that_differ_fail(difference: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = _report(Parity(parameters=0.0, optimizer_state=difference, buffers=0.0), tmp_path)

@@ -68,9 +68,11 @@ def group_store(group: dist.ProcessGroup) -> Store:
     """The key-value store that ``group`` was made with. Private: groups made by ``new_group`` have no public one."""
     if hasattr(group, "get_group_store"):
         try:
-            return group.get_group_store()
+            store: Store | None = group.get_group_store()
         except RuntimeError:
-            pass  # A group that a custom backend made without a store of its own.
+            store = None  # A group that a custom backend made without a store of its own.
+        if store is not None:
+            return store
     return distributed_c10d._world.pg_map[group][1]
 
 
@@ -85,7 +87,10 @@ def issued(group: dist.ProcessGroup) -> int | None:
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long a collective of ``group`` may take."""
-    options = getattr(group._get_backend(device), "options", None)
+    try:
+        options = getattr(group._get_backend(device), "options", None)
+    except RuntimeError:
+        options = None  # A group that has no backend of the device by itself.
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else distributed_c10d.default_pg_timeout
 

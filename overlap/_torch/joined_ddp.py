@@ -136,8 +136,7 @@ class JoinedDDP:
         used = self._used_by_others()
         for bucket in buckets:
             for parameter, gradient in zip(bucket.parameters(), bucket_gradients(bucket), strict=True):
-                if used is None or id(parameter) in used:
-                    _set_gradient(parameter, gradient)
+                _set_gradient(parameter, gradient if used is None or id(parameter) in used else None)
         # Known once in a training: the next forward rebuilds the buckets in the order in which gradients came.
         ddp.reducer._push_all_rebuilt_params()
 
@@ -154,8 +153,10 @@ class JoinedDDP:
         return {id(parameter) for parameter, count in zip(trained, used.tolist(), strict=True) if count}
 
 
-def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    if parameter.grad is None:
+def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    if gradient is None:
+        parameter.grad = None
+    elif parameter.grad is None:
         parameter.grad = gradient.clone()
     else:
         parameter.grad.copy_(gradient)

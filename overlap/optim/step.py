@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Site, Stage, whole_pass
+from overlap.join.in_force import in_force
 from overlap.optim.clipping import Clipping, GradientNorms, SealedGradients
 from overlap.optim.functional import FunctionalOptimizer
 from overlap.optim.overlapped import OverlappedOptimizer
@@ -227,10 +228,18 @@ class Step(Stage):
     async def _defer(self, bucket: Bucket, mine: list[tuple[Tensor, Tensor]]) -> None:
         if self.norms is not None:
             self.norms.take([parameter for parameter, _ in mine], [gradient for _, gradient in mine])
-        # A rank that replays has no step() of its own to wait for.
+        # A rank that replays has no step() of its own to wait for, and learns here what the others' .grad tells them.
+        is_told = self._finds_unused is not False and in_force(bucket.group) is not None
+        if not (self._is_automatic or bucket.is_replay or is_told):
+            return
+        if bucket.is_replay and self._finds_unused and not (self._is_automatic or is_told):
+            raise UnsupportedError(
+                "PyTorch's Join with find_unused_parameters does not tell a rank without inputs which parameters the "
+                "others used; use `with overlap.Join([ddp, optimizer])`, or the interleaved update"
+            )
+        used = await used_on_any_rank(bucket, [parameter for parameter, _ in mine], self._finds_unused)
         if not (self._is_automatic or bucket.is_replay):
             return
-        used = await used_on_any_rank(bucket, [parameter for parameter, _ in mine], self._finds_unused)
         kept = [pair for pair, is_used in zip(mine, used, strict=True) if is_used]
         self._gradients.append(([parameter for parameter, _ in kept], [gradient for _, gradient in kept]))
         await whole_pass()
