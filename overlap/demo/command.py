@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=whole_number(2, TRAIN_IMAGES), default=default.batch_size, help="images on each rank")
     add("--seed", type=whole_number(0, 2**31), default=default.seed, help="of the weights and the images' order")
     add("--bf16-gradients", action="store_true", help="gradients travel in bfloat16; compared by accuracy")
+    add("--uneven", action="store_true", help="ranks get different numbers of batches, under Join")
     add("--images", type=whole_number(2, TRAIN_IMAGES), default=default.images, help="training images to use")
     add("--image-size", type=whole_number(8, 224), default=default.image_size, help="side in pixels")
     add("--device", choices=("auto", "cpu", "cuda"), default=default.device, help="auto: GPUs if there are enough")

@@ -32,6 +32,8 @@ class Settings:
     image_size: int = 32
     # Gradients travel in bfloat16: half the bytes, and no longer the same result.
     bf16_gradients: bool = False
+    # Ranks get different numbers of batches, and both runs train under Join.
+    uneven: bool = False
     device: str = "auto"
     output: Path = Path("overlap-demo")
     json: Path | None = None
@@ -56,3 +58,9 @@ class Settings:
                 f"give --batch-size {_LEAST_BATCH} to {self.images // ranks}"
             )
         return self.images // (self.batch_size * ranks)
+
+    def steps_of_rank(self, rank: int, ranks: int) -> int:
+        """How many batches one rank gets: where they are ``uneven``, each rank fewer than the one before."""
+        steps = self.steps_per_epoch(ranks)
+        fewer = max(1, steps // (2 * ranks)) if self.uneven else 0
+        return max(0, steps - rank * fewer)

@@ -149,7 +149,7 @@ class _Summing(nn.Linear):
         return super().forward(total)
 
 
-def _foreign_hook(state, bucket):  # noqa: ANN001, ANN202 - DDP compares annotations with types
+def _foreign_hook(state, bucket):  # without annotations: DDP compares them with types
     return torch.futures.Future()
 
 

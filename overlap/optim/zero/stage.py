@@ -20,7 +20,6 @@ from overlap.optim.zero.late import Scaling, ShardedNorm
 from overlap.optim.zero.passes import Pass
 from overlap.optim.zero.plan import Plan, make_plan
 from overlap.optim.zero.riding import Gathers
-from overlap.optim.zero.shards import Shard
 
 if TYPE_CHECKING:
     from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
@@ -77,7 +76,7 @@ class ZeroStep(Stage):
 
         if not isinstance(zero, ZeroRedundancyOptimizer):
             raise ConfigurationError(
-                f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for an optimizer that every rank "
+                f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for one that every rank "
                 "holds in full use chain(AllReduce(), Step(optimizer))"
             )
         if gather not in ("backward", "forward"):
