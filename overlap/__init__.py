@@ -36,6 +36,7 @@ from overlap.hooks import (
     noop_hook,
     register,
 )
+from overlap.join import Join, Joinable, JoinHook
 from overlap.optim import (
     OverlappedOptimizer,
     Step,
@@ -54,6 +55,9 @@ __all__ = [
     "Chain",
     "CollectiveError",
     "ConfigurationError",
+    "Join",
+    "JoinHook",
+    "Joinable",
     "NoReduction",
     "OptimizerHookState",
     "OverlapError",

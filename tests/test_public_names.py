@@ -15,6 +15,9 @@ NAMES = {
         "Chain",
         "CollectiveError",
         "ConfigurationError",
+        "Join",
+        "JoinHook",
+        "Joinable",
         "NoReduction",
         "OptimizerHookState",
         "OverlapError",
@@ -93,6 +96,9 @@ NAMES = {
         "hook_with_zero_step_interleaved",
     ],
     "overlap.join": [
+        "Join",
+        "JoinHook",
+        "Joinable",
         "gradient_divisor",
     ],
 }
