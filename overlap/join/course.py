@@ -13,11 +13,11 @@ from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.join.board import FailureBoard
 from overlap.join.member import Member
 from overlap.join.roster import Known, Polled
-from overlap.join.script import Entry, Script
+from overlap.join.script import Entry, Script, Trail
 
-__all__ = ["Course"]
+__all__ = ["SKEW_TO_WARN_OF", "Course"]
 
-_SKEW_TO_WARN_OF = 1000
+SKEW_TO_WARN_OF = 1000
 
 
 class Course:
@@ -54,8 +54,7 @@ class Course:
         self._driver = max(members, key=lambda member: member.precedence)
         self._roster: Known | Polled | None = None
         self._is_iterating = self._has_ended = self._is_joined = False
-        self._act = self._after = 0
-        self._held: list[tuple[int, int, Entry]] = []
+        self._trail = Trail(script, lambda: self._is_writer)
         self._joined_at = -1
         self._has_warned = False
 
@@ -131,9 +130,7 @@ class Course:
     def on_backward(self, member: Member) -> None:
         """An active rank is about to reduce gradients."""
         if not self._is_joined:
-            self._flush()
-            self._write(Entry(self.iteration, "backward", member.index))
-            self._after += 1
+            self._trail.put_after(Entry(self.iteration, "backward", member.index))
 
     # How iterations begin.
 
@@ -143,7 +140,7 @@ class Course:
 
     def begin_iterating(self, length: int | None) -> Known | Polled:
         """A loader is iterated; ``length`` is its number of batches, where it knows."""
-        if self._is_iterating or self._act or self.iteration >= 0:
+        if self._is_iterating or self._trail.acts or self.iteration >= 0:
             raise TrainingLoopError(
                 "join.iterate comes once in a block and before its first forward or step: one Join is one pass over "
                 "the data, so open another for the next epoch"
@@ -225,24 +222,7 @@ class Course:
     # What is written down.
 
     def _put(self, kind: str, member: int = -1, detail: Any = None, *, may_wait: bool = False) -> None:
-        entry = Entry(self.iteration, kind, member, detail)
-        self._flush()
-        if may_wait:
-            # Who writes is known when the all-reduce is through, which is to hide behind the forward.
-            self._held.append((self._act, self._after, entry))
-        else:
-            self._write(entry)
-        self._act, self._after = self._act + 1, 0
-
-    def _flush(self) -> None:
-        held, self._held = self._held, []
-        for act, after, entry in held:
-            if self._is_writer:
-                self._script.write(act, after, entry)
-
-    def _write(self, entry: Entry) -> None:
-        if self._is_writer:
-            self._script.write(self._act, self._after, entry)
+        self._trail.put(Entry(self.iteration, kind, member, detail), may_wait=may_wait)
 
     @property
     def _is_writer(self) -> bool:
@@ -257,7 +237,7 @@ class Course:
 
     def finish(self) -> bool:
         """Do what the others do until all have run out; whether this rank was among the last."""
-        self._flush()
+        self._trail.flush()
         self._joined_at = self.iteration
         if self.on_exhausted == "stop":
             self._check_same_iterations()
@@ -326,25 +306,23 @@ class Course:
     def _replay_until(self, last: str) -> None:
         """Do what is written down, up to and with an entry of kind ``last``."""
         while True:
-            entry = self._script.read(self._act, self._after)
+            entry = self._trail.read("backward")
             self._follow_to(entry.iteration)
             if entry.kind == "backward":
                 self._members[entry.member].replay_backward()
-                self._after += 1
-                continue
-            self._act, self._after = self._act + 1, 0
-            if entry.kind == last:
+            elif entry.kind == last:
                 return
-            self._members[entry.member].replay(entry.detail)
+            else:
+                self._members[entry.member].replay(entry.detail)
 
     def _follow_to(self, iteration: int) -> None:
         self.iteration = iteration
         if isinstance(self._roster, Known):
             self._roster.iteration = iteration
-        if iteration - self._joined_at > _SKEW_TO_WARN_OF and not self._has_warned:
+        if iteration - self._joined_at > SKEW_TO_WARN_OF and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"uneven inputs: rank {self.rank} ran out after {self._joined_at + 1} iterations and has replayed "
-                f"{_SKEW_TO_WARN_OF} of other ranks since; share inputs out more evenly, or training is slow",
+                f"{SKEW_TO_WARN_OF} of other ranks since; share inputs out more evenly, or training is slow",
                 stacklevel=2,
             )

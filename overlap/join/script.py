@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,7 @@ from overlap._torch.c10d import PrefixStore, group_store
 from overlap.errors import CollectiveError, PeerError
 from overlap.join.board import FailureBoard
 
-__all__ = ["Entry", "Script"]
+__all__ = ["Entry", "Script", "Trail"]
 
 # How long to wait before looking whether another rank has reported a failure.
 _PATIENCE_S = 1.0
@@ -97,3 +97,46 @@ class Script:
                     raise CollectiveError(
                         f"rank {self._rank} waited {waited_s:.0f} s for {reason}; missing ranks: {ranks}"
                     ) from error
+
+
+class Trail:
+    """One rank's way through a script: it puts entries while it is active, and reads on from there when it has joined.
+
+    Every active rank counts; what it puts is written where ``is_writer()`` says so when the entry is due.
+    """
+
+    def __init__(self, script: Script, is_writer: Callable[[], bool]) -> None:
+        self.acts = 0
+        self._after = 0
+        self._script, self._is_writer = script, is_writer
+        self._held: list[tuple[int, int, Entry]] = []
+
+    def put(self, entry: Entry, *, may_wait: bool = False) -> None:
+        """Put an act. One that ``may_wait`` is due with the next entry: who writes may not be known earlier."""
+        self.flush()
+        self._held.append((self.acts, self._after, entry))
+        self.acts, self._after = self.acts + 1, 0
+        if not may_wait:
+            self.flush()
+
+    def put_after(self, entry: Entry) -> None:
+        """Put what follows the last act, and what not every rank counts."""
+        self._held.append((self.acts, self._after, entry))
+        self._after += 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is due."""
+        held, self._held = self._held, []
+        for act, after, entry in held:
+            if self._is_writer():
+                self._script.write(act, after, entry)
+
+    def read(self, uncounted: str) -> Entry:
+        """The next entry of another rank; those of kind ``uncounted`` follow an act. Raises: as :meth:`Script.read`."""
+        entry = self._script.read(self.acts, self._after)
+        if entry.kind == uncounted:
+            self._after += 1
+        else:
+            self.acts, self._after = self.acts + 1, 0
+        return entry
