@@ -45,6 +45,7 @@ from overlap.hooks import (
     quantization_pertensor_hook,
     register,
 )
+from overlap.join import Join, Joinable, JoinHook
 from overlap.optim import (
     LocalSGD,
     OverlappedOptimizer,
@@ -66,6 +67,9 @@ __all__ = [
     "CollectiveError",
     "ConfigurationError",
     "DQuantType",
+    "Join",
+    "JoinHook",
+    "Joinable",
     "LocalSGD",
     "NoReduction",
     "OptimizerHookState",

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import assert_parity, overlapped_step, plain_step, run_ranks, train
-from harness.models import MLP, Batch
-from overlap import AllGather, AllReduce, Cast, OverlappedOptimizer, Step, UnsupportedError, chain
+from harness.models import MLP, Batch, mean_squared_error
+from overlap import AllGather, AllReduce, Cast, Join, OverlappedOptimizer, Step, UnsupportedError, chain
 
 pytestmark = pytest.mark.gpu
 
@@ -143,3 +143,24 @@ def _refuses_unused(rank: int, world_size: int) -> None:
 
 def test_interleaved_updates_that_would_stop_the_host_are_refused() -> None:
     run_ranks(_refuses_unused, 1, backend="nccl", timeout_s=120, group_timeout_s=100)
+
+
+def _uneven(rank: int, world_size: int) -> list[Any]:
+    """Ranks that run out at different times end alike, whether lengths are known or told ahead on the device."""
+    ended = []
+    for known in (True, False):
+        ddp = _wrapped(rank)
+        optimizer = OverlappedOptimizer(ADAMW(ddp.parameters()))
+        chain(AllReduce(), Step(optimizer)).register(ddp)
+        batches = _batches(rank, 6 - 2 * rank)
+        with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+            for batch in join.iterate(batches if known else iter(batches)):
+                overlapped_step(ddp, optimizer, batch, mean_squared_error)
+        ended.append({name: parameter.detach().cpu() for name, parameter in ddp.module.named_parameters()})
+    assert_parity(ended[1], ended[0], what="told ahead against known")
+    return ended
+
+
+def test_uneven_inputs() -> None:
+    first, second = run_ranks(_uneven, 2, backend="nccl", env=SHARED_GPU, timeout_s=120)
+    assert_parity(second, first, what="rank 1 against rank 0")

@@ -44,6 +44,9 @@ def test_two_ranks_end_up_equal(tmp_path: Path) -> None:
 
 # Options of a recipe, whether its result is the plain run's in every bit, and what it runs.
 RECIPES = [
+    (Settings(uneven=True, **SMALL | {"epochs": 2}), True, "chain(AllReduce(), Step(SGD, interleaved))"),
+    (Settings(uneven=True, zero=True, **SMALL), True, "chain(ZeroStep(SGD, interleaved))"),
+    (Settings(uneven=True, local_sgd=2, **SMALL | {"epochs": 2}), False, "LocalSGD(SGD, period 2 from step 2)"),
     (Settings(zero=True, optimizer="adamw", **SMALL), True, "chain(ZeroStep(AdamW, interleaved))"),
     (
         Settings(bf16_gradients=True, optimizer="adamw", **SMALL),
@@ -63,6 +66,7 @@ def test_every_recipe_trains() -> None:
         assert report.must_be_equal == is_exact, settings
         if is_exact:
             assert report.passed and report.parity.largest == 0, settings
+            assert report.plain.losses == report.overlapped.losses
         else:
             assert 0 < report.parity.parameters < 1, settings
             assert settings.local_sgd or "these gradients are compressed" in report.verdict()

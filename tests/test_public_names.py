@@ -16,6 +16,9 @@ NAMES = {
         "CollectiveError",
         "ConfigurationError",
         "DQuantType",
+        "Join",
+        "JoinHook",
+        "Joinable",
         "LocalSGD",
         "NoReduction",
         "OptimizerHookState",
@@ -133,6 +136,9 @@ NAMES = {
         "offloaded_bytes",
     ],
     "overlap.join": [
+        "Join",
+        "JoinHook",
+        "Joinable",
         "gradient_divisor",
     ],
 }

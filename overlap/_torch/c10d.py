@@ -25,14 +25,29 @@ __all__ = [
     "GroupChannel",
     "PrefixStore",
     "backend_name",
+    "bucket_gradients",
     "group_store",
     "group_timeout",
     "is_future",
+    "issued",
 ]
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def bucket_gradients(bucket: GradBucket) -> list[Tensor]:
+    """Views of the bucket's buffer, one a parameter.
+
+    DDP's buffer holds complex gradients as pairs of real numbers, but its views count pairs and cut single numbers:
+    right places, wrong elements.
+    """
+    views, buffer = list(bucket.gradients()), bucket.buffer()
+    if not bucket.parameters()[0].is_complex() or buffer.is_complex():
+        return views
+    pairs, start = torch.view_as_complex(buffer.view(-1, 2)), buffer.storage_offset()
+    return [pairs.as_strided(view.size(), view.stride(), view.storage_offset() - start) for view in views]
 
 
 def is_future(value: object) -> bool:
@@ -53,15 +68,29 @@ def group_store(group: dist.ProcessGroup) -> Store:
     """The key-value store that ``group`` was made with. Private: groups made by ``new_group`` have no public one."""
     if hasattr(group, "get_group_store"):
         try:
-            return group.get_group_store()
+            store: Store | None = group.get_group_store()
         except RuntimeError:
-            pass  # A group that a custom backend made without a store of its own.
+            store = None  # A group that a custom backend made without a store of its own.
+        if store is not None:
+            return store
     return distributed_c10d._world.pg_map[group][1]
+
+
+def issued(group: dist.ProcessGroup) -> int | None:
+    """How many collectives this rank has issued on ``group``, where its backend counts. Private: no public name."""
+    counting: Any = group
+    try:
+        return int(counting._get_sequence_number_for_group())
+    except RuntimeError:
+        return None
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long a collective of ``group`` may take."""
-    options = getattr(group._get_backend(device), "options", None)
+    try:
+        options = getattr(group._get_backend(device), "options", None)
+    except RuntimeError:
+        options = None  # A group that has no backend of the device by itself.
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else distributed_c10d.default_pg_timeout
 

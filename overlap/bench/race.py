@@ -103,7 +103,7 @@ def _running(names: Iterable[str], memory_bytes: Mapping[str, int]) -> tuple[str
 
 def _warmed_up(world: World, variant: Variant) -> _Racer:
     prepared = variant.build(world.site())
-    with prepared.running():
+    with prepared.running(world.plan.settings.warmup_steps):
         for _ in range(world.plan.settings.warmup_steps):
             prepared.step()
         prepared.finish()
@@ -113,7 +113,7 @@ def _warmed_up(world: World, variant: Variant) -> _Racer:
 
 def _block_ms(world: World, racer: _Racer) -> float:
     """One sample: a block of steps, divided by their number. Every rank starts from a barrier."""
-    with racer.prepared.running():
+    with racer.prepared.running(racer.variant.lead_in_steps + racer.steps):
         dist.barrier()
         for _ in range(racer.variant.lead_in_steps):
             racer.prepared.step()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from overlap.bench.link import parse_bandwidth
 from overlap.errors import ConfigurationError
 
-MODELS = ("resnet18", "resnet50", "transformer", "mlp")
+MODELS = ("resnet18", "resnet50", "transformer", "mlp", "mlp-batchnorm")
 OPTIMIZERS = ("sgd", "adamw", "adamw-fused")
 LinkKind = Literal["namespaces", "loopback", "simulated", "direct"]
 

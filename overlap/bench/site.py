@@ -25,12 +25,12 @@ def _nothing() -> None:
 class Prepared:
     """A variant that is built: `step()` trains one step.
 
-    `running()` is entered before a block of steps and left after it, both untimed. `finish()` waits for what
-    steps have left in flight; it is called where a block's time has been taken.
+    `running(steps)` is entered before a block of so many steps and left after it, both untimed. `finish()` waits for
+    what steps have left in flight; it is called where a block's time has been taken.
     """
 
     step: Callable[[], None]
-    running: Callable[[], AbstractContextManager[object]] = nullcontext
+    running: Callable[[int], AbstractContextManager[object]] = nullcontext
     finish: Callable[[], None] = _nothing
 
 

@@ -64,8 +64,9 @@ def try_variant(plan: Plan, rank: int, name: str) -> dict[str, Any]:
         prepared = one.build(world.site())
         sent_bytes = sent_bytes_counter(plan.link)
         steps = one.block_steps if one.block_steps > 1 else _COUNTED_STEPS
-        with prepared.running():
-            for _ in range(max(plan.settings.warmup_steps, one.block_steps)):
+        warmup_steps = max(plan.settings.warmup_steps, one.block_steps)
+        with prepared.running(warmup_steps + steps):
+            for _ in range(warmup_steps):
                 prepared.step()
             prepared.finish()
             world.synchronize()

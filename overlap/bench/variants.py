@@ -6,6 +6,8 @@ status says so, so nothing here checks whether a backend can do what is asked of
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -285,7 +287,19 @@ def torch_join(site: Site) -> Prepared:
 
     ddp = site.ddp()
     plain = site.plain(ddp, site.optimizer(site.settings.optimizer, ddp.parameters()))
-    return Prepared(step=plain.step, running=lambda: Join([ddp]))
+    return Prepared(step=plain.step, running=lambda steps: Join([ddp]))
+
+
+@variant("overlap-join", block_steps=4)
+def overlap_join(site: Site) -> Prepared:
+    """Every rank has said how many steps it runs."""
+    return _joined(site, told_ahead=True)
+
+
+@variant("overlap-join-unknown", block_steps=4)
+def overlap_join_unknown(site: Site) -> Prepared:
+    """Ranks learn of each iteration from an all-reduce under the one before."""
+    return _joined(site, told_ahead=False)
 
 
 # What several of them share ---------------------------------------------------------------------------------
@@ -296,6 +310,32 @@ def _torch_hook(site: Site, hook: Any, state: object) -> Prepared:
     ddp = site.ddp()
     ddp.register_comm_hook(state, hook)
     return site.plain(ddp, site.optimizer(site.settings.optimizer, ddp.parameters()))
+
+
+def _joined(site: Site, *, told_ahead: bool) -> Prepared:
+    """The plain loop over a loader that knows its length, or over a stream that does not."""
+    from overlap import Join, UnsupportedError
+
+    if site.settings.simulate:
+        raise UnsupportedError("Join meets every rank when its block begins, and a simulated link has one process")
+    ddp = site.ddp()
+    plain = site.plain(ddp, site.optimizer(site.settings.optimizer, ddp.parameters()))
+    batches: Iterator[int] = iter(())
+
+    @contextlib.contextmanager
+    def running(steps: int) -> Iterator[None]:
+        nonlocal batches
+        with Join([ddp]) as join:
+            batches = join.iterate(range(steps) if told_ahead else iter(range(steps)))
+            # The first meets the other ranks: once a loop, and so no part of a step.
+            next(batches)
+            yield
+
+    def step() -> None:
+        plain.step()
+        next(batches, None)
+
+    return Prepared(step=step, running=running)
 
 
 def _overlapped_cast(site: Site, dtype: torch.dtype) -> Prepared:

@@ -44,6 +44,8 @@ def workload(name: str) -> Workload:
     """The workload called `name` on the command line."""
     if name == "mlp":
         return Workload(make_model=_mlp, make_batch=_feature_batch)
+    if name == "mlp-batchnorm":
+        return Workload(make_model=_mlp_with_batch_norm, make_batch=_feature_batch)
     if name == "transformer":
         return Workload(make_model=LanguageModel, make_batch=_token_batch)
     return Workload(make_model=lambda: _resnet(name), make_batch=_image_batch)
@@ -57,6 +59,16 @@ def _mlp() -> nn.Module:
         nn.Linear(_FEATURES, _FEATURES), nn.ReLU(),
         nn.Linear(_FEATURES, _CLASSES),
     )  # fmt: skip
+
+
+def _mlp_with_batch_norm() -> nn.Module:
+    """The same with what DDP broadcasts in each forward: running means and variances."""
+    layers = [
+        layer
+        for _ in range(3)
+        for layer in (nn.Linear(_FEATURES, _FEATURES), nn.BatchNorm1d(_FEATURES), nn.ReLU())
+    ]  # fmt: skip
+    return nn.Sequential(*layers, nn.Linear(_FEATURES, _CLASSES))
 
 
 def _resnet(name: str) -> nn.Module:

@@ -51,8 +51,15 @@ def _heading(settings: Settings, world: World) -> str:
     return (
         f"ResNet-18 on {settings.images} handwritten digits of {size}x{size} pixels, optimizer {settings.optimizer}\n"
         f"ranks: {world.size} on {world.device.type} ({world.backend}); epochs: {settings.epochs} of {steps} steps; "
-        f"batch: {settings.batch_size} images a rank"
+        f"batch: {settings.batch_size} images a rank" + _shares(settings, world)
     )
+
+
+def _shares(settings: Settings, world: World) -> str:
+    if not settings.uneven:
+        return ""
+    steps = ", ".join(str(settings.steps_of_rank(rank, world.size)) for rank in range(world.size))
+    return f"\nuneven: ranks run {steps} steps an epoch, under Join"
 
 
 def present(report: Report) -> int:

@@ -40,6 +40,8 @@ class Settings:
     quantize: int | None = None
     # Steps from one average of the parameters to the next; gradients are averaged at every step where None.
     local_sgd: int | None = None
+    # Ranks get different numbers of batches, and both runs train under Join.
+    uneven: bool = False
     device: str = "auto"
     output: Path = Path("overlap-demo")
     json: Path | None = None
@@ -79,3 +81,9 @@ class Settings:
                 f"give --batch-size {_LEAST_BATCH} to {self.images // ranks}"
             )
         return self.images // (self.batch_size * ranks)
+
+    def steps_of_rank(self, rank: int, ranks: int) -> int:
+        """How many batches one rank gets: where they are ``uneven``, each rank fewer than the one before."""
+        steps = self.steps_per_epoch(ranks)
+        fewer = max(1, steps // (2 * ranks)) if self.uneven else 0
+        return max(0, steps - rank * fewer)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from tqdm import tqdm
 
+from overlap import Join
 from overlap._torchvision import load_torchvision
 from overlap.demo.clock import StepClock
 from overlap.demo.data import Digits, shard
@@ -36,8 +38,8 @@ class Run:
     recipe: Recipe
     scheduler: LRScheduler
     clock: StepClock
-    # This rank's, of its own batch before the step.
-    losses: list[Tensor] = field(default_factory=list)
+    # This rank's, of its own batch before the step; None where it had run out of batches.
+    losses: list[Tensor | None] = field(default_factory=list)
 
 
 def start_runs(settings: Settings, world: World) -> tuple[Run, Run]:
@@ -80,9 +82,12 @@ def accuracy(run: Run, digits: Digits) -> float:
 
 def mean_losses(run: Run, world: World) -> list[float]:
     """The loss of every step, over all ranks: one all-reduce for all of them, after the training."""
-    losses = torch.stack(run.losses)
-    all_reduce(losses, ReduceOp.SUM)
-    return [float(loss) for loss in losses / world.size]
+    nothing = torch.zeros((), device=world.device)
+    own = torch.stack([nothing if loss is None else loss for loss in run.losses])
+    ranks = torch.tensor([loss is not None for loss in run.losses], dtype=own.dtype, device=world.device)
+    both = torch.stack([own, ranks])
+    all_reduce(both, ReduceOp.SUM)
+    return [float(loss) for loss in both[0] / both[1]]
 
 
 def _start(
@@ -104,8 +109,19 @@ def _start(
 
 
 def _train_epoch(run: Run, digits: Digits, epoch: int, settings: Settings, world: World, progress: tqdm[None]) -> None:
-    optimizer = run.recipe.optimizer
-    batches = shard(
+    steps = settings.steps_per_epoch(world.size)
+    own_steps = settings.steps_of_rank(world.rank, world.size)
+    batches = itertools.islice(_batches(digits, epoch, settings, world), own_steps)
+    if not settings.uneven:
+        _train_on(batches, run, progress)
+        return
+    with Join([run.ddp, run.recipe.optimizer, run.scheduler], lengths=own_steps) as join:
+        _train_on(join.iterate(batches), run, progress)
+    run.losses.extend([None] * (steps - own_steps))
+
+
+def _batches(digits: Digits, epoch: int, settings: Settings, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+    return shard(
         digits,
         epoch=epoch,
         seed=settings.seed,
@@ -113,6 +129,10 @@ def _train_epoch(run: Run, digits: Digits, epoch: int, settings: Settings, world
         ranks=world.size,
         batch_size=settings.batch_size,
     )
+
+
+def _train_on(batches: Iterable[tuple[Tensor, Tensor]], run: Run, progress: tqdm[None]) -> None:
+    optimizer = run.recipe.optimizer
     run.clock.start_epoch()
     for images, labels in batches:
         run.clock.mark()

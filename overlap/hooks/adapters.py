@@ -48,7 +48,8 @@ class HookStage(Stage):
         future = self._hook(self._state, raw)  # type: ignore[arg-type]
         if not is_future(future):
             raise ConfigurationError(
-                f"the hook {hook_name(self._hook)} returned {type(future).__name__}; a hook returns a torch.futures.Future"
+                f"the hook {hook_name(self._hook)} returned {type(future).__name__}; "
+                "a hook returns a torch.futures.Future"
             )
         result = await future_result(future)
         reduced = result[0] if isinstance(result, (list, tuple)) else result

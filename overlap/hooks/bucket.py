@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.c10d import GradBucket
+from overlap._torch.c10d import GradBucket, bucket_gradients
 from overlap.errors import ConfigurationError
 
 __all__ = ["Bucket"]
@@ -50,14 +50,7 @@ class Bucket:
     def gradients(self) -> tuple[Tensor, ...]:
         """Views of ``buffer``, one for each of ``parameters``, with its shape and strides."""
         if self.raw is not None:
-            views = tuple(self.raw.gradients())
-            if not self.parameters[0].is_complex() or self.buffer.is_complex():
-                return views
-            # DDP's buffer holds complex gradients as pairs of real numbers, but its views count pairs and cut single
-            # numbers: right places, wrong elements.
-            pairs = torch.view_as_complex(self.buffer.view(-1, 2))
-            start = self.buffer.storage_offset()
-            return tuple(pairs.as_strided(view.size(), view.stride(), view.storage_offset() - start) for view in views)
+            return tuple(bucket_gradients(self.raw))
         assert self.views is not None, "a bucket without DDP's object is made by with_buffer"
         return tuple(self.buffer.as_strided(size, stride, offset) for size, stride, offset in self.views)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
@@ -12,10 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from overlap._torch.c10d import Channel, GlooChannel, GroupChannel, PrefixStore, backend_name, group_store
+from overlap._torch.c10d import Channel, GlooChannel, GroupChannel, backend_name
 from overlap.errors import ConfigurationError
+from overlap.join.board import FailureBoard
 
-__all__ = ["FailureBoard", "GroupChannels", "PrivateChannels"]
+__all__ = ["GroupChannels", "PrivateChannels"]
 
 _SETTLING_S = 1.0
 # On the model's own group, away from the messages of whoever else uses it.
@@ -28,43 +28,6 @@ _made: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 def _next_key(group: dist.ProcessGroup) -> str:
     return str(next(_made.setdefault(group, itertools.count())))
-
-
-class FailureBoard:
-    """Where a rank writes that it failed, for the others to read when a collective does not come back.
-
-    One board serves one set of channels; it lives in the store that the process group was made with.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, key: str) -> None:
-        self._store = PrefixStore(f"overlap/board/{key}", group_store(group))
-        self._rank = group.rank()
-
-    def report(self, error: BaseException) -> None:
-        """Tell the group that this rank failed. Never raises: the error itself matters more."""
-        with contextlib.suppress(Exception):
-            place = self._store.add("failures", 1)
-            self._store.set(f"failure/{place}", f"rank {self._rank}: {_one_line(error)}")
-
-    def read(self) -> str | None:
-        """The first failure that a rank of the group reported, its rank named."""
-        with contextlib.suppress(Exception):
-            if self._store.check(["failure/1"]):
-                return self._store.get("failure/1").decode()
-        return None
-
-    def agree(self, plan: str) -> str | None:
-        """Compare ``plan`` with rank 0's; the other's plan where they differ."""
-        if self._rank == 0:
-            self._store.set("plan", plan)
-            return None
-        reference = self._store.get("plan").decode()
-        return None if reference == plan else reference
-
-
-def _one_line(error: BaseException) -> str:
-    notes = " ".join(getattr(error, "__notes__", ()))
-    return " ".join(f"{type(error).__name__}: {error} {notes}".split())
 
 
 class GroupChannels:

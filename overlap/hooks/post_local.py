@@ -151,7 +151,7 @@ def _hook_itself() -> StageHook:
     return post_localSGD_hook
 
 
-post_localSGD_hook = StageHook(
+post_localSGD_hook = StageHook(  # noqa: N816 (PyTorch's name)
     _post_local,
     "post_localSGD_hook",
     group_of=lambda state: _checked(state).process_group,
@@ -186,7 +186,9 @@ def machine_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     hosts: list[str] = [""] * whole.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=whole)
     ranks = dist.get_process_group_ranks(whole)
-    members = [[rank for rank, other in zip(ranks, hosts, strict=True) if other == host] for host in dict.fromkeys(hosts)]
+    members = [
+        [rank for rank, other in zip(ranks, hosts, strict=True) if other == host] for host in dict.fromkeys(hosts)
+    ]
     mine: dist.ProcessGroup | None
     mine, _ = dist.new_subgroups_by_enumeration(members)
     assert mine is not None, "every rank is on some machine"

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
-from overlap.errors import ConfigurationError, RegistrationError
+from overlap._torch.join import divides_by_count_in_vain
+from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.adapters import BucketFuture, as_stage, is_hook
 from overlap.hooks.runtime import Runtime
 from overlap.hooks.stage import Site, Stage, to_stage
@@ -60,8 +61,14 @@ class _BeforeForward:
         self._runtime = runtime
 
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._runtime is not None and torch.is_grad_enabled():
-            _before_forward(self._runtime)
+        if self._runtime is None or not torch.is_grad_enabled():
+            return
+        if isinstance(module, DistributedDataParallel) and divides_by_count_in_vain(module):
+            raise UnsupportedError(
+                "divide_by_initial_world_size=False does nothing under PyTorch's Join once a hook is registered; use "
+                "`with overlap.Join([ddp], divide_by_initial_world_size=False)`"
+            )
+        _before_forward(self._runtime)
 
     def __reduce__(self) -> Any:
         return _BeforeForward, ()

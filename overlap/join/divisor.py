@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from overlap.join.in_force import in_force
+
 __all__ = ["gradient_divisor"]
 
 
 def gradient_divisor(group: dist.ProcessGroup) -> int:
-    """The number by which a sum of gradients over ``group`` is divided: the group's size.
+    """The number by which a sum of gradients over ``group`` is divided.
 
-    Every reducer divides by ``bucket.divisor``, and that comes from here alone.
+    That is the group's size, or under ``Join(..., divide_by_initial_world_size=False)`` the number of ranks that still
+    have inputs. It is the same on every rank, those that have none included. Every reducer divides by
+    ``bucket.divisor``, and that comes from here alone.
     """
-    return group.size()
+    join = in_force(group)
+    return group.size() if join is None else join.divisor

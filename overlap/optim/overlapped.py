@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._torch.foreach import scale_
 from overlap._torch.optimizer import mark_stepped, patch_step, unhooked_step
 from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap.join import Join, Joinable, JoinHook
 from overlap.optim.subset import SubsetStepper, check_optimizer
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["OverlappedOptimizer"]
 
 
-class OverlappedOptimizer(Optimizer):
+class OverlappedOptimizer(Optimizer, Joinable):
     """Wraps an optimizer whose update a :class:`Step` stage makes during backward.
 
     It shares ``param_groups``, ``state`` and ``defaults`` with the wrapped optimizer, so LR schedulers can be given
@@ -46,6 +48,7 @@ class OverlappedOptimizer(Optimizer):
         if isinstance(optimizer, OverlappedOptimizer):
             raise ConfigurationError("this optimizer is an OverlappedOptimizer already; use it as it is")
         self.optimizer = check_optimizer(optimizer)
+        Joinable.__init__(self)
         self._stages: list[Step] = []
         self._stepper = SubsetStepper(self.optimizer)
         self._applied: set[int] = set()
@@ -90,6 +93,7 @@ class OverlappedOptimizer(Optimizer):
                 every parameter), or was changed after an interleaved update had applied it (clipping,
                 ``GradScaler``).
         """
+        Join.notify_join_context(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -177,6 +181,22 @@ class OverlappedOptimizer(Optimizer):
         """The wrapped optimizer's; parameters of the model are updated in backward from the next one on."""
         self.optimizer.add_param_group(param_group)
         self._stepper.refresh()
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Nothing to do besides DDP's own hook: a rank that has joined makes the update in the replayed backward."""
+        return JoinHook()
+
+    @property
+    def join_device(self) -> torch.device:
+        """The parameters' device."""
+        device: torch.device = next(p.device for group in self.param_groups for p in group["params"])
+        return device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The model's process group, once a stage is registered; the default one before."""
+        groups = [stage.group for stage in self._stages if stage.group is not None]
+        return groups[0] if groups else dist.group.WORLD  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer}

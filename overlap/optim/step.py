@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Site, Stage, whole_pass
+from overlap.join.in_force import in_force
 from overlap.optim.clipping import Clipping, GradientNorms, SealedGradients
 from overlap.optim.functional import FunctionalOptimizer
 from overlap.optim.overlapped import OverlappedOptimizer
@@ -83,6 +85,8 @@ class Step(Stage):
         self._finds_unused: bool | None = None
         self._guard: torch.utils.hooks.RemovableHandle | None = None
         self._is_attached = False
+        self.group: dist.ProcessGroup | None = None
+        """The process group of the model, while this is registered."""
         self._adopts = False  # A functional optimizer that was given no parameters takes those that come.
         self._saw_forward = False
         self._reduced: dict[int, Tensor] = {}
@@ -122,6 +126,7 @@ class Step(Stage):
             )
         self._adopts = self._functional is not None and not any(g["params"] for g in self.optimizer.param_groups)
         self._check_coverage(site)
+        self.group = site.group
         self.optimizer.adopt(self)
         self._is_attached = True
         self._names, self._finds_unused = site.names or {}, site.finds_unused
@@ -150,13 +155,14 @@ class Step(Stage):
         self._clear_applied(list(self._reduced.values()))
         self._reduced.clear()
         self._is_attached = self._is_in_backward = self._awaits_step = self._clears = False
+        self.group = None
         self.optimizer.release(self)
         if self._guard is not None:
             self._guard.remove()
 
     def before_forward(self) -> None:
         self._saw_forward = True
-        if self._is_automatic:
+        if self._is_automatic and not self._is_replay:
             self._check_unchanged()
         if self._has_failed:
             # The gradients of a failed backward are half reduced, those of buckets that never came included.
@@ -164,6 +170,9 @@ class Step(Stage):
                 if self._clears_gradient_of(parameter):
                     parameter.grad = None
             self._has_failed = False
+        self._clear()
+
+    def _clear(self) -> None:
         if self._clears:
             self._clear_applied(list(self._reduced.values()))
             # What step() has yet to update stays, and stays reduced.
@@ -185,6 +194,8 @@ class Step(Stage):
                 "a second backward began before step() was called for the first: call optimizer.step() after each "
                 "synchronized backward, or run all but the last backward of a step under ddp.no_sync()"
             )
+        if is_replay:
+            self._clear()  # No forward comes before it.
         self._is_in_backward, self._is_replay = True, is_replay
         self.optimizer.note_new_gradients(list(self._reduced.values()))
         self.optimizer.stepper.begin()
@@ -217,10 +228,18 @@ class Step(Stage):
     async def _defer(self, bucket: Bucket, mine: list[tuple[Tensor, Tensor]]) -> None:
         if self.norms is not None:
             self.norms.take([parameter for parameter, _ in mine], [gradient for _, gradient in mine])
-        # A rank that replays has no step() of its own to wait for.
+        # A rank that replays has no step() of its own to wait for, and learns here what the others' .grad tells them.
+        is_told = self._finds_unused is not False and in_force(bucket.group) is not None
+        if not (self._is_automatic or bucket.is_replay or is_told):
+            return
+        if bucket.is_replay and self._finds_unused and not (self._is_automatic or is_told):
+            raise UnsupportedError(
+                "PyTorch's Join with find_unused_parameters does not tell a rank without inputs which parameters the "
+                "others used; use `with overlap.Join([ddp, optimizer])`, or the interleaved update"
+            )
+        used = await used_on_any_rank(bucket, [parameter for parameter, _ in mine], self._finds_unused)
         if not (self._is_automatic or bucket.is_replay):
             return
-        used = await used_on_any_rank(bucket, [parameter for parameter, _ in mine], self._finds_unused)
         kept = [pair for pair, is_used in zip(mine, used, strict=True) if is_used]
         self._gradients.append(([parameter for parameter, _ in kept], [gradient for _, gradient in kept]))
         await whole_pass()
@@ -266,8 +285,8 @@ class Step(Stage):
         if self.norms is not None:
             self.norms.seal(self._sealed)
         self._awaits_step = not (self._is_automatic or self._is_replay)
-        self._clears = self._is_automatic or not self.is_deferred
-        if self._is_automatic:
+        self._clears = self._is_automatic or self._is_replay or not self.is_deferred
+        if self._is_automatic or self._is_replay:
             mark_stepped(self.optimizer.optimizer)
         return None
 

@@ -70,6 +70,7 @@ def test_every_variant_that_was_promised_is_there() -> None:
         "compute-only", "ddp-sgd", "ddp-adamw", "ddp-adamw-fused", "torch-hook-then-optimizer-adamw",
         "overlap-step-adamw", "torch-zero-sgd", "torch-zero-adamw", "torch-fp16", "overlap-fp16", "torch-bf16",
         "overlap-bf16", "torch-powersgd-r4", "torch-join", "torch-averager", "torch-quantize8",
+        "overlap-join", "overlap-join-unknown",
     }  # fmt: skip
     assert promised <= set(registry())
 
@@ -240,7 +241,7 @@ def test_a_plan_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"model": "vgg"}, "model='vgg' is not one of resnet18, resnet50, transformer, mlp"),
+        ({"model": "vgg"}, "model='vgg' is not one of resnet18, resnet50, transformer, mlp, mlp-batchnorm"),
         ({"ranks": 1}, "ranks=1 is too small: at least 2"),
         ({"warmup_steps": 1}, "warmup_steps=1 is too small: at least 3"),
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb=0.0"),

@@ -48,9 +48,7 @@ class Measurement:
         return f"{choice}: {self.compress_ms:.2f} ms compressed, {self.send_ms:.2f} ms as it is"
 
 
-async def measure(
-    trials: Iterable[Trial], *, group: dist.ProcessGroup, device: torch.device
-) -> list[Measurement]:
+async def measure(trials: Iterable[Trial], *, group: dist.ProcessGroup, device: torch.device) -> list[Measurement]:
     """Time each bucket's reduction both ways, with the link to itself.
 
     The times are averaged over ranks by a collective, so every rank comes to the same decision. This is the

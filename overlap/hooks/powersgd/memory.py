@@ -36,9 +36,7 @@ class Slot:
         """The residual, made if there is none, in the layout of ``gradient``."""
         found = self.residual
         if found is None:
-            found = torch.empty_strided(
-                gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device
-            ).zero_()
+            found = torch.empty_strided(gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device).zero_()
         elif found.shape != gradient.shape:
             raise ConfigurationError(
                 f"the residual of parameter {self.key} has shape {tuple(found.shape)}, but its gradient "
@@ -46,9 +44,7 @@ class Slot:
             )
         elif found.stride() != gradient.stride() or found.dtype != dtype or found.device != gradient.device:
             loaded = found
-            found = torch.empty_strided(
-                gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device
-            )
+            found = torch.empty_strided(gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device)
             found.copy_(hold(loaded))
         self.residual = found
         return found
@@ -110,9 +106,7 @@ class Memory:
         """What the slots of the bucket's parameters are called."""
         if bucket.fqns is not None:
             return bucket.fqns
-        return tuple(
-            self._numbers.setdefault(parameter, str(len(self._numbers))) for parameter in bucket.parameters
-        )
+        return tuple(self._numbers.setdefault(parameter, str(len(self._numbers))) for parameter in bucket.parameters)
 
     def slots_of(self, keys: Iterable[str]) -> list[Slot]:
         """The slots of parameters, made where they are new."""
@@ -146,9 +140,7 @@ class Memory:
         return pack(
             residuals={key: slot.residual for key, slot in self.slots.items() if slot.residual is not None},
             factors={key: slot.factor for key, slot in self.slots.items() if slot.factor is not None},
-            bucket_factors={
-                key: slot.factor for key, slot in self.bucket_slots.items() if slot.factor is not None
-            },
+            bucket_factors={key: slot.factor for key, slot in self.bucket_slots.items() if slot.factor is not None},
             is_left=any(slot.is_left for slot in self.slots.values()),
             steps=self.steps,
             bypassed=self.bypassed,

@@ -251,9 +251,7 @@ def make_operands(
     """An operand a batch of the plan."""
     if is_square:
         (batch,) = plan.batches
-        square = Square(
-            bucket, slots, side=batch.rows, compute_dtype=compute_dtype, residual_dtype=residual_dtype
-        )
+        square = Square(bucket, slots, side=batch.rows, compute_dtype=compute_dtype, residual_dtype=residual_dtype)
         return [square]
     operands: list[Operand] = []
     for batch in plan.batches:
@@ -264,7 +262,5 @@ def make_operands(
         if is_large and first.dtype == compute_dtype and residual_dtype in (None, compute_dtype):
             operands.append(Blocks(first, own_slots[0], residual_dtype=residual_dtype))
         else:
-            operands.append(
-                Stack(gradients, own_slots, compute_dtype=compute_dtype, residual_dtype=residual_dtype)
-            )
+            operands.append(Stack(gradients, own_slots, compute_dtype=compute_dtype, residual_dtype=residual_dtype))
     return operands

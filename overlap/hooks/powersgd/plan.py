@@ -170,16 +170,12 @@ def _lay_out(alike: Iterable[tuple[tuple[int, ...], int, int]], rank: int) -> tu
     shapes = [(places, rows, cols, min(rank, rows, cols)) for places, rows, cols in alike]
     right_offsets: dict[tuple[int, ...], int] = {}
     end = 0
-    for places, _, cols, own_rank in sorted(
-        shapes, key=lambda shape: (shape[2], shape[3], shape[1], shape[0])
-    ):
+    for places, _, cols, own_rank in sorted(shapes, key=lambda shape: (shape[2], shape[3], shape[1], shape[0])):
         right_offsets[places] = end
         end += len(places) * own_rank * cols
     batches = []
     end = 0
-    for places, rows, cols, own_rank in sorted(
-        shapes, key=lambda shape: (shape[1], shape[3], shape[2], shape[0])
-    ):
+    for places, rows, cols, own_rank in sorted(shapes, key=lambda shape: (shape[1], shape[3], shape[2], shape[0])):
         batches.append(
             Batch(
                 places=places,

@@ -178,9 +178,7 @@ class Round:
                 None if sound is None else sound[place],
             )
 
-    def _remember(
-        self, mean: Tensor, before: Tensor | None, sound: list[Tensor] | None, *, is_left: bool
-    ) -> None:
+    def _remember(self, mean: Tensor, before: Tensor | None, sound: list[Tensor] | None, *, is_left: bool) -> None:
         """Keep the factors for the next step, those from before where this step was not sound."""
         if not self.config.warm_start:
             return

@@ -229,9 +229,7 @@ class PowerSGD(Stage):
         # One at a time, so that the copies of one are gone when the next are made.
         trials = (self._trial(seen, keys, plan) for seen, keys, plan in self._this_pass if plan.batches)
         self._measured = await measure(trials, group=bucket.group, device=bucket.buffer.device)
-        self._memory.bypassed = frozenset(
-            key for found in self._measured if not found.compresses for key in found.keys
-        )
+        self._memory.bypassed = frozenset(key for found in self._measured if not found.compresses for key in found.keys)
 
     def _trial(self, bucket: Bucket, keys: tuple[str, ...], plan: Plan) -> Trial:
         slots = [Slot(key) for key in keys]

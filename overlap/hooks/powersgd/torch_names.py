@@ -132,9 +132,7 @@ class PowerSGDState:
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
-            _logger.warning(
-                "PowerSGDState: the process group is not pickled; set process_group after loading"
-            )
+            _logger.warning("PowerSGDState: the process group is not pickled; set process_group after loading")
         return {**self.__dict__, "process_group": None}
 
 
@@ -158,9 +156,7 @@ def _hook(name: str, doc: str, *, is_square: bool) -> StageHook:
     def checked(state: Any) -> PowerSGDState:
         if isinstance(state, PowerSGDState):
             return state
-        raise ConfigurationError(
-            f"the state of {name} is an overlap.PowerSGDState, got {type(state).__name__}"
-        )
+        raise ConfigurationError(f"the state of {name} is an overlap.PowerSGDState, got {type(state).__name__}")
 
     return StageHook(
         lambda state: _HookPowerSGD(checked(state), is_square=is_square),

@@ -1,10 +1,10 @@
 """Chunks of numbers as small integers with one scale each.
 
-The scheme of QSGD (Alistarh et al., 2017), with the largest magnitude of a chunk as its scale: a value ``x`` of a chunk
-whose largest magnitude is ``peak`` becomes the integer next to ``x * top / peak``, in ``-top .. top``, and comes back as
-``integer * peak / top``. Zero, the largest values and a constant chunk come back exactly; others are off by half a step
-``peak / top`` at most (a whole one, where rounding is stochastic). A chunk that holds a value that is not finite comes
-back with none that is.
+The scheme of QSGD (Alistarh et al., 2017), with the largest magnitude of a chunk as its scale: a value ``x`` of a
+chunk whose largest magnitude is ``peak`` becomes the integer next to ``x * top / peak``, in ``-top .. top``, and
+comes back as ``integer * peak / top``. Zero, the largest values and a constant chunk come back exactly; others are
+off by half a step ``peak / top`` at most (a whole one, where rounding is stochastic). A chunk that holds a value that
+is not finite comes back with none that is.
 """
 
 from __future__ import annotations

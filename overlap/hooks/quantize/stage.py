@@ -33,7 +33,8 @@ class Quantize(Stage):
         chunk: how many values share a scale at most, a multiple of 8.
         rounding: ``"nearest"``, or ``"stochastic"`` with an error whose mean is zero.
         error_feedback: whether to add what a step left out to the next step's gradients; takes one copy of the
-            gradients in fp32. Only in :func:`overlap.register` and :meth:`Chain.register`, which know parameters' names.
+            gradients in fp32. Only in :func:`overlap.register` and :meth:`Chain.register`, which know parameters'
+            names.
 
     Issues: a send and a receive with every other rank, then an all-gather, both of ``N/W`` integers and their scales.
     Changes: ``bucket.buffer``. Memory: twice the bucket in fp32 at most, and its messages.
@@ -72,7 +73,9 @@ class Quantize(Stage):
 
     def attach(self, site: Site) -> None:
         if self._feedback is not None and self._is_attached:
-            raise RegistrationError(f"{self!r} remembers one model's errors already; give each model a stage of its own")
+            raise RegistrationError(
+                f"{self!r} remembers one model's errors already; give each model a stage of its own"
+            )
         self._is_attached = True
 
     def detach(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -142,9 +143,9 @@ def check_hierarchy(name: str, sizes: Mapping[int, int], group: dist.ProcessGrou
     }
     periods, counts = list(checked), list(checked.values())
     for what, values in (("periods", periods), ("sizes", counts)):
-        if any(later <= earlier for earlier, later in zip(values, values[1:], strict=False)):
+        if any(later <= earlier for earlier, later in itertools.pairwise(values)):
             raise ConfigurationError(f"the {what} of {name} ascend, got {values}")
-    for smaller, larger in zip(counts, counts[1:], strict=False):
+    for smaller, larger in itertools.pairwise(counts):
         if larger % smaller:
             raise ConfigurationError(f"each size of {name} divides the next, and {smaller} does not divide {larger}")
     if counts[-1] != group.size():

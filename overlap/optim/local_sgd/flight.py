@@ -92,9 +92,7 @@ class Flight:
         self.wait()
         if outcome is not None:
             mean_of = {
-                name: view
-                for leg in self._legs
-                for name, view in zip(leg.names, leg.part.views(leg.mean), strict=True)
+                name: view for leg in self._legs for name, view in zip(leg.names, leg.part.views(leg.mean), strict=True)
             }
             means = [mean_of[name] for name in stepped]
             copy_all(means, outcome(stepped, [mean.clone() for mean in means]))

@@ -89,7 +89,6 @@ class CountedState(PostLocalSGDState):
     def is_local(self) -> bool:
         return self._local.schedule.is_local
 
-
     def maybe_increase_iter(self, bucket: object) -> None:
         """Counted by the controller."""
 

@@ -21,7 +21,8 @@ __all__ = ["MASTER", "consolidate", "install", "is_by_element", "load_plain", "s
 MASTER = "master_param"
 """Where a parameter's wider copy is kept among its state."""
 
-# State that is one number a parameter in optimizers of PyTorch; of a parameter without dimensions its shape does not tell.
+# State that is one number a parameter in optimizers of PyTorch; of a parameter without dimensions its shape does not
+# tell.
 _BY_PARAMETER = ("step", "mu_product", "eta", "mu")
 
 _BLOCK_BYTES = 16 * 2**20

@@ -15,6 +15,7 @@ from overlap.hooks import Bucket
 from overlap.hooks.channels import GroupChannels
 from overlap.hooks.executors import HostExecutor, StreamExecutor
 from overlap.hooks.ride import ride
+from overlap.join.in_force import in_force
 from overlap.optim.clipping import Clipping
 from overlap.optim.zero.exchange import Exchange
 from overlap.optim.zero.joining import lend_gradients
@@ -91,13 +92,14 @@ class Alone:
     def step(self, scaling: Scaling, *, is_joined: bool = False) -> None:
         """Update what this rank owns with its part of ``.grad``; bring the others' parts in.
 
-        Under ``Join`` the ranks that have inputs left lend their gradients to those that ``is_joined``.
+        Under PyTorch's ``Join`` the ranks that have inputs left lend their gradients to those that ``is_joined``; ours
+        leaves the mean in ``.grad`` there.
         """
         zero = self._zero
         zero.begin()
         pending = [s for s in zero.shards.values() if s.parameter.grad is not None]
         gradients = [shard.gradient() for shard in pending]
-        if zero.is_joining:
+        if zero.is_joining and in_force(zero.process_group) is None:
             pending, gradients = lend_gradients(zero, is_joined=is_joined)
         if scaling.forbids_step():
             return

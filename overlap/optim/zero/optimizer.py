@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from overlap._torch.c10d import backend_name
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.optim.subset import SubsetStepper, check_optimizer
-from overlap.optim.zero.groups import check_class, copy_options, names_of, read_groups, with_names
 from overlap.optim.zero.checkpoint import consolidate, load_plain
 from overlap.optim.zero.exchange import Exchange
+from overlap.optim.zero.groups import check_class, copy_options, names_of, read_groups, with_names
 from overlap.optim.zero.joining import ZeroJoinHook
 from overlap.optim.zero.late import Alone, Scaling
 from overlap.optim.zero.ownership import Ownership

@@ -20,7 +20,6 @@ from overlap.optim.zero.late import Scaling, ShardedNorm
 from overlap.optim.zero.passes import PARTLY_UPDATED, Pass
 from overlap.optim.zero.plan import Plan, make_plan
 from overlap.optim.zero.riding import Gathers
-from overlap.optim.zero.shards import Shard
 
 if TYPE_CHECKING:
     from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
@@ -77,7 +76,7 @@ class ZeroStep(Stage):
 
         if not isinstance(zero, ZeroRedundancyOptimizer):
             raise ConfigurationError(
-                f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for an optimizer that every rank "
+                f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for one that every rank "
                 "holds in full use chain(AllReduce(), Step(optimizer))"
             )
         if gather not in ("backward", "forward"):
@@ -158,6 +157,8 @@ class ZeroStep(Stage):
 
     def before_backward(self, *, is_replay: bool) -> None:
         self.wait()
+        if is_replay:
+            self.before_forward()  # None comes before it, and gradients are cleared there.
         if self._awaits_step and not is_replay:
             raise TrainingLoopError(
                 "a second backward began before zero.step() was called for the first: call it after each "
@@ -230,7 +231,7 @@ class ZeroStep(Stage):
             self.zero.exchange.workspace.forget()
             return None if self.is_deferred else PARTLY_UPDATED
         self._awaits_step = not (self.is_automatic or self._pass.is_replay)
-        self._clears = self.is_automatic or not self.is_deferred
+        self._clears = self.is_automatic or self._pass.is_replay or not self.is_deferred
         if self._waits_for_step:
             self._vote.tell(self.zero.shards.values())
         elif self._riding is not None:
@@ -246,7 +247,8 @@ class ZeroStep(Stage):
         riding = self._riding or Gathers()
         assert self._site is not None, "gathers run while the stage is attached"
         riding.begin(self._site, self._pass.plans(), self.zero.exchange)
-        # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook does.
+        # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook
+        # does.
         if self._riding is None or (self.zero.is_joining and not self._pass.is_replay):
             riding.wait()
 

@@ -1,0 +1,162 @@
+"""DDP's forward and backward as a Join sees them: what to answer in them, and how to replay them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+from torch.nn.parallel import DistributedDataParallel
+
+from overlap._torch.c10d import bucket_gradients
+
+__all__ = ["JoinedDDP", "missing_names"]
+
+# Overridden in an instance while a Join is in force: what DDP asks of all ranks where a Join knows the answer.
+_FIND_COMMON_RANK = "_find_common_rank"
+_CHECK_GLOBAL_SYNC = "_check_global_requires_backward_grad_sync"
+_USED = (
+    _FIND_COMMON_RANK,
+    _CHECK_GLOBAL_SYNC,
+    "_assign_modules_buffers",
+    "_build_params_for_reducer",
+    "_sync_module_buffers",
+)
+_USED_OF_REDUCER = (
+    "_get_local_used_map",
+    "_get_zeros_like_grad_buckets",
+    "_push_all_rebuilt_params",
+    "_rebuild_buckets",
+    "_run_comm_hook",
+    "_set_forward_pass_work_handle",
+)
+
+
+def missing_names(ddp: DistributedDataParallel) -> list[str]:
+    """The private names that a Join needs and this version of PyTorch lacks."""
+    missing = [name for name in _USED if not hasattr(ddp, name)]
+    return missing + [f"reducer.{name}" for name in _USED_OF_REDUCER if not hasattr(ddp.reducer, name)]
+
+
+class _Count(Work):
+    """For DDP's reducer: work that is done, and whose result is what to divide by, asked for when it is needed."""
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        super().__init__()
+        self._count = count
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([torch.tensor([self._count()])])
+        return future
+
+
+class JoinedDDP:
+    """A model under a Join. Everything private that it touches is DDP's own code for joining."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        self._count: _Count | None = None
+
+    def enter(self, authority: Callable[[], int], before_module: Callable[[], None]) -> None:
+        """Answer for DDP what it would ask all ranks by a collective.
+
+        Args:
+            authority: the rank whose buffers all take over.
+            before_module: called in each forward, when DDP is about to call the wrapped module.
+        """
+        setattr(self._ddp, _FIND_COMMON_RANK, lambda rank, condition: authority())
+        # What it finds out by a collective only joined ranks use.
+        setattr(self._ddp, _CHECK_GLOBAL_SYNC, lambda is_joined_rank: before_module())
+
+    def leave(self) -> None:
+        """Let DDP ask again."""
+        for name in (_FIND_COMMON_RANK, _CHECK_GLOBAL_SYNC):
+            if name in vars(self._ddp):
+                delattr(self._ddp, name)
+        if self._count is not None:
+            self._ddp.reducer._set_forward_pass_work_handle(self._count, True)
+
+    def divide_by(self, count: Callable[[], int]) -> None:
+        """Let DDP's own reduction, where no hook is registered, divide by ``count()`` in the next backward.
+
+        What is given to the reducer is kept: C++ calls methods of the Python object.
+        """
+        if self._count is None:
+            self._count = _Count(count)
+        self._ddp.reducer._set_forward_pass_work_handle(self._count, False)
+
+    @property
+    def hook_name(self) -> str | None:
+        """The name of the communication hook that was registered, if any."""
+        if not self._ddp._comm_hooks:
+            return None
+        return str(getattr(self._ddp._comm_hooks[-1][0], "__qualname__", "a hook"))
+
+    @property
+    def may_rebuild(self) -> bool:
+        """Whether the next forward may rebuild the buckets, which takes a broadcast."""
+        return not self._ddp._has_rebuilt_buckets
+
+    @property
+    def has_buffer_hook(self) -> bool:
+        """Whether buffers are synchronized by a hook of the user's."""
+        return hasattr(self._ddp, "buffer_hook")
+
+    @torch.no_grad()
+    def replay_forward(self, *, records_gradients: bool, buffers_from: int | None, synchronizes: bool) -> None:
+        """The collectives of a forward that the other ranks run."""
+        ddp = self._ddp
+        if records_gradients and ddp.reducer._rebuild_buckets():
+            ddp._has_rebuilt_buckets = True
+        if buffers_from is not None:
+            ddp._assign_modules_buffers()
+            ddp._sync_module_buffers(buffers_from)
+        ddp.require_forward_param_sync = synchronizes
+
+    @torch.no_grad()
+    def replay_backward(self) -> None:
+        """The collectives of a backward that the other ranks run; leaves the mean of their gradients in ``.grad``."""
+        ddp = self._ddp
+        if ddp.reducer._rebuild_buckets():
+            ddp._has_rebuilt_buckets = True
+        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+        for bucket, future in [(bucket, ddp.reducer._run_comm_hook(bucket)) for bucket in buckets]:
+            result = future.wait()
+            reduced = result[0] if isinstance(result, (list, tuple)) else result
+            if reduced.data_ptr() != bucket.buffer().data_ptr() or reduced.dtype != bucket.buffer().dtype:
+                bucket.buffer().copy_(reduced.view_as(bucket.buffer()))
+        used = self._used_by_others()
+        for bucket in buckets:
+            for parameter, gradient in zip(bucket.parameters(), bucket_gradients(bucket), strict=True):
+                _set_gradient(parameter, gradient if used is None or id(parameter) in used else None)
+        # Known once in a training: the next forward rebuilds the buckets in the order in which gradients came.
+        ddp.reducer._push_all_rebuilt_params()
+
+    def _used_by_others(self) -> set[int] | None:
+        """The parameters, by ``id``, that a rank with inputs used; ``None`` where DDP does not look."""
+        ddp = self._ddp
+        if not ddp.find_unused_parameters or ddp.static_graph:
+            return None
+        used = ddp.reducer._get_local_used_map()
+        # It holds what the last pass found, and this rank used nothing.
+        used.zero_()
+        dist.all_reduce(used, group=ddp.process_group)
+        trained, _ = ddp._build_params_for_reducer()
+        return {id(parameter) for parameter, count in zip(trained, used.tolist(), strict=True) if count}
+
+
+def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    if gradient is None:
+        parameter.grad = None
+    elif parameter.grad is None:
+        parameter.grad = gradient.clone()
+    else:
+        parameter.grad.copy_(gradient)

@@ -1,0 +1,175 @@
+"""DDP under a Join."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms import join as base
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from overlap._torch.c10d import issued
+from overlap._torch.join import Notifying, set_config
+from overlap._torch.joined_ddp import JoinedDDP, missing_names
+from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.join.member import Member
+
+if TYPE_CHECKING:
+    from overlap.join.course import Course
+
+__all__ = ["DDPMember"]
+
+_LOCKSTEP = (
+    'use Join(..., on_exhausted="stop"), which keeps all ranks in step, with `for batch in join.iterate(loader)`'
+)
+
+
+class DDPMember(Member):
+    """Two acts: a forward (rebuilt buckets, buffers), and the backward of gradients that are synchronized.
+
+    They are told apart so that joined ranks replay what happened: forwards without a backward, one backward of several
+    forwards, accumulation under ``no_sync``.
+    """
+
+    precedence = 2
+
+    def __init__(self, ddp: DistributedDataParallel, hook: base.JoinHook, *, shadows: bool) -> None:
+        self._ddp, self._hook, self._shadows = ddp, hook, shadows
+        self._joined = JoinedDDP(ddp)
+        self._config: Any = None
+        self._expects_backward = False
+        self._handles: list[RemovableHandle] = []
+        self._hears = False
+        self._issued: int | None = None
+        self._checks_forward = shadows
+        self._check()
+
+    def _check(self) -> None:
+        if missing := missing_names(self._ddp):
+            raise UnsupportedError(
+                f"DistributedDataParallel of torch {torch.__version__} lacks {', '.join(missing)}, which Join needs; "
+                "use torch.distributed.algorithms.join.Join"
+            )
+        if not self._shadows:
+            return
+        for name, module in self._ddp.module.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise UnsupportedError(
+                    f"{name or 'the model'} is a SyncBatchNorm, whose collectives in forward a rank without inputs "
+                    f"cannot answer; {_LOCKSTEP}"
+                )
+        if self._joined.has_buffer_hook:
+            raise UnsupportedError(f"buffers of this model are synchronized by a hook of its own; {_LOCKSTEP}")
+
+    def enter(self, course: Course) -> None:
+        hook = self._joined.hook_name
+        if course.divides_by_count and hook is not None and not hook.startswith("overlap"):
+            raise UnsupportedError(
+                f"the hook {hook} divides by the number of all ranks whatever Join is told; register one of "
+                "overlap.hooks, or leave out divide_by_initial_world_size=False"
+            )
+        self._config = set_config(self._ddp, Notifying(lambda: self._on_forward(course)))
+        self._joined.enter(lambda: course.authority, self._before_module)
+        self._handles.append(self._ddp.register_forward_hook(self._after_module(course)))
+
+    def leave(self) -> None:
+        if self._config is not None:
+            set_config(self._ddp, self._config)
+            self._config = None
+        self._joined.leave()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def replay(self, detail: Any) -> None:
+        records_gradients, buffers_from, synchronizes = detail
+        self._joined.replay_forward(
+            records_gradients=records_gradients, buffers_from=buffers_from, synchronizes=synchronizes
+        )
+
+    def replay_backward(self) -> None:
+        self._joined.replay_backward()
+
+    def post(self, *, is_last_joiner: bool) -> None:
+        self._hook.post_hook(is_last_joiner)
+
+    def _on_forward(self, course: Course) -> None:
+        ddp = self._ddp
+        records_gradients = torch.is_grad_enabled()
+        has_buffers = bool(ddp.will_sync_module_buffers())
+        if not (records_gradients or has_buffers):
+            return  # A forward that issues no collective is each rank's own.
+        synchronizes = records_gradients and bool(ddp.require_backward_grad_sync)
+
+        def detail() -> list[Any]:
+            return [records_gradients, course.authority if has_buffers else None, synchronizes]
+
+        may_wait = not (has_buffers or self._joined.may_rebuild)
+        course.on_act(self, detail, begins_iteration=records_gradients, may_wait=may_wait)
+        if synchronizes:
+            self._expects_backward = True
+            if course.divides_by_count and self._joined.hook_name is None:
+                self._joined.divide_by(lambda: course.count)
+        if course.hears_backward and not self._hears:
+            self._hears = True
+            trained = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+            self._handles.append(
+                torch.autograd.graph.register_multi_grad_hook(trained, self._on_gradient(course), mode="any")
+            )
+
+    def _on_gradient(self, course: Course) -> Callable[[Tensor], None]:
+        def on_first_gradient(gradient: Tensor) -> None:
+            # Under no_sync, and in further parts of a checkpointed backward, there is nothing to tell.
+            if self._expects_backward:
+                self._expects_backward = False
+                course.on_backward(self)
+
+        return on_first_gradient
+
+    def _before_module(self) -> None:
+        if self._checks_forward:
+            self._issued = issued(self._ddp.process_group)
+
+    def _after_module(self, course: Course) -> Callable[[nn.Module, Any, Any], None]:
+        def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+            if self._checks_forward:
+                self._checks_forward = False
+                if self._issued != issued(self._ddp.process_group):
+                    raise UnsupportedError(
+                        "the model issues collectives of its own in forward, which a rank without inputs cannot "
+                        f"answer; {_LOCKSTEP}"
+                    )
+            if torch.is_grad_enabled() and (weight := course.weight) != 1.0:
+                _scale_gradients(output, weight)
+
+        return after_forward
+
+
+def _scale_gradients(output: Any, weight: float) -> None:
+    """Multiply what backward brings to a model's output, and with it all gradients of the model."""
+    tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+    if not tensors:
+        raise ConfigurationError(
+            f"weight_by_samples weighs gradients at the model's output, and {type(output).__name__} holds no tensor "
+            "that needs one; return tensors, or tuples, lists, dicts and dataclasses of them"
+        )
+    for tensor in tensors:
+        tensor.register_hook(lambda gradient: gradient * weight)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))

@@ -1,0 +1,58 @@
+"""What can be given to a Join."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms import join as base
+
+__all__ = ["JoinHook", "Joinable"]
+
+
+class JoinHook(base.JoinHook):
+    """What a rank that has run out of inputs does in the place of its training loop.
+
+    Also a hook of PyTorch's ``Join``.
+    """
+
+    def main_hook(self) -> None:
+        """Issue the collectives of one call that notified the Join, as the ranks with inputs issue them."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Called once on every rank, when all have run out of inputs.
+
+        Args:
+            is_last_joiner: whether this rank is one of those with most inputs.
+        """
+
+
+class Joinable(base.Joinable):
+    """Something that issues collectives once or more an iteration; also a ``Joinable`` of PyTorch's ``Join``.
+
+    Before those collectives it calls ``Join.notify_join_context(self)``. A subclass calls ``Joinable.__init__``.
+    """
+
+    @abstractmethod
+    def __init__(self) -> None:
+        super().__init__()
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> base.JoinHook:
+        """The hook for one Join.
+
+        Args:
+            **kwargs: what the Join was given besides its own arguments, the same for all its joinables.
+        """
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """Where a tensor for the Join's own collectives must lie."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The ranks; the same for all joinables of one Join."""

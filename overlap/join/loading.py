@@ -1,0 +1,83 @@
+"""Batches under a Join."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap.join.course import Course
+from overlap.join.roster import Known, Polled
+
+__all__ = ["batches"]
+
+_NONE = object()
+
+
+def batches(course: Course, loader: Iterable[Any], samples: bool | Callable[[Any], int]) -> Iterator[Any]:
+    """The batches of ``loader``, each at the beginning of an iteration of ``course``."""
+    roster = course.begin_iterating(_length(loader))
+    if isinstance(roster, Known):
+        yield from _known(course, roster, loader)
+    else:
+        yield from _ahead(course, roster, loader, samples)
+    course.end_iterating()
+
+
+def _known(course: Course, roster: Known, loader: Iterable[Any]) -> Iterator[Any]:
+    said = roster.lengths[course.rank]
+    stops = course.on_exhausted == "stop"
+    upcoming = iter(loader)
+    for number in range(min(roster.lengths) if stops else said):
+        batch = next(upcoming, _NONE)
+        if batch is _NONE:
+            raise TrainingLoopError(f"the loader of rank {course.rank} has {number} batches, but it said {said}")
+        course.begin_known()
+        yield batch
+    if not stops and next(upcoming, _NONE) is not _NONE:
+        raise TrainingLoopError(f"the loader of rank {course.rank} has more than the {said} batches that it said")
+
+
+def _ahead(
+    course: Course, roster: Polled, loader: Iterable[Any], samples: bool | Callable[[Any], int]
+) -> Iterator[Any]:
+    batches = iter(loader)
+    upcoming = next(batches, _NONE)
+    roster.tell(_samples(upcoming, samples))
+    while True:
+        course.begin_polled()
+        if upcoming is _NONE or (roster.missing and course.on_exhausted == "stop"):
+            return
+        batch, upcoming = upcoming, next(batches, _NONE)
+        course.tell(_samples(upcoming, samples))
+        yield batch
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None  # A generator, or a loader over an iterable dataset.
+
+
+def _samples(batch: Any, samples: bool | Callable[[Any], int]) -> int:
+    if batch is _NONE:
+        return 0
+    if not samples:
+        return 1
+    number = _first_dimension(batch) if isinstance(samples, bool) else samples(batch)
+    if number is None or isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ConfigurationError(
+            f"weight_by_samples found {number!r} samples in a batch; give a callable of a batch that returns its "
+            "size, 1 or more"
+        )
+    return number
+
+
+def _first_dimension(batch: Any) -> int | None:
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.ndim else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    return next((number for part in parts if (number := _first_dimension(part)) is not None), None)

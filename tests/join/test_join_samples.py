@@ -1,0 +1,67 @@
+"""The mean over samples, where ranks have batches of different sizes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from harness import run_ranks, wrap
+from harness.models import MLP
+from overlap import AllGather, AllReduce, ConfigurationError, Join, Step, chain
+
+# Samples of each rank's batches.
+_SIZES = ((4, 4, 1), (4, 2), (3, 3, 3, 5))
+
+
+def _batch(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    size = _SIZES[rank][number]
+    return torch.randn(size, 16, generator=generator), torch.randn(size, 16, generator=generator)
+
+
+def _weighed(rank: int, world_size: int) -> None:
+    batches = [_batch(rank, number) for number in range(len(_SIZES[rank]))]
+    for divides in (True, False):
+        for kind, samples in ((None, True), (AllReduce, True), (AllGather, lambda batch: len(batch[0]))):
+            reference = copy.deepcopy(MLP.model())
+            plain = torch.optim.SGD(reference.parameters(), lr=0.5)
+            ddp = wrap(MLP.model(), **MLP.ddp_options())
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+            if kind is not None:
+                chain(kind(), Step(optimizer)).register(ddp)
+            joinables = [ddp] if kind is not None else [ddp, optimizer]
+            with Join(joinables, weight_by_samples=samples, divide_by_initial_world_size=divides) as join:
+                for x, y in join.iterate(batches):
+                    torch.nn.functional.mse_loss(ddp(x), y).backward()
+                    if kind is None:
+                        optimizer.step()
+                        optimizer.zero_grad()
+            for number in range(max(map(len, _SIZES[:world_size]))):
+                present = [_batch(r, number) for r in range(world_size) if number < len(_SIZES[r])]
+                plain.zero_grad()
+                x, y = (torch.cat(parts) for parts in zip(*present, strict=True))
+                torch.nn.functional.mse_loss(reference(x), y).backward()
+                plain.step()
+            for ours, theirs in zip(ddp.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_mean_is_over_samples() -> None:
+    run_ranks(_weighed, 3)
+
+
+def _wrong(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    with pytest.raises(ConfigurationError, match="found None samples"), Join([ddp], weight_by_samples=True) as join:
+        list(join.iterate(["a batch of words"]))
+    with (
+        pytest.raises(ConfigurationError, match=r"needs `for batch in join\.iterate"),
+        Join([ddp], weight_by_samples=True),
+    ):
+        ddp(torch.zeros(1, 16))
+
+
+def test_samples_that_cannot_be_counted() -> None:
+    run_ranks(_wrong, 2)
