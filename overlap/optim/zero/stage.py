@@ -229,6 +229,8 @@ class ZeroStep(Stage):
         if key not in self._plans:
             zero = self.zero
             is_even = zero.partition == "element"
+            # DDP's first backward has one bucket of all parameters, whose buffers would be kept for smaller ones.
+            zero.exchange.workspace.trim()
             self._plans[key] = make_plan(bucket.parameters, zero.shards, rank=zero.rank, is_even=is_even)
         return self._plans[key]
 
