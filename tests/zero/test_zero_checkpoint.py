@@ -168,6 +168,8 @@ def _refused(rank: int, world_size: int, folder: Path) -> None:
     dcp.save({"optimizer": zero.sharded_state_dict()}, checkpoint_id=folder)
     with pytest.raises(ConfigurationError, match="key='optim'"):
         zero.load_sharded(folder, key="optim")
+    with pytest.raises(ConfigurationError, match=r"nowhere is no checkpoint"):
+        zero.load_sharded(folder / "nowhere", key="optimizer")
     other = ZeroRedundancyOptimizer(list(ddp.parameters())[:4], torch.optim.Adam)
     with pytest.raises(ConfigurationError, match=r"\[10\] parameters, but this optimizer has \[4\]"):
         other.load_sharded(folder, key="optimizer")

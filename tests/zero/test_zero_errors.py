@@ -12,6 +12,7 @@ from harness import run_ranks, run_threads, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
+    CollectiveError,
     ConfigurationError,
     OverlappedOptimizer,
     RegistrationError,
@@ -77,6 +78,8 @@ def _different(rank: int, world_size: int) -> None:
         ZeroRedundancyOptimizer([("head.bias", mine)], SGD)
     with pytest.raises(ConfigurationError, match="only 1 parameters on rank 1"):
         ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(2)) for _ in range(2 - rank)], SGD)
+    with pytest.raises(ConfigurationError, match=r"of strides \(2, 1\) on rank 1, .* of strides \(1, 3\) on rank 0"):
+        ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(2, 3).t() if rank == 0 else torch.zeros(3, 2))], SGD)
     with pytest.raises(ConfigurationError, match=r"rank 1 shards with .*parameter.*rank 0 with .*element"):
         ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(2))], SGD, partition="parameter" if rank else "element")
 
@@ -114,6 +117,13 @@ def _registration(rank: int, world_size: int) -> None:
             ZeroStep(zero, **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="cannot follow"):
         chain(ZeroStep(zero), AllReduce())
+    # Rank 0's plan is the one that the others are compared with.
+    mine = chain(ZeroStep(zero, deferred=True, automatic=rank == 1))
+    if rank == 0:
+        mine.register(ddp).remove()
+    else:
+        with pytest.raises(CollectiveError, match=r"rank 1 registers .*deferred, automatic\)"):
+            mine.register(ddp)
 
 
 def test_registration_is_checked() -> None:

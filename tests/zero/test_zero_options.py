@@ -279,6 +279,52 @@ class _Scaled(nn.Module):
         return self.scale * self.linear(inputs)  # type: ignore[no-any-return]
 
 
+class _Unusual(nn.Module):
+    """Complex, transposed, permuted, of one element, without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.complex = nn.Parameter(torch.randn(7, 5, dtype=torch.complex64))
+        self.transposed = nn.Parameter(torch.randn(5, 31).t())
+        self.permuted = nn.Parameter(torch.randn(3, 5, 7).permute(2, 0, 1))
+        self.one = nn.Parameter(torch.ones(1))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        magnitudes = (inputs.to(torch.complex64) @ self.complex.t()).abs()
+        others = (inputs @ self.transposed.t()).tanh().sum() + (self.permuted * inputs.sum()).tanh().sum()
+        return self.scale * self.one * (magnitudes.sum() + others)
+
+
+def _unusual(rank: int, world_size: int) -> None:
+    for form in ("interleaved", "deferred, gather in forward", "automatic, deferred", "alone"):
+        options = FORMS[form]
+        plain, ddp = wrap(_Unusual(), bucket_cap_mb=1e-4), wrap(_Unusual(), bucket_cap_mb=1e-4)
+        reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01)
+        _register(options, ddp, zero)
+        for step in range(4):
+            inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+            for module in (plain, ddp):
+                if module is plain or options is None:
+                    module.zero_grad()
+                module(inputs).sum().backward()
+            reference.step()
+            if not (options or {}).get("automatic"):
+                zero.step()
+            zero.wait()
+            for (name, ours), theirs in zip(ddp.named_parameters(), plain.parameters(), strict=True):
+                assert torch.equal(ours, theirs), f"{form}, step {step}: {name}"
+        zero.consolidate_state_dict()
+        if rank == 0:
+            assert_parity(zero.state_dict()["state"], reference.state_dict()["state"], what=form)
+
+
+def test_parameters_of_unusual_kinds() -> None:
+    run_ranks(_unusual, 2)
+
+
 def _elementwise(rank: int, world_size: int) -> None:
     inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
     for name in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop"):
@@ -420,3 +466,41 @@ def _added_late(rank: int, world_size: int) -> None:
 
 def test_a_group_added_later_is_updated_from_the_next_backward_on() -> None:
     run_ranks(_added_late, 2)
+
+
+def _registered_again(rank: int, world_size: int) -> None:
+    """From stage to stage, and to none; what was applied does not come back."""
+    for first, second in (
+        ("interleaved", "interleaved, gather in forward"),
+        ("deferred", "interleaved"),
+        ("interleaved", "alone"),
+    ):
+        plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
+        reference = torch.optim.AdamW(plain.parameters(), **ADAMW_OPTIONS)
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **ADAMW_OPTIONS)
+        registration = chain(ZeroStep(zero, **(FORMS[first] or {}))).register(ddp)
+        for step in range(5):
+            if step == 3:
+                registration.remove()
+                _register(FORMS[second], ddp, zero)
+            plain.zero_grad()
+            mean_squared_error(plain, MLP.batch(step, rank)).backward()
+            reference.step()
+            if step > 3 and second == "alone":
+                zero.zero_grad()
+            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+            zero.step()
+            zero.wait()
+            for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(ours, theirs), f"{first}, then {second}: step {step}"
+        # Alone, whatever has a gradient is stepped, as plain optimizers do, so it must reach the other ranks.
+        if second == "alone":
+            for model in (plain, ddp):
+                model.module[0].weight.requires_grad_(False)
+            reference.step()
+            zero.step()
+            assert torch.equal(ddp.module[0].weight, plain.module[0].weight), "frozen, with a gradient left"
+
+
+def test_a_stage_that_is_removed_leaves_nothing_behind() -> None:
+    run_ranks(_registered_again, 2)

@@ -189,8 +189,9 @@ def _temporaries(rank: int, world_size: int) -> None:
             chain(ZeroStep(zero, **options)).register(ddp)
         for step in range(4):
             if step == 2:
-                # The buckets are final; what the first ones needed is not kept.
+                # The buckets are final; what the first one needed, of the whole model, is not kept.
                 zero.wait()
+                held_bytes = zero.exchange.workspace.held_bytes
                 zero.exchange.workspace.forget()
                 allocations = _count(zero)
             if options is None:
@@ -200,6 +201,7 @@ def _temporaries(rank: int, world_size: int) -> None:
         zero.wait()
         bucket_bytes = max(bucket_sizes_bytes(ddp))
         assert sum(p.nbytes for p in model.parameters()) > 9 * bucket_bytes, "or there would be nothing to see"
+        assert held_bytes <= 3 * bucket_bytes, f"{options}: {held_bytes} bytes are kept"
         assert 0 < allocations.largest_bytes <= bucket_bytes, f"{options}: {allocations.largest_bytes} bytes at once"
         # As many live together as there are buckets under way.
         assert allocations.peak_bytes <= 3 * bucket_bytes, f"{options}: {allocations.peak_bytes} bytes together"

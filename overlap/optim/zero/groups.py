@@ -106,7 +106,7 @@ def check_same_on_all_ranks(
         ConfigurationError: on every rank, naming the rank and the first parameter that differs.
     """
     mine = [
-        (name, place, tuple(p.shape), str(p.dtype), p.requires_grad)
+        (name, place, tuple(p.shape), p.stride(), str(p.dtype), p.requires_grad)
         for name, (place, p) in zip(
             names, ((place, p) for place, one in enumerate(groups) for p in one["params"]), strict=True
         )
@@ -156,8 +156,8 @@ def check_same_group(model: dist.ProcessGroup, zero: dist.ProcessGroup) -> None:
 def _told(described: Sequence[tuple[Any, ...]], place: int) -> str:
     if place >= len(described):
         return f"only {len(described)} parameters"
-    name, group, shape, dtype, requires_grad = described[place]
-    return f"{name} (group {group}) is {shape} {dtype}{'' if requires_grad else ', frozen'}"
+    name, group, shape, strides, dtype, requires_grad = described[place]
+    return f"{name} (group {group}) is {shape} {dtype} of strides {strides}{'' if requires_grad else ', frozen'}"
 
 
 def copy_options(source: Mapping[str, Any], target: dict[str, Any]) -> None:

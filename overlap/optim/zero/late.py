@@ -106,11 +106,11 @@ class Alone:
         owned = [(shard, part) for shard, part in zip(pending, gradients, strict=True) if shard.own is not None]
         scaling.unscale_([part for _, part in owned])
         zero.update(owned)
-        self.gather()
+        self._gather(pending)
 
-    def gather(self) -> None:
-        """Bring what each rank owns to all."""
-        plans = self._current_plans()
+    def _gather(self, stepped: Sequence[Shard]) -> None:
+        """Bring what each rank owns to all: of trainable parameters, and of others that had a gradient left."""
+        plans = self._current_plans({id(shard) for shard in stepped})
         buckets = [_as_bucket(place, plan, len(plans), self._zero.process_group) for place, plan in enumerate(plans)]
         if isinstance(self._executor, StreamExecutor):
             for bucket in buckets:
@@ -118,8 +118,8 @@ class Alone:
         ride(lambda bucket: self._exchange.gather(bucket, plans[bucket.index]), buckets, self._executor)
         self._executor.wait_for_pass()
 
-    def _current_plans(self) -> list[Plan]:
-        trained = [shard for shard in self._zero.shards.values() if shard.parameter.requires_grad]
+    def _current_plans(self, stepped: set[int]) -> list[Plan]:
+        trained = [s for s in self._zero.shards.values() if s.parameter.requires_grad or id(s) in stepped]
         layout = tuple(id(shard.parameter) for shard in trained)
         if layout != self._layout:
             self._layout = layout

@@ -130,6 +130,10 @@ class Workspace:
         if part.device.type == "cpu":
             self._free.append(self._lent.pop(id(part))[1])
 
+    def trim(self) -> None:
+        """Let go of what is not lent: the buckets to come are others."""
+        self._free.clear()
+
     def forget(self) -> None:
         """Let go of everything, what was lent to work that failed included."""
         self._free.clear()

@@ -90,7 +90,10 @@ def load_sharded(zero: ZeroRedundancyOptimizer, checkpoint: Any, key: str) -> No
     """Read what this rank owns now."""
     reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
     prefix = f"{key}." if key else ""
-    saved = reader.read_metadata().state_dict_metadata
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"{checkpoint} is no checkpoint that torch.distributed.checkpoint saved") from error
     place = saved.get(prefix + _MANIFEST)
     if not isinstance(place, TensorStorageMetadata):
         raise ConfigurationError(

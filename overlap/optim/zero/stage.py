@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -119,9 +120,11 @@ class ZeroStep(Stage):
                 "with find_unused_parameters or static_graph an update in backward would stop the host to learn "
                 "which parameters no rank used; use ZeroStep(zero, deferred=True)"
             )
+        if site.names is not None:
+            shards = zero.shards.values()
+            check_covered(site.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
         self._site = site
         self._names = site.names or {}
-        self.check_covers([s.parameter for s in zero.shards.values()], [s.name for s in zero.shards.values()])
         if self._riding is not None:
             self._riding.attach(site, zero.shards.keys())
         zero.stage = self
@@ -132,11 +135,14 @@ class ZeroStep(Stage):
             check_covered(self._site.names, parameters, names)
 
     def detach(self) -> None:
-        if self._riding is not None:
-            self._riding.detach()
+        # What has been applied must not be added to by a backward before which nobody clears it.
+        self.before_forward()
+        self._pass, self._awaits_step = Pass(), False
         if self.zero.stage is self:
             self.zero.stage = None
         self._site = None
+        if self._riding is not None:
+            self._riding.detach()
 
     def forget_plans(self) -> None:
         """The shards are others now."""
@@ -171,6 +177,9 @@ class ZeroStep(Stage):
         self.zero.begin()
 
     async def __call__(self, bucket: Bucket) -> None:
+        if bucket.parameters[0].is_complex() and not bucket.buffer.is_complex():
+            # DDP's buffer holds complex gradients as pairs of real numbers; a shard's elements are the complex ones.
+            bucket = replace(bucket, buffer=torch.view_as_complex(bucket.buffer.view(-1, 2)))
         plan = self._plan(bucket)
         self._pass.note(bucket, plan)
         if plan is not None:
@@ -221,6 +230,8 @@ class ZeroStep(Stage):
         if key not in self._plans:
             zero = self.zero
             is_even = zero.partition == "element"
+            # DDP's first backward has one bucket of all parameters, whose buffers would be kept for smaller ones.
+            zero.exchange.workspace.trim()
             self._plans[key] = make_plan(bucket.parameters, zero.shards, rank=zero.rank, is_even=is_even)
         return self._plans[key]
 
@@ -296,7 +307,9 @@ class ZeroStep(Stage):
     def __repr__(self) -> str:
         parts = [type(self.zero.optim).__name__, "deferred" if self.is_deferred else "interleaved"]
         if self.clipping is not None:
-            parts.append(f"clip_grad_norm={self.clipping.max_norm}")
+            parts.append(f"clip_grad_norm={self.clipping.max_norm} of norm {self.clipping.norm_type:g}")
         if self._riding is not None:
             parts.append("gather in forward")
+        if self.is_automatic:
+            parts.append("automatic")
         return f"ZeroStep({', '.join(parts)})"
