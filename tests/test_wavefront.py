@@ -46,6 +46,11 @@ def test_the_order_that_the_note_promises() -> None:
     assert log == ["a1", "b1", "a2", "c1", "b2", "c2"]
 
 
+def test_what_was_launched_first_is_waited_for_first() -> None:
+    log = _run([["1", "2", "3"]] * 3)
+    assert log == ["a1", "b1", "a2", "c1", "b2", "a3", "c2", "b3", "a.", "c3", "b.", "c."]
+
+
 def test_a_bucket_without_collectives_is_through_at_once() -> None:
     assert _run([[], ["1"]]) == ["a.", "b1", "b."]
 

@@ -5,15 +5,17 @@ ranks wait for each other for ever. DDP's buckets arrive in the same order on ev
 completes differs from rank to rank. So nothing here depends on completion. The order follows from arrivals alone:
 
     when a bucket arrives, it runs to its first collective;
-    then each older bucket, oldest first, advances by one collective;
-    after the last bucket, all advance in turn until all are through.
+    then each older bucket advances by one collective, in the order in which those in flight were launched;
+    after the last bucket, all advance in that order, round and round, until all are through.
 
 To advance is to wait for the collective in flight, to run the stage's code up to the next one and to launch it. With
 two collectives a bucket (a1, a2, b1, ...) and three buckets the order is
 
     a1 | b1 a2 | c1 b2 (a is through) | c2
 
-so a bucket's second collective goes out behind the next bucket's first, while that is still on its way.
+so a bucket's second collective goes out behind the next bucket's first, while that is still on its way. What was
+launched first is waited for first: at the end of a pass c1 is waited for before b2, so that the code between c1 and c2
+runs while b2 is on its way.
 """
 
 from __future__ import annotations
@@ -50,13 +52,14 @@ class Wavefront(Generic[T]):
 
     @property
     def active(self) -> tuple[T, ...]:
-        """What has arrived and is not through, oldest first."""
+        """What has arrived and is not through, in the order in which it advances next."""
         return tuple(self._active)
 
     def arrive(self, bucket: T, *, is_last: bool) -> None:
         """Take in the next bucket and advance the older ones; the last one carries all to their end."""
         older = [other for other in self._active if not other.awaits_whole_pass]
-        self._active.append(bucket)
+        waiting = [other for other in self._active if other.awaits_whole_pass]
+        self._active = [*waiting, bucket, *older]
         self._advance([bucket, *older])
         if is_last:
             self._drain()
