@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=default.steps, help="timed samples of each variant")
     parser.add_argument("--warmup-steps", type=int, default=default.warmup_steps)
     parser.add_argument("--bucket-cap-mb", type=float, metavar="MB", help="size of DDP's buckets")
+    parser.add_argument("--gradient-as-bucket-view", action="store_true", help="DDP's option, for every variant")
     parser.add_argument("--time-limit", type=float, dest="time_limit_s", metavar="SECONDS",
                         default=default.time_limit_s, help="take fewer samples rather than longer")  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

@@ -35,7 +35,8 @@ class Variant:
         if self.baseline is not None:
             return self.baseline
         # AdamW rows are held against the fastest plain AdamW, whichever kernel they use themselves.
-        return "ddp-sgd" if self.optimizer_name(settings) == "sgd" else "ddp-adamw-fused"
+        optimizer = self.optimizer_name(settings)
+        return f"ddp-{optimizer}" if optimizer.startswith("sgd") else "ddp-adamw-fused"
 
 
 _REGISTRY: dict[str, Variant] = {}

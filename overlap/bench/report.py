@@ -49,7 +49,15 @@ def markdown(report: Report) -> str:
 def title(report: Report) -> str:
     """What was run, on one line; says "simulated" where the link is."""
     settings = report.settings
-    return f"{settings['model']}, batch {settings['batch_size']}, {settings['ranks']} ranks, {link_in_words(settings)}"
+    parts = [
+        settings["model"],
+        f"batch {settings['batch_size']}",
+        f"{settings['ranks']} ranks",
+        link_in_words(settings),
+    ]
+    if settings.get("gradient_as_bucket_view"):
+        parts.append("gradients as views of the buckets")
+    return ", ".join(parts)
 
 
 def link_in_words(settings: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from overlap.bench.link import parse_bandwidth
 from overlap.errors import ConfigurationError
 
 MODELS = ("resnet18", "resnet50", "transformer", "mlp", "mlp-batchnorm")
-OPTIMIZERS = ("sgd", "adamw", "adamw-fused")
+OPTIMIZERS = ("sgd", "sgd-fused", "adamw", "adamw-fused")
 LinkKind = Literal["namespaces", "loopback", "simulated", "direct"]
 
 
@@ -41,6 +41,8 @@ class Settings:
     warmup_steps: int = 3
     # None leaves it to DDP: 25 MB, and a first bucket of 1 MB, which naming a size takes away.
     bucket_cap_mb: float | None = None
+    # As DDP's option of that name, for every variant: gradients lie in the buckets and are not copied.
+    gradient_as_bucket_view: bool = False
     # For the whole run, start and end included.
     time_limit_s: float = 420.0
     device: Literal["cpu", "cuda"] = "cpu"

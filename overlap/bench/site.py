@@ -58,7 +58,10 @@ class Site:
 
     def ddp(self) -> DistributedDataParallel:
         return DistributedDataParallel(
-            self.model(), process_group=self.group, bucket_cap_mb=self.settings.bucket_cap_mb
+            self.model(),
+            process_group=self.group,
+            bucket_cap_mb=self.settings.bucket_cap_mb,
+            gradient_as_bucket_view=self.settings.gradient_as_bucket_view,
         )
 
     def loss(self, module: nn.Module) -> Tensor:
@@ -68,8 +71,8 @@ class Site:
 
     def optimizer(self, name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """The optimizer that rows with `name` use; a small step keeps random labels from blowing up the weights."""
-        if name == "sgd":
-            return torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9)
+        if name.startswith("sgd"):
+            return torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9, fused=name == "sgd-fused")
         if name == "adamw":
             return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, foreach=False)
         return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True)

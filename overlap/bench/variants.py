@@ -41,6 +41,11 @@ def ddp_sgd(site: Site) -> Prepared:
     return _plain_ddp(site, "sgd")
 
 
+@variant("ddp-sgd-fused", optimizer="sgd-fused")
+def ddp_sgd_fused(site: Site) -> Prepared:
+    return _plain_ddp(site, "sgd-fused")
+
+
 @variant("ddp-adamw", optimizer="adamw")
 def ddp_adamw(site: Site) -> Prepared:
     return _plain_ddp(site, "adamw")

@@ -75,7 +75,7 @@ def test_every_variant_that_was_promised_is_there() -> None:
     assert promised <= set(registry())
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw-fused"])
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", "adamw", "adamw-fused"])
 def test_every_baseline_is_a_variant(optimizer: str) -> None:
     settings = Settings(optimizer=optimizer)
     for variant in registry().values():
