@@ -22,17 +22,13 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
+from overlap._torchvision import load_torchvision
 
 
 def build() -> torch.nn.Module:
-    # A torchvision beside another build of torch lacks its operators; models need none of them.
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    from torchvision.models import resnet18
-
     torch.manual_seed(0)
-    return resnet18(num_classes=10)
+    model: torch.nn.Module = load_torchvision().models.resnet18(num_classes=10)
+    return model
 
 
 def variants(rank: int) -> dict[str, overlap.Stage | None]:

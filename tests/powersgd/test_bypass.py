@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from harness import run_ranks, wrap
 from harness.models import MLP
-from overlap import PowerSGD, PowerSGDState, powerSGD_hook, register
+from overlap import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook, register
 from overlap.hooks.powersgd import bypass
 
 from .checks import check_step, gradients, residuals
@@ -50,9 +50,18 @@ def test_where_it_does_not_pay_the_mean_is_exact_and_what_was_kept_is_given_away
         assert torch.equal(output, local[0][place] * 0.5 + local[1][place] * 0.5)
 
 
-def test_where_it_pays_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def _whole_buckets(bypass: Literal["auto"] | None) -> PowerSGD:
+    return batched_powerSGD_hook.stage(PowerSGDState(None, 1, 0, bypass=bypass))
+
+
+def _by_parameter(bypass: Literal["auto"] | None) -> PowerSGD:
+    return PowerSGD(rank=1, min_compression_rate=0, bypass=bypass)
+
+
+@pytest.mark.parametrize("make", [_by_parameter, _whole_buckets])
+def test_where_it_pays_nothing_changes(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
     _clock(monkeypatch, [8.0, 1.0])
-    stages = [PowerSGD(rank=1, min_compression_rate=0, bypass=option) for option in ("auto", None)]
+    stages = [make(option) for option in ("auto", None)]
     worlds = [World([stage], SHAPES) for stage in stages]
     for step in range(6):
         outputs = [world.step(gradients(step, 1, SHAPES, torch.float32))[0] for world in worlds]

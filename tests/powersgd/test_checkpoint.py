@@ -62,6 +62,23 @@ def test_a_resumed_run_is_the_same_run(options: dict[str, Any], names: bool, loa
     assert resumed[0].compression_stats() == world.stages[0].compression_stats()  # type: ignore[attr-defined]
 
 
+def test_unnamed_parameters_are_the_same_where_buckets_were_cut_anew_before_the_start() -> None:
+    world = World([make(start_step=2)], SHAPES, names=False)
+    order = [3, 1, 2, 0]
+    for step in range(4):
+        local = gradients(step, 1, SHAPES, torch.float32)
+        if step == 1:
+            world.parameters = [world.parameters[place] for place in order]
+        world.step([[local[0][place] for place in (order if step > 0 else range(4))]])
+    resumed = make(start_step=2)
+    resumed.load_state_dict(world.stages[0].state_dict())
+    local = gradients(4, 1, SHAPES, torch.float32)
+    # A new DDP starts with the buckets that the first one started with.
+    found = World([resumed], SHAPES, names=False).step(local)[0]
+    expected = world.step([[local[0][place] for place in order]])[0]
+    torch.testing.assert_close([found[place] for place in order], expected)
+
+
 def test_a_state_is_a_snapshot() -> None:
     world = World([make()], SHAPES)
     run(world, 0, 2)

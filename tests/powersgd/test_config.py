@@ -29,6 +29,7 @@ from .lockstep import World
         ({"epsilon": float("inf")}, "epsilon.*got inf"),
         ({"bypass": "always"}, 'bypass.*"auto".*always'),
         ({"error_dtype": torch.int8}, "error_dtype.*int8"),
+        ({"error_dtype": torch.float8_e5m2}, "error_dtype.*float8"),
         ({"error_dtype": "bfloat16"}, "error_dtype.*bfloat16"),
         ({"alternate": True, "warm_start": False}, "alternate=True.*warm_start=False"),
     ],

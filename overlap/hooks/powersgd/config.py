@@ -49,10 +49,9 @@ class PowerSGDConfig:
         if self.bypass not in (None, "auto"):
             raise ConfigurationError(f'bypass is None or "auto", got {self.bypass!r}')
         dtype = self.error_dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigurationError(
-                f"error_dtype is a floating-point torch.dtype such as torch.bfloat16 or None, got {dtype!r}"
-            )
+        if dtype is not None and dtype not in _ERROR_DTYPES:
+            listed = ", ".join(map(str, _ERROR_DTYPES))
+            raise ConfigurationError(f"error_dtype is one of {listed} or None, got {dtype!r}")
         if self.alternate and not self.warm_start:
             raise ConfigurationError(
                 "alternate=True computes each factor from the one of the step before, which warm_start=False "
@@ -67,6 +66,10 @@ class PowerSGDConfig:
             if value != default:
                 told.append(f"{name}={value!r}")
         return ", ".join(told)
+
+
+# torch does not add narrower ones up.
+_ERROR_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _check_integer(name: str, value: object, *, at_least: int) -> None:

@@ -232,6 +232,10 @@ class Square(Operand):
 
 def keep(residuals: Sequence[Tensor], found: Sequence[Tensor], is_sound: Tensor | None) -> None:
     """Overwrite residuals where the step was sound, without asking on the host whether it was."""
+    if residuals[0].dtype == torch.float16:
+        # Two gradients that cancel in the mean can leave more than it holds, and infinity would stay for ever.
+        limit = torch.finfo(torch.float16).max
+        found = [new.clamp_(-limit, limit) for new in found]
     if is_sound is None:
         copy_all(residuals, found)
         return

@@ -149,17 +149,17 @@ class PowerSGD(Stage):
         return self._memory.steps - 1 - self.config.start_step
 
     async def __call__(self, bucket: Bucket) -> None:
+        # Also where nothing is compressed yet: without names, parameters are numbered in the first pass.
+        keys = self._memory.keys_of(bucket)
         # A buffer of complex gradients holds them as pairs of real numbers.
         is_real = bucket.buffer.is_floating_point() and not bucket.parameters[0].is_complex()
         if self._step < 0 or not is_real or bucket.buffer.numel() == 0:
             await self._all_reduce(bucket)
             return
-        keys = self._memory.keys_of(bucket)
         plan = self._plan_of(keys, bucket)
         self._this_pass.append((bucket, keys, plan))
-        slots = self._memory.slots_of(keys)
-        self._release(bucket, plan, slots)
-        sent = await self._reduce(bucket, plan, slots, keys)
+        self._release(bucket, plan, self._memory.slots_of(keys))
+        sent = await self._reduce(bucket, plan, keys, self._memory)
         self._memory.statistics.count(plan.numel, sent)
         if bucket.is_last and self._is_to_measure:
             await self._measure(bucket)
@@ -190,16 +190,20 @@ class PowerSGD(Stage):
                 slots[place].residual = None
             slots[place].factor = None
 
-    async def _reduce(self, bucket: Bucket, plan: Plan, slots: Sequence[Slot], keys: tuple[str, ...]) -> int:
+    async def _reduce(self, bucket: Bucket, plan: Plan, keys: tuple[str, ...], memory: Memory) -> int:
         if not plan.batches:
             await self._all_reduce(bucket)
             return plan.numel
         dtype = bucket.buffer.dtype
         compute_dtype = torch.float32 if dtype in _HALF else dtype
         residual_dtype = (self.config.error_dtype or dtype) if self.config.error_feedback else None
+        slots = memory.slots_of(keys)
         if self._is_square:
             (batch,) = plan.batches
-            factor_slots = [[self._bucket_slot(keys, (batch.rank, batch.cols))]]
+            whole = memory.bucket_slot(keys)
+            if whole.factor is not None and tuple(whole.factor.shape) != (batch.rank, batch.cols):
+                whole.factor = None  # Of a bucket that was cut in another way.
+            factor_slots = [[whole]]
         else:
             factor_slots = [[slots[place] for place in batch.places] for batch in plan.batches]
         operands = make_operands(
@@ -214,12 +218,6 @@ class PowerSGD(Stage):
         this_round = Round(bucket, plan, list(work), self.config, self._directions, self._step, compute_dtype)
         return await this_round.run()
 
-    def _bucket_slot(self, keys: tuple[str, ...], shape: tuple[int, int]) -> Slot:
-        slot = self._memory.bucket_slot(keys)
-        if slot.factor is not None and tuple(slot.factor.shape) != shape:
-            slot.factor = None  # Of a bucket that was cut in another way.
-        return slot
-
     @property
     def _is_to_measure(self) -> bool:
         return self.config.bypass == "auto" and self._memory.bypassed is None and self._step >= _MEASURED_STEP
@@ -232,7 +230,7 @@ class PowerSGD(Stage):
         self._memory.bypassed = frozenset(key for found in self._measured if not found.compresses for key in found.keys)
 
     def _trial(self, bucket: Bucket, keys: tuple[str, ...], plan: Plan) -> Trial:
-        slots = [Slot(key) for key in keys]
+        memory = Memory()
 
         def copy() -> Bucket:
             # Fresh zeros: the same work as with gradients, and nothing that could overflow.
@@ -242,7 +240,7 @@ class PowerSGD(Stage):
             await self._all_reduce(copy())
 
         async def compress() -> None:
-            await self._reduce(copy(), plan, slots, keys)
+            await self._reduce(copy(), plan, keys, memory)
 
         compressed = (place for batch in plan.batches for place in batch.places)
         return Trial(keys if self._is_square else tuple(keys[place] for place in compressed), send, compress)
