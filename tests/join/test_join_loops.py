@@ -179,6 +179,44 @@ def test_error_feedback_of_a_joined_rank_is_sent_on() -> None:
     assert any(kept_when_leaving[name].norm() > 2 * kept1[name].norm() for name in sent)
 
 
+def _two_models(rank: int, world_size: int) -> Any:
+    """Two models in one Join, the first of which runs first or second, against a rank that goes on with zeros."""
+    counts = (5, 2)
+    results = []
+
+    def models(update: str | None) -> list[Any]:
+        made = [wrap(MLP.model(seed=seed), **MLP.ddp_options()) for seed in (0, 1)]
+        return [(ddp, _make(ddp, update)) for ddp in made]
+
+    def body(pairs: list[Any], batch: Any, scale: float) -> None:
+        (encoder, encoding), (decoder, decoding) = pairs
+        encoding.zero_grad()
+        decoding.zero_grad()
+        (torch.nn.functional.mse_loss(decoder(encoder(*batch.inputs)), batch.target) * scale).backward()
+        encoding.step()
+        decoding.step()
+
+    pairs = models(None)
+    for step in range(max(counts)):
+        body(pairs, MLP.batch(step, rank), float(step < counts[rank]))
+    reference = [left(*pair) for pair in pairs]
+    for number, way in enumerate(WAYS * 2):
+        update = (None, "interleaved", "deferred")[number % 3]
+        pairs = models(update)
+        listed = pairs if number < len(WAYS) else pairs[::-1]
+        batches = [MLP.batch(step, rank) for step in range(counts[rank])]
+        with joined([each for pair in listed for each in pair], batches, way) as iterated:
+            for batch in iterated:
+                body(pairs, batch, 1.0)
+        results.append((f"two models, {way}, {update}, {number}", [left(*pair) for pair in pairs]))
+        assert_parity(results[-1][1], reference, what=results[-1][0])
+    return results
+
+
+def test_two_models_in_one_join() -> None:
+    _same_on_every_rank(run_ranks(_two_models, 2))
+
+
 class _Average(Joinable):
     """A joinable of one's own: the mean of a number over ranks, once a call."""
 
