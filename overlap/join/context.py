@@ -50,11 +50,11 @@ class Join:
     of zero, hooks of joinables run once for each call that notified the Join, schedulers and plain optimizers step. At
     the end every rank has the parameters and buffers of the highest of those that ran longest.
 
-    An iteration is a batch of :meth:`iterate`; without it, a forward of the first model that records gradients. Where
-    every rank knows how many it will run (``lengths``, or a loader with a length given to :meth:`iterate`), they tell
-    each other when the block begins, and no iteration pays for joining. Otherwise each iteration has one all-reduce of
-    as many numbers as there are ranks, under way while the batch before it is computed (:meth:`iterate`) or the forward
-    (without).
+    An iteration is a batch of :meth:`iterate`; without it, a forward that records gradients, of the model that runs
+    first. Where every rank knows how many it will run (``lengths``, or a loader with a length given to
+    :meth:`iterate`), they tell each other when the block begins, and no iteration pays for joining. Otherwise each
+    iteration has one all-reduce of as many numbers as there are ranks, under way while the batch before it is computed
+    (:meth:`iterate`) or the forward (without).
 
     Args:
         joinables: models, optimizers and other joinables of one process group; also plain ``torch.optim.Optimizer`` and

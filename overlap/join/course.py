@@ -50,8 +50,8 @@ class Course:
         self.iteration = -1
         self.has_thrown = False
         self._script, self._members = script, members
-        # Whose acts begin iterations, where no loader is iterated.
-        self._driver = max(members, key=lambda member: member.precedence)
+        # Whose acts begin iterations, where no loader is iterated: of those of the highest precedence the first to act.
+        self._driver: Member | None = None
         self._roster: Known | Polled | None = None
         self._is_iterating = self._has_ended = self._is_joined = False
         self._trail = Trail(script, lambda: self._is_writer)
@@ -190,21 +190,24 @@ class Course:
         if self.on_exhausted == "stop" or self.counts_samples:
             option = 'on_exhausted="stop"' if self.on_exhausted == "stop" else "weight_by_samples"
             raise ConfigurationError(f"{option} needs `for batch in join.iterate(loader)` around the forward")
+        if self._driver is None and member.precedence == max(each.precedence for each in self._members):
+            self._driver = member
         if member is not self._driver:
             return
         if isinstance(self._roster, Known):
             if begins_iteration:
                 self.begin_known()
             return
-        self._meet_without_loader(samples=1)
+        self._meet_without_loader(has_inputs=True)
         self.iteration += 1
 
-    def _meet_without_loader(self, *, samples: int) -> None:
+    def _meet_without_loader(self, *, has_inputs: bool) -> None:
         if self._roster is None:
             self._roster = Polled(self.group, self.device, ahead=False)
         assert isinstance(self._roster, Polled)
+        place = self._trail.acts + 1
         self._put("meet")
-        self._roster.tell(samples)
+        self._roster.tell(place if has_inputs else -place)
         self.throw_if_exhausted()
 
     def throw_if_exhausted(self) -> None:
@@ -287,7 +290,7 @@ class Course:
 
     def _join_polled(self) -> bool:
         if not self._is_iterating:
-            self._meet_without_loader(samples=0)
+            self._meet_without_loader(has_inputs=False)
         roster = self._roster
         assert isinstance(roster, Polled)
         is_last = not roster.count

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from overlap._torch.c10d import issued
 from overlap._torch.join import Notifying, set_config
 from overlap._torch.joined_ddp import JoinedDDP, missing_names
-from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.errors import UnsupportedError
 from overlap.join.member import Member
 
 if TYPE_CHECKING:
@@ -46,6 +45,7 @@ class DDPMember(Member):
         self._hears = False
         self._issued: int | None = None
         self._checks_forward = shadows
+        self._weight = 1.0
         self._check()
 
     def _check(self) -> None:
@@ -74,7 +74,10 @@ class DDPMember(Member):
             )
         self._config = set_config(self._ddp, Notifying(lambda: self._on_forward(course)))
         self._joined.enter(lambda: course.authority, self._before_module)
-        self._handles.append(self._ddp.register_forward_hook(self._after_module(course)))
+        self._handles.append(self._ddp.register_forward_hook(self._after_module))
+        if course.counts_samples:
+            # At the parameters: outputs may depend on each other, and be in containers of any kind.
+            self._handles += [parameter.register_hook(self._weigh) for parameter in self._trained]
 
     def leave(self) -> None:
         if self._config is not None:
@@ -110,16 +113,24 @@ class DDPMember(Member):
 
         may_wait = not (has_buffers or self._joined.may_rebuild)
         course.on_act(self, detail, begins_iteration=records_gradients, may_wait=may_wait)
+        if records_gradients:
+            self._weight = course.weight
         if synchronizes:
             self._expects_backward = True
             if course.divides_by_count and self._joined.hook_name is None:
                 self._joined.divide_by(lambda: course.count)
         if course.hears_backward and not self._hears:
             self._hears = True
-            trained = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
             self._handles.append(
-                torch.autograd.graph.register_multi_grad_hook(trained, self._on_gradient(course), mode="any")
+                torch.autograd.graph.register_multi_grad_hook(self._trained, self._on_gradient(course), mode="any")
             )
+
+    @property
+    def _trained(self) -> list[Tensor]:
+        return [parameter for parameter in self._ddp.parameters() if parameter.requires_grad]
+
+    def _weigh(self, gradient: Tensor) -> Tensor:
+        return gradient if self._weight == 1.0 else gradient * self._weight
 
     def _on_gradient(self, course: Course) -> Callable[[Tensor], None]:
         def on_first_gradient(gradient: Tensor) -> None:
@@ -134,42 +145,11 @@ class DDPMember(Member):
         if self._checks_forward:
             self._issued = issued(self._ddp.process_group)
 
-    def _after_module(self, course: Course) -> Callable[[nn.Module, Any, Any], None]:
-        def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
-            if self._checks_forward:
-                self._checks_forward = False
-                if self._issued != issued(self._ddp.process_group):
-                    raise UnsupportedError(
-                        "the model issues collectives of its own in forward, which a rank without inputs cannot "
-                        f"answer; {_LOCKSTEP}"
-                    )
-            if torch.is_grad_enabled() and (weight := course.weight) != 1.0:
-                _scale_gradients(output, weight)
-
-        return after_forward
-
-
-def _scale_gradients(output: Any, weight: float) -> None:
-    """Multiply what backward brings to a model's output, and with it all gradients of the model."""
-    tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-    if not tensors:
-        raise ConfigurationError(
-            f"weight_by_samples weighs gradients at the model's output, and {type(output).__name__} holds no tensor "
-            "that needs one; return tensors, or tuples, lists, dicts and dataclasses of them"
-        )
-    for tensor in tensors:
-        tensor.register_hook(lambda gradient: gradient * weight)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
+    def _after_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._checks_forward:
+            self._checks_forward = False
+            if self._issued != issued(self._ddp.process_group):
+                raise UnsupportedError(
+                    "the model issues collectives of its own in forward, which a rank without inputs cannot answer; "
+                    f"{_LOCKSTEP}"
+                )

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from overlap.errors import TrainingLoopError
+
 __all__ = ["Known", "Polled", "Roster"]
 
 
@@ -69,7 +71,12 @@ class Known(Roster):
 class Polled(Roster):
     """One small all-reduce an iteration on ``group``: each rank says whether it has inputs.
 
-    With ``ahead`` that is told of the next iteration, so that it has come when it is needed.
+    With ``ahead`` it says so of the next iteration, so that the answer has come when it is needed. Without, it tells
+    how far it has come, counted from 1, and the negative of that when it has just run out: all must have come equally
+    far.
+
+    Raises:
+        TrainingLoopError: they have not, where the answer is asked for.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, ahead: bool) -> None:
@@ -82,10 +89,10 @@ class Polled(Roster):
         """The iteration that was told of ahead begins."""
         self._settle()
 
-    def tell(self, samples: int) -> None:
-        """Tell of the next iteration, or of this one where nothing is told ahead."""
+    def tell(self, number: int) -> None:
+        """Tell the samples of the next iteration, or where nothing is told ahead the place of this one."""
         self._settle()
-        self._pending = _Poll(self._group, self._device, samples)
+        self._pending = _Poll(self._group, self._device, number)
 
     @property
     def present(self) -> list[int]:
@@ -96,17 +103,30 @@ class Polled(Roster):
     def _settle(self) -> None:
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            self._present = pending.result()
+            numbers = pending.result()
+            self._present = numbers if self._ahead else _presence(numbers)
             if any(self._present):
                 self._last_present = self._present
+
+
+def _presence(places: Sequence[int]) -> list[int]:
+    """Which ranks have inputs."""
+    if len({abs(place) for place in places if place}) > 1:
+        left = [rank for rank, place in enumerate(places) if place < 0]
+        raise TrainingLoopError(
+            f"ranks {left} ran out of inputs, and the others did something more (a step of an optimizer or a "
+            "scheduler) before the forward that tells them so; do it after backward, or use "
+            "`for batch in join.iterate(loader)`"
+        )
+    return [1 if place > 0 else 0 for place in places]
 
 
 class _Poll:
     """One all-reduce of as many numbers as there are ranks, under way."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, samples: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, number: int) -> None:
         self._numbers = torch.zeros(group.size(), dtype=torch.int64)
-        self._numbers[group.rank()] = samples
+        self._numbers[group.rank()] = number
         self._on_device = self._numbers.to(device)
         work = dist.all_reduce(self._on_device, group=group, async_op=True)
         assert work is not None

@@ -166,6 +166,14 @@ def _goes_on(ddp: Any, batch: Any) -> None:
         ddp(*batch.inputs)
 
 
+def _steps_first(ddp: Any, batch: Any, steps: int) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with Join([ddp, optimizer]):
+        for _ in range(steps):
+            optimizer.step()
+            mean_squared_error(ddp, batch).backward()
+
+
 def _breaks(ddp: Any, batch: Any) -> None:
     with Join([ddp]) as join:
         for each in join.iterate(iter([batch] * 3)):
@@ -238,6 +246,8 @@ def _refused(rank: int, world_size: int) -> None:
         _iterates_twice(ddp)
     with pytest.raises(TrainingLoopError, match=r"after join\.iterate had ended"):
         _goes_on(ddp, batch)
+    with pytest.raises(TrainingLoopError, match=r"ranks \[1\] ran out of inputs, and the others did something more"):
+        _steps_first(ddp, batch, 2 - rank)
     with pytest.raises(TrainingLoopError, match=r"left join\.iterate\(loader\) after 1 batches"):
         _breaks(ddp, batch)
     with (

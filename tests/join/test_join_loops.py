@@ -19,11 +19,14 @@ from overlap import (
     Joinable,
     JoinHook,
     OverlappedOptimizer,
+    PowerSGD,
+    Quantize,
     Stage,
     Step,
     UnsupportedError,
     chain,
 )
+from overlap.hooks.stage import Role
 
 SUMMATION = "three and four ranks' gradients are added up in another order"
 
@@ -106,7 +109,8 @@ def _no_batch_and_again(rank: int, world_size: int) -> list[Any]:
     results = []
     rounds = ((6, 3, 4, 0), (2, 5, 0, 5), (3, 3, 3, 3))
     for update in (None, "interleaved", "deferred"):
-        for case in (MLP, UNUSED_ON_SOME_RANKS, BATCH_NORM):
+        # Buffers are the model's own matter, whatever updates it.
+        for case in (MLP, UNUSED_ON_SOME_RANKS, *([BATCH_NORM] if update == "deferred" else [])):
             ways = WAYS if case is MLP and update == "deferred" else ("stream" if case is BATCH_NORM else "loader",)
             for way in ways:
                 ddp = wrap(case.model(), **case.ddp_options())
@@ -139,7 +143,6 @@ class _Residual(Stage):
 
     def __init__(self) -> None:
         self.kept: dict[str, torch.Tensor] = {}
-        self.sent: dict[str, torch.Tensor] = {}
 
     async def __call__(self, bucket: Any) -> None:
         for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
@@ -147,36 +150,110 @@ class _Residual(Stage):
             self.kept[name] = gradient * (gradient.abs() < gradient.abs().mean())
             gradient.sub_(self.kept[name])
         await AllGather()(bucket)
+
+
+class _Sent(Stage):
+    """Adds up what comes out of the reducer before it."""
+
+    role = Role.UPDATE
+
+    def __init__(self) -> None:
+        self.sent: dict[str, torch.Tensor] = {}
+
+    async def __call__(self, bucket: Any) -> None:
         for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
             self.sent[name] = self.sent.get(name, 0) + gradient
+
+
+# Stages that keep what they do not send, and where.
+FEEDBACK: dict[str, tuple[Any, Any]] = {
+    "residual": (_Residual, lambda stage: stage.kept),
+    "PowerSGD": (
+        lambda: PowerSGD(rank=1, start_step=0, min_compression_rate=1),
+        lambda stage: stage.state_dict()["residuals"],
+    ),
+    "Quantize": (
+        lambda: Quantize(bits=4, error_feedback=True),
+        # Of the mean over two ranks.
+        lambda stage: {name: 2 * error for name, error in stage.state_dict()["error"].items()},
+    ),
+}
 
 
 def _error_feedback(rank: int, world_size: int) -> Any:
     """What a rank had kept when it ran out is sent by and by: what was sent and what is kept makes up all gradients."""
     case, counts = MLP, (6, 2)
-    ddp = wrap(case.model(), **case.ddp_options())
-    stage = _Residual()
-    chain(stage).register(ddp)
-    total: dict[str, torch.Tensor] = {}
-    alone = copy.deepcopy(ddp.module)
-    with joined([ddp], [case.batch(step, rank) for step in range(counts[rank])], "loader") as batches:
-        for batch in batches:
-            ddp.zero_grad()
-            mean_squared_error(ddp, batch).backward()
-            alone.zero_grad()
-            mean_squared_error(alone, batch).backward()
-            for name, parameter in alone.named_parameters():
-                total[name] = total.get(name, 0) + parameter.grad  # type: ignore[operator]
-        kept_when_leaving = {name: kept.clone() for name, kept in stage.kept.items()}
-    return total, stage.kept, stage.sent, kept_when_leaving
+    results = {}
+    for feedback, (make, kept_in) in FEEDBACK.items():
+        ddp = wrap(case.model(), **case.ddp_options())
+        alone = copy.deepcopy(ddp.module)
+        stage, sums = make(), _Sent()
+        chain(stage, sums).register(ddp)
+        total = {name: torch.zeros_like(parameter) for name, parameter in alone.named_parameters()}
+        with joined([ddp], [case.batch(step, rank) for step in range(counts[rank])], "loader") as batches:
+            for batch in batches:
+                ddp.zero_grad()
+                mean_squared_error(ddp, batch).backward()
+                alone.zero_grad()
+                mean_squared_error(alone, batch).backward()
+                for name, parameter in alone.named_parameters():
+                    total[name] += parameter.grad
+            kept_when_leaving = copy.deepcopy(dict(kept_in(stage)))
+        # What is not compressed is not kept.
+        kept = {name: kept_in(stage).get(name, torch.zeros_like(value)).view_as(value) for name, value in total.items()}
+        results[feedback] = (total, kept, sums.sent, kept_when_leaving)
+    return results
 
 
 def test_error_feedback_of_a_joined_rank_is_sent_on() -> None:
-    (total0, kept0, sent, _), (total1, kept1, sent1, kept_when_leaving) = run_ranks(_error_feedback, 2)
-    assert_parity(sent1, sent, what="what every rank got")
-    for name in sent:
-        torch.testing.assert_close(2 * sent[name] + kept0[name] + kept1[name], total0[name] + total1[name])
-    assert any(kept_when_leaving[name].norm() > 2 * kept1[name].norm() for name in sent)
+    first, second = run_ranks(_error_feedback, 2)
+    for feedback in FEEDBACK:
+        (total0, kept0, sent, _), (total1, kept1, sent1, kept_when_leaving) = first[feedback], second[feedback]
+        assert_parity(sent1, sent, what=f"what every rank got of {feedback}")
+        for name in sent:
+            torch.testing.assert_close(
+                2 * sent[name] + kept0[name] + kept1[name], total0[name] + total1[name], rtol=1e-4, atol=1e-5
+            )
+        if feedback != "Quantize":  # Whoever owns a part keeps what all ranks' sum of it left out.
+            assert any(kept.norm() > 2 * kept1[name].norm() for name, kept in kept_when_leaving.items()), feedback
+
+
+def _two_models(rank: int, world_size: int) -> Any:
+    """Two models in one Join, the first of which runs first or second, against a rank that goes on with zeros."""
+    counts = (5, 2)
+    results = []
+
+    def models(update: str | None) -> list[Any]:
+        made = [wrap(MLP.model(seed=seed), **MLP.ddp_options()) for seed in (0, 1)]
+        return [(ddp, _make(ddp, update)) for ddp in made]
+
+    def body(pairs: list[Any], batch: Any, scale: float) -> None:
+        (encoder, encoding), (decoder, decoding) = pairs
+        encoding.zero_grad()
+        decoding.zero_grad()
+        (torch.nn.functional.mse_loss(decoder(encoder(*batch.inputs)), batch.target) * scale).backward()
+        encoding.step()
+        decoding.step()
+
+    pairs = models(None)
+    for step in range(max(counts)):
+        body(pairs, MLP.batch(step, rank), float(step < counts[rank]))
+    reference = [left(*pair) for pair in pairs]
+    for number, way in enumerate(WAYS * 2):
+        update = (None, "interleaved", "deferred")[number % 3]
+        pairs = models(update)
+        listed = pairs if number < len(WAYS) else pairs[::-1]
+        batches = [MLP.batch(step, rank) for step in range(counts[rank])]
+        with joined([each for pair in listed for each in pair], batches, way) as iterated:
+            for batch in iterated:
+                body(pairs, batch, 1.0)
+        results.append((f"two models, {way}, {update}, {number}", [left(*pair) for pair in pairs]))
+        assert_parity(results[-1][1], reference, what=results[-1][0])
+    return results
+
+
+def test_two_models_in_one_join() -> None:
+    _same_on_every_rank(run_ranks(_two_models, 2))
 
 
 class _Average(Joinable):

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+import overlap
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, mean_squared_error
 from overlap import AllReduce, ConfigurationError, OverlappedOptimizer, Step, TrainingLoopError, UnsupportedError, chain
@@ -163,11 +164,11 @@ def _uneven(rank: int, world_size: int) -> None:
                     made.step()
 
 
-def _weights(rank: int, world_size: int) -> None:
+def _weights(rank: int, world_size: int, kind: Any) -> None:
     """What each rank counts for: the steps that it made in the round."""
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     made = LocalSGD(ddp, sgd(ddp.parameters()), 4, 0)
-    with Join([ddp, made]):
+    with kind([ddp, made]):
         for step in range(BATCHES[rank]):
             made.zero_grad()
             mean_squared_error(ddp, MLP.batch(step, rank)).backward()
@@ -195,7 +196,8 @@ def _weights(rank: int, world_size: int) -> None:
 
 
 def _join(rank: int, world_size: int) -> None:
-    _weights(rank, world_size)
+    for kind in (Join, overlap.Join):
+        _weights(rank, world_size, kind)
     _uneven(rank, world_size)
 
 
