@@ -25,7 +25,7 @@ BITS = (4, 8)
 ALIGNMENT = 8
 _STEP_BYTES = 4
 # Values at a time on a CPU: what lies between two passes over them stays in the cache.
-_BLOCK_NUMEL = 128 * 1024
+_BLOCK_NUMEL = 256 * 1024
 
 Rounding = Callable[[Tensor, int], Tensor]
 """Rounds a tensor of magnitudes up to the second argument to integers, in place."""
