@@ -85,7 +85,7 @@ def checkpoint_wrapper(
 
     Raises:
         ConfigurationError: ``module`` is no module with a ``forward``, or is wrapped already.
-        UnsupportedError: ``module`` has been compiled or scripted, or has DDP in it.
+        UnsupportedError: ``module`` has been compiled or scripted, has DDP in it, or is lazy and was never called.
 
     >>> layer = checkpoint_wrapper(torch.nn.Linear(2, 2))
     >>> isinstance(layer, torch.nn.Linear), [name for name, _ in layer.named_parameters()]

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap.errors import ConfigurationError, UnsupportedError
@@ -46,7 +47,7 @@ def face_of(module: nn.Module, kind: type[Face], options: Any) -> nn.Module:
 
     Raises:
         ConfigurationError: ``module`` is no module, has no ``forward``, or one of its own on the instance.
-        UnsupportedError: it is compiled, scripted, or has DDP in it.
+        UnsupportedError: it is compiled, scripted, lazy and not called yet, or has DDP in it.
     """
     what = f"{kind.__name__.lower()} face"
     if not isinstance(module, nn.Module):
@@ -57,6 +58,11 @@ def face_of(module: nn.Module, kind: type[Face], options: Any) -> nn.Module:
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(
             f"{name} is a scripted module; wrap the module that it was made of, and do not script it"
+        )
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        raise UnsupportedError(
+            f"{name} has parameters without a shape, and becomes another class when it is first called; "
+            f"call it once and wrap it then"
         )
     if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
         raise UnsupportedError(f"{name} has DistributedDataParallel in it; wrap parts of the model first, DDP last")

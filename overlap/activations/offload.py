@@ -57,7 +57,7 @@ def offload_wrapper(module: nn.Module, *, min_bytes: int = _LEAST_BYTES) -> nn.M
 
     Raises:
         ConfigurationError: ``module`` is no module with a ``forward``, is wrapped already, or ``min_bytes`` is bad.
-        UnsupportedError: ``module`` has been compiled or scripted, or has DDP in it.
+        UnsupportedError: ``module`` has been compiled or scripted, has DDP in it, or is lazy and was never called.
 
     >>> isinstance(offload_wrapper(torch.nn.Linear(2, 2)), torch.nn.Linear)
     True

@@ -290,6 +290,13 @@ def test_bad_input_is_named() -> None:
     patched.forward = lambda x: x  # type: ignore[method-assign]
     with pytest.raises(ConfigurationError, match="forward of this ReLU was replaced on the instance"):
         checkpoint_wrapper(patched)
+    lazy = nn.LazyLinear(2)
+    with pytest.raises(UnsupportedError, match=r"LazyLinear has parameters without a shape.*call it once"):
+        checkpoint_wrapper(lazy)
+    lazy(torch.ones(1, 3))
+    assert checkpoint_wrapper(lazy)(torch.ones(1, 3)).shape == (1, 2)
+    with pytest.raises(ConfigurationError, match="the wrapper is given by name, checkpoint_wrapper_fn"):
+        apply_activation_checkpointing(nn.Sequential(nn.ReLU()), checkpoint_wrapper)  # type: ignore[arg-type]
     compiled = nn.ReLU()
     compiled.compile(backend="eager")
     with pytest.raises(UnsupportedError, match="has been compiled"):

@@ -30,7 +30,9 @@ def _values(shape: tuple[int, ...], seed: int, dtype: torch.dtype, *, exact: boo
     return whole
 
 
-def _calls(rank: int, ranks: int, dtype: torch.dtype, *, exact: bool) -> dict[str, tuple[Any, Any, list[torch.Tensor]]]:
+def _calls(
+    rank: int, ranks: int, dtype: torch.dtype, *, exact: bool, plain: bool = False
+) -> dict[str, tuple[Any, Any, list[torch.Tensor]]]:
     """By name: a collective, a function that calls it with fresh arguments, and those that it fills."""
     # Ranks of an exact sum hold the same, so that it is on the grid, too.
     mine = functools.partial(_values, dtype=dtype, exact=exact, seed=7 if exact else rank)
@@ -40,7 +42,8 @@ def _calls(rank: int, ranks: int, dtype: torch.dtype, *, exact: bool) -> dict[st
         return torch.full(sizes, 9.0, dtype=dtype)
 
     into, reduced, single = empty(3 * ranks, 5, 7), mine(shape), empty(4 * ranks, 5)
-    scattered = empty(7, 5, 3).transpose(0, 2)
+    # Gloo's own reduce-scatter fills such a tensor in the order of its memory.
+    scattered = empty(*shape) if plain else empty(7, 5, 3).transpose(0, 2)
     listed = [empty(*shape) for _ in range(ranks)]
     # Not contiguous, and of sizes of their own for each pair of ranks.
     columns = [empty(7, peer + rank + 1).t() for peer in range(ranks)]
@@ -68,7 +71,7 @@ def _calls(rank: int, ranks: int, dtype: torch.dtype, *, exact: bool) -> dict[st
 def _all(rank: int, ranks: int) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for exact in (True, False):
-            plain = _calls(rank, ranks, dtype, exact=exact)
+            plain = _calls(rank, ranks, dtype, exact=exact, plain=True)
             for name, (collective, call, outputs) in plain.items():
                 if name == "all_to_all":  # Not on Gloo: each rank knows what the others send.
                     for peer, output in enumerate(outputs):

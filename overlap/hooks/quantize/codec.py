@@ -1,10 +1,10 @@
-"""Chunks of numbers as small integers with one scale each.
+"""Chunks of numbers as small integers with one scale, the step between them, each.
 
-The scheme of QSGD (Alistarh et al., 2017), with the largest magnitude of a chunk as its scale: a value ``x`` of a
-chunk whose largest magnitude is ``peak`` becomes the integer next to ``x * top / peak``, in ``-top .. top``, and
-comes back as ``integer * peak / top``. Zero, the largest values and a constant chunk come back exactly; others are
-off by half a step ``peak / top`` at most (a whole one, where rounding is stochastic). A chunk that holds a value that
-is not finite comes back with none that is.
+The scheme of QSGD (Alistarh et al., 2017), with a chunk's largest magnitude in place of its norm: a value ``x`` of a
+chunk whose largest magnitude is ``peak`` becomes the integer next to ``x * top / peak``, in ``-top .. top``, and comes
+back as ``integer * step``, where ``step`` is ``peak / top`` in fp32. Whole steps come back exactly, zero among them,
+and the largest values and a constant chunk but for fp32's last place; others are off by half a step at most (a whole
+one, where rounding is stochastic). A chunk that holds a value that is not finite comes back with none that is.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from overlap.errors import ConfigurationError
 __all__ = ["ALIGNMENT", "BITS", "ChunkCodec", "Rounding", "StochasticRounding", "nearest"]
 
 BITS = (4, 8)
-# Of chunks, in values: halves of a chunk pair up in 4 bits, and scales stay aligned behind any payload.
+# Of chunks, in values: halves of a chunk pair up in 4 bits, and steps stay aligned behind any payload.
 ALIGNMENT = 8
-_SCALE_BYTES = 4
+_STEP_BYTES = 4
 # Values at a time on a CPU: what lies between two passes over them stays in the cache.
-_BLOCK_NUMEL = 128 * 1024
+_BLOCK_NUMEL = 256 * 1024
 
 Rounding = Callable[[Tensor, int], Tensor]
 """Rounds a tensor of magnitudes up to the second argument to integers, in place."""
@@ -55,7 +55,7 @@ class StochasticRounding:
 class ChunkCodec:
     """How ``numel`` values become one message of bytes, and come back.
 
-    A message holds the scale of each chunk in fp32, then the chunks' integers; in 4 bits each byte holds a value of the
+    A message holds the step of each chunk in fp32, then the chunks' integers; in 4 bits each byte holds a value of the
     first and one of the second half of its chunk.
     """
 
@@ -88,7 +88,7 @@ class ChunkCodec:
 
     @property
     def message_bytes(self) -> int:
-        return self.chunks * _SCALE_BYTES + self.numel * self.bits // 8
+        return self.chunks * _STEP_BYTES + self.numel * self.bits // 8
 
     @property
     def top(self) -> int:
@@ -97,38 +97,44 @@ class ChunkCodec:
 
     def encode(self, values: Tensor, message: Tensor, rounding: Rounding = nearest) -> None:
         """Write ``values``, fp32 of shape ``(numel,)``, into ``message``, uint8 of shape ``(message_bytes,)``."""
-        for chunk_values, scale, payload in self._blocks(values, message):
-            torch.amax(chunk_values.abs(), dim=1, keepdim=True, out=scale)
+        for chunk_values, step, payload in self._blocks(values, message):
+            scratch = chunk_values.abs()
+            peak = scratch.amax(dim=1, keepdim=True)
+            torch.div(peak, self.top, out=step)
+            # Rounded up, the step of the largest numbers would make infinity of them.
+            step.copy_(torch.where(step * self.top > peak, step.nextafter(torch.zeros_like(step)), step))
             # A peak of zero, or one that is hardly more, must not make infinitely many steps.
-            steps = (self.top / scale).clamp_(max=torch.finfo(torch.float32).max)
-            integers = rounding(chunk_values * steps, self.top).to(torch.int8)
+            steps = (self.top / peak).clamp_(max=torch.finfo(torch.float32).max)
+            rounded = rounding(torch.mul(chunk_values, steps, out=scratch), self.top)
             if self.bits == 8:
-                payload.copy_(integers)
+                payload.copy_(rounded)
             else:
-                low, high = integers.chunk(2, dim=1)
-                torch.bitwise_or(low & 15, high << 4, out=payload)
+                low, high = rounded.to(torch.int8).chunk(2, dim=1)
+                torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=payload)
 
-    def decode(self, message: Tensor, out: Tensor, op: Callable[[Tensor, Tensor], Tensor] = Tensor.copy_) -> None:
-        """Do ``op`` to ``out``, fp32 of shape ``(numel,)``, with the values that ``message`` holds."""
-        for chunk_values, scale, payload in self._blocks(out, message):
-            # In double, so that what comes back is rounded once: whole multiples of a step are exact.
-            step = scale.double() / self.top
+    def decode(self, message: Tensor, out: Tensor, op: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+        """Write the values that ``message`` holds into ``out``, fp32 of shape ``(numel,)``, or do ``op`` to it."""
+        for chunk_values, step, payload in self._blocks(out, message):
+            decoded = chunk_values if op is None else torch.empty_like(chunk_values)
             if self.bits == 8:
-                op(chunk_values, payload * step)
+                decoded.copy_(payload)
             else:
-                low, high = chunk_values.chunk(2, dim=1)
-                op(low, ((payload << 4) >> 4) * step)
-                op(high, (payload >> 4) * step)
+                low, high = decoded.chunk(2, dim=1)
+                low.copy_((payload << 4).bitwise_right_shift_(4))
+                high.copy_(payload >> 4)
+            decoded.mul_(step)
+            if op is not None:
+                op(chunk_values, decoded)
 
     def _blocks(self, values: Tensor, message: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Views of some chunks at a time: values ``(n, chunk_numel)``, scales ``(n, 1)``, integers ``(n, bytes)``."""
+        """Views of some chunks at a time: values ``(n, chunk_numel)``, steps ``(n, 1)``, integers ``(n, bytes)``."""
         if self.chunks == 0:
             return
-        scale_bytes = self.chunks * _SCALE_BYTES
+        step_bytes = self.chunks * _STEP_BYTES
         views = (
             values.view(self.chunks, self.chunk_numel),
-            message[:scale_bytes].view(torch.float32).view(self.chunks, 1),
-            message[scale_bytes:].view(torch.int8).view(self.chunks, -1),
+            message[:step_bytes].view(torch.float32).view(self.chunks, 1),
+            message[step_bytes:].view(torch.int8).view(self.chunks, -1),
         )
         rows = max(1, _BLOCK_NUMEL // self.chunk_numel) if values.device.type == "cpu" else self.chunks
         yield from zip(*(view.split(rows) for view in views), strict=True)

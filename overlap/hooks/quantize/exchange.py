@@ -7,12 +7,14 @@ of so many bits would: ``2 (W-1)/W`` values and their scales.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from overlap.hooks.collectives import all_gather, send_recv
 from overlap.hooks.quantize.codec import ChunkCodec, Rounding
@@ -35,23 +37,20 @@ class QuantizedSum:
         codec = ChunkCodec.fit(math.ceil(numel / group.size()), bits=bits, chunk=chunk)
         return cls(codec, rounding, group)
 
-    @property
-    def numel(self) -> int:
-        """Values in all, padding included."""
-        return self.codec.numel * self.group.size()
-
-    async def __call__(self, values: Tensor, *, missing: bool = False) -> Tensor:
-        """The sum over ranks of ``values``, fp32 of shape ``(numel,)``, equal in every bit on all ranks.
+    async def __call__(self, values: Tensor, *, out: Tensor) -> None:
+        """Put the sum over ranks of ``values`` into ``out``, equal in every bit on all ranks.
 
         Args:
-            values: what this rank adds; overwritten.
-            missing: whether ``values`` is left with what this rank held and did not pass on, whose sum over ranks is
-                what the result lacks: the rounding of what it sent and, in its own part, of the sum.
+            values: what this rank adds, fp32 of shape ``(numel,)``; overwritten. It is left with what this rank held
+                and did not pass on, whose sum over ranks is what the result lacks: the rounding of what it sent and,
+                in its own part, of the sum.
+            out: of the same shape; may be ``values`` itself, and then what the result lacks is not computed.
 
         Issues: a send and a receive of ``1/W`` of the values with every other rank, and an all-gather of as much.
         """
+        missing = out is not values
         ranks, rank = self.group.size(), self.group.rank()
-        parts = values.view(ranks, self.codec.numel)
+        parts = self._parts(values)
         messages = torch.empty(ranks, self.codec.message_bytes, dtype=torch.uint8, device=values.device)
         received = torch.empty_like(messages)
         # Starting with the next rank spreads the senders over the receivers.
@@ -70,7 +69,24 @@ class QuantizedSum:
         if missing:
             self.codec.decode(messages[rank], own, Tensor.sub_)
         await all_gather(received.view(-1), messages[rank], group=self.group)
-        result = torch.empty_like(values) if missing else values
-        for message, part in zip(received, result.view_as(parts), strict=True):
+        results = self._parts(out) if missing else parts
+        for message, part in zip(received, results, strict=True):
             self.codec.decode(message, part)
-        return result
+        self._put_back(results, out)
+        if missing:
+            self._put_back(parts, values)
+
+    def _parts(self, values: Tensor) -> list[Tensor]:
+        """``values`` by rank: views of it where parts are whole, copies with zeros behind where they are not."""
+        numel = self.codec.numel
+        return [view if view.numel() == numel else pad(view, (0, numel - view.numel())) for view in self._views(values)]
+
+    def _put_back(self, parts: list[Tensor], values: Tensor) -> None:
+        """Copy into ``values`` those of its ``parts`` that are copies."""
+        for view, part in zip(self._views(values), parts, strict=True):
+            if view.numel() < part.numel():
+                view.copy_(part[: view.numel()])
+
+    def _views(self, values: Tensor) -> list[Tensor]:
+        ends = [min(rank * self.codec.numel, values.numel()) for rank in range(self.group.size() + 1)]
+        return [values[start:end] for start, end in itertools.pairwise(ends)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
@@ -37,7 +36,8 @@ class Quantize(Stage):
             names.
 
     Issues: a send and a receive with every other rank, then an all-gather, both of ``N/W`` integers and their scales.
-    Changes: ``bucket.buffer``. Memory: twice the bucket in fp32 at most, and its messages.
+    Changes: ``bucket.buffer``. Memory: the bucket's messages; one copy in fp32 of a bucket of another dtype,
+    and one with error feedback.
 
     Raises:
         ConfigurationError: an argument is none of those.
@@ -91,17 +91,17 @@ class Quantize(Stage):
         exchange = QuantizedSum.of(
             numel, bits=self.bits, chunk=self.chunk, rounding=self._rounding(bucket), group=bucket.group
         )
-        values = torch.empty(exchange.numel, dtype=torch.float32, device=bucket.buffer.device)
-        values[numel:].zero_()
         # As DDP does it, each rank divides before the sum.
-        torch.mul(bucket.buffer.float(), 1 / bucket.divisor, out=values[:numel])
-        inner = bucket.with_buffer(values[:numel])
-        if self._feedback is not None:
+        mean = bucket.buffer.float().mul_(1 / bucket.divisor)
+        if self._feedback is None:
+            await exchange(mean, out=mean)
+        else:
+            inner = bucket.with_buffer(mean.clone())
             self._feedback.add_to(inner)
-        mean = await exchange(values, missing=self.error_feedback)
-        if self._feedback is not None:
+            await exchange(inner.buffer, out=mean)
             self._feedback.keep(inner)
-        bucket.buffer.copy_(mean[:numel])
+        if mean is not bucket.buffer:
+            bucket.buffer.copy_(mean)
 
     def _rounding(self, bucket: Bucket) -> Rounding:
         if self.rounding == "nearest":
