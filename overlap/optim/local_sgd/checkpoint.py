@@ -48,6 +48,9 @@ def load(local: LocalSGD, state: Mapping[str, Any] | None) -> None:
             stacklevel=3,
         )
         schedule.step, schedule.round_end, local.rounds = 0, None, 0
+        local.own_steps = [[0] * len(levels) for levels in local.own_steps]
+        if local.outer_step is not None:
+            local.outer_step.restart()
         return
     if [len(levels) for levels in state["own_steps"]] != [len(levels) for levels in local.own_steps]:
         raise ConfigurationError("the state is of local SGD with another number of fragments or of levels")

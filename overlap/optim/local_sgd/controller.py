@@ -160,13 +160,16 @@ class LocalSGD(OptimizerAround, Joinable):
     def synchronize(self) -> None:
         """Average now, all of the model over all ranks, and begin a new round; every rank calls it between two steps.
 
-        To evaluate or save one model for all. Before ``start_step`` ranks are equal, and nothing happens.
+        To evaluate or save one model for all. Nothing happens to what ranks have in common: all of it before
+        ``start_step``, and a fragment that was averaged after the last step, which an outer momentum would move on.
         """
         self._land()
         if not self.schedule.is_local:
             return
-        for unit in range(self.options.fragments):
-            self._synchronize(unit, self.schedule.levels - 1, delay=0)
+        for unit, steps in enumerate(self.own_steps):
+            # Under Join ranks differ in the steps that they made.
+            if steps[-1] or self.is_joining:
+                self._synchronize(unit, self.schedule.levels - 1, delay=0)
         self.schedule.round_end = None
 
     def remove(self) -> None:
