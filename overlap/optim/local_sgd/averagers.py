@@ -164,8 +164,8 @@ def make_groups(sizes: Mapping[int, int], group: dist.ProcessGroup) -> OrderedDi
     ranks, rank = dist.get_process_group_ranks(group), group.rank()
     if any(size != len(ranks) for size in sizes.values()) and len(ranks) != dist.get_world_size():
         raise ConfigurationError(
-            f"the groups of a hierarchy can only be made by all ranks of the job, and this process group has {len(ranks)} "
-            f"of {dist.get_world_size()}; average by two PeriodicModelAveragers, each with a group that you make"
+            "the groups of a hierarchy can only be made by all ranks of the job, and this process group has "
+            f"{len(ranks)} of {dist.get_world_size()}; use a PeriodicModelAverager for each level, with its own group"
         )
     made: OrderedDict[int, dist.ProcessGroup] = OrderedDict()
     for period, size in sizes.items():
