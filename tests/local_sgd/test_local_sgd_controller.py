@@ -44,7 +44,7 @@ def _blocking(rank: int) -> None:
     for form, build in forms.items():
         candidate, made, ddp = local(MLP, rank, steps=STEPS, build=build, zero_grad="backward" not in form)
         assert_parity(candidate, reference, what=form)
-        assert made.step_count == STEPS and made.rounds == (STEPS - START) // PERIOD
+        assert made.step_count == STEPS and made.averages.count == (STEPS - START) // PERIOD
         assert ddp.require_backward_grad_sync == (form in ("update in backward", "deferred update"))
         made.synchronize()
         assert_parity(values_of(ddp.module), mean_of(values_of(ddp.module)), what=f"{form}, synchronized")
@@ -180,10 +180,12 @@ def _outer(rank: int) -> None:
         make = functools.partial(LocalSGD, period=PERIOD, start_step=0, outer=OUTER, fragments=fragments)
         candidate, made, _ = local(MLP, rank, steps=16, build=make)
         assert (
-            sorted(name for part in made.content.fragments for name in part) == sorted(names)
-            and len(made.content.fragments) == fragments
+            sorted(name for part in made.averages.content.fragments for name in part) == sorted(names)
+            and len(made.averages.content.fragments) == fragments
         )
-        reference = plain(MLP, rank, steps=16, start_step=0, after_step=Reference(made.content.fragments).after_step)
+        reference = plain(
+            MLP, rank, steps=16, start_step=0, after_step=Reference(made.averages.content.fragments).after_step
+        )
         assert_parity(
             candidate,
             reference,
@@ -193,6 +195,21 @@ def _outer(rank: int) -> None:
             atol=1e-6,
             reason=reason,
         )
+    # Right after an average there is nothing to learn, and a momentum must not move the model.
+    _, made, ddp = local(
+        MLP, rank, steps=PERIOD, build=functools.partial(LocalSGD, period=PERIOD, start_step=0, outer=OUTER)
+    )
+    averaged_values = values_of(ddp.module)
+    made.synchronize()
+    assert_parity(values_of(ddp.module), averaged_values, what="synchronized after an average")
+    # A plain optimizer's state: the next round begins at the model as it is now, not as it was.
+    run(MLP, rank, [PERIOD], ddp, made)
+    with pytest.warns(UserWarning, match="starts again from step 0"):
+        made.load_state_dict(made.optim.state_dict())
+    ddp.module.load_state_dict(MLP.model(seed=9).state_dict())
+    made.param_groups[0]["lr"] = 0.0
+    run(MLP, rank, range(PERIOD), ddp, made)
+    assert_parity(values_of(ddp.module), values_of(MLP.model(seed=9)), what="restarted, and nothing learnt")
     # An outer rate of 1 without momentum is the plain average, overlapped or not, and after a warm-up.
     for overlap in (False, True):
         build = functools.partial(LocalSGD, period=PERIOD, start_step=START, overlap=overlap)
@@ -245,7 +262,7 @@ def _checkpoint(rank: int) -> None:
         build = functools.partial(LocalSGD, period=3, start_step=START, overlap=2, outer=OUTER, fragments=2)
         whole, _, _ = local(BATCH_NORM, rank, steps=16, build=build)
         _, made, ddp = local(BATCH_NORM, rank, steps=stop, build=build)
-        assert (made.flight is not None) == (stop == 9)
+        assert (made.averages.flight is not None) == (stop == 9)
         buffer = io.BytesIO()
         torch.save({"model": ddp.module.state_dict(), "optimizer": made.state_dict()}, buffer)
         saved = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)

@@ -20,7 +20,13 @@ from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, mean_squared_error
 from overlap import AllReduce, ConfigurationError, OverlappedOptimizer, Step, TrainingLoopError, UnsupportedError, chain
 from overlap.hooks.post_local import PostLocal, PostLocalSGDState, post_localSGD_hook
-from overlap.optim.local_sgd import Average, LocalSGD, PeriodicModelAverager, PostLocalSGDOptimizer
+from overlap.optim.local_sgd import (
+    Average,
+    HierarchicalModelAverager,
+    LocalSGD,
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+)
 
 REASON = "Gloo adds three and more in another order"
 
@@ -81,6 +87,8 @@ def _four(rank: int, world_size: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[rank // 2]
     _hook(rank, mine)
+    with pytest.raises(ConfigurationError, match="only be made by all ranks of the job"):
+        HierarchicalModelAverager({1: 1, 2: 2}, process_group=mine)
 
     def every_four(model: nn.Module, optimizer: Any, count: int) -> None:
         if count % 4 == 0:
@@ -151,7 +159,7 @@ def _uneven(rank: int, world_size: int) -> None:
                         mean_squared_error(ddp, case.batch(step, rank)).backward()
                         made.step()
                 what = f"{case}, {form}, from step {start}"
-                assert made.step_count == max(BATCHES[:world_size]) and made.flight is None, what
+                assert made.step_count == max(BATCHES[:world_size]) and made.averages.flight is None, what
                 everyone: list[Any] = [None] * world_size
                 dist.all_gather_object(everyone, values_of(ddp.module))
                 for other in range(1, world_size):
@@ -164,15 +172,18 @@ def _uneven(rank: int, world_size: int) -> None:
                     made.step()
 
 
-def _weights(rank: int, world_size: int, kind: Any) -> None:
+def _weights(rank: int, world_size: int) -> None:
     """What each rank counts for: the steps that it made in the round."""
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    made = LocalSGD(ddp, sgd(ddp.parameters()), 4, 0)
-    with kind([ddp, made]):
-        for step in range(BATCHES[rank]):
-            made.zero_grad()
-            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-            made.step()
+    ends: dict[str, Values] = {}
+    for kind in (Join, overlap.Join):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        made = LocalSGD(ddp, sgd(ddp.parameters()), 4, 0)
+        with kind([ddp, made]):
+            for step in range(BATCHES[rank]):
+                made.zero_grad()
+                mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+                made.step()
+        ends[kind.__module__] = values_of(ddp.module)
     # The same on one rank, for all of them at once. Rank 0 makes 9 steps, rank 1 4 and rank 2 6.
     models = [MLP.model() for _ in range(world_size)]
     optimizers = [sgd(model.parameters()) for model in models]
@@ -190,14 +201,14 @@ def _weights(rank: int, world_size: int, kind: Any) -> None:
         }
         for model in models:
             assign(model, mean)  # type: ignore[arg-type]
-    assert_parity(
-        values_of(ddp.module), values_of(models[0]), what="weights", exact=False, rtol=1e-4, atol=1e-6, reason=REASON
-    )
+    for kind_name, end in ends.items():
+        assert_parity(
+            end, values_of(models[0]), what=f"weights, {kind_name}", exact=False, rtol=1e-4, atol=1e-6, reason=REASON
+        )
 
 
 def _join(rank: int, world_size: int) -> None:
-    for kind in (Join, overlap.Join):
-        _weights(rank, world_size, kind)
+    _weights(rank, world_size)
     _uneven(rank, world_size)
 
 

@@ -97,14 +97,14 @@ class HierarchicalModelAverager(ModelAverager):
         period_group_size_dict: the size of the groups for each period, both ascending; the last size is that of
             ``process_group``.
         warmup_steps: calls before the first average.
-        process_group: all ranks that average; the default group where ``None``. Every rank of the job is in it, or
-            the sizes are its own alone.
+        process_group: all ranks that average; the default group where ``None``. Every rank of the job is in it.
 
     Issues: at construction, those of making the groups; when it is time, one all-reduce for each 8 MB of parameters
     on one group.
 
     Raises:
-        ConfigurationError: periods or sizes are below 1, do not ascend, or sizes do not divide each other.
+        ConfigurationError: periods or sizes are below 1, do not ascend, or sizes do not divide each other; or
+            ``process_group`` is not of all ranks of the job.
     """
 
     def __init__(
@@ -156,8 +156,17 @@ def check_hierarchy(name: str, sizes: Mapping[int, int], group: dist.ProcessGrou
 
 
 def make_groups(sizes: Mapping[int, int], group: dist.ProcessGroup) -> OrderedDict[int, dist.ProcessGroup]:
-    """For each period the group of so many consecutive ranks of ``group`` that this rank is in; every rank calls it."""
+    """For each period the group of so many consecutive ranks of ``group`` that this rank is in; every rank calls it.
+
+    Raises:
+        ConfigurationError: groups are to be made, and ``group`` is not of all ranks of the job, who make them together.
+    """
     ranks, rank = dist.get_process_group_ranks(group), group.rank()
+    if any(size != len(ranks) for size in sizes.values()) and len(ranks) != dist.get_world_size():
+        raise ConfigurationError(
+            "the groups of a hierarchy can only be made by all ranks of the job, and this process group has "
+            f"{len(ranks)} of {dist.get_world_size()}; use a PeriodicModelAverager for each level, with its own group"
+        )
     made: OrderedDict[int, dist.ProcessGroup] = OrderedDict()
     for period, size in sizes.items():
         if size == len(ranks):

@@ -39,8 +39,8 @@ __all__ = [
 
 PACKED_BYTES = 8 * 2**20
 """What is packed together for one collective, about."""
-# A collective costs as much as copying a few megabytes twice: what is smaller is packed.
-_ALONE_BYTES = 4 * 2**20
+# A collective costs about as much as copying a megabyte twice: what is smaller is packed.
+_ALONE_BYTES = 2**20
 _SLICE_BYTES = 64 * 2**20
 
 

@@ -19,9 +19,9 @@ from overlap.errors import ConfigurationError, OverlapError, RegistrationError, 
 from overlap.hooks import Site, Stage, chain
 from overlap.hooks.post_local import PostLocal
 from overlap.optim.local_sgd import checkpoint
-from overlap.optim.local_sgd.averaging import Share, average, into_parts, tensors_of
+from overlap.optim.local_sgd.averages import Averages
+from overlap.optim.local_sgd.averaging import tensors_of
 from overlap.optim.local_sgd.content import Content
-from overlap.optim.local_sgd.flight import Flight
 from overlap.optim.local_sgd.joining import LocalSGDJoinHook
 from overlap.optim.local_sgd.options import Options, check_subgroup
 from overlap.optim.local_sgd.outer import MakeOptimizer, Outer
@@ -51,7 +51,8 @@ class LocalSGD(OptimizerAround, Joinable):
         ddp: the model; nothing else may be registered with it.
         optimizer: what each rank steps with, on the model's parameters.
         period: steps from one average to the next; ``{4: 2, 16: 8}`` averages in groups of 2 every 4 steps and of 8
-            every 16; a function gives the length of the round that begins at the step that it is called with.
+            every 16; a function, the same on every rank, gives the length of the round that begins at the step that it
+            is called with.
         start_step: steps of plain DDP before.
         subgroup: who goes on averaging gradients after it: a process group that this rank is in, ``"machine"`` for the
             ranks on one machine, ``None`` for each rank by itself.
@@ -95,27 +96,23 @@ class LocalSGD(OptimizerAround, Joinable):
         super().__init__(optimizer)
         Joinable.__init__(self)
         self.process_group: dist.ProcessGroup = ddp.process_group
-        self.options = Options(
+        options = Options(
             overlap=overlap, fragments=fragments, average_buffers=average_buffers, optimizer_state=optimizer_state,
             average_dtype=average_dtype,
         )  # fmt: skip
         check_subgroup(subgroup, self.process_group)
         check_update(update, optimizer)
         self.subgroup = subgroup
-        self.content = Content(
+        content = Content(
             ddp.module, _trained(ddp, optimizer), optimizer, fragments=fragments, buffers=average_buffers,
             state=optimizer_state == "average",
         )  # fmt: skip
-        self.outer_step = None if outer is None else Outer(outer, self.content.parameters, average_dtype)
-        self.schedule = Schedule(period, start_step, self.process_group)
-        """Counts steps, and says when ranks average."""
-        if self.schedule.levels > 1 and (outer is not None or fragments > 1):
+        outer_step = None if outer is None else Outer(outer, content.parameters, average_dtype)
+        schedule = Schedule(period, start_step, self.process_group)
+        if schedule.levels > 1 and (outer is not None or fragments > 1):
             raise ConfigurationError("outer and fragments need one period for all ranks, and period is a hierarchy")
-        self.rounds = 0
-        """Averages so far."""
-        self.flight: Flight | None = None
-        # Steps that this rank made since it last averaged, by fragment and level: what it counts for under Join.
-        self.own_steps = [[0] * self.schedule.levels for _ in range(fragments)]
+        self.averages = Averages(schedule, content, options, outer_step)
+        """What is averaged, and when."""
         self._ddp = weakref.ref(ddp)
         self._has_update = update is not None
         self._is_in_join = self._has_replayed = self._has_parted = False
@@ -133,9 +130,14 @@ class LocalSGD(OptimizerAround, Joinable):
         return self.schedule.step
 
     @property
+    def schedule(self) -> Schedule:
+        """Counts steps, and says when ranks average."""
+        return self.averages.schedule
+
+    @property
     def outer(self) -> Optimizer | None:
         """The outer optimizer, for a schedule of its rate."""
-        return None if self.outer_step is None else self.outer_step.optimizer
+        return None if self.averages.outer is None else self.averages.outer.optimizer
 
     @property
     def site(self) -> Site:
@@ -160,14 +162,10 @@ class LocalSGD(OptimizerAround, Joinable):
     def synchronize(self) -> None:
         """Average now, all of the model over all ranks, and begin a new round; every rank calls it between two steps.
 
-        To evaluate or save one model for all. Before ``start_step`` ranks are equal, and nothing happens.
+        To evaluate or save one model for all. Nothing happens to what ranks have in common: all of it before
+        ``start_step``, and a fragment that was averaged after the last step, which an outer momentum would move on.
         """
-        self._land()
-        if not self.schedule.is_local:
-            return
-        for unit in range(self.options.fragments):
-            self._synchronize(unit, self.schedule.levels - 1, delay=0)
-        self.schedule.round_end = None
+        self.averages.synchronize(self.site, is_joining=self.is_joining)
 
     def remove(self) -> None:
         """Take an average in flight over and leave the model to plain DDP; on every rank between two steps."""
@@ -177,7 +175,7 @@ class LocalSGD(OptimizerAround, Joinable):
 
     def before_forward(self) -> None:
         """A forward that records gradients begins."""
-        self._prepare()
+        self.averages.prepare()
         ddp = self._ddp()
         if ddp is None:
             return
@@ -193,12 +191,12 @@ class LocalSGD(OptimizerAround, Joinable):
         if is_replay and not self.is_joining:
             raise TrainingLoopError("LocalSGD acts outside of backward, too: use `with Join([ddp, local])`")
         self._has_replayed |= is_replay
-        self._prepare()
+        self.averages.prepare()
 
     def on_removed(self) -> None:
         """The stage is being detached."""
         with contextlib.suppress(OverlapError):  # Whatever ended the flight has been raised, or will not be missed.
-            self._land()
+            self.averages.land()
         if (ddp := self._ddp()) is not None and self._has_parted:
             set_gradient_sync(ddp, True)
         self._unwatch()
@@ -208,78 +206,9 @@ class LocalSGD(OptimizerAround, Joinable):
     def _trains_alone(self) -> bool:
         return self.schedule.is_local and self.subgroup is None
 
-    def _prepare(self) -> None:
-        self.schedule.begin_round()
-        if self.outer_step is not None and self.schedule.is_local and not self.outer_step.is_anchored:
-            self.outer_step.anchor()
-
     def _advance(self, *, is_own: bool) -> None:
         """A step has been made, by this rank or (under ``Join``) by others."""
-        self._prepare()
-        if is_own and self.schedule.is_local:
-            self.own_steps = [[steps + 1 for steps in levels] for levels in self.own_steps]
-        level = self.schedule.count()
-        step = self.schedule.step
-        if self.flight is not None and step >= self.flight.lands_after:
-            self._land()
-        if level is not None:
-            self._synchronize(self.rounds % self.options.fragments, level, delay=self.options.delay)
-            self.rounds += 1
-        elif self.is_joining and step == self.schedule.start_step:
-            self._catch_up(is_own=is_own)
-
-    def _synchronize(self, unit: int, level: int, *, delay: int) -> None:
-        """Average one part of the model with the ranks of a level."""
-        self._land()
-        group = self.schedule.group_of(level)
-        share = self._share(self.own_steps[unit][level], group)
-        self.own_steps[unit][: level + 1] = [0] * (level + 1)
-        if share is None:
-            return
-        parameters, others = self.content.parameters_of(unit), self.content.others_of(unit)
-        dtype = self.options.average_dtype
-        if delay:
-            self.flight = Flight(lands_after=self.schedule.step + delay, unit=unit)
-            self.flight.begin({**parameters, **others}, site=self.site, group=group, share=share, dtype=dtype)
-            return
-        self.content.check_others(unit, group, self.join_device)
-        means = list(parameters.values())
-        if self.outer_step is not None:
-            means = self.outer_step.gradients_in(list(parameters))
-        average(into_parts([*means, *others.values()], dtype=dtype), group, share=share)
-        if self.outer_step is not None:
-            self.outer_step.step(list(parameters), means)
-            self.outer_step.write(list(parameters))
-        self._after_average(unit)
-
-    def _land(self) -> None:
-        """Take the average in flight over."""
-        flight, self.flight = self.flight, None
-        if flight is None:
-            return
-        if self.outer_step is None:
-            flight.land()
-        else:
-            flight.land(self.outer_step.step, stepped=self.content.fragments[flight.unit])
-        self._after_average(flight.unit)
-
-    def _after_average(self, unit: int) -> None:
-        if self.options.optimizer_state == "reset":
-            self.content.reset_state(unit)
-
-    def _share(self, weight: int, group: dist.ProcessGroup) -> Share | None:
-        """What this rank counts for: as much as others, or under ``Join`` its steps; ``None`` where nobody made any."""
-        if not self.is_joining:
-            return Share(1, group.size())
-        total = torch.tensor([weight], device=self.join_device)
-        dist.all_reduce(total, group=group)
-        return Share(weight, int(total)) if int(total) else None
-
-    def _catch_up(self, *, is_own: bool) -> None:
-        """When local SGD starts, ranks that have run out by then get what the others have, who are equal."""
-        share = self._share(int(is_own), self.process_group)
-        if share is not None and share.total < self.process_group.size():
-            average(into_parts(self.content.parameters.values()), self.process_group, share=share)
+        self.averages.advance(self.site, is_own=is_own, is_joining=self.is_joining)
 
     # Join.
 
@@ -329,7 +258,7 @@ class LocalSGD(OptimizerAround, Joinable):
 
         Ranks differ between two averages, so each saves its own, with its own model's; waits for an average in flight.
         """
-        return {**self.optim.state_dict(), checkpoint.KEY: checkpoint.save(self)}
+        return {**self.optim.state_dict(), checkpoint.KEY: checkpoint.save(self.averages, self.registration.stage)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave on this rank, or the plain optimizer; warns where there is no step.
@@ -338,11 +267,11 @@ class LocalSGD(OptimizerAround, Joinable):
             ConfigurationError: it is of other settings, or of another model.
         """
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != checkpoint.KEY})
-        checkpoint.load(self, state_dict.get(checkpoint.KEY))
+        checkpoint.load(self.averages, self.registration.stage, self.site, state_dict.get(checkpoint.KEY))
 
     def __repr__(self) -> str:
         outer = "" if self.outer is None else f", outer {type(self.outer).__name__}"
-        return f"LocalSGD({type(self.optim).__name__}, {self.schedule.plan}{outer}{self.options.plan})"
+        return f"LocalSGD({type(self.optim).__name__}, {self.schedule.plan}{outer}{self.averages.options.plan})"
 
 
 def _trained(ddp: DistributedDataParallel, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -60,6 +60,11 @@ class Outer:
         copy_all(list(self.anchors.values()), [parameter.detach() for parameter in self._parameters.values()])
         self.is_anchored = True
 
+    def restart(self) -> None:
+        """Forget the past; a round begins at what the parameters are at the next step."""
+        self.optimizer.state.clear()
+        self.is_anchored = False
+
     def gradients_in(self, names: Sequence[str]) -> list[Tensor]:
         """Tensors that hold the parameters, to be averaged and given to :meth:`step`: their own storage, if it fits."""
         return [
