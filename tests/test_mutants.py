@@ -47,11 +47,11 @@ def _parity(rank: int, case: Case, fault: Callable[[], Any] | None, deferred: bo
 
 
 def _wrong_divisor() -> list[Any]:
-    return [mock.patch("overlap.hooks.runtime.gradient_divisor", lambda group: group.size() + 1)]
+    return [mock.patch("overlap.hooks.engine.runtime.gradient_divisor", lambda group: group.size() + 1)]
 
 
 def _dropped_wait() -> list[Any]:
-    return [mock.patch("overlap.hooks.executors.HostExecutor.wait", return_value=None)]
+    return [mock.patch("overlap.hooks.engine.executors.HostExecutor.wait", return_value=None)]
 
 
 def _stale_hyperparameters() -> list[Any]:

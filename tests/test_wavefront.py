@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlap.hooks.wavefront import Wavefront
+from overlap.hooks.engine.wavefront import Wavefront
 
 
 class Bucket:

@@ -1,6 +1,7 @@
 """What happens to a gradient bucket: stages, what drives them, and the reducers."""
 
 from overlap.hooks.adapters import StageHook, as_hook, as_stage
+from overlap.hooks.allreduce import AllGather, AllReduce, NoReduction
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cast import Cast
 from overlap.hooks.chain import Chain, chain
@@ -13,12 +14,11 @@ from overlap.hooks.collectives import (
     send_recv,
     whole_pass,
 )
-from overlap.hooks.post_local import PostLocal, PostLocalSGDState, post_localSGD_hook
+from overlap.hooks.engine.registration import Registration, register
+from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from overlap.hooks.quantize import GatherQuantized, Quantize
-from overlap.hooks.reducers import AllGather, AllReduce, NoReduction
-from overlap.hooks.registration import Registration, register
-from overlap.hooks.stage import Role, Site, Stage
+from overlap.hooks.stage import Role, Stage, StageContext
 from overlap.hooks.torch_names import (
     allgather_then_aggregate_hook,
     allreduce_hook,
@@ -46,7 +46,7 @@ __all__ = [
     "Quantize",
     "Registration",
     "Role",
-    "Site",
+    "StageContext",
     "Stage",
     "StageHook",
     "all_gather",

@@ -14,8 +14,8 @@ from overlap._torch.c10d import GradBucket, is_future
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import future_result
-from overlap.hooks.runtime import Runtime
-from overlap.hooks.stage import Site, Stage, to_stage
+from overlap.hooks.engine.runtime import Runtime
+from overlap.hooks.stage import Stage, StageContext, to_stage
 
 __all__ = ["CommHook", "HookStage", "StageHook", "as_hook", "as_stage", "hook_name", "is_hook"]
 
@@ -59,7 +59,7 @@ class HookStage(Stage):
             bucket.buffer.copy_(reduced.view_as(bucket.buffer))
 
     @property
-    def plan(self) -> str:
+    def signature(self) -> str:
         return repr(self)
 
     def __repr__(self) -> str:
@@ -143,13 +143,13 @@ class StageHook:
 
     def _runtime(self, state: Any, bucket: GradBucket) -> Runtime:
         group = self._group_of(state)
-        site = Site(
+        context = StageContext(
             group=group if group is not None else dist.group.WORLD,  # type: ignore[arg-type]
             device=bucket.buffer().device,
             names=None,
             finds_unused=None,
         )
-        return Runtime(self.stage(state), site)
+        return Runtime(self.stage(state), context)
 
     def __repr__(self) -> str:
         return f"<hook {self._name}>"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.reducers import AllReduce
 from overlap.hooks.stage import Role, Stage, to_stage
 
 __all__ = ["Cast"]
@@ -45,8 +45,8 @@ class Cast(Stage):
         return (self.inner,)
 
     @property
-    def plan(self) -> str:
-        return f"Cast({self.dtype}, {self.inner.plan})"
+    def signature(self) -> str:
+        return f"Cast({self.dtype}, {self.inner.signature})"
 
     async def __call__(self, bucket: Bucket) -> None:
         if bucket.buffer.dtype == self.dtype:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -12,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import as_stage, is_hook
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.collectives import Entering
-from overlap.hooks.registration import Registration, register
-from overlap.hooks.stage import Role, Stage, to_stage
+from overlap.hooks.engine.registration import Registration, register
+from overlap.hooks.stage import Stage, to_stage
 
 __all__ = ["Chain", "chain"]
 
@@ -32,6 +30,10 @@ class Chain(Stage):
         return self._stages
 
     @property
+    def sequence(self) -> tuple[Stage, ...]:
+        return self._stages
+
+    @property
     def children(self) -> tuple[Stage, ...]:
         return self._stages
 
@@ -41,10 +43,8 @@ class Chain(Stage):
 
     async def __call__(self, bucket: Bucket) -> None:
         for stage in self._stages:
-            await Entering(repr(stage))
             await stage(bucket)
-            if stage.role is Role.REDUCER:
-                bucket = replace(bucket, is_mean=True)
+            bucket = stage.passed(bucket)
 
     def register(self, ddp: DistributedDataParallel) -> Registration:
         """Let this chain take the gradients of ``ddp``; see :func:`overlap.register`."""

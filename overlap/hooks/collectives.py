@@ -21,7 +21,6 @@ from overlap.errors import ConfigurationError
 __all__ = [
     "Channels",
     "Collective",
-    "Entering",
     "FutureResult",
     "Operation",
     "WholePass",
@@ -126,13 +125,6 @@ class WholePass(Operation):
     """Done when every bucket of the backward pass has come to the same place or is through."""
 
     label = "whole pass"
-
-
-class Entering(Operation):
-    """Tells the scheduler which stage runs from here on; takes no turn."""
-
-    def __init__(self, label: str) -> None:
-        self.label = label
 
 
 def all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> Operation:

@@ -8,7 +8,7 @@ import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 
-__all__ = ["Role", "Site", "Stage", "to_stage", "walk"]
+__all__ = ["Role", "StageContext", "Stage", "to_stage", "walk"]
 
 
 class Role(enum.IntEnum):
@@ -29,21 +29,21 @@ class Role(enum.IntEnum):
     AVERAGER = 3  # parameters -> their mean over ranks
 
 
-class Ride(Protocol):
-    """See :func:`overlap.hooks.ride.ride`."""
+class Background(Protocol):
+    """Runs ``work`` on each of ``items`` outside of a backward pass; see :mod:`overlap.hooks.engine.background`."""
 
     def __call__(
         self,
-        work: Callable[[Bucket], Coroutine[Operation, Any, None]],
-        buckets: Sequence[Bucket],
+        items: Sequence[Any],
+        work: Callable[[Any], Coroutine[Operation, Any, None]],
         *,
         on_failure: Callable[[BaseException], None],
     ) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
-    """Where a stage was registered: what it may know of the model before the first bucket comes.
+class StageContext:
+    """Where a stage is registered: what it may know of the model before the first bucket comes.
 
     It holds no reference to the model: DDP's reducer owns the hook, so the cycle could never be collected.
     """
@@ -57,7 +57,7 @@ class Site:
     """Whether DDP tolerates parameters without a gradient (``find_unused_parameters`` or ``static_graph``)."""
     module: weakref.ref[torch.nn.Module] | None = None
     """The wrapped module; ``None`` where only a hook is registered."""
-    ride: Ride | None = None
+    background: Background | None = None
     """Runs work outside of a backward pass, over the same connections and behind all that was begun before; always
     there when a stage is attached."""
 
@@ -98,14 +98,23 @@ class Stage(ABC):
         return ()
 
     @property
+    def sequence(self) -> tuple[Stage, ...]:
+        """The stages that a bucket goes through in turn: this one, or those of a chain."""
+        return (self,)
+
+    def passed(self, bucket: Bucket) -> Bucket:
+        """``bucket`` as the next stage of the chain sees it."""
+        return replace(bucket, is_mean=True) if self.role is Role.REDUCER else bucket
+
+    @property
     def starts_on_autograd_thread(self) -> bool:
         """Whether the code before the first ``await`` must run where DDP calls hooks, at the bucket's arrival."""
         return any(child.starts_on_autograd_thread for child in self.children)
 
     @property
-    def plan(self) -> str:
+    def signature(self) -> str:
         """What every rank must run alike, in words: compared between ranks at registration, so without addresses."""
-        return f"{type(self).__name__}({', '.join(child.plan for child in self.children)})"
+        return f"{type(self).__name__}({', '.join(child.signature for child in self.children)})"
 
     @property
     def reduces(self) -> bool:
@@ -114,7 +123,7 @@ class Stage(ABC):
 
     # What follows is empty on purpose: most stages have nothing to say there.
 
-    def attach(self, site: Site) -> None:  # noqa: B027
+    def attach(self, context: StageContext) -> None:  # noqa: B027
         """Called once, when the stage is registered, before anything else; the place to refuse a model."""
 
     def detach(self) -> None:  # noqa: B027
@@ -162,11 +171,11 @@ class _Function(Stage):
         await self._function(bucket)
 
     @property
-    def plan(self) -> str:
+    def signature(self) -> str:
         return getattr(self._function, "__name__", None) or type(self._function).__name__
 
     def __repr__(self) -> str:
-        return self.plan
+        return self.signature
 
 
 def to_stage(thing: object) -> Stage:

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import CommHook, StageHook, as_stage, hook_name
+from overlap.hooks.allreduce import AllGather, AllReduce, NoReduction
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cast import Cast
 from overlap.hooks.quantize.gathered import GatherQuantized
-from overlap.hooks.reducers import AllGather, AllReduce, NoReduction
 from overlap.hooks.stage import Stage
 from overlap.join import gradient_divisor
 

@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from overlap._torch.c10d import group_timeout
 from overlap._torch.join import notify
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError, PeerError, TrainingLoopError
-from overlap.join.board import FailureBoard
 from overlap.join.course import Course
 from overlap.join.ddp import DDPMember
+from overlap.join.failures import FailureStore
 from overlap.join.in_force import in_force, leave, take_force
 from overlap.join.loading import batches
 from overlap.join.member import HookMember, Member, OptimizerMember, SchedulerMember
@@ -128,7 +128,7 @@ class Join:
             for member in self._members:
                 member.enter(course)
         except BaseException as error:
-            script.board.report(error)
+            script.failures.report(error)
             self._leave()
             raise
         return self
@@ -167,7 +167,7 @@ class Join:
             return
         try:
             if error is not None:
-                _raise_cause(error, course.board)
+                _raise_cause(error, course.failures)
             else:
                 self._finish(course)
         except BaseException as raised:
@@ -176,7 +176,7 @@ class Join:
         finally:
             # What another rank caused is its own to report, and that inputs are exhausted every rank finds out.
             if error is not None and not isinstance(error, PeerError) and not course.has_thrown:
-                course.board.report(error)
+                course.failures.report(error)
             self._leave()
 
     def _finish(self, course: Course) -> None:
@@ -234,12 +234,12 @@ def _group_and_device(joinables: Sequence[Any]) -> tuple[dist.ProcessGroup, torc
     return group, torch.device(able[0].join_device)
 
 
-def _raise_cause(error: BaseException, board: FailureBoard) -> None:
+def _raise_cause(error: BaseException, failures: FailureStore) -> None:
     """Where ``error`` is a collective that did not come back for a rank that failed, raise what names the rank."""
     is_collective = isinstance(error, CollectiveError) or (
         isinstance(error, RuntimeError) and not isinstance(error, OverlapError)
     )
     if isinstance(error, PeerError) or not is_collective:
         return
-    if (failure := board.read()) is not None:
+    if (failure := failures.read()) is not None:
         raise PeerError(f"another rank failed under Join: {failure}") from error

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from overlap.errors import ConfigurationError, TrainingLoopError
-from overlap.join.board import FailureBoard
+from overlap.join.failures import FailureStore
 from overlap.join.member import Member
 from overlap.join.roster import Known, Polled
 from overlap.join.script import Entry, Script, Trail
@@ -61,9 +61,9 @@ class Course:
     # What the rest of the library asks.
 
     @property
-    def board(self) -> FailureBoard:
+    def failures(self) -> FailureStore:
         """Where ranks write that they failed."""
-        return self._script.board
+        return self._script.failures
 
     @property
     def divisor(self) -> int:

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from overlap.join.board import FailureBoard
+    from overlap.join.failures import FailureStore
 
 __all__ = ["InForce", "in_force", "leave", "take_force"]
 
@@ -22,7 +22,7 @@ class InForce(Protocol):
         ...
 
     @property
-    def board(self) -> FailureBoard:
+    def failures(self) -> FailureStore:
         """Where its ranks write that they failed."""
         ...
 

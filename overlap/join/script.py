@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from overlap._torch.c10d import PrefixStore, group_store
 from overlap.errors import CollectiveError, PeerError
-from overlap.join.board import FailureBoard
+from overlap.join.failures import FailureStore
 
 __all__ = ["Entry", "Script", "Trail"]
 
@@ -46,7 +46,7 @@ class Script:
         self._rank, self._size = group.rank(), group.size()
         self._timeout_s = timeout.total_seconds()
         self._written: list[str] = []
-        self.board = FailureBoard(group, f"join/{key}")
+        self.failures = FailureStore(group, f"join/{key}")
 
     def write(self, act: int, after: int, entry: Entry) -> None:
         """Write the entry that comes ``after`` so many others behind ``act``."""
@@ -88,7 +88,7 @@ class Script:
                 self._store.wait(list(keys), timedelta(seconds=_PATIENCE_S))
                 return
             except RuntimeError as error:
-                if (failure := self.board.read()) is not None:
+                if (failure := self.failures.read()) is not None:
                     raise PeerError(f"another rank failed under Join: {failure}") from None
                 waited_s = time.monotonic() - start_s
                 if waited_s > self._timeout_s:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, Role, Site, Stage, whole_pass
+from overlap.hooks import Bucket, Role, Stage, StageContext, whole_pass
 from overlap.join.in_force import in_force
 from overlap.optim.clipping import Clipping, GradientNorms, SealedGradients
 from overlap.optim.functional import FunctionalOptimizer
@@ -113,31 +113,31 @@ class Step(Stage):
         return type(self.optimizer.optimizer).__name__
 
     @property
-    def plan(self) -> str:
+    def signature(self) -> str:
         return repr(self)
 
-    def attach(self, site: Site) -> None:
+    def attach(self, context: StageContext) -> None:
         if self._is_attached:
             raise ConfigurationError(f"{self!r} serves a model already; make a Step for each model")
-        if site.finds_unused and not self.is_deferred and site.device.type != "cpu":
+        if context.finds_unused and not self.is_deferred and context.device.type != "cpu":
             raise UnsupportedError(
                 "with find_unused_parameters or static_graph an interleaved update would stop the host to learn "
                 "which parameters no rank used; use Step(optimizer, deferred=True)"
             )
         self._adopts = self._functional is not None and not any(g["params"] for g in self.optimizer.param_groups)
-        self._check_coverage(site)
-        self.group = site.group
+        self._check_coverage(context)
+        self.group = context.group
         self.optimizer.adopt(self)
         self._is_attached = True
-        self._names, self._finds_unused = site.names or {}, site.finds_unused
+        self._names, self._finds_unused = context.names or {}, context.finds_unused
         if self._is_automatic and self._functional is None:
             self._guard = self.optimizer.optimizer.register_step_pre_hook(_refuse_step)
 
-    def _check_coverage(self, site: Site) -> None:
-        if site.names is None or self._adopts:
+    def _check_coverage(self, context: StageContext) -> None:
+        if context.names is None or self._adopts:
             return
         self.optimizer.stepper.refresh()
-        of_model = set(map(id, site.names))
+        of_model = set(map(id, context.names))
         of_optimizer = [p for group in self.optimizer.param_groups for p in group["params"]]
         outside = [p for p in of_optimizer if id(p) not in of_model and p.requires_grad]
         if of_model.isdisjoint(map(id, of_optimizer)):

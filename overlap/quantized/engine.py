@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap.errors import CollectiveError, QuantizationOverflowError
-from overlap.hooks.channels import GroupChannels, PrivateChannels
 from overlap.hooks.collectives import Channels
-from overlap.hooks.executors import HostExecutor
-from overlap.hooks.runtime import Worker
+from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
+from overlap.hooks.engine.executors import HostExecutor
+from overlap.hooks.engine.runtime import Worker
 from overlap.quantized.algorithms import Collective
 
 __all__ = ["QuantizedWork", "run"]
@@ -135,7 +135,7 @@ def _drive(collective: Collective, work: QuantizedWork, channels: Channels, wait
     except BaseException as error:
         if isinstance(channels, PrivateChannels):
             with contextlib.suppress(Exception):
-                if channels.board is not None and not isinstance(error, CollectiveError):
-                    channels.board.report(error)
+                if channels.failures is not None and not isinstance(error, CollectiveError):
+                    channels.failures.report(error)
             channels.abort()
         work.fail(error)

@@ -12,6 +12,7 @@ from typing import Any
 from overlap._torch.autograd import after_backward, after_gradients, in_backward
 from overlap.hooks import Bucket
 from overlap.hooks.collectives import Operation, WholePass
+from overlap.hooks.engine.task import Subject
 from overlap.timeline.clock import Clock
 
 __all__ = ["BucketRecord", "CodeRecord", "OperationRecord", "Recorder", "StepRecord"]
@@ -169,16 +170,16 @@ class Recorder:
         self._step.buckets.append(record)
         self._buckets[bucket.step, bucket.index] = record
 
-    def running(self, bucket: Bucket, label: str) -> None:
-        if (record := self._record_of(bucket)) is not None:
+    def running(self, subject: Subject, label: str) -> None:
+        if (record := self._record_of(subject)) is not None:
             record.code.append(CodeRecord(label, self.clock.now()))
 
-    def ran(self, bucket: Bucket, label: str) -> None:
-        if (record := self._record_of(bucket)) is not None and record.code:
+    def ran(self, subject: Subject, label: str) -> None:
+        if (record := self._record_of(subject)) is not None and record.code:
             record.code[-1].end = self.clock.now()
 
-    def launched(self, bucket: Bucket, label: str, operation: Operation) -> None:
-        if (record := self._record_of(bucket)) is None or isinstance(operation, WholePass):
+    def launched(self, subject: Subject, label: str, operation: Operation) -> None:
+        if (record := self._record_of(subject)) is None or isinstance(operation, WholePass):
             return
         launched = OperationRecord(label, operation.label, operation.sent_bytes, self.clock.now())
         record.operations.append(launched)
@@ -186,19 +187,19 @@ class Recorder:
             # Completion itself, and not when the worker gets round to waiting for it.
             operation.when_done(lambda: launched.complete(self.clock.now()))
 
-    def waiting(self, bucket: Bucket, operation: Operation) -> None:
+    def waiting(self, subject: Subject, operation: Operation) -> None:
         if self.clock.is_host and self._is_on_training_thread():
             self._open["wait"] = self.clock.now()
 
-    def finished(self, bucket: Bucket, operation: Operation) -> None:
+    def finished(self, subject: Subject, operation: Operation) -> None:
         if self.clock.is_host and self._is_on_training_thread():
             self._close("wait", self.clock.now())
-        if isinstance(operation, WholePass) or (record := self._record_of(bucket)) is None or not record.operations:
+        if isinstance(operation, WholePass) or (record := self._record_of(subject)) is None or not record.operations:
             return
         over = record.operations[-1]
         if over.end is None:
             over.end = self.clock.now()
         over.is_over = True
 
-    def _record_of(self, bucket: Bucket) -> BucketRecord | None:
-        return self._buckets.get((bucket.step, bucket.index))
+    def _record_of(self, subject: Subject) -> BucketRecord | None:
+        return self._buckets.get((subject.step, subject.index))

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._torch.ddp import data_parallel_parameters
 from overlap.errors import RegistrationError, TrainingLoopError
 from overlap.hooks import AllReduce, Registration, Role, chain
-from overlap.hooks.registration import registration_of
+from overlap.hooks.engine.registration import registration_of
 from overlap.timeline.clock import clock_for
 from overlap.timeline.loop import watching
 from overlap.timeline.reading import read_steps, roles_of, synchronized

@@ -19,7 +19,7 @@ import overlap
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, mean_squared_error
 from overlap import AllReduce, ConfigurationError, OverlappedOptimizer, Step, TrainingLoopError, UnsupportedError, chain
-from overlap.hooks.post_local import PostLocal, PostLocalSGDState, post_localSGD_hook
+from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.optim.local_sgd import (
     Average,
     HierarchicalModelAverager,

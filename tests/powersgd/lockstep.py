@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from overlap import Bucket, Stage
-from overlap.hooks import Site
-from overlap.hooks.collectives import Entering
+from overlap.hooks import StageContext
 from overlap.hooks.stage import walk
 
 CPU = torch.device("cpu")
@@ -88,7 +87,7 @@ class World:
         """Elements of each collective of the last step."""
         for stage, group in zip(self.stages, self.groups, strict=True):
             named = None if self.names is None else dict(zip(self.parameters, self.names, strict=True))
-            site = Site(group=group, device=device, names=named, finds_unused=False)  # type: ignore[arg-type]
+            site = StageContext(group=group, device=device, names=named, finds_unused=False)  # type: ignore[arg-type]
             for each in walk(stage):
                 each.attach(site)
 
@@ -153,9 +152,6 @@ class World:
 def next_operation(coroutine: Any) -> Any:
     """The coroutine's next operation; `None` when it is through."""
     try:
-        operation = coroutine.send(None)
-        while isinstance(operation, Entering):
-            operation = coroutine.send(None)
-        return operation
+        return coroutine.send(None)
     except StopIteration:
         return None

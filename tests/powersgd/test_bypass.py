@@ -41,7 +41,7 @@ def test_where_it_does_not_pay_the_mean_is_exact_and_what_was_kept_is_given_away
     assert any(float(residual.abs().max()) > 0 for residual in residuals(world))
     for stage in stages:
         assert repr(stage) == "PowerSGD(rank=1, min_compression_rate=0, bypass='auto', 2 parameters bypassed)"
-        assert "sent as it is: 5.00 ms compressed, 2.50 ms as it is" in stage.plan
+        assert "sent as it is: 5.00 ms compressed, 2.50 ms as it is" in stage.signature
     check_step(world, gradients(3, 2, SHAPES, torch.float32), 1e-5)
     assert len(world.sent_numel) == 1
     assert all(float(residual.abs().max()) == 0 for residual in residuals(world))
@@ -66,7 +66,7 @@ def test_where_it_pays_nothing_changes(monkeypatch: pytest.MonkeyPatch, make: An
     for step in range(6):
         outputs = [world.step(gradients(step, 1, SHAPES, torch.float32))[0] for world in worlds]
         assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
-    assert "compressed: 1.00 ms compressed, 8.00 ms as it is" in stages[0].plan
+    assert "compressed: 1.00 ms compressed, 8.00 ms as it is" in stages[0].signature
 
 
 def test_a_decision_is_saved_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def _measured(rank: int, world_size: int) -> tuple[str, list[str], list[float]]:
         ddp.zero_grad()
         ddp(*MLP.batch(step, rank).inputs).square().sum().backward()
     norms = [float(parameter.grad.norm()) for parameter in ddp.parameters() if parameter.grad is not None]
-    return stage.plan, stage.state_dict()["bypassed"], norms
+    return stage.signature, stage.state_dict()["bypassed"], norms
 
 
 def test_every_rank_comes_to_the_same_decisions() -> None:

@@ -24,7 +24,7 @@ from overlap import (
     chain,
 )
 from overlap.hooks import Role, all_gather, reduce_scatter
-from overlap.hooks.registration import registration_of
+from overlap.hooks.engine.registration import registration_of
 from overlap.timeline import StepReport
 
 

@@ -15,7 +15,7 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.checkpoint import State, pack, unpack
 from overlap.hooks.powersgd.statistics import Statistics
 from overlap.hooks.powersgd.streams import hold
-from overlap.hooks.stage import Site
+from overlap.hooks.stage import StageContext
 
 __all__ = ["Memory", "Slot"]
 
@@ -78,29 +78,29 @@ class Memory:
 
     def __post_init__(self) -> None:
         self._numbers: Any = WeakIdKeyDictionary()
-        self._site: Site | None = None
+        self._context: StageContext | None = None
         self._saved_by: tuple[int, int] | None = None
         # Loaded for parameters that have not come yet.
         self._unclaimed: set[str] = set()
 
-    def attach(self, site: Site) -> None:
-        """Serve the model of ``site``; numbering starts anew.
+    def attach(self, context: StageContext) -> None:
+        """Serve the model of ``context``; numbering starts anew.
 
         Raises:
             ConfigurationError: it serves another model already, or what was loaded does not fit this one.
         """
-        if self._site is not None and self._site.names is not None:
+        if self._context is not None and self._context.names is not None:
             raise ConfigurationError(
                 "this PowerSGD is registered already, and its memory serves one model: "
                 "remove() that registration first, or make one for each model"
             )
-        self._check(site)
+        self._check(context)
         self._numbers = WeakIdKeyDictionary()
-        self._site = site
+        self._context = context
 
     def detach(self) -> None:
         """Be free for another model."""
-        self._site = None
+        self._context = None
 
     def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
         """What the slots of the bucket's parameters are called."""
@@ -136,7 +136,7 @@ class Memory:
 
     def state_dict(self) -> State:
         """See :meth:`PowerSGD.state_dict`."""
-        group = None if self._site is None else self._site.group
+        group = None if self._context is None else self._context.group
         return pack(
             residuals={key: slot.residual for key, slot in self.slots.items() if slot.residual is not None},
             factors={key: slot.factor for key, slot in self.slots.items() if slot.factor is not None},
@@ -157,9 +157,9 @@ class Memory:
             for key in {**loaded.residuals, **loaded.factors}
         }
         self._saved_by = loaded.saved_by
-        if self._site is not None:
+        if self._context is not None:
             try:
-                self._check(self._site)
+                self._check(self._context)
             except ConfigurationError:
                 self.slots, self._saved_by = before
                 raise
@@ -171,18 +171,18 @@ class Memory:
         self.statistics.restore(*loaded.numel)
         self._unclaimed = set(self.slots)
 
-    def _check(self, site: Site) -> None:
+    def _check(self, context: StageContext) -> None:
         """Refuse what was loaded where it is another rank's or another model's."""
-        here = site.group.rank(), site.group.size()
+        here = context.group.rank(), context.group.size()
         if self._saved_by is not None and self._saved_by != here:
             raise ConfigurationError(
                 f"the state was saved by rank {self._saved_by[0]} of {self._saved_by[1]}, but this is rank "
                 f"{here[0]} of {here[1]}, and residuals are each rank's own: load this rank's file, or make "
                 f"its state with PowerSGD.redistribute(states, rank={here[0]}, ranks={here[1]})"
             )
-        if site.names is None:
+        if context.names is None:
             return
-        shapes = {name: parameter.shape for parameter, name in site.names.items()}
+        shapes = {name: parameter.shape for parameter, name in context.names.items()}
         if foreign := set(self.slots) - set(shapes):
             raise ConfigurationError(_foreign(foreign))
         for key, slot in self.slots.items():

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd import checkpoint
 from overlap.hooks.powersgd.bypass import Measurement, Trial, measure
@@ -18,8 +19,7 @@ from overlap.hooks.powersgd.operands import make_operands
 from overlap.hooks.powersgd.plan import Plan, make_plan, square_plan
 from overlap.hooks.powersgd.round import Round
 from overlap.hooks.powersgd.streams import hold
-from overlap.hooks.reducers import AllReduce
-from overlap.hooks.stage import Site, Stage
+from overlap.hooks.stage import Stage, StageContext
 
 __all__ = ["PowerSGD"]
 
@@ -116,8 +116,8 @@ class PowerSGD(Stage):
         self._layout: list[tuple[tuple[str, ...], Plan]] = []
         self._measured: list[Measurement] = []
 
-    def attach(self, site: Site) -> None:
-        self._memory.attach(site)
+    def attach(self, context: StageContext) -> None:
+        self._memory.attach(context)
         # Of another model, or of passes that not every rank has seen: ranks compare their plans next.
         self._layout.clear()
         self._measured.clear()
@@ -251,7 +251,7 @@ class PowerSGD(Stage):
         return statistics.rate, statistics.numel_before, statistics.numel_after
 
     @property
-    def plan(self) -> str:
+    def signature(self) -> str:
         """The options; after a pass also a line a bucket: what is sent of it, in elements, and what was measured."""
         lines = [repr(self)]
         for index, (keys, plan) in enumerate(self._layout):

@@ -16,7 +16,7 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.config import PowerSGDConfig
 from overlap.hooks.powersgd.memory import Memory
 from overlap.hooks.powersgd.stage import PowerSGD
-from overlap.hooks.stage import Site
+from overlap.hooks.stage import StageContext
 from overlap.join import gradient_divisor
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
@@ -143,8 +143,8 @@ class _HookPowerSGD(PowerSGD):
         self._set_up(state.config(), state.memory, is_square=is_square)
         self._group = state.process_group
 
-    def attach(self, site: Site) -> None:
-        super().attach(site if self._group is None else replace(site, group=self._group))
+    def attach(self, context: StageContext) -> None:
+        super().attach(context if self._group is None else replace(context, group=self._group))
 
     async def __call__(self, bucket: Bucket) -> None:
         if self._group is not None and self._group is not bucket.group:

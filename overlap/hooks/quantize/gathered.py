@@ -52,7 +52,7 @@ class GatherQuantized(Stage):
         buffer.copy_(total.view(-1)[: buffer.numel()])
 
     @property
-    def plan(self) -> str:
+    def signature(self) -> str:
         return repr(self)
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.quantize.codec import ChunkCodec, Rounding, StochasticRounding, nearest
 from overlap.hooks.quantize.exchange import QuantizedSum
 from overlap.hooks.quantize.feedback import ErrorFeedback
-from overlap.hooks.stage import Site, Stage
+from overlap.hooks.stage import Stage, StageContext
 
 __all__ = ["Quantize"]
 
@@ -71,7 +71,7 @@ class Quantize(Stage):
         """Whether what a step leaves out is added to the next."""
         return self._feedback is not None
 
-    def attach(self, site: Site) -> None:
+    def attach(self, context: StageContext) -> None:
         if self._feedback is not None and self._is_attached:
             raise RegistrationError(
                 f"{self!r} remembers one model's errors already; give each model a stage of its own"
@@ -137,7 +137,7 @@ class Quantize(Stage):
         self._stochastic = None
 
     @property
-    def plan(self) -> str:
+    def signature(self) -> str:
         return f"Quantize({self.bits}, {self.chunk}, {self.rounding}, {self.error_feedback})"
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from overlap.hooks import Site
+from overlap.hooks import StageContext
 from overlap.optim.local_sgd.averaging import Share, average, into_parts
 from overlap.optim.local_sgd.content import Content
 from overlap.optim.local_sgd.flight import Flight
@@ -43,7 +43,7 @@ class Averages:
         if self.outer is not None and self.schedule.is_local and not self.outer.is_anchored:
             self.outer.anchor()
 
-    def advance(self, site: Site, *, is_own: bool, is_joining: bool) -> None:
+    def advance(self, context: StageContext, *, is_own: bool, is_joining: bool) -> None:
         """A step has been made, by this rank or (under ``Join``) by others: average if it is time."""
         self.prepare()
         if is_own and self.schedule.is_local:
@@ -54,12 +54,12 @@ class Averages:
             self.land()
         if level is not None:
             unit = self.count % self.options.fragments
-            self._average(unit, level, site, delay=self.options.delay, is_joining=is_joining)
+            self._average(unit, level, context, delay=self.options.delay, is_joining=is_joining)
             self.count += 1
         elif is_joining and step == self.schedule.start_step:
-            self._catch_up(site, is_own=is_own)
+            self._catch_up(context, is_own=is_own)
 
-    def synchronize(self, site: Site, *, is_joining: bool) -> None:
+    def synchronize(self, context: StageContext, *, is_joining: bool) -> None:
         """Average now all that ranks learnt apart."""
         self.land()
         if not self.schedule.is_local:
@@ -67,7 +67,7 @@ class Averages:
         for unit, steps in enumerate(self.own_steps):
             # Under Join ranks differ in the steps that they made.
             if steps[-1] or is_joining:
-                self._average(unit, self.schedule.levels - 1, site, delay=0, is_joining=is_joining)
+                self._average(unit, self.schedule.levels - 1, context, delay=0, is_joining=is_joining)
         self.schedule.round_end = None
 
     def land(self) -> None:
@@ -88,11 +88,11 @@ class Averages:
         if self.outer is not None:
             self.outer.restart()
 
-    def _average(self, unit: int, level: int, site: Site, *, delay: int, is_joining: bool) -> None:
+    def _average(self, unit: int, level: int, context: StageContext, *, delay: int, is_joining: bool) -> None:
         """Average one fragment of the model with the ranks of a level."""
         self.land()
         group = self.schedule.group_of(level)
-        share = _share(self.own_steps[unit][level], group, site, is_joining=is_joining)
+        share = _share(self.own_steps[unit][level], group, context, is_joining=is_joining)
         self.own_steps[unit][: level + 1] = [0] * (level + 1)
         if share is None:
             return
@@ -100,9 +100,9 @@ class Averages:
         dtype = self.options.average_dtype
         if delay:
             self.flight = Flight(lands_after=self.schedule.step + delay, unit=unit)
-            self.flight.begin({**parameters, **others}, site=site, group=group, share=share, dtype=dtype)
+            self.flight.begin({**parameters, **others}, context=context, group=group, share=share, dtype=dtype)
             return
-        self.content.check_others(unit, group, site.device)
+        self.content.check_others(unit, group, context.device)
         means = list(parameters.values())
         if self.outer is not None:
             means = self.outer.gradients_in(list(parameters))
@@ -116,18 +116,18 @@ class Averages:
         if self.options.optimizer_state == "reset":
             self.content.reset_state(unit)
 
-    def _catch_up(self, site: Site, *, is_own: bool) -> None:
+    def _catch_up(self, context: StageContext, *, is_own: bool) -> None:
         """When local SGD starts, ranks that have run out by then get what the others have, who are equal."""
         group = self.schedule.group_of(self.schedule.levels - 1)
-        share = _share(int(is_own), group, site, is_joining=True)
+        share = _share(int(is_own), group, context, is_joining=True)
         if share is not None and share.total < group.size():
             average(into_parts(self.content.parameters.values()), group, share=share)
 
 
-def _share(weight: int, group: dist.ProcessGroup, site: Site, *, is_joining: bool) -> Share | None:
+def _share(weight: int, group: dist.ProcessGroup, context: StageContext, *, is_joining: bool) -> Share | None:
     """What this rank counts for: as much as others, or under ``Join`` its steps; ``None`` where nobody made any."""
     if not is_joining:
         return Share(1, group.size())
-    total = torch.tensor([weight], device=site.device)
+    total = torch.tensor([weight], device=context.device)
     dist.all_reduce(total, group=group)
     return Share(weight, int(total)) if int(total) else None

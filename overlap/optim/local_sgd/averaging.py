@@ -19,10 +19,8 @@ from torch import Tensor
 
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
-from overlap.hooks import Bucket, all_reduce
-from overlap.hooks.channels import GroupChannels
-from overlap.hooks.executors import HostExecutor, StreamExecutor
-from overlap.hooks.ride import ride
+from overlap.hooks import all_reduce
+from overlap.hooks.engine.background import Item, run_on_group
 
 __all__ = [
     "Packed",
@@ -31,7 +29,6 @@ __all__ = [
     "Slice",
     "average",
     "average_parameters",
-    "bare_buckets",
     "into_parts",
     "pack",
     "tensors_of",
@@ -151,19 +148,6 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
-def bare_buckets(count: int, like: Tensor, group: dist.ProcessGroup) -> list[Bucket]:
-    """Buckets that only say which group and stream they are for, as many as there are parts."""
-    empty = like.new_empty(0)
-    return [
-        # Two of them are in flight at a time, and so two streams are enough.
-        Bucket(
-            index=place % 2, is_last=place == count - 1, buffer=empty, parameters=(), group=group, divisor=1, step=0,
-            views=(),
-        )
-        for place in range(count)
-    ]  # fmt: skip
-
-
 @torch.no_grad()
 def average(parts: Sequence[Part], group: dist.ProcessGroup, *, share: Share | None = None) -> None:
     """Average ``parts`` over ``group``, in place; returns when the current stream may use them.
@@ -175,24 +159,21 @@ def average(parts: Sequence[Part], group: dist.ProcessGroup, *, share: Share | N
     for part in parts:
         tensor = part.flat if isinstance(part, Slice) else part.tensors[0]
         by_device.setdefault(tensor.device, []).append(part)
+
+    async def work(item: _PartItem) -> None:
+        flat = item.part.load()
+        taken.of_(flat)
+        await all_reduce(flat, group=group)
+        item.part.store(flat)
+
     for device, mine in by_device.items():
-        channels = GroupChannels(group)
-        executor = HostExecutor(channels) if device.type == "cpu" else StreamExecutor(channels, device)
-        buckets = bare_buckets(len(mine), torch.empty(0, device=device), group)
-        parts_of = dict(zip(buckets, mine, strict=True))
+        items = [_PartItem(index=place, part=part) for place, part in enumerate(mine)]
+        run_on_group(items, work, group=group, device=device)
 
-        async def work(bucket: Bucket, parts_of: Mapping[Bucket, Part] = parts_of) -> None:
-            part = parts_of[bucket]
-            flat = part.load()
-            taken.of_(flat)
-            await all_reduce(flat, group=group)
-            part.store(flat)
 
-        if isinstance(executor, StreamExecutor):
-            for bucket in buckets[:2]:
-                executor.arrive(bucket)
-        ride(work, buckets, executor)
-        executor.wait_for_pass()
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _PartItem(Item):
+    part: Part
 
 
 @dataclass(frozen=True)

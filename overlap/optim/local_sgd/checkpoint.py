@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from overlap.errors import ConfigurationError
-from overlap.hooks import Site, Stage
+from overlap.hooks import Stage, StageContext
 from overlap.optim.local_sgd.averages import Averages
 from overlap.optim.local_sgd.flight import Flight
 
@@ -30,7 +30,7 @@ def save(averages: Averages, stage: Stage) -> dict[str, Any]:
     }
 
 
-def load(averages: Averages, stage: Stage, site: Site, state: Mapping[str, Any] | None) -> None:
+def load(averages: Averages, stage: Stage, context: StageContext, state: Mapping[str, Any] | None) -> None:
     """Take over what :func:`save` gave.
 
     Raises:
@@ -61,4 +61,6 @@ def load(averages: Averages, stage: Stage, site: Site, state: Mapping[str, Any] 
     if state["flight"] is not None:
         unit = state["flight"]["unit"]
         tensors = {**averages.content.parameters_of(unit), **averages.content.others_of(unit)}
-        averages.flight = Flight.restored(state["flight"], tensors, site=site, dtype=averages.options.average_dtype)
+        averages.flight = Flight.restored(
+            state["flight"], tensors, context=context, dtype=averages.options.average_dtype
+        )

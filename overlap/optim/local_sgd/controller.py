@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from overlap._torch.ddp import before_final_sync, data_parallel_parameters, set_gradient_sync
 from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError
-from overlap.hooks import Site, Stage, chain
-from overlap.hooks.post_local import PostLocal
+from overlap.hooks import Stage, StageContext, chain
+from overlap.hooks.post_local_sgd import PostLocal
 from overlap.optim.local_sgd import checkpoint
 from overlap.optim.local_sgd.averages import Averages
 from overlap.optim.local_sgd.averaging import tensors_of
@@ -140,11 +140,11 @@ class LocalSGD(OptimizerAround, Joinable):
         return None if self.averages.outer is None else self.averages.outer.optimizer
 
     @property
-    def site(self) -> Site:
+    def context(self) -> StageContext:
         """Where it is registered."""
-        if self._coordination.site is None:
+        if self._coordination.context is None:
             raise RegistrationError("this LocalSGD was removed from its model; make another one")
-        return self._coordination.site
+        return self._coordination.context
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's parameters, then average if it is time; returns the closure's result.
@@ -154,7 +154,7 @@ class LocalSGD(OptimizerAround, Joinable):
             ConfigurationError: ``period`` gave no round's length, or ranks differ in the state to average.
         """
         Join.notify_join_context(self)
-        _ = self.site  # Raises once it is removed.
+        _ = self.context  # Raises once it is removed.
         loss = self.step_inner(closure)
         self._advance(is_own=True)
         return loss
@@ -165,7 +165,7 @@ class LocalSGD(OptimizerAround, Joinable):
         To evaluate or save one model for all. Nothing happens to what ranks have in common: all of it before
         ``start_step``, and a fragment that was averaged after the last step, which an outer momentum would move on.
         """
-        self.averages.synchronize(self.site, is_joining=self.is_joining)
+        self.averages.synchronize(self.context, is_joining=self.is_joining)
 
     def remove(self) -> None:
         """Take an average in flight over and leave the model to plain DDP; on every rank between two steps."""
@@ -200,7 +200,7 @@ class LocalSGD(OptimizerAround, Joinable):
         if (ddp := self._ddp()) is not None and self._has_parted:
             set_gradient_sync(ddp, True)
         self._unwatch()
-        self._coordination.site = None
+        self._coordination.context = None
 
     @property
     def _trains_alone(self) -> bool:
@@ -208,7 +208,7 @@ class LocalSGD(OptimizerAround, Joinable):
 
     def _advance(self, *, is_own: bool) -> None:
         """A step has been made, by this rank or (under ``Join``) by others."""
-        self.averages.advance(self.site, is_own=is_own, is_joining=self.is_joining)
+        self.averages.advance(self.context, is_own=is_own, is_joining=self.is_joining)
 
     # Join.
 
@@ -225,7 +225,7 @@ class LocalSGD(OptimizerAround, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The parameters' device."""
-        return self.site.device
+        return self.context.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -267,11 +267,11 @@ class LocalSGD(OptimizerAround, Joinable):
             ConfigurationError: it is of other settings, or of another model.
         """
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != checkpoint.KEY})
-        checkpoint.load(self.averages, self.registration.stage, self.site, state_dict.get(checkpoint.KEY))
+        checkpoint.load(self.averages, self.registration.stage, self.context, state_dict.get(checkpoint.KEY))
 
     def __repr__(self) -> str:
         outer = "" if self.outer is None else f", outer {type(self.outer).__name__}"
-        return f"LocalSGD({type(self.optim).__name__}, {self.schedule.plan}{outer}{self.averages.options.plan})"
+        return f"LocalSGD({type(self.optim).__name__}, {self.schedule.summary}{outer}{self.averages.options.summary})"
 
 
 def _trained(ddp: DistributedDataParallel, optimizer: Optimizer) -> dict[str, Tensor]:

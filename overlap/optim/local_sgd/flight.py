@@ -19,9 +19,9 @@ from torch import Tensor
 
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
-from overlap.hooks import Bucket, Site, all_reduce
-from overlap.hooks.gate import Gate
-from overlap.optim.local_sgd.averaging import Packed, Share, bare_buckets, pack
+from overlap.hooks import StageContext, all_reduce
+from overlap.hooks.engine.background import Completion, Item
+from overlap.optim.local_sgd.averaging import Packed, Share, pack
 
 __all__ = ["Flight"]
 
@@ -29,15 +29,15 @@ __all__ = ["Flight"]
 Outcome = Callable[[Sequence[str], list[Tensor]], list[Tensor]]
 
 
-@dataclass
-class _Leg:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Leg(Item):
     """Some of the tensors, on their way together."""
 
     names: list[str]
     part: Packed
     snapshot: Tensor
     mean: Tensor
-    gate: Gate = field(repr=False)
+    completion: Completion = field(repr=False)
 
 
 class Flight:
@@ -55,36 +55,42 @@ class Flight:
 
     @torch.no_grad()
     def begin(
-        self, tensors: Mapping[str, Tensor], *, site: Site, group: dist.ProcessGroup, share: Share,
+        self, tensors: Mapping[str, Tensor], *, context: StageContext, group: dist.ProcessGroup, share: Share,
         dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         """Copy ``tensors`` and average the copies over ``group``, behind all that was begun before."""
-        self._pack(tensors, dtype, site)
+        self._pack(tensors, dtype, context)
         for leg in self._legs:
             leg.part.load(into=leg.snapshot)
             leg.mean.copy_(leg.snapshot)
             share.of_(leg.mean)
-        buckets = bare_buckets(len(self._legs), torch.empty(0, device=site.device), group)
-        leg_of = dict(zip(buckets, self._legs, strict=True))
 
-        async def work(bucket: Bucket) -> None:
-            leg = leg_of[bucket]
+        async def work(leg: _Leg) -> None:
             await all_reduce(leg.mean, group=group)
-            leg.gate.open()
+            leg.completion.set()
 
         def fail(error: BaseException) -> None:
             for leg in self._legs:
-                leg.gate.fail(error)
+                leg.completion.fail(error)
 
-        assert site.ride is not None, "the runtime gives it to every stage that it attaches"
-        site.ride(work, buckets, on_failure=fail)
+        assert context.background is not None, "the runtime gives it to every stage that it attaches"
+        context.background(self._legs, work, on_failure=fail)
 
-    def _pack(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, site: Site) -> None:
+    def _pack(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, context: StageContext) -> None:
         names = {id(tensor): name for name, tensor in tensors.items()}
-        for members, part in pack(tensors.values(), dtype=dtype):
+        for place, (members, part) in enumerate(pack(tensors.values(), dtype=dtype)):
             snapshot = part.empty()
             leg_names = [names[id(member)] for member in members]
-            self._legs.append(_Leg(leg_names, part, snapshot, torch.empty_like(snapshot), Gate(site.device)))
+            self._legs.append(
+                _Leg(
+                    index=place,
+                    names=leg_names,
+                    part=part,
+                    snapshot=snapshot,
+                    mean=torch.empty_like(snapshot),
+                    completion=Completion(context.device),
+                )
+            )
 
     @torch.no_grad()
     def land(self, outcome: Outcome | None = None, *, stepped: Sequence[str] = ()) -> None:
@@ -103,7 +109,7 @@ class Flight:
     def wait(self) -> None:
         """Wait until the average has come."""
         for leg in self._legs:
-            leg.gate.wait()
+            leg.completion.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """What has come and is yet to be taken over, by name; waits for it."""
@@ -125,16 +131,21 @@ class Flight:
     @classmethod
     @torch.no_grad()
     def restored(
-        cls, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, site: Site, dtype: torch.dtype | None
+        cls,
+        state: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        *,
+        context: StageContext,
+        dtype: torch.dtype | None,
     ) -> Flight:
         """The flight that :meth:`state_dict` was of, come and yet to be taken over."""
         flight = cls(lands_after=state["lands_after"], unit=state["unit"])
-        flight._pack(tensors, dtype, site)
+        flight._pack(tensors, dtype, context)
         snapshots, means = state["snapshots"], state["means"]
         if set(snapshots) != {name for leg in flight._legs for name in leg.names}:
             raise ConfigurationError("the average in flight that was saved is of a model with other parameters")
         for leg in flight._legs:
             copy_all(leg.part.views(leg.snapshot), [snapshots[name] for name in leg.names])
             copy_all(leg.part.views(leg.mean), [means[name] for name in leg.names])
-            leg.gate.open()
+            leg.completion.set()
         return flight

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
-from overlap.hooks.post_local import check_member
+from overlap.hooks.post_local_sgd import check_member
 from overlap.optim.local_sgd.averagers import whole
 
 __all__ = ["Options", "check_subgroup"]
@@ -51,7 +51,7 @@ class Options:
         return int(self.overlap)
 
     @property
-    def plan(self) -> str:
+    def summary(self) -> str:
         """What differs from the usual, in the same words on every rank."""
         parts = [f"overlap {self.delay}"] if self.overlap else []
         parts += [f"{self.fragments} fragments"] if self.fragments > 1 else []

@@ -73,7 +73,7 @@ class Schedule:
         return list(self._groups.values())[level] if self._groups else self._whole_group
 
     @property
-    def plan(self) -> str:
+    def summary(self) -> str:
         """The same words on every rank that has the same schedule."""
         if isinstance(self._period, Mapping):
             period = str(dict(self._period))

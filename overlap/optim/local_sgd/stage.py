@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, Role, Site, Stage
-from overlap.hooks.post_local import PostLocalSGDState
+from overlap.hooks import Bucket, Role, Stage, StageContext
+from overlap.hooks.post_local_sgd import PostLocalSGDState
 from overlap.optim.local_sgd.averagers import ModelAverager
 from overlap.optim.overlapped import OverlappedOptimizer
 
@@ -46,16 +46,16 @@ class Average(Stage):
         self._parameters: list[Tensor] = []
 
     @property
-    def plan(self) -> str:
+    def signature(self) -> str:
         return f"Average({type(self.averager).__name__})"
 
-    def attach(self, site: Site) -> None:
-        if site.names is None:
+    def attach(self, context: StageContext) -> None:
+        if context.names is None:
             raise ConfigurationError(
                 "Average needs the model's parameters, which a hook registered with ddp.register_comm_hook is not "
                 "told: use overlap.register"
             )
-        self._parameters = list(site.names)
+        self._parameters = list(context.names)
 
     async def __call__(self, bucket: Bucket) -> None:
         """Nothing to do to a bucket: parameters are averaged when all are updated."""
@@ -69,7 +69,7 @@ class Average(Stage):
             self.averager.average_parameters(self._parameters)
 
     def __repr__(self) -> str:
-        return self.plan
+        return self.signature
 
 
 class CountedState(PostLocalSGDState):
@@ -107,11 +107,11 @@ class UnlessReplayedAlone(Stage):
         return (self._update,)
 
     @property
-    def plan(self) -> str:
-        return self._update.plan
+    def signature(self) -> str:
+        return self._update.signature
 
-    def attach(self, site: Site) -> None:
-        if site.finds_unused:
+    def attach(self, context: StageContext) -> None:
+        if context.finds_unused:
             raise UnsupportedError(
                 "with find_unused_parameters or static_graph an update in backward asks all ranks which parameters "
                 "were used, at every step: leave update out, so that local.step() updates"
@@ -133,14 +133,14 @@ class Coordination(Stage):
 
     def __init__(self, local: LocalSGD) -> None:
         self._local = local
-        self.site: Site | None = None
+        self.context: StageContext | None = None
 
     @property
-    def plan(self) -> str:
+    def signature(self) -> str:
         return repr(self._local)
 
-    def attach(self, site: Site) -> None:
-        self.site = site
+    def attach(self, context: StageContext) -> None:
+        self.context = context
 
     def detach(self) -> None:
         self._local.on_removed()
@@ -155,7 +155,7 @@ class Coordination(Stage):
         self._local.before_backward(is_replay=is_replay)
 
     def __repr__(self) -> str:
-        return f"Average({self._local.schedule.plan})"
+        return f"Average({self._local.schedule.summary})"
 
 
 def check_update(update: Stage | None, optimizer: Optimizer) -> None:

@@ -51,21 +51,21 @@ class Exchange:
         copy_all(plan.own_of(pieces), plan.own_of(packed_pieces))
         self.workspace.give(packed)
 
-    async def gather(self, bucket: Bucket, plan: Plan) -> None:
+    async def gather(self, plan: Plan, group: dist.ProcessGroup) -> None:
         """Bring what each rank owns of the parameters to all."""
         if plan.layout.packed_numel == 0:
             return
         if self.sends_directly or not plan.layout.is_even:
-            await gather_by_messages(bucket, plan, self.workspace)
+            await gather_by_messages(plan, group, self.workspace)
         else:
-            await self._all_gather(bucket, plan)
+            await self._all_gather(plan, group)
         plan.note_written()
 
-    async def _all_gather(self, bucket: Bucket, plan: Plan) -> None:
+    async def _all_gather(self, plan: Plan, group: dist.ProcessGroup) -> None:
         packed = self.workspace.take(plan.layout.packed_numel, plan.parameter_pieces[0])
         pieces = plan.cut_packed(packed)
         copy_all(plan.own_of(pieces), plan.own_of(plan.parameter_pieces))
-        await all_gather(packed, packed[plan.segment], group=bucket.group)
+        await all_gather(packed, packed[plan.segment], group=group)
         copy_all(plan.others_of(plan.parameter_pieces), plan.others_of(pieces))
         self.workspace.give(packed)
 

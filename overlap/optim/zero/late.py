@@ -11,10 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.foreach import norms, scale_
-from overlap.hooks import Bucket
-from overlap.hooks.channels import GroupChannels
-from overlap.hooks.executors import HostExecutor, StreamExecutor
-from overlap.hooks.ride import ride
+from overlap.hooks.engine.background import Item, run_on_group
 from overlap.join.in_force import in_force
 from overlap.optim.clipping import Clipping
 from overlap.optim.zero.exchange import Exchange
@@ -82,9 +79,6 @@ class Alone:
     def __init__(self, zero: ZeroRedundancyOptimizer, exchange: Exchange) -> None:
         self._zero = zero
         self._exchange = exchange
-        device = zero.join_device
-        channels = GroupChannels(zero.process_group)
-        self._executor = HostExecutor(channels) if device.type == "cpu" else StreamExecutor(channels, device)
         self._plans: list[Plan] = []
         self._layout: tuple[int, ...] = ()
 
@@ -111,12 +105,14 @@ class Alone:
     def _gather(self, stepped: Sequence[Shard]) -> None:
         """Bring what each rank owns to all: of trainable parameters, and of others that had a gradient left."""
         plans = self._current_plans({id(shard) for shard in stepped})
-        buckets = [_as_bucket(place, plan, len(plans), self._zero.process_group) for place, plan in enumerate(plans)]
-        if isinstance(self._executor, StreamExecutor):
-            for bucket in buckets:
-                self._executor.arrive(bucket)
-        ride(lambda bucket: self._exchange.gather(bucket, plans[bucket.index]), buckets, self._executor)
-        self._executor.wait_for_pass()
+        gathers = [_Gather(index=place, plan=plan) for place, plan in enumerate(plans)]
+        group = self._zero.process_group
+        run_on_group(
+            gathers,
+            lambda gather: self._exchange.gather(gather.plan, group),
+            group=group,
+            device=self._zero.join_device,
+        )
 
     def _current_plans(self, stepped: set[int]) -> list[Plan]:
         trained = [s for s in self._zero.shards.values() if s.parameter.requires_grad or id(s) in stepped]
@@ -149,15 +145,6 @@ def _in_buckets(shards: Sequence[Shard]) -> list[list[Shard]]:
     return [*full, *open_ones.values()]
 
 
-def _as_bucket(index: int, plan: Plan, count: int, group: dist.ProcessGroup) -> Bucket:
-    parameters = tuple(shard.parameter for shard in plan.shards)
-    return Bucket(
-        index=index,
-        is_last=index == count - 1,
-        buffer=parameters[0].new_empty(0),
-        parameters=parameters,
-        group=group,
-        divisor=1,
-        step=0,
-        views=(),
-    )
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Gather(Item):
+    plan: Plan

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.foreach import add_all, copy_all
@@ -82,7 +83,7 @@ async def reduce_by_messages(bucket: Bucket, plan: Plan, workspace: Workspace) -
     workspace.give(incoming)
 
 
-async def gather_by_messages(bucket: Bucket, plan: Plan, workspace: Workspace) -> None:
+async def gather_by_messages(plan: Plan, group: dist.ProcessGroup, workspace: Workspace) -> None:
     """Send what this rank owns of the parameters to all others, and receive what they own."""
     lots = [_Lot(pieces) for pieces in plan.by_rank(plan.parameter_pieces)]
     own = lots[plan.rank]
@@ -95,7 +96,7 @@ async def gather_by_messages(bucket: Bucket, plan: Plan, workspace: Workspace) -
     await send_recv(
         [(message, rank) for rank, _, _ in others for message in own.messages(boxes[plan.rank])],
         [(message, rank) for rank, lot, box in others for message in lot.messages(box)],
-        group=bucket.group,
+        group=group,
     )
     for _, lot, box in others:
         lot.unpack(box)

@@ -12,15 +12,16 @@ waits. Nothing else does: ``zero.wait()`` is for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.hooks import Bucket, Site
-from overlap.hooks.gate import Gate
+from overlap.hooks import Bucket, StageContext
+from overlap.hooks.engine.background import Completion, Item
 from overlap.optim.zero.exchange import Exchange
 from overlap.optim.zero.plan import Plan
 
@@ -31,46 +32,50 @@ class Gathers:
     """The gathers of one step, in flight."""
 
     def __init__(self) -> None:
-        self._gates: dict[int, Gate] = {}
+        self._completions: dict[int, Completion] = {}
         self._hooks: _ModuleHooks | None = None
 
-    def begin(self, site: Site, plans: Sequence[tuple[Bucket, Plan]], exchange: Exchange) -> None:
+    def begin(self, context: StageContext, plans: Sequence[tuple[Bucket, Plan]], exchange: Exchange) -> None:
         """Launch the gather of each bucket, in this order, behind all that was begun before."""
-        gates = [Gate(site.device) for _ in plans]
-        for gate, (_, plan) in zip(gates, plans, strict=True):
-            self._gates.update((id(shard.parameter), gate) for shard in plan.shards)
-        by_index = {bucket.index: (plan, gate) for gate, (bucket, plan) in zip(gates, plans, strict=True)}
+        gathers = [
+            _Gather(index=bucket.index, step=bucket.step, plan=plan, completion=Completion(context.device))
+            for bucket, plan in plans
+        ]
+        for gather in gathers:
+            self._completions.update((id(shard.parameter), gather.completion) for shard in gather.plan.shards)
 
-        def work(bucket: Bucket) -> Coroutine[Any, Any, None]:
-            return _gather(bucket, *by_index[bucket.index], exchange)
+        async def work(gather: _Gather) -> None:
+            await exchange.gather(gather.plan, context.group)
+            gather.completion.set()
 
         def fail(error: BaseException) -> None:
-            for gate in gates:
-                gate.fail(error)
+            for gather in gathers:
+                gather.completion.fail(error)
 
-        assert site.ride is not None, "the runtime gives it to every stage that it attaches"
-        site.ride(work, [bucket for bucket, _ in plans], on_failure=fail)
+        assert context.background is not None, "the runtime gives it to every stage that it attaches"
+        context.background(gathers, work, on_failure=fail)
 
     def wait(self) -> None:
         """Wait for all."""
-        gates, self._gates = self._gates, {}
-        for gate in dict.fromkeys(gates.values()):
-            gate.wait()
+        completions, self._completions = self._completions, {}
+        for completion in dict.fromkeys(completions.values()):
+            completion.wait()
 
     def wait_for(self, parameters: Iterable[int]) -> None:
         """Wait for some parameters, by ``id``."""
-        if self._gates:
-            for gate in dict.fromkeys(gate for key in parameters if (gate := self._gates.get(key)) is not None):
-                gate.wait()
+        if self._completions:
+            for completion in dict.fromkeys(map(self._completions.get, parameters)):
+                if completion is not None:
+                    completion.wait()
 
-    def attach(self, site: Site, parameters: Collection[int]) -> None:
+    def attach(self, context: StageContext, parameters: Collection[int]) -> None:
         """Have the model's modules wait. See [Note: who waits].
 
         Raises:
             ConfigurationError: the model is not known.
             UnsupportedError: part of it is compiled.
         """
-        model = None if site.module is None else site.module()
+        model = None if context.module is None else context.module()
         if model is None:
             raise ConfigurationError(
                 "gather='forward' lets modules wait for their parameters, and a hook registered with "
@@ -87,9 +92,12 @@ class Gathers:
         self.wait()
 
 
-async def _gather(bucket: Bucket, plan: Plan, gate: Gate, exchange: Exchange) -> None:
-    await exchange.gather(bucket, plan)
-    gate.open()
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Gather(Item):
+    """The gather of one bucket's parameters."""
+
+    plan: Plan
+    completion: Completion
 
 
 class _ModuleHooks:

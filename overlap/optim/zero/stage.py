@@ -12,7 +12,7 @@ from torch import Tensor
 
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, Role, Site, Stage, all_reduce, whole_pass
+from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
 from overlap.optim.clipping import Clipping
 from overlap.optim.unused import used_on_any_rank
 from overlap.optim.zero.finite import FiniteVote
@@ -89,7 +89,7 @@ class ZeroStep(Stage):
         self._riding = Gathers() if gather == "forward" else None
         self._vote = FiniteVote()
         self._names: Mapping[Tensor, str] = {}
-        self._site: Site | None = None
+        self._context: StageContext | None = None
         self._plans: dict[tuple[int, ...], Plan | None] = {}
         self._used: set[int] = set()
         self._pass = Pass()
@@ -98,7 +98,7 @@ class ZeroStep(Stage):
         self._has_failed = False
 
     @property
-    def plan(self) -> str:
+    def signature(self) -> str:
         return f"{self!r} by {self.zero.partition}"
 
     @property
@@ -110,29 +110,29 @@ class ZeroStep(Stage):
         """Whether the update is left to ``zero.step()``."""
         return self.is_deferred and not self.is_automatic
 
-    def attach(self, site: Site) -> None:
+    def attach(self, context: StageContext) -> None:
         zero = self.zero
         if zero.stage is not None and zero.stage is not self:
             raise RegistrationError("this ZeroRedundancyOptimizer is registered already; .remove() that registration")
-        check_same_group(site.group, zero.process_group)
-        if site.finds_unused and not self._waits_for_step and site.device.type != "cpu":
+        check_same_group(context.group, zero.process_group)
+        if context.finds_unused and not self._waits_for_step and context.device.type != "cpu":
             raise UnsupportedError(
                 "with find_unused_parameters or static_graph an update in backward would stop the host to learn "
                 "which parameters no rank used; use ZeroStep(zero, deferred=True)"
             )
-        if site.names is not None:
+        if context.names is not None:
             shards = zero.shards.values()
-            check_covered(site.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
-        self._site = site
-        self._names = site.names or {}
+            check_covered(context.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
+        self._context = context
+        self._names = context.names or {}
         if self._riding is not None:
-            self._riding.attach(site, zero.shards.keys())
+            self._riding.attach(context, zero.shards.keys())
         zero.stage = self
 
     def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         """Raises: ConfigurationError: the model does not train one of ``parameters``."""
-        if self._site is not None and self._site.names is not None:
-            check_covered(self._site.names, parameters, names)
+        if self._context is not None and self._context.names is not None:
+            check_covered(self._context.names, parameters, names)
 
     def detach(self) -> None:
         # What has been applied must not be added to by a backward before which nobody clears it.
@@ -140,7 +140,7 @@ class ZeroStep(Stage):
         self._pass, self._awaits_step = Pass(), False
         if self.zero.stage is self:
             self.zero.stage = None
-        self._site = None
+        self._context = None
         if self._riding is not None:
             self._riding.detach()
 
@@ -195,12 +195,12 @@ class ZeroStep(Stage):
         else:
             self.zero.update(self._pass.of(bucket))
         if not self._waits_for_step and plan is not None and self._riding is None:
-            await self.zero.exchange.gather(bucket, plan)
+            await self.zero.exchange.gather(plan, bucket.group)
 
     async def _exchange_gradients(self, bucket: Bucket, plan: Plan) -> None:
         if not bucket.is_mean:
             await self.zero.exchange.reduce(bucket, plan)
-        finds_unused = None if self._site is None else self._site.finds_unused
+        finds_unused = None if self._context is None else self._context.finds_unused
         parameters = [shard.parameter for shard in plan.shards]
         used = await used_on_any_rank(bucket, parameters, finds_unused, used_before=self._used)
         kept = {id(shard) for shard, is_used in zip(plan.shards, used, strict=True) if is_used}
@@ -256,8 +256,8 @@ class ZeroStep(Stage):
     def _gather(self) -> None:
         """Outside of a pass: bring what each rank owns to all, the first layers' parameters first."""
         riding = self._riding or Gathers()
-        assert self._site is not None, "gathers run while the stage is attached"
-        riding.begin(self._site, self._pass.plans(), self.zero.exchange)
+        assert self._context is not None, "gathers run while the stage is attached"
+        riding.begin(self._context, self._pass.plans(), self.zero.exchange)
         # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook
         # does.
         if self._riding is None or (self.zero.is_joining and not self._pass.is_replay):

@@ -10,17 +10,17 @@ import torch.distributed as dist
 from overlap._torch.c10d import PrefixStore, group_store
 from overlap.join.in_force import in_force
 
-__all__ = ["FailureBoard"]
+__all__ = ["FailureStore"]
 
 
-class FailureBoard:
+class FailureStore:
     """Where a rank writes that it failed, for the others to read when a collective does not come back.
 
-    One board serves one set of channels, or one Join; it lives in the store that the process group was made with.
+    One failures serves one set of channels, or one Join; it lives in the store that the process group was made with.
     """
 
     def __init__(self, group: dist.ProcessGroup, key: str) -> None:
-        self._store = PrefixStore(f"overlap/board/{key}", group_store(group))
+        self._store = PrefixStore(f"overlap/failures/{key}", group_store(group))
         self._rank = group.rank()
         self._group = weakref.ref(group)
 
@@ -37,7 +37,7 @@ class FailureBoard:
                 return self._store.get("failure/1").decode()
         group = self._group()
         join = None if group is None else in_force(group)
-        return None if join is None or join.board is self else join.board.read()
+        return None if join is None or join.failures is self else join.failures.read()
 
     def agree(self, plan: str) -> str | None:
         """Compare ``plan`` with rank 0's; the other's plan where they differ."""

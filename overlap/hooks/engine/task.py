@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -10,9 +10,21 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.collectives import Channels, Entering, Operation, WholePass
+from overlap.hooks.collectives import Channels, Operation, WholePass
 
-__all__ = ["Executor", "Observer", "Task"]
+__all__ = ["Executor", "Observer", "Subject", "Task"]
+
+
+class Subject(Protocol):
+    """What a task works on: a bucket of a backward pass, or an item of background work."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
+
+    def describe(self) -> str: ...
 
 
 class Observer(Protocol):
@@ -23,23 +35,23 @@ class Observer(Protocol):
         """DDP handed a bucket over: all its gradients are there."""
         ...
 
-    def running(self, bucket: Bucket, label: str) -> None:
+    def running(self, subject: Subject, label: str) -> None:
         """Code of a stage is about to run, up to its next operation."""
         ...
 
-    def ran(self, bucket: Bucket, label: str) -> None:
+    def ran(self, subject: Subject, label: str) -> None:
         """It has run."""
         ...
 
-    def launched(self, bucket: Bucket, label: str, operation: Operation) -> None:
+    def launched(self, subject: Subject, label: str, operation: Operation) -> None:
         """A stage's operation was started, or was found to be under way."""
         ...
 
-    def waiting(self, bucket: Bucket, operation: Operation) -> None:
+    def waiting(self, subject: Subject, operation: Operation) -> None:
         """An operation is about to be waited for."""
         ...
 
-    def finished(self, bucket: Bucket, operation: Operation) -> None:
+    def finished(self, subject: Subject, operation: Operation) -> None:
         """It has been waited for, and did not fail."""
         ...
 
@@ -53,8 +65,8 @@ class Executor(Protocol):
     @property
     def observer(self) -> Observer | None: ...
 
-    def scope(self, bucket: Bucket) -> AbstractContextManager[Any]:
-        """The context (stream) for the code of a bucket's stages."""
+    def scope(self, lane: int) -> AbstractContextManager[Any]:
+        """The context (stream) for the code of a task in ``lane``."""
         ...
 
     def wait(self, work: dist.Work) -> None:
@@ -67,21 +79,30 @@ class Executor(Protocol):
 
 
 class Task:
-    """A bucket's coroutine with the operation that it waits for."""
+    """The coroutines that a bucket (or an item of background work) goes through, and what it waits for.
+
+    Args:
+        subject: what they work on.
+        parts: each stage's label and its coroutine, in their order; taken when the one before is through.
+        executor: where they run.
+        on_done: called when the last one is through.
+        lane: tasks of different lanes may run side by side on an accelerator, those of one lane one after another.
+    """
 
     def __init__(
         self,
-        bucket: Bucket,
-        coroutine: Coroutine[Operation, Any, None],
+        subject: Subject,
+        parts: Iterable[tuple[str, Coroutine[Operation, Any, None]]],
         executor: Executor,
         on_done: Callable[[], None],
         *,
-        label: str,
+        lane: int,
     ) -> None:
-        self.bucket = bucket
-        self.label = label
+        self.subject = subject
         self.is_done = False
-        self._coroutine = coroutine
+        self._parts = iter(parts)
+        self._lane = lane
+        self._label, self._coroutine = next(self._parts)
         self._executor = executor
         self._on_done = on_done
         self._pending: Operation | None = None
@@ -98,7 +119,7 @@ class Task:
         What the stage raises is kept for :meth:`advance`: only the thread that drives the pass may end it.
         """
         try:
-            with self._executor.scope(self.bucket):
+            with self._executor.scope(self._lane):
                 self._resume(None)
         except Exception as error:
             self._start_error = error
@@ -107,7 +128,7 @@ class Task:
         """Wait for what is in flight, run to the next operation, launch it."""
         if self._start_error is not None:
             raise self._start_error
-        with self._executor.scope(self.bucket):
+        with self._executor.scope(self._lane):
             # A stage that started on autograd's thread may have an operation that is yet to be launched, or be through.
             if not self.is_done and (self._pending is None or self._is_launched):
                 self._resume(self._outcome())
@@ -126,37 +147,45 @@ class Task:
         """Run to the next operation; an exception as ``value`` is raised inside the stage."""
         self._is_launched = False
         try:
-            operation = self._segment(value)
-            while isinstance(operation, Entering):
-                self.label = operation.label
-                operation = self._segment(None)
-        except StopIteration:
-            self._pending, self.is_done = None, True
+            operation = self._next_operation(value)
         except Exception as error:
-            error.add_note(f"raised in stage {self.label}, {self.bucket.describe()}")
+            error.add_note(f"raised in stage {self._label}, {self.subject.describe()}")
             raise
+        if operation is None:
+            self._pending, self.is_done = None, True
         else:
             self._pending = operation
             if operation.is_under_way:
                 self._note_launched(operation)
 
+    def _next_operation(self, value: Any) -> Operation | None:
+        """What this stage or one after it awaits next; ``None`` when the last is through."""
+        while True:
+            try:
+                return self._segment(value)
+            except StopIteration:
+                following = next(self._parts, None)
+            if following is None:
+                return None
+            (self._label, self._coroutine), value = following, None
+
     def _segment(self, value: Any) -> Operation:
         if (observer := self._executor.observer) is not None:
-            observer.running(self.bucket, self.label)
+            observer.running(self.subject, self._label)
         try:
-            with record_function(f"overlap::{self.label}[bucket {self.bucket.index}]"):
+            with record_function(f"overlap::{self._label}[bucket {self.subject.index}]"):
                 if isinstance(value, Exception):
                     return self._coroutine.throw(value)
                 return self._coroutine.send(value)
         finally:
             if (observer := self._executor.observer) is not None:
-                observer.ran(self.bucket, self.label)
+                observer.ran(self.subject, self._label)
 
     def _launch(self, operation: Operation) -> None:
         try:
             operation.launch(self._executor.channels)
         except Exception as error:
-            error.add_note(f"raised when stage {self.label} launched {operation.label}, {self.bucket.describe()}")
+            error.add_note(f"raised when stage {self._label} launched {operation.label}, {self.subject.describe()}")
             raise
         self._is_launched = True
         if not operation.is_under_way:
@@ -164,7 +193,7 @@ class Task:
 
     def _note_launched(self, operation: Operation) -> None:
         if (observer := self._executor.observer) is not None:
-            observer.launched(self.bucket, self.label, operation)
+            observer.launched(self.subject, self._label, operation)
 
     def _outcome(self) -> Any:
         """Wait for what is in flight: its result, or the exception with which it failed."""
@@ -172,14 +201,14 @@ class Task:
         if operation is None:
             return None
         if (observer := self._executor.observer) is not None:
-            observer.waiting(self.bucket, operation)
+            observer.waiting(self.subject, operation)
         try:
-            with record_function(f"overlap::{operation.label}[bucket {self.bucket.index}]"):
+            with record_function(f"overlap::{operation.label}[bucket {self.subject.index}]"):
                 if isinstance(operation, WholePass):
                     self._executor.wait_for_pass()
                 result = operation.finish(self._executor.wait)
         except Exception as error:
             return error
         if (observer := self._executor.observer) is not None:
-            observer.finished(self.bucket, operation)
+            observer.finished(self.subject, operation)
         return result

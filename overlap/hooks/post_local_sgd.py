@@ -16,8 +16,8 @@ import torch.distributed as dist
 from overlap._torch.c10d import GradBucket
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import StageHook
+from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.reducers import AllReduce
 from overlap.hooks.stage import Stage
 from overlap.join import gradient_divisor
 
@@ -107,8 +107,8 @@ class PostLocal(Stage):
         return (self.inner,)
 
     @property
-    def plan(self) -> str:
-        return f"PostLocal({self.inner.plan}, from step {self._state.start_localSGD_iter})"
+    def signature(self) -> str:
+        return f"PostLocal({self.inner.signature}, from step {self._state.start_localSGD_iter})"
 
     def before_backward(self, *, is_replay: bool) -> None:
         # For all buckets of the pass, and here, where groups may be made.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from overlap._torch.c10d import Channel, GlooChannel, GroupChannel, backend_name
 from overlap.errors import ConfigurationError
-from overlap.join.board import FailureBoard
+from overlap.join.failures import FailureStore
 
 __all__ = ["GroupChannels", "PrivateChannels"]
 
@@ -37,7 +37,7 @@ class GroupChannels:
         self._group = group
         self._tags = itertools.count(_FIRST_TAG)
 
-    board: FailureBoard | None = None
+    failures: FailureStore | None = None
 
     def of(self, group: dist.ProcessGroup | None) -> Channel:
         return GroupChannel(self._group if group is None else group)
@@ -68,7 +68,7 @@ class PrivateChannels:
         self._channels: dict[dist.ProcessGroup, Channel] = {}
         self._tags = itertools.count()
         self._closing: list[threading.Thread] = []
-        self.board: FailureBoard | None = None
+        self.failures: FailureStore | None = None
 
     @staticmethod
     def can_serve(group: dist.ProcessGroup) -> bool:
@@ -87,7 +87,7 @@ class PrivateChannels:
             key = _next_key(group)
             channel = self._channels[group] = GlooChannel(group, key)
             if group is self._group:
-                self.board = FailureBoard(group, key)
+                self.failures = FailureStore(group, key)
         return channel
 
     def next_tag(self) -> int:
@@ -114,4 +114,4 @@ class PrivateChannels:
                 self._closing.append(closing)
         self._channels.clear()
         self._tags = itertools.count()
-        self.board = None
+        self.failures = None

@@ -15,9 +15,9 @@ from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refus
 from overlap._torch.join import divides_by_count_in_vain
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.adapters import BucketFuture, as_stage, is_hook
-from overlap.hooks.runtime import Runtime
-from overlap.hooks.stage import Site, Stage, to_stage
-from overlap.hooks.task import Observer
+from overlap.hooks.engine.runtime import Runtime
+from overlap.hooks.engine.task import Observer
+from overlap.hooks.stage import Stage, StageContext, to_stage
 
 __all__ = ["Registration", "register", "registration_of"]
 
@@ -157,14 +157,14 @@ def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], st
             "call .remove() on what register returned first, or make one chain of both"
         )
     named = data_parallel_parameters(ddp)
-    site = Site(
+    context = StageContext(
         group=ddp.process_group,
         device=next(iter(named)).device,
         names=named,
         finds_unused=ddp.find_unused_parameters or ddp.static_graph,
         module=weakref.ref(ddp.module),
     )
-    runtime = Runtime(made, site)
+    runtime = Runtime(made, context)
     try:
         runtime.open()
     except BaseException:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import torch
 
 from overlap.errors import UnsupportedError
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.collectives import Operation
+from overlap.hooks.engine.task import Executor, Task
+from overlap.hooks.engine.wavefront import Wavefront
 from overlap.hooks.stage import Stage
-from overlap.hooks.task import Executor, Task
-from overlap.hooks.wavefront import Wavefront
 
 __all__ = ["BackwardPass"]
 
@@ -48,17 +50,13 @@ class BackwardPass:
                 future.set_result(bucket.buffer)
                 return None
         task = Task(
-            bucket,
-            self._run(bucket),
-            self._executor,
-            lambda: self._complete(bucket.index),
-            label=repr(self._stage),
+            bucket, self._parts(bucket), self._executor, lambda: self._complete(bucket.index), lane=bucket.index
         )
         if self._stage.starts_on_autograd_thread:
             task.start()
         return task
 
-    def drive(self, task: Task) -> None:
+    def drive(self, task: Task, *, is_last: bool) -> None:
         """Let a bucket arrive in the wavefront, on the thread that drives the stages."""
         if self.error is not None:
             task.close()
@@ -66,7 +64,7 @@ class BackwardPass:
         try:
             # After a failure the ranks meet anew, in every pass: one that fails again is then heard again.
             self._executor.channels.open()
-            self._wavefront.arrive(task, is_last=task.bucket.is_last)
+            self._wavefront.arrive(task, is_last=is_last)
         except BaseException as error:
             task.close()
             self.fail(error)
@@ -95,15 +93,22 @@ class BackwardPass:
         for future in futures:
             future.wait()
 
-    async def _run(self, bucket: Bucket) -> None:
-        if bucket.buffer.is_sparse:
-            raise UnsupportedError(
-                "this gradient is sparse, and stages work on dense ones: build the embedding with sparse=False, "
-                "or leave this model to plain DDP"
-            )
-        await self._stage(bucket)
+    def _parts(self, bucket: Bucket) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
+        """Each stage of the chain in its turn."""
+        for stage in self._stage.sequence:
+            yield repr(stage), _run(stage, bucket)
+            bucket = stage.passed(bucket)
 
     def _complete(self, index: int) -> None:
         with self._lock:
             future, buffer = self._unfinished.pop(index)
         future.set_result(buffer)
+
+
+async def _run(stage: Stage, bucket: Bucket) -> None:
+    if bucket.buffer.is_sparse:
+        raise UnsupportedError(
+            "this gradient is sparse, and stages work on dense ones: build the embedding with sparse=False, "
+            "or leave this model to plain DDP"
+        )
+    await stage(bucket)

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from overlap._torch.device import has_streams
 from overlap.errors import CollectiveError, PeerError
-from overlap.hooks.bucket import Bucket
-from overlap.hooks.channels import GroupChannels, PrivateChannels
-from overlap.hooks.task import Observer
+from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
+from overlap.hooks.engine.task import Observer
 
-__all__ = ["HostExecutor", "StreamExecutor"]
+__all__ = ["BACKGROUND_LANES", "HostExecutor", "StreamExecutor", "executor_for"]
+
+BACKGROUND_LANES = 2
+"""Of two, one packs or unpacks while the other is on its way; more would only take more memory."""
 
 # How long a thread waits for a collective before it looks whether another rank has reported a failure.
 _PATIENCE = timedelta(seconds=1)
@@ -28,12 +31,18 @@ class HostExecutor:
         self.channels = channels
         self.observer: Observer | None = None
 
-    def scope(self, bucket: Bucket) -> AbstractContextManager[Any]:
+    def begin(self, lane: int) -> None:
+        """Nothing to order: what was called before is done."""
+
+    def begin_background(self) -> None:
+        """As :meth:`begin`."""
+
+    def scope(self, lane: int) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def wait(self, work: dist.Work) -> None:
-        board = self.channels.board
-        if board is None:
+        failures = self.channels.failures
+        if failures is None:
             work.wait()
             return
         start_s = time.monotonic()
@@ -42,7 +51,7 @@ class HostExecutor:
                 work.wait(_PATIENCE)
                 return
             except RuntimeError as error:
-                failure = board.read()
+                failure = failures.read()
                 if failure is not None:
                     raise PeerError(f"another rank of the group failed first: {failure}") from error
                 if work.is_completed():
@@ -71,14 +80,19 @@ class StreamExecutor:
         self._module: Any = torch.get_device_module(device)
         self._streams: list[Any] = []
 
-    def arrive(self, bucket: Bucket) -> None:
-        """Let the bucket's stream start behind what the current stream (autograd's) has queued: the gradients."""
-        while len(self._streams) <= bucket.index:
+    def begin(self, lane: int) -> None:
+        """Let the lane's stream start behind what the current stream (autograd's) has queued: the gradients."""
+        while len(self._streams) <= lane:
             self._streams.append(self._module.Stream(device=self._device))
-        self._streams[bucket.index].wait_stream(self._module.current_stream(self._device))
+        self._streams[lane].wait_stream(self._module.current_stream(self._device))
 
-    def scope(self, bucket: Bucket) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self._module.stream(self._streams[bucket.index])
+    def begin_background(self) -> None:
+        """Let the streams of background work start behind what the current stream has queued."""
+        for lane in range(BACKGROUND_LANES):
+            self.begin(lane)
+
+    def scope(self, lane: int) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._module.stream(self._streams[lane])
         return context
 
     def wait(self, work: dist.Work) -> None:
@@ -89,3 +103,9 @@ class StreamExecutor:
         for stream in self._streams:
             if stream != current:
                 current.wait_stream(stream)
+
+
+def executor_for(group: dist.ProcessGroup, device: torch.device) -> HostExecutor | StreamExecutor:
+    """Runs stages' code on the calling thread, on ``group`` itself."""
+    channels = GroupChannels(group)
+    return StreamExecutor(channels, device) if has_streams(device) else HostExecutor(channels)

@@ -8,24 +8,26 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from overlap._torch.autograd import after_backward, in_backward
 from overlap._torch.c10d import GradBucket
 from overlap.errors import CollectiveError
-from overlap.hooks.backward_pass import BackwardPass, BucketFuture
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.channels import GroupChannels, PrivateChannels
 from overlap.hooks.collectives import Operation
-from overlap.hooks.executors import HostExecutor, StreamExecutor
-from overlap.hooks.ride import ride
-from overlap.hooks.stage import Site, Stage, walk
-from overlap.hooks.task import Observer
+from overlap.hooks.engine.background import background
+from overlap.hooks.engine.backward_pass import BackwardPass, BucketFuture
+from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
+from overlap.hooks.engine.executors import HostExecutor, StreamExecutor
+from overlap.hooks.engine.task import Observer, Subject
+from overlap.hooks.stage import Stage, StageContext, walk
 from overlap.join import gradient_divisor
 
 __all__ = ["Runtime", "Worker"]
+
+T = TypeVar("T", bound=Subject)
 
 
 class Worker:
@@ -58,24 +60,24 @@ class Runtime:
     of collectives is the program's own.
     """
 
-    def __init__(self, stage: Stage, site: Site) -> None:
+    def __init__(self, stage: Stage, context: StageContext) -> None:
         self._stage = stage
-        self._site = replace(site, ride=self.ride)
+        self._context = replace(context, background=self.background)
         self._pass: BackwardPass | None = None
         self._steps = 0
         self._is_open = False
         self._attached: list[Stage] = []
         self._worker: Worker | None = None
         self._executor: HostExecutor | StreamExecutor
-        if site.device.type == "cpu":
-            if PrivateChannels.can_serve(site.group):
-                self._executor = HostExecutor(PrivateChannels(site.group))
+        if context.device.type == "cpu":
+            if PrivateChannels.can_serve(context.group):
+                self._executor = HostExecutor(PrivateChannels(context.group))
                 self._worker = Worker(f"overlap-{id(self):x}")
                 self._stop_worker = weakref.finalize(self, self._worker.stop)
             else:
-                self._executor = HostExecutor(GroupChannels(site.group))
+                self._executor = HostExecutor(GroupChannels(context.group))
         else:
-            self._executor = StreamExecutor(GroupChannels(site.group), site.device)
+            self._executor = StreamExecutor(GroupChannels(context.group), context.device)
 
     @property
     def stage(self) -> Stage:
@@ -99,20 +101,20 @@ class Runtime:
             CollectiveError: another rank did not come, or registered something else.
         """
         for stage in walk(self._stage):
-            stage.attach(self._site)
+            stage.attach(self._context)
             self._attached.append(stage)
         self._is_open = True
         channels = self._executor.channels
         channels.open()
-        if (board := channels.board) is None:
+        if (failures := channels.failures) is None:
             return
-        plan = f"{self._stage.plan} for {self._site.describe()}"
-        if (other := board.agree(plan)) is not None:
+        plan = f"{self._stage.signature} for {self._context.describe()}"
+        if (other := failures.agree(plan)) is not None:
             error = CollectiveError(
-                f"rank {self._site.group.rank()} registers {plan}, but rank 0 registers {other}; "
+                f"rank {self._context.group.rank()} registers {plan}, but rank 0 registers {other}; "
                 "every rank must run the same stages for the same model"
             )
-            board.report(error)
+            failures.report(error)
             raise error
 
     def close(self) -> None:
@@ -137,40 +139,37 @@ class Runtime:
         current = self._pass
         bucket = self._bucket(raw, is_replay=is_replay)
         future: BucketFuture = torch.futures.Future(
-            devices=None if self._site.device.type == "cpu" else [self._site.device]
+            devices=None if self._context.device.type == "cpu" else [self._context.device]
         )
         if (observer := self.observer) is not None:
             observer.arrived(bucket)
-        if isinstance(self._executor, StreamExecutor):
-            self._executor.arrive(bucket)
+        self._executor.begin(bucket.index)
         if bucket.is_last and not is_replay:
             after_backward(lambda: self._finish(current))
         task = current.admit(bucket, future)
         if task is not None:
-            self._submit(lambda: current.drive(task))
+            self._submit(lambda: current.drive(task, is_last=bucket.is_last))
         if bucket.is_last and is_replay:
             current.wait()
             self._finish(current)
         return future
 
-    def ride(
+    def background(
         self,
-        work: Callable[[Bucket], Coroutine[Operation, Any, None]],
-        buckets: Sequence[Bucket],
+        items: Sequence[T],
+        work: Callable[[T], Coroutine[Operation, Any, None]],
         *,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """Run ``work`` on each of ``buckets`` behind all that was begun before; returns at once where a worker runs it.
+        """Run ``work`` on each of ``items`` behind all that was begun before; returns at once where a worker runs it.
 
         Called on the training thread, between backward passes, at the same place on every rank.
         """
-        if isinstance(self._executor, StreamExecutor):
-            for bucket in buckets:
-                self._executor.arrive(bucket)
+        self._executor.begin_background()
 
         def job() -> None:
             try:
-                ride(work, buckets, self._executor)
+                background(items, work, self._executor)
             except BaseException as error:
                 self._on_failure(error)
                 on_failure(error)
@@ -220,21 +219,21 @@ class Runtime:
         if not isinstance(error, CollectiveError):
             with contextlib.suppress(Exception):
                 channels.open()  # Where the last pass failed too, the others are met only here.
-            if channels.board is not None:
-                channels.board.report(error)
+            if channels.failures is not None:
+                channels.failures.report(error)
         channels.abort()
 
     def _bucket(self, raw: GradBucket, *, is_replay: bool) -> Bucket:
         parameters = tuple(raw.parameters())
-        names = self._site.names
+        names = self._context.names
         assert self._pass is not None
         return Bucket(
             index=raw.index(),
             is_last=raw.is_last(),
             buffer=raw.buffer(),
             parameters=parameters,
-            group=self._site.group,
-            divisor=gradient_divisor(self._site.group),
+            group=self._context.group,
+            divisor=gradient_divisor(self._context.group),
             step=self._pass.step,
             is_replay=is_replay,
             raw=raw,

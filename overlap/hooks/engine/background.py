@@ -1,0 +1,108 @@
+"""Work outside of a backward pass: parameters on their way into the next forward, averages on their way meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from overlap._torch.device import has_streams
+from overlap.hooks.collectives import Operation
+from overlap.hooks.engine.executors import BACKGROUND_LANES, executor_for
+from overlap.hooks.engine.task import Executor, Subject, Task
+
+__all__ = ["Completion", "Item", "background", "run_on_group"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Item:
+    """A piece of background work, as profiles and error messages name it; a bucket will do, too."""
+
+    index: int
+    step: int = -1
+    """The backward pass that it follows, where it belongs to one."""
+
+    def describe(self) -> str:
+        """What an error message calls it."""
+        return f"part {self.index}"
+
+
+T = TypeVar("T", bound=Subject)
+Work = Callable[[T], Coroutine[Operation, Any, None]]
+
+
+def background(items: Sequence[T], work: Work[T], executor: Executor) -> None:
+    """Run ``work(item)`` for each of ``items`` to its end, two of them at a time.
+
+    The order of collectives depends on the items' order alone: the first of each goes out behind the first of the one
+    before, and before that one's others.
+    """
+    active: deque[Task] = deque()
+    try:
+        for place, item in enumerate(items):
+            task = Task(item, [("background", work(item))], executor, _nothing, lane=place % BACKGROUND_LANES)
+            active.append(task)
+            task.advance()
+            if len(active) == BACKGROUND_LANES:
+                _finish(active)
+        while active:
+            _finish(active)
+    except BaseException:
+        for task in active:
+            task.close()
+        raise
+
+
+def _finish(active: deque[Task]) -> None:
+    while not active[0].is_done:
+        active[0].advance()
+    active.popleft()
+
+
+def _nothing() -> None:
+    pass
+
+
+@torch.no_grad()
+def run_on_group(items: Sequence[T], work: Work[T], *, group: dist.ProcessGroup, device: torch.device) -> None:
+    """:func:`background` on the calling thread and on ``group`` itself; the current stream may use the results."""
+    executor = executor_for(group, device)
+    executor.begin_background()
+    background(items, work, executor)
+    executor.wait_for_pass()
+
+
+class Completion:
+    """Says that a piece of background work is done: :meth:`set` where it runs, :meth:`wait` where it is needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_set = threading.Event()
+        self._event: Any = None
+        self._error: BaseException | None = None
+
+    def set(self) -> None:
+        """The work is done, or on an accelerator will be when the current stream has come this far."""
+        if has_streams(self._device):
+            self._event = torch.get_device_module(self._device).Event()
+            self._event.record()
+        self._is_set.set()
+
+    def fail(self, error: BaseException) -> None:
+        """The work will not be done; :meth:`wait` raises ``error``."""
+        if not self._is_set.is_set():
+            self._error = error
+            self._is_set.set()
+
+    def wait(self) -> None:
+        """Block until the work is done; on an accelerator the current stream waits, not the host."""
+        self._is_set.wait()
+        if self._error is not None:
+            raise self._error
+        if self._event is not None:
+            torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
