@@ -163,7 +163,9 @@ def _loop_errors(rank: int, world_size: int) -> None:
     registration = chain(AllReduce(), Step(optimizer)).register(ddp)
     _backward(ddp, 0, rank)
     with pytest.raises(TrainingLoopError, match="second backward"):
-        _backward(ddp, 1, rank)
+        ddp(*MLP.batch(1, rank).inputs).square().sum().backward()
+    with pytest.raises(TrainingLoopError, match="last backward or update raised"):
+        optimizer.step()
     # The failed backward counts for nothing; the loop can go on.
     _backward(ddp, 2, rank)
     optimizer.step()
@@ -194,7 +196,8 @@ def _edits(rank: int, world_size: int) -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()  # DDP would not reduce it, and the weights that it needs are gone.
-    optimizer.zero_grad()
+    with pytest.raises(TrainingLoopError, match=r"zero_grad\(\) between backward and .*deferred=True"):
+        optimizer.zero_grad()
     optimizer.step()
     _backward(ddp, 1, rank)
     torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)

@@ -23,6 +23,7 @@ from overlap import (
     OptimizerHookState,
     OverlappedOptimizer,
     Registration,
+    RegistrationError,
     Step,
     TrainingLoopError,
     UnsupportedError,
@@ -582,7 +583,7 @@ def _one_step_two_models(rank: int, world_size: int) -> None:
     optimizer = OverlappedOptimizer(SGD([*first.parameters(), *second.parameters()]))
     plan = chain(AllReduce(), Step(optimizer, clip_grad_norm=1e-9))
     plan.register(first)
-    with pytest.raises(ConfigurationError, match="serves a model already; make a Step for each model"):
+    with pytest.raises(RegistrationError, match="serves a model already; make a Step for each model"):
         plan.register(second)
     before = [p.detach().clone() for p in first.parameters()]
     first(*MLP.batch(0, rank).inputs).sum().backward()

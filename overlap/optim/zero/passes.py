@@ -9,7 +9,7 @@ from torch import Tensor
 
 from overlap.errors import TrainingLoopError
 from overlap.hooks import Bucket
-from overlap.optim.clipping import SealedGradients
+from overlap.optim.gradient_versions import GradientVersions
 from overlap.optim.zero.plan import Plan
 from overlap.optim.zero.shards import Shard
 
@@ -34,7 +34,7 @@ class Pass:
     """Parameters that came in a bucket, by ``id``."""
     _buckets: list[tuple[Bucket, Plan]] = field(default_factory=list)
     _is_due: bool = True
-    _sealed: SealedGradients | None = None
+    _sealed: GradientVersions | None = None
     _held: dict[int, Pairs] = field(default_factory=dict)
 
     def note(self, bucket: Bucket, plan: Plan | None) -> None:
@@ -107,14 +107,13 @@ class Pass:
 
     def seal(self) -> None:
         """``.grad`` has been applied; a later change of it would be lost."""
-        self._sealed = SealedGradients()
-        self._sealed.seal(self.reduced.values())
+        self._sealed = GradientVersions(self.reduced.values())
 
     def check_unchanged(self, names: Mapping[Tensor, str]) -> None:
         """Raises: TrainingLoopError: ``.grad`` was changed after backward had applied it."""
         if self._sealed is None:
             return
-        changed = [p for p in self.reduced.values() if p.grad is not None and not self._sealed.holds(p)]
+        changed = [p for p in self.reduced.values() if p.grad is not None and not self._sealed.hold(p)]
         if changed:
             raise TrainingLoopError(
                 f"the gradient of {names.get(changed[0], 'a parameter')} (and of {len(changed) - 1} others) was "
