@@ -56,18 +56,23 @@ def test_repr_names_the_wrapped_optimizer() -> None:
     assert "AdamW" in repr(_stepped())
 
 
-def _stepped_after_removal(rank: int, world_size: int, deferred: bool) -> None:
+def _stepped_after_removal(rank: int, world_size: int, deferred: bool, by_wrapped: bool) -> None:
     ddp, overlapped, registration = overlapped_ddp(MLP, SGD, deferred=deferred)
     train(ddp, overlapped, MLP.batches(rank, steps=3), step_fn=overlapped_step)
     registration.remove()
     before = {name: parameter.detach().clone() for name, parameter in ddp.module.named_parameters()}
-    overlapped.step()
+    (overlapped.optimizer if by_wrapped else overlapped).step()
     assert_parity(dict(ddp.module.named_parameters()), before, what="parameters after remove() and step()")
 
 
 @BOTH_MODES
-def test_step_after_removal_applies_no_gradient_again(deferred: bool) -> None:
-    run_ranks(_stepped_after_removal, 2, deferred)
+def test_its_step_after_removal_applies_no_gradient_again(deferred: bool) -> None:
+    run_ranks(_stepped_after_removal, 2, deferred, False)
+
+
+@BOTH_MODES
+def test_the_wrapped_optimizers_step_after_removal_applies_no_gradient_again(deferred: bool) -> None:
+    run_ranks(_stepped_after_removal, 2, deferred, True)
 
 
 def _registered_again(rank: int, world_size: int, deferred: bool) -> None:
