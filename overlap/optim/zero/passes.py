@@ -10,8 +10,8 @@ from torch import Tensor
 from overlap.errors import TrainingLoopError
 from overlap.hooks import Bucket
 from overlap.optim.clipping import SealedGradients
-from overlap.optim.zero.plan import Plan
-from overlap.optim.zero.shards import Shard
+from overlap.optim.zero.bucket_shards import BucketShards
+from overlap.optim.zero.sharding import Shard
 
 __all__ = ["PARTLY_UPDATED", "Pairs", "Pass"]
 
@@ -32,18 +32,18 @@ class Pass:
     is_open: bool = False
     reduced: dict[int, Tensor] = field(default_factory=dict)
     """Parameters that came in a bucket, by ``id``."""
-    _buckets: list[tuple[Bucket, Plan]] = field(default_factory=list)
+    _buckets: list[tuple[Bucket, BucketShards]] = field(default_factory=list)
     _is_due: bool = True
     _sealed: SealedGradients | None = None
     _held: dict[int, Pairs] = field(default_factory=dict)
 
-    def note(self, bucket: Bucket, plan: Plan | None) -> None:
+    def note(self, bucket: Bucket, shards: BucketShards | None) -> None:
         """A bucket has come."""
         self.reduced.update((id(parameter), parameter) for parameter in bucket.parameters)
-        if plan is not None:
+        if shards is not None:
             # Without DDP's objects, which do not outlive the pass.
             bare = replace(bucket, buffer=bucket.buffer.new_empty(0), raw=None, views=())
-            self._buckets.append((bare, plan))
+            self._buckets.append((bare, shards))
 
     def hold(self, bucket: Bucket, pairs: Pairs) -> None:
         """Keep what is to be applied to the bucket's shards."""
@@ -67,8 +67,8 @@ class Pass:
         due, self._is_due = self.is_replay and self._is_due, False
         return due
 
-    def plans(self) -> list[tuple[Bucket, Plan]]:
-        """The buckets in the order in which the next forward needs them: the last one has the first layers."""
+    def buckets(self) -> list[tuple[Bucket, BucketShards]]:
+        """Buckets with their shards as the next forward needs them: the last bucket has the first layers."""
         return list(reversed(self._buckets))
 
     def late_pairs(self, shards: Iterable[Shard]) -> Pairs:

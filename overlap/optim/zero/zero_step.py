@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,15 +14,13 @@ from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopEr
 from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
 from overlap.optim.clipping import Clipping
 from overlap.optim.unused import used_on_any_rank
-from overlap.optim.zero.finite import FiniteVote
-from overlap.optim.zero.groups import check_covered, check_same_group
-from overlap.optim.zero.late import Scaling, ShardedNorm
+from overlap.optim.zero.bucket_shards import BucketShards, shards_of_bucket
+from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
+from overlap.optim.zero.parameter_groups import check_covered, check_same_group
 from overlap.optim.zero.passes import PARTLY_UPDATED, Pass
-from overlap.optim.zero.plan import Plan, make_plan
-from overlap.optim.zero.riding import Gathers
-
-if TYPE_CHECKING:
-    from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
+from overlap.optim.zero.prefetch import ParameterPrefetch
+from overlap.optim.zero.sharded_gradients import FiniteVote, ShardedNorm
+from overlap.optim.zero.without_hooks import Scaling
 
 __all__ = ["ZeroStep"]
 
@@ -73,8 +70,6 @@ class ZeroStep(Stage):
         gather: str = "backward",
         automatic: bool = False,
     ) -> None:
-        from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
-
         if not isinstance(zero, ZeroRedundancyOptimizer):
             raise ConfigurationError(
                 f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for one that every rank "
@@ -86,11 +81,11 @@ class ZeroStep(Stage):
         self.clipping = None if clip_grad_norm is None else Clipping(clip_grad_norm, norm_type)
         self.is_deferred = deferred or self.clipping is not None
         self.is_automatic = automatic
-        self._riding = Gathers() if gather == "forward" else None
+        self._prefetch = ParameterPrefetch() if gather == "forward" else None
         self._vote = FiniteVote()
         self._names: Mapping[Tensor, str] = {}
         self._context: StageContext | None = None
-        self._plans: dict[tuple[int, ...], Plan | None] = {}
+        self._shards_by_bucket: dict[tuple[int, ...], BucketShards | None] = {}
         self._used: set[int] = set()
         self._pass = Pass()
         self._awaits_step = False
@@ -125,8 +120,8 @@ class ZeroStep(Stage):
             check_covered(context.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
         self._context = context
         self._names = context.names or {}
-        if self._riding is not None:
-            self._riding.attach(context, zero.shards.keys())
+        if self._prefetch is not None:
+            self._prefetch.attach(context, zero.shards.keys())
         zero.stage = self
 
     def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -141,12 +136,12 @@ class ZeroStep(Stage):
         if self.zero.stage is self:
             self.zero.stage = None
         self._context = None
-        if self._riding is not None:
-            self._riding.detach()
+        if self._prefetch is not None:
+            self._prefetch.detach()
 
-    def forget_plans(self) -> None:
+    def forget_shards(self) -> None:
         """The shards are others now."""
-        self._plans.clear()
+        self._shards_by_bucket.clear()
 
     def before_forward(self) -> None:
         if self._has_failed:
@@ -170,7 +165,7 @@ class ZeroStep(Stage):
                 "a second backward began before zero.step() was called for the first: call it after each "
                 "synchronized backward, or run all but the last backward of a step under ddp.no_sync()"
             )
-        if is_replay and not self.zero.is_joining and (self._waits_for_step or self._riding is not None):
+        if is_replay and not self.zero.is_joining and (self._waits_for_step or self._prefetch is not None):
             raise TrainingLoopError(f"{self!r} acts outside of backward, too: use `with Join([ddp, zero])`")
         self._pass = Pass(is_replay=is_replay, is_open=True)
         self._vote.begin()
@@ -180,10 +175,10 @@ class ZeroStep(Stage):
         if bucket.parameters[0].is_complex() and not bucket.buffer.is_complex():
             # DDP's buffer holds complex gradients as pairs of real numbers; a shard's elements are the complex ones.
             bucket = replace(bucket, buffer=torch.view_as_complex(bucket.buffer.view(-1, 2)))
-        plan = self._plan(bucket)
-        self._pass.note(bucket, plan)
-        if plan is not None:
-            await self._exchange_gradients(bucket, plan)
+        shards = self._shards_of(bucket)
+        self._pass.note(bucket, shards)
+        if shards is not None:
+            await self._exchange_gradients(bucket, shards)
         elif not bucket.is_mean:
             bucket.buffer.mul_(1 / bucket.divisor)
             await all_reduce(bucket.buffer, group=bucket.group)
@@ -194,20 +189,20 @@ class ZeroStep(Stage):
             await self._update_together(bucket)
         else:
             self.zero.update(self._pass.of(bucket))
-        if not self._waits_for_step and plan is not None and self._riding is None:
-            await self.zero.exchange.gather(plan, bucket.group)
+        if not self._waits_for_step and shards is not None and self._prefetch is None:
+            await self.zero.exchange.gather(shards, bucket.group)
 
-    async def _exchange_gradients(self, bucket: Bucket, plan: Plan) -> None:
+    async def _exchange_gradients(self, bucket: Bucket, shards: BucketShards) -> None:
         if not bucket.is_mean:
-            await self.zero.exchange.reduce(bucket, plan)
+            await self.zero.exchange.reduce(bucket, shards)
         finds_unused = None if self._context is None else self._context.finds_unused
-        parameters = [shard.parameter for shard in plan.shards]
+        parameters = [shard.parameter for shard in shards]
         used = await used_on_any_rank(bucket, parameters, finds_unused, used_before=self._used)
-        kept = {id(shard) for shard, is_used in zip(plan.shards, used, strict=True) if is_used}
+        kept = {id(shard) for shard, is_used in zip(shards, used, strict=True) if is_used}
         self._used.difference_update(map(id, parameters))
-        self._used.update(id(shard.parameter) for shard in plan.shards if id(shard) in kept)
-        gradients = plan.gradients(bucket.buffer)
-        pairs = [pair for pair in zip(plan.owned, gradients, strict=True) if id(pair[0]) in kept]
+        self._used.update(id(shard.parameter) for shard in shards if id(shard) in kept)
+        gradients = shards.gradients(bucket.buffer)
+        pairs = [pair for pair in zip(shards.owned, gradients, strict=True) if id(pair[0]) in kept]
         if self._waits_for_step:
             self._vote.look([gradient for _, gradient in pairs])
             # DDP sets no .grad on a rank that replays, and its buffers are gone afterwards.
@@ -225,15 +220,17 @@ class ZeroStep(Stage):
             self.zero.update(pairs)
         await whole_pass()
 
-    def _plan(self, bucket: Bucket) -> Plan | None:
+    def _shards_of(self, bucket: Bucket) -> BucketShards | None:
         key = tuple(map(id, bucket.parameters))
-        if key not in self._plans:
+        if key not in self._shards_by_bucket:
             zero = self.zero
             is_even = zero.partition == "element"
             # DDP's first backward has one bucket of all parameters, whose buffers would be kept for smaller ones.
             zero.exchange.workspace.trim()
-            self._plans[key] = make_plan(bucket.parameters, zero.shards, rank=zero.rank, is_even=is_even)
-        return self._plans[key]
+            self._shards_by_bucket[key] = shards_of_bucket(
+                bucket.parameters, zero.shards, rank=zero.rank, is_even=is_even
+            )
+        return self._shards_by_bucket[key]
 
     def after_backward(self, *, failed: bool) -> str | None:
         self._pass.close()
@@ -245,7 +242,7 @@ class ZeroStep(Stage):
         self._clears = self.is_automatic or self._pass.is_replay or not self.is_deferred
         if self._waits_for_step:
             self._vote.tell(self.zero.shards.values())
-        elif self._riding is not None:
+        elif self._prefetch is not None:
             self._gather()
         if self.is_automatic:
             mark_stepped(self.zero)
@@ -255,13 +252,13 @@ class ZeroStep(Stage):
 
     def _gather(self) -> None:
         """Outside of a pass: bring what each rank owns to all, the first layers' parameters first."""
-        riding = self._riding or Gathers()
+        prefetch = self._prefetch or ParameterPrefetch()
         assert self._context is not None, "gathers run while the stage is attached"
-        riding.begin(self._context, self._pass.plans(), self.zero.exchange)
+        prefetch.begin(self._context, self._pass.buckets(), self.zero.exchange)
         # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook
         # does.
-        if self._riding is None or (self.zero.is_joining and not self._pass.is_replay):
-            riding.wait()
+        if self._prefetch is None or (self.zero.is_joining and not self._pass.is_replay):
+            prefetch.wait()
 
     def step(self, scaling: Scaling) -> None:
         """The rest of a step, on the training thread."""
@@ -301,14 +298,14 @@ class ZeroStep(Stage):
 
     def wait(self) -> None:
         """Wait for gathers that ride."""
-        if self._riding is not None:
-            self._riding.wait()
+        if self._prefetch is not None:
+            self._prefetch.wait()
 
     def __repr__(self) -> str:
         parts = [type(self.zero.optim).__name__, "deferred" if self.is_deferred else "interleaved"]
         if self.clipping is not None:
             parts.append(f"clip_grad_norm={self.clipping.max_norm} of norm {self.clipping.norm_type:g}")
-        if self._riding is not None:
+        if self._prefetch is not None:
             parts.append("gather in forward")
         if self.is_automatic:
             parts.append("automatic")

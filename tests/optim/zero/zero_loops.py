@@ -11,10 +11,10 @@ import torch
 from harness import Record, assert_parity, overlapped_step, plain_step, train, wrap
 from harness.models import Case
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap.optim.zero import messages
+from overlap.optim.zero import exchange
 
 # The weights of these models then travel by themselves, their biases packed.
-messages._LARGE_NUMEL = 50
+exchange._LARGE_NUMEL = 50
 
 STEPS = 6
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from harness import bucket_sizes_bytes, run_ranks, wrap
 from harness.models import MLP, TRANSFORMER, Case, mean_squared_error
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap.optim.zero import late, messages
+from overlap.optim.zero import exchange, without_hooks
+from overlap.optim.zero.exchange import Workspace
 from overlap.optim.zero.partition import ByElement, ByParameter, Layout
-from overlap.optim.zero.plan import Workspace
 
 SIZES = st.lists(st.integers(0, 3000), min_size=1, max_size=40)
 
@@ -177,8 +177,8 @@ def _count(zero: ZeroRedundancyOptimizer) -> Allocations:
 
 
 def _temporaries(rank: int, world_size: int) -> None:
-    messages._LARGE_NUMEL = 1000
-    late._BUCKET_BYTES = 30_000
+    exchange._LARGE_NUMEL = 1000
+    without_hooks._BUCKET_BYTES = 30_000
     for options in ({}, {"deferred": True}, {"gather": "forward"}, None):
         torch.manual_seed(0)
         layers = [nn.Linear(64, 64) for _ in range(20)]
