@@ -29,48 +29,61 @@ def _batch(step: int, rank: int, device: torch.device) -> Batch:
     return Batch(tuple(x.to(device) for x in batch.inputs), batch.target.to(device))
 
 
-def _matrix(rank: int, world_size: int) -> None:
+def _matrix(rank: int, world_size: int, partition: str, implementation: dict[str, bool]) -> None:
     if torch.cuda.device_count() < world_size:
         os.environ["NCCL_HOSTID"] = f"host{rank}"
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     cls, arguments = OPTIMIZERS["adamw"]
-    for partition, implementation in (("element", {"fused": True}), ("parameter", {"foreach": True})):
-        make = functools.partial(cls, **arguments, **implementation)
-        for form, options in FORMS.items():
-            plain, ddp = _wrapped(device), _wrapped(device)
-            reference = make(plain.parameters())
-            zero = ZeroRedundancyOptimizer(
-                ddp.parameters(),
-                cls,
-                overlap_with_ddp=options is not None,
-                partition=partition,
-                **arguments,
-                **implementation,
-            )
-            if options is not None:
-                chain(ZeroStep(zero, **options)).register(ddp)
-            for step in range(6):
-                batch = _batch(step, rank, device)
-                plain.zero_grad()
-                expected = mean_squared_error(plain, batch)
-                expected.backward()
-                reference.step()
-                if options is None:
-                    zero.zero_grad()
-                loss = mean_squared_error(ddp, batch)
-                loss.backward()
-                if options is None or not options.get("automatic"):
-                    zero.step()
-                assert_parity(loss.detach(), expected.detach(), what=f"{form}, {partition}, loss of step {step}")
-            zero.wait()
-            ours, theirs = (
-                {name: p.detach().clone() for name, p in model.module.named_parameters()} for model in (ddp, plain)
-            )
-            assert_parity(ours, theirs, what=f"{form}, {partition}")
+    make = functools.partial(cls, **arguments, **implementation)
+    for form, options in FORMS.items():
+        plain, ddp = _wrapped(device), _wrapped(device)
+        reference = make(plain.parameters())
+        zero = ZeroRedundancyOptimizer(
+            ddp.parameters(),
+            cls,
+            overlap_with_ddp=options is not None,
+            partition=partition,
+            **arguments,
+            **implementation,
+        )
+        if options is not None:
+            chain(ZeroStep(zero, **options)).register(ddp)
+        for step in range(6):
+            batch = _batch(step, rank, device)
+            plain.zero_grad()
+            expected = mean_squared_error(plain, batch)
+            expected.backward()
+            reference.step()
+            if options is None:
+                zero.zero_grad()
+            loss = mean_squared_error(ddp, batch)
+            loss.backward()
+            if options is None or not options.get("automatic"):
+                zero.step()
+            assert_parity(loss.detach(), expected.detach(), what=f"{form}, {partition}, loss of step {step}")
+        zero.wait()
+        ours, theirs = (
+            {name: p.detach().clone() for name, p in model.module.named_parameters()} for model in (ddp, plain)
+        )
+        assert_parity(ours, theirs, what=f"{form}, {partition}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_every_form_equals_plain_ddp_on_nccl(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("partition", "implementation"),
+    [("element", {"fused": True}), ("parameter", {"foreach": True})],
+    ids=["element, fused", "parameter, foreach"],
+)
+def test_every_form_equals_plain_ddp_on_nccl(world_size: int, partition: str, implementation: dict[str, bool]) -> None:
     env = SHARED_GPU if torch.cuda.device_count() < world_size else {}
-    run_ranks(_matrix, world_size, backend="nccl", env=env, timeout_s=170, group_timeout_s=120)
+    run_ranks(
+        _matrix,
+        world_size,
+        partition,
+        implementation,
+        backend="nccl",
+        env=env,
+        timeout_s=170,
+        group_timeout_s=120,
+    )
