@@ -1,7 +1,7 @@
 """Optimizer state shared out among the ranks."""
 
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
-from overlap.optim.zero.stage import ZeroStep
 from overlap.optim.zero.torch_names import hook_with_zero_step, hook_with_zero_step_interleaved
+from overlap.optim.zero.zero_step import ZeroStep
 
 __all__ = ["ZeroRedundancyOptimizer", "ZeroStep", "hook_with_zero_step", "hook_with_zero_step_interleaved"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,23 +14,41 @@ from torch.optim import Optimizer
 
 from overlap._torch.c10d import backend_name
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
+from overlap.optim.grad_scaler import LossScale
+from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.subset import SubsetStepper, check_optimizer
-from overlap.optim.zero.checkpoint import consolidate, load_plain
-from overlap.optim.zero.exchange import Exchange
-from overlap.optim.zero.groups import check_class, copy_options, names_of, read_groups, with_names
-from overlap.optim.zero.joining import ZeroJoinHook
-from overlap.optim.zero.late import Alone, Scaling
-from overlap.optim.zero.ownership import Ownership
-from overlap.optim.zero.plan import Workspace
-from overlap.optim.zero.sharded import load_sharded, sharded
-from overlap.optim.zero.shards import Shard
+from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
+from overlap.optim.zero.exchange import Exchange, Workspace
+from overlap.optim.zero.parameter_groups import check_class, copy_options, names_of, read_groups, with_names
+from overlap.optim.zero.sharding import Ownership, Shard
+from overlap.optim.zero.state import ShardedState, consolidate, load_plain
+from overlap.optim.zero.without_hooks import UpdateWithoutHooks
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
-    from overlap.optim.zero.stage import ZeroStep
+__all__ = ["ShardedUpdate", "ZeroRedundancyOptimizer"]
 
-__all__ = ["ZeroRedundancyOptimizer"]
+
+class ShardedUpdate(Protocol):
+    """What the optimizer asks of the stage that updates it in backward."""
+
+    lifecycle: UpdateLifecycle
+
+    def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Raises: ConfigurationError: the stage's model does not train one of ``parameters``."""
+
+    def forget_shards(self) -> None:
+        """The shards have changed."""
+
+    def step(self, loss_scale: LossScale) -> None:
+        """Do what is left of the step after backward."""
+
+    def step_replayed(self) -> None:
+        """The same on a rank that has run out of inputs."""
+
+    def wait(self) -> None:
+        """Wait for gathers that are under way."""
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -91,7 +109,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.overlap_with_ddp = overlap_with_ddp
         self.partition = partition
         self._ownership = Ownership(self.process_group, cls, partition, master_dtype)
-        self.stage: ZeroStep | None = None
+        self.stage: ShardedUpdate | None = None
         self._consolidated: dict[str, Any] | None = None
         groups = read_groups(params)
         chunks = self._ownership.add(groups, first_group=0)
@@ -105,7 +123,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._stepper = SubsetStepper(self.optim)
         sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
         self.exchange = Exchange(sends_directly and self._ownership.device.type == "cpu", Workspace())
-        self._alone = Alone(self, self.exchange)
+        self._without_hooks = UpdateWithoutHooks(self._ownership, self.exchange)
         self._is_complete = False
         Joinable.__init__(self)
         Optimizer.__init__(self, [with_names(group) for group in groups], self.optim.defaults)
@@ -147,7 +165,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1], self.param_groups[-1])
         if self.stage is not None:
-            self.stage.forget_plans()
+            self.stage.forget_shards()
 
     def begin(self) -> None:
         """A new step begins: what moved or was changed since the last one is followed."""
@@ -190,17 +208,34 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scaling = Scaling(self.__dict__.get("found_inf"), self.__dict__.get("grad_scale"))
+        loss_scale = LossScale.given_to(self)
         if self.stage is not None:
-            self.stage.step(scaling)
+            self.stage.step(loss_scale)
         elif self.overlap_with_ddp:
             raise RegistrationError(
                 "this ZeroRedundancyOptimizer was made with overlap_with_ddp=True, but no stage updates it: "
                 "chain(ZeroStep(zero)).register(ddp), or leave overlap_with_ddp out"
             )
         else:
-            self._alone.step(scaling)
+            self._step_without_hooks(loss_scale)
         return loss
+
+    @torch.no_grad()
+    def _step_without_hooks(self, loss_scale: LossScale, *, is_joined: bool = False) -> None:
+        self.begin()
+        self._without_hooks.step(self.update, loss_scale, is_joining=self.is_joining, is_joined=is_joined)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As any optimizer's; between backward and :meth:`step` it discards the backward.
+
+        A registered chain clears what it has applied by itself, so a loop need not call this.
+
+        Raises:
+            TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
+        """
+        if self.stage is not None:
+            self.stage.lifecycle.on_zero_grad()
+        super().zero_grad(set_to_none)
 
     def wait(self) -> None:
         """Wait until every parameter holds its new value, where gathers ride into the next forward.
@@ -218,7 +253,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Keeps this rank's chunks going when it has run out of inputs; for ``with Join([ddp, zero])``."""
-        return ZeroJoinHook(self)
+        return _JoinHook(self.step_joined)
 
     @property
     def join_device(self) -> torch.device:
@@ -235,7 +270,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self.stage is not None:
             self.stage.step_replayed()
         else:
-            self._alone.step(Scaling(None, None), is_joined=True)
+            self._step_without_hooks(LossScale(), is_joined=True)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the whole state to rank ``to`` (counted in the group), in CPU memory; :meth:`state_dict` then gives it.
@@ -245,7 +280,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ConfigurationError: there is no rank ``to``.
         """
-        self._consolidated = consolidate(self, to)
+        self._consolidated = consolidate(self._settled_state(), to)
 
     def state_dict(self) -> dict[str, Any]:
         """What the plain ``optimizer_class`` over the same parameters would give, on the rank it was brought to.
@@ -266,8 +301,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ConfigurationError: it is of other parameters.
         """
-        self._consolidated = None
-        load_plain(self, state_dict)
+        self._prepare_to_load()
+        load_plain(self._settled_state(), state_dict)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part, for ``torch.distributed.checkpoint.save``; reading it needs no equal number of ranks.
@@ -278,7 +313,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ...
             zero.load_sharded(folder, key="optimizer")
         """
-        return sharded(self)
+        return pieces_to_save(self._settled_state())
 
     def load_sharded(self, checkpoint: str | os.PathLike[str] | StorageReader, *, key: str = "") -> None:
         """Load what :meth:`sharded_state_dict` gave, saved by any number of ranks; every rank calls it.
@@ -290,11 +325,35 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ConfigurationError: nothing is saved there, or it is of other parameters.
         """
+        self._prepare_to_load()
+        load_pieces(self._settled_state(), checkpoint, key)
+
+    def _prepare_to_load(self) -> None:
+        if self.stage is not None:
+            self.stage.lifecycle.on_load()
         self._consolidated = None
-        load_sharded(self, checkpoint, key)
+
+    def _settled_state(self) -> ShardedState:
+        """This rank's part of the state, when no gather is under way any longer."""
+        self.wait()
+        return ShardedState(self.optim, self.param_groups, self.shards, self.process_group)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError("a ZeroRedundancyOptimizer belongs to its process group; save its state instead")
 
     def __repr__(self) -> str:
         return f"ZeroRedundancyOptimizer({self.optim!r}, rank {self.rank} of {self.world_size})"
+
+
+class _JoinHook(JoinHook):
+    """Runs ``step`` for a rank that has run out of inputs. In backward nothing is needed: DDP's hook runs the stage."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
+
+    def main_hook(self) -> None:
+        """The collectives of one step, as the active ranks issue them."""
+        self._step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Nothing: DDP brings the last joiner's parameters to all ranks."""

@@ -12,7 +12,7 @@ from overlap.hooks import Chain, Stage, StageHook, as_stage, chain
 from overlap.hooks.adapters import CommHook, is_hook
 from overlap.hooks.stage import to_stage
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
-from overlap.optim.zero.stage import ZeroStep
+from overlap.optim.zero.zero_step import ZeroStep
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 

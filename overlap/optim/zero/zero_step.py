@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.optimizer import mark_stepped
-from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
-from overlap.optim.clipping import Clipping
+from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
+from overlap.hooks import Bucket, StageContext, all_reduce, whole_pass
+from overlap.optim.grad_scaler import LossScale
+from overlap.optim.lifecycle import Phase
 from overlap.optim.unused import used_on_any_rank
-from overlap.optim.zero.finite import FiniteVote
-from overlap.optim.zero.groups import check_covered, check_same_group
-from overlap.optim.zero.late import Scaling, ShardedNorm
-from overlap.optim.zero.passes import PARTLY_UPDATED, Pass
-from overlap.optim.zero.plan import Plan, make_plan
-from overlap.optim.zero.riding import Gathers
-
-if TYPE_CHECKING:
-    from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
+from overlap.optim.update_stage import UpdateStage
+from overlap.optim.zero.bucket_shards import BucketShards, shards_of_bucket
+from overlap.optim.zero.exchange import Gather
+from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
+from overlap.optim.zero.parameter_groups import check_covered, check_same_group
+from overlap.optim.zero.prefetch import ParameterPrefetch
+from overlap.optim.zero.sharded_gradients import FiniteVote, ShardedNorm
+from overlap.optim.zero.sharding import Shard
 
 __all__ = ["ZeroStep"]
 
+Pairs = list[tuple[Shard, Tensor]]
+"""Shards with the gradients of what this rank owns of them."""
 
-class ZeroStep(Stage):
+_PARTLY_UPDATED = (
+    "some parameters may have been updated by then, and not gathered on every rank: load a checkpoint before going on, "
+    "or use ZeroStep(zero, deferred=True), which updates all or none"
+)
+
+
+class ZeroStep(UpdateStage):
     """Each rank updates its part of a bucket's parameters and gathers the others' parts.
 
     First in its chain, the stage reduce-scatters the bucket itself, and moves what DDP's all-reduce moves. After a
@@ -61,20 +68,16 @@ class ZeroStep(Stage):
         TrainingLoopError: in ``backward``, when ``zero.step()`` was not called after the one before.
     """
 
-    role = Role.UPDATE
-
     def __init__(
         self,
         zero: ZeroRedundancyOptimizer,
         *,
-        deferred: bool = False,
+        deferred: bool | None = None,
         clip_grad_norm: float | None = None,
         norm_type: float = 2.0,
         gather: str = "backward",
         automatic: bool = False,
     ) -> None:
-        from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
-
         if not isinstance(zero, ZeroRedundancyOptimizer):
             raise ConfigurationError(
                 f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for one that every rank "
@@ -82,20 +85,24 @@ class ZeroStep(Stage):
             )
         if gather not in ("backward", "forward"):
             raise ConfigurationError(f"gather is 'backward' or 'forward', got {gather!r}")
+        super().__init__(
+            deferred=deferred,
+            automatic=automatic,
+            clip_grad_norm=clip_grad_norm,
+            norm_type=norm_type,
+            step="zero.step()",
+            deferred_form="ZeroStep(zero, deferred=True)",
+            adds_up=False,
+            clears=self._owns_gradient_of,
+        )
         self.zero = zero
-        self.clipping = None if clip_grad_norm is None else Clipping(clip_grad_norm, norm_type)
-        self.is_deferred = deferred or self.clipping is not None
-        self.is_automatic = automatic
-        self._riding = Gathers() if gather == "forward" else None
+        self._prefetch = ParameterPrefetch() if gather == "forward" else None
         self._vote = FiniteVote()
-        self._names: Mapping[Tensor, str] = {}
-        self._context: StageContext | None = None
-        self._plans: dict[tuple[int, ...], Plan | None] = {}
+        self._shards_by_bucket: dict[tuple[int, ...], BucketShards | None] = {}
         self._used: set[int] = set()
-        self._pass = Pass()
-        self._awaits_step = False
-        self._clears = False
-        self._has_failed = False
+        # Of the last backward: its buckets in their order, and what is to be applied to the shards of each.
+        self._gathers: list[Gather] = []
+        self._held: dict[int, Pairs] = {}
 
     @property
     def signature(self) -> str:
@@ -105,74 +112,50 @@ class ZeroStep(Stage):
     def reduces(self) -> bool:
         return True
 
-    @property
-    def _waits_for_step(self) -> bool:
-        """Whether the update is left to ``zero.step()``."""
-        return self.is_deferred and not self.is_automatic
-
     def attach(self, context: StageContext) -> None:
         zero = self.zero
         if zero.stage is not None and zero.stage is not self:
             raise RegistrationError("this ZeroRedundancyOptimizer is registered already; .remove() that registration")
         check_same_group(context.group, zero.process_group)
-        if context.finds_unused and not self._waits_for_step and context.device.type != "cpu":
-            raise UnsupportedError(
-                "with find_unused_parameters or static_graph an update in backward would stop the host to learn "
-                "which parameters no rank used; use ZeroStep(zero, deferred=True)"
-            )
+        shards = zero.shards.values()
         if context.names is not None:
-            shards = zero.shards.values()
             check_covered(context.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
-        self._context = context
-        self._names = context.names or {}
-        if self._riding is not None:
-            self._riding.attach(context, zero.shards.keys())
+        super().attach(context)
+        if context.names is None:
+            self.lifecycle.names = {shard.parameter: shard.name for shard in shards}
+        if self._prefetch is not None:
+            try:
+                self._prefetch.attach(context, zero.shards.keys())
+            except BaseException:
+                super().detach()
+                raise
         zero.stage = self
 
     def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         """Raises: ConfigurationError: the model does not train one of ``parameters``."""
-        if self._context is not None and self._context.names is not None:
-            check_covered(self._context.names, parameters, names)
+        if self.context is not None and self.context.names is not None:
+            check_covered(self.context.names, parameters, names)
 
     def detach(self) -> None:
-        # What has been applied must not be added to by a backward before which nobody clears it.
-        self.before_forward()
-        self._pass, self._awaits_step = Pass(), False
+        super().detach()
         if self.zero.stage is self:
             self.zero.stage = None
-        self._context = None
-        if self._riding is not None:
-            self._riding.detach()
+        if self._prefetch is not None:
+            self._prefetch.detach()
 
-    def forget_plans(self) -> None:
-        """The shards are others now."""
-        self._plans.clear()
+    def forget_shards(self) -> None:
+        """The shards have changed."""
+        self._shards_by_bucket.clear()
 
-    def before_forward(self) -> None:
-        if self._has_failed:
-            # The gradients of a failed backward are half reduced, those of buckets that never came included.
-            self._clear(shard.parameter for shard in self.zero.shards.values())
-        elif self._clears:
-            self._clear(p for p in self._pass.reduced.values() if id(p) in self.zero.shards)
-
-    def _clear(self, parameters: Iterable[Tensor]) -> None:
-        for parameter in parameters:
-            parameter.grad = None
-        self._pass.reduced.clear()
-        self._clears = self._has_failed = False
+    def _owns_gradient_of(self, parameter: Tensor) -> bool:
+        return id(parameter) in self.zero.shards
 
     def before_backward(self, *, is_replay: bool) -> None:
         self.wait()
-        if is_replay:
-            self.before_forward()  # None comes before it, and gradients are cleared there.
-        if self._awaits_step and not is_replay:
-            raise TrainingLoopError(
-                "a second backward began before zero.step() was called for the first: call it after each "
-                "synchronized backward, or run all but the last backward of a step under ddp.no_sync()"
-            )
-        if is_replay and not self.zero.is_joining and (self._waits_for_step or self._riding is not None):
+        if is_replay and not self.zero.is_joining and (self.updates_in_step or self._prefetch is not None):
             raise TrainingLoopError(f"{self!r} acts outside of backward, too: use `with Join([ddp, zero])`")
-        self._pass = Pass(is_replay=is_replay, is_open=True)
+        super().before_backward(is_replay=is_replay)
+        self._gathers, self._held = [], {}
         self._vote.begin()
         self.zero.begin()
 
@@ -180,44 +163,48 @@ class ZeroStep(Stage):
         if bucket.parameters[0].is_complex() and not bucket.buffer.is_complex():
             # DDP's buffer holds complex gradients as pairs of real numbers; a shard's elements are the complex ones.
             bucket = replace(bucket, buffer=torch.view_as_complex(bucket.buffer.view(-1, 2)))
-        plan = self._plan(bucket)
-        self._pass.note(bucket, plan)
-        if plan is not None:
-            await self._exchange_gradients(bucket, plan)
+        shards = self._shards_of(bucket)
+        self.lifecycle.note_reduced(bucket.parameters)
+        if shards is not None:
+            self._gathers.append(Gather(index=bucket.index, step=bucket.step, shards=shards))
+            await self._exchange_gradients(bucket, shards)
         elif not bucket.is_mean:
             bucket.buffer.mul_(1 / bucket.divisor)
             await all_reduce(bucket.buffer, group=bucket.group)
-        if self._waits_for_step:
+        if self.updates_in_step:
             if not bucket.is_mean:
                 await self._vote.cast(bucket)
-        elif self.is_deferred:
+            return
+        if self.is_deferred:
             await self._update_together(bucket)
         else:
-            self.zero.update(self._pass.of(bucket))
-        if not self._waits_for_step and plan is not None and self._riding is None:
-            await self.zero.exchange.gather(plan, bucket.group)
+            self.zero.update(self._held.pop(bucket.index, []))
+        if shards is not None:
+            self.lifecycle.note_applied(shard.parameter for shard in shards)
+            if self._prefetch is None:
+                await self.zero.exchange.gather(shards, bucket.group)
 
-    async def _exchange_gradients(self, bucket: Bucket, plan: Plan) -> None:
+    async def _exchange_gradients(self, bucket: Bucket, shards: BucketShards) -> None:
         if not bucket.is_mean:
-            await self.zero.exchange.reduce(bucket, plan)
-        finds_unused = None if self._context is None else self._context.finds_unused
-        parameters = [shard.parameter for shard in plan.shards]
+            await self.zero.exchange.reduce(bucket, shards)
+        finds_unused = None if self.context is None else self.context.finds_unused
+        parameters = [shard.parameter for shard in shards]
         used = await used_on_any_rank(bucket, parameters, finds_unused, used_before=self._used)
-        kept = {id(shard) for shard, is_used in zip(plan.shards, used, strict=True) if is_used}
+        kept = {id(shard) for shard, is_used in zip(shards, used, strict=True) if is_used}
         self._used.difference_update(map(id, parameters))
-        self._used.update(id(shard.parameter) for shard in plan.shards if id(shard) in kept)
-        gradients = plan.gradients(bucket.buffer)
-        pairs = [pair for pair in zip(plan.owned, gradients, strict=True) if id(pair[0]) in kept]
-        if self._waits_for_step:
+        self._used.update(id(shard.parameter) for shard in shards if id(shard) in kept)
+        gradients = shards.gradients(bucket.buffer)
+        pairs = [pair for pair in zip(shards.owned, gradients, strict=True) if id(pair[0]) in kept]
+        if self.updates_in_step:
             self._vote.look([gradient for _, gradient in pairs])
             # DDP sets no .grad on a rank that replays, and its buffers are gone afterwards.
             pairs = [(shard, gradient.clone()) for shard, gradient in pairs] if bucket.is_replay else []
-        self._pass.hold(bucket, pairs)
+        self._held[bucket.index] = pairs
 
     async def _update_together(self, bucket: Bucket) -> None:
         await whole_pass()
         if bucket.is_last:
-            pairs = self._pass.all_held()
+            pairs = self._all_held()
             if self.clipping is not None:
                 norm = ShardedNorm(self.clipping, [gradient for _, gradient in pairs], bucket.buffer.device)
                 await all_reduce(norm.partial, op=norm.op, group=bucket.group)
@@ -225,90 +212,113 @@ class ZeroStep(Stage):
             self.zero.update(pairs)
         await whole_pass()
 
-    def _plan(self, bucket: Bucket) -> Plan | None:
+    def _all_held(self) -> Pairs:
+        held, self._held = self._held, {}
+        return [pair for pairs in held.values() for pair in pairs]
+
+    def _shards_of(self, bucket: Bucket) -> BucketShards | None:
         key = tuple(map(id, bucket.parameters))
-        if key not in self._plans:
+        if key not in self._shards_by_bucket:
             zero = self.zero
             is_even = zero.partition == "element"
             # DDP's first backward has one bucket of all parameters, whose buffers would be kept for smaller ones.
             zero.exchange.workspace.trim()
-            self._plans[key] = make_plan(bucket.parameters, zero.shards, rank=zero.rank, is_even=is_even)
-        return self._plans[key]
+            self._shards_by_bucket[key] = shards_of_bucket(
+                bucket.parameters, zero.shards, rank=zero.rank, is_even=is_even
+            )
+        return self._shards_by_bucket[key]
 
     def after_backward(self, *, failed: bool) -> str | None:
-        self._pass.close()
         if failed:
-            self._awaits_step, self._clears, self._has_failed = False, False, True
+            was_under_way = self.lifecycle.phase is Phase.BACKWARD
+            self.lifecycle.on_failure()
             self.zero.exchange.workspace.forget()
-            return None if self.is_deferred else PARTLY_UPDATED
-        self._awaits_step = not (self.is_automatic or self._pass.is_replay)
-        self._clears = self.is_automatic or self._pass.is_replay or not self.is_deferred
-        if self._waits_for_step:
+            return _PARTLY_UPDATED if was_under_way and not self.is_deferred else None
+        if self.updates_in_step:
             self._vote.tell(self.zero.shards.values())
-        elif self._riding is not None:
+            self.lifecycle.on_reduced()
+            return None
+        if self._prefetch is not None:
             self._gather()
+        self.lifecycle.on_reduced(Phase.STEPPED if self.lifecycle.is_replay else None)
         if self.is_automatic:
             mark_stepped(self.zero)
-        elif not self.is_deferred:
-            self._pass.seal()
         return None
 
     def _gather(self) -> None:
-        """Outside of a pass: bring what each rank owns to all, the first layers' parameters first."""
-        riding = self._riding or Gathers()
-        assert self._context is not None, "gathers run while the stage is attached"
-        riding.begin(self._context, self._pass.plans(), self.zero.exchange)
+        """Outside of a backward: bring what each rank owns to all, the first layers' parameters first."""
+        prefetch = self._prefetch or ParameterPrefetch()
+        assert self.context is not None, "gathers run while the stage is attached"
+        # The last bucket has the first layers, which the next forward needs first.
+        prefetch.begin(self.context, list(reversed(self._gathers)), self.zero.exchange)
         # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook
         # does.
-        if self._riding is None or (self.zero.is_joining and not self._pass.is_replay):
-            riding.wait()
+        if self._prefetch is None or (self.zero.is_joining and not self.lifecycle.is_replay):
+            prefetch.wait()
 
-    def step(self, scaling: Scaling) -> None:
-        """The rest of a step, on the training thread."""
-        if self._waits_for_step:
+    def step(self, loss_scale: LossScale) -> None:
+        """What is left of a step after backward, on the training thread."""
+        if self.updates_in_step:
             self.wait()
-        if scaling.is_used and not self._waits_for_step:
+        elif loss_scale.is_used:
             raise TrainingLoopError(
                 "GradScaler decides after backward whether to step, but the parameters were updated in backward; "
                 "use ZeroStep(zero, deferred=True) with it"
             )
-        self._pass.check_complete(self._names)
-        if not self._awaits_step:
-            self._pass.check_reduced(self.zero.shards.values(), self._names)
-            return
-        self._pass.check_unchanged(self._names)
-        self._awaits_step, self._clears = False, True
-        if self._waits_for_step and not scaling.forbids_step():
-            self._update_late(scaling)
+        lifecycle, parameters = self.lifecycle, [shard.parameter for shard in self.zero.shards.values()]
+        lifecycle.check_step()
+        pending = [p for p in parameters if p.grad is not None and not lifecycle.has_applied(p)]
+        lifecycle.check_reduced(pending, applies_what_the_user_set=False)
+        if lifecycle.phase is Phase.REDUCED and not loss_scale.skips_step():
+            self._update_in_step(loss_scale)
+        lifecycle.on_step(parameters)
 
     def step_replayed(self) -> None:
-        """The rest of a step, on a rank that has run out of inputs; none where the others only accumulate."""
-        if self._waits_for_step and self._pass.take_replay():
-            self._update_late(Scaling(None, None))
+        """The same, on a rank that has run out of inputs; nothing where the others only accumulate."""
+        lifecycle = self.lifecycle
+        if lifecycle.phase is Phase.REDUCED and lifecycle.is_replay:
+            self._update_in_step(LossScale())
+            lifecycle.on_step(shard.parameter for shard in self.zero.shards.values())
         self.wait()
 
-    def _update_late(self, scaling: Scaling) -> None:
-        pairs = self._pass.late_pairs(self.zero.shards.values())
-        gradients = [gradient for _, gradient in pairs]
-        with torch.no_grad():
-            scaling.unscale_(gradients)
+    @torch.no_grad()
+    def _update_in_step(self, loss_scale: LossScale) -> None:
+        try:
+            pairs = self._pairs_of_step()
+            gradients = [gradient for _, gradient in pairs]
+            loss_scale.unscale_(gradients)
             if self.clipping is not None:
                 norm = ShardedNorm(self.clipping, gradients, self.zero.join_device)
                 dist.all_reduce(norm.partial, op=norm.op, group=self.zero.process_group)
                 norm.clip_()
             self.zero.update(pairs)
-        self._gather()
+            self._gather()
+        except BaseException:
+            self.lifecycle.on_failure()
+            raise
+
+    def _pairs_of_step(self) -> Pairs:
+        """What ``step()`` applies: parts of ``.grad``, or what was held on a rank that has none."""
+        if self.lifecycle.is_replay:
+            return self._all_held()
+        return [
+            (shard, shard.gradient())
+            for shard in self.zero.shards.values()
+            if shard.own is not None
+            and shard.parameter.grad is not None
+            and self.lifecycle.has_reduced(shard.parameter)
+        ]
 
     def wait(self) -> None:
         """Wait for gathers that ride."""
-        if self._riding is not None:
-            self._riding.wait()
+        if self._prefetch is not None:
+            self._prefetch.wait()
 
     def __repr__(self) -> str:
         parts = [type(self.zero.optim).__name__, "deferred" if self.is_deferred else "interleaved"]
         if self.clipping is not None:
             parts.append(f"clip_grad_norm={self.clipping.max_norm} of norm {self.clipping.norm_type:g}")
-        if self._riding is not None:
+        if self._prefetch is not None:
             parts.append("gather in forward")
         if self.is_automatic:
             parts.append("automatic")

@@ -13,44 +13,39 @@ waits. Nothing else does: ``zero.wait()`` is for that.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.hooks import Bucket, StageContext
-from overlap.hooks.engine.background import Completion, Item
-from overlap.optim.zero.exchange import Exchange
-from overlap.optim.zero.plan import Plan
+from overlap.hooks import StageContext
+from overlap.hooks.engine.background import Completion
+from overlap.optim.zero.exchange import Exchange, Gather
 
-__all__ = ["Gathers"]
+__all__ = ["ParameterPrefetch"]
 
 
-class Gathers:
-    """The gathers of one step, in flight."""
+class ParameterPrefetch:
+    """The gathers of one step, which run while the training thread goes on."""
 
     def __init__(self) -> None:
         self._completions: dict[int, Completion] = {}
         self._hooks: _ModuleHooks | None = None
 
-    def begin(self, context: StageContext, plans: Sequence[tuple[Bucket, Plan]], exchange: Exchange) -> None:
-        """Launch the gather of each bucket, in this order, behind all that was begun before."""
-        gathers = [
-            _Gather(index=bucket.index, step=bucket.step, plan=plan, completion=Completion(context.device))
-            for bucket, plan in plans
-        ]
-        for gather in gathers:
-            self._completions.update((id(shard.parameter), gather.completion) for shard in gather.plan.shards)
+    def begin(self, context: StageContext, gathers: Sequence[Gather], exchange: Exchange) -> None:
+        """Launch ``gathers``, in this order, behind all that was begun before."""
+        completions = {gather: Completion(context.device) for gather in gathers}
+        for gather, completion in completions.items():
+            self._completions.update((id(shard.parameter), completion) for shard in gather.shards)
 
-        async def work(gather: _Gather) -> None:
-            await exchange.gather(gather.plan, context.group)
-            gather.completion.set()
+        async def work(gather: Gather) -> None:
+            await exchange.gather(gather.shards, context.group)
+            completions[gather].set()
 
         def fail(error: BaseException) -> None:
-            for gather in gathers:
-                gather.completion.fail(error)
+            for completion in completions.values():
+                completion.fail(error)
 
         assert context.background is not None, "the runtime gives it to every stage that it attaches"
         context.background(gathers, work, on_failure=fail)
@@ -92,17 +87,9 @@ class Gathers:
         self.wait()
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Gather(Item):
-    """The gather of one bucket's parameters."""
-
-    plan: Plan
-    completion: Completion
-
-
 class _ModuleHooks:
-    def __init__(self, model: nn.Module, parameters: set[int], gathers: Gathers) -> None:
-        self._gathers = gathers
+    def __init__(self, model: nn.Module, parameters: set[int], prefetch: ParameterPrefetch) -> None:
+        self._prefetch = prefetch
         self._called: set[str] = set()
         self._needs: dict[str, tuple[int, ...]] = {}
         self._own = {
@@ -115,7 +102,7 @@ class _ModuleHooks:
             below = tuple({id(p) for p in module.parameters()} & parameters)
             self._handles += [
                 module.register_forward_pre_hook(_BeforeForward(self, name, below)),
-                module.register_state_dict_pre_hook(_BeforeStateDict(gathers)),
+                module.register_state_dict_pre_hook(_BeforeStateDict(prefetch)),
             ]
 
     def remove(self) -> None:
@@ -125,12 +112,12 @@ class _ModuleHooks:
     def before_forward(self, module: nn.Module, name: str, below: tuple[int, ...]) -> None:
         """Wait for what the forward of `module` reads."""
         if not (module.training and torch.is_grad_enabled()):
-            self._gathers.wait_for(below)
+            self._prefetch.wait_for(below)
             return
         if name == "":
             self._learn()
         self._called.add(name)
-        self._gathers.wait_for(self._needs.get(name, self._own[name]))
+        self._prefetch.wait_for(self._needs.get(name, self._own[name]))
 
     def _learn(self) -> None:
         """When the second forward begins: who stands in for the modules that the first one did not call."""
@@ -167,12 +154,12 @@ _before_forward: Callable[..., None] = torch.compiler.disable(_ModuleHooks.befor
 class _BeforeStateDict:
     """Runs ahead of a module's ``state_dict``; does nothing in a copy of the module."""
 
-    def __init__(self, gathers: Gathers | None = None) -> None:
-        self._gathers = gathers
+    def __init__(self, prefetch: ParameterPrefetch | None = None) -> None:
+        self._prefetch = prefetch
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._gathers is not None:
-            self._gathers.wait()
+        if self._prefetch is not None:
+            self._prefetch.wait()
 
     def __reduce__(self) -> Any:
         return _BeforeStateDict, ()

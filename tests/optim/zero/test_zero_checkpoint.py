@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from harness import assert_parity, run_ranks, wrap
+from harness import assert_parity, run_ranks, run_threads, wrap
 from harness.models import EMPTY, MLP, Case, mean_squared_error
 from overlap import ConfigurationError, TrainingLoopError, ZeroRedundancyOptimizer, ZeroStep, chain
 
@@ -80,7 +80,9 @@ def _uninterrupted(rank: int, world_size: int, case: Case, kind: str, steps: int
     ],
     ids=["adam", "momentum, by parameter between", "empty parameter"],
 )
-def test_four_ranks_then_two_then_three(tmp_path: Path, kind: str, case: Case, partitions: tuple[str, ...]) -> None:
+def test_resume_is_exact_at_4_ranks_then_2_then_3(
+    tmp_path: Path, kind: str, case: Case, partitions: tuple[str, ...]
+) -> None:
     start = 0
     for ranks, stop, partition in zip((4, 2, 3), (3, 5, 7), partitions, strict=True):
         results = run_ranks(_leg, ranks, case, kind, tmp_path, start, stop, {"partition": partition})
@@ -95,24 +97,43 @@ def test_four_ranks_then_two_then_three(tmp_path: Path, kind: str, case: Case, p
         start = stop
 
 
-def _round_trip(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> None:
+def _brought(rank: int, world_size: int, to: int) -> None:
+    zero = _zero(wrap(MLP.model(), **MLP.ddp_options()), "adam")
+    zero.consolidate_state_dict(to)
+    if rank == to:
+        assert len(zero.state_dict()["param_groups"]) == 2
+    else:
+        with pytest.raises(TrainingLoopError, match=f"consolidate_state_dict\\(to={rank}\\)"):
+            zero.state_dict()
+
+
+@pytest.mark.parametrize("to", [0, 1])
+def test_only_the_rank_that_the_state_was_brought_to_gives_it(to: int) -> None:
+    run_ranks(_brought, 2, to)
+
+
+def _not_brought(rank: int, world_size: int) -> None:
+    zero = _zero(wrap(MLP.model(), **MLP.ddp_options()), "adam")
+    with pytest.raises(TrainingLoopError, match=f"consolidate_state_dict\\(to={rank}\\)"):
+        zero.state_dict()
+
+
+def test_the_state_must_be_brought_together_first() -> None:
+    run_ranks(_not_brought, 2)
+
+
+def _resumed(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> dict[str, bool]:
+    """Whether the plain optimizer and a new one of ours, loaded with the whole state, go on as the one that saved."""
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     zero = _zero(ddp, kind, **options)
     for step in range(3):
         _step(ddp, MLP, step)
         zero.step()
-    with pytest.raises(TrainingLoopError, match=f"consolidate_state_dict\\(to={rank}\\)"):
-        zero.state_dict()
     states = []
     for to in range(world_size):
         zero.consolidate_state_dict(to)
-        if rank == to:
-            states.append(zero.state_dict())
-        else:
-            with pytest.raises(TrainingLoopError, match="consolidate_state_dict"):
-                zero.state_dict()
-    full = states[0]
-    # On with the plain optimizer, and on with ours, from the same dict.
+        states += [zero.state_dict()] if rank == to else []
+    (full,) = states
     cls, arguments = KINDS[kind]
     module = MLP.model()
     module.load_state_dict(ddp.module.state_dict())
@@ -121,7 +142,7 @@ def _round_trip(rank: int, world_size: int, kind: str, options: dict[str, Any]) 
     again = wrap(module, **MLP.ddp_options())
     loaded = _zero(again, kind, **options)
     loaded.load_state_dict(full)
-    assert loaded.param_groups[0]["lr"] == full["param_groups"][0]["lr"]
+    same = {"plain": True, "ours": True, "options": loaded.param_groups[0]["lr"] == full["param_groups"][0]["lr"]}
     for step in range(3, 6):
         plain.zero_grad()
         _step(module, MLP, step)
@@ -130,13 +151,32 @@ def _round_trip(rank: int, world_size: int, kind: str, options: dict[str, Any]) 
             _step(one, MLP, step)
             optimizer.step()
         for theirs, ours, reloaded in zip(module.parameters(), ddp.parameters(), again.parameters(), strict=True):
-            assert torch.equal(theirs, ours) and torch.equal(theirs, reloaded)
+            same["plain"] &= torch.equal(theirs, ours)
+            same["ours"] &= torch.equal(theirs, reloaded)
+    return same
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_whole_state_fits_the_plain_optimizer_and_comes_back(kind: str) -> None:
-    run_ranks(_round_trip, 2, kind, {})
-    run_ranks(_round_trip, 2, kind, {"partition": "parameter"})
+@pytest.fixture(scope="module", params=["element", "parameter"])
+def partition(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def resumed(request: pytest.FixtureRequest, partition: str) -> list[dict[str, bool]]:
+    results: list[dict[str, bool]] = run_ranks(_resumed, 2, request.param, {"partition": partition})
+    return results
+
+
+def test_the_plain_optimizer_goes_on_with_the_whole_state(resumed: list[dict[str, bool]]) -> None:
+    assert all(rank["plain"] for rank in resumed)
+
+
+def test_a_new_optimizer_goes_on_with_the_whole_state(resumed: list[dict[str, bool]]) -> None:
+    assert all(rank["ours"] for rank in resumed)
+
+
+def test_loading_sets_the_options_of_groups(resumed: list[dict[str, bool]]) -> None:
+    assert all(rank["options"] for rank in resumed)
 
 
 def _masters(rank: int, world_size: int, folder: Path, start: int, stop: int) -> list[torch.Tensor]:
@@ -155,34 +195,74 @@ def _masters(rank: int, world_size: int, folder: Path, start: int, stop: int) ->
     return [p.detach().clone() for p in ddp.parameters()]
 
 
-def test_masters_are_saved_too(tmp_path: Path) -> None:
+def test_resume_is_exact_with_fp32_masters(tmp_path: Path) -> None:
     whole = run_ranks(_masters, 2, tmp_path / "a", 0, 8)
     run_ranks(_masters, 4, tmp_path / "b", 0, 4)
     halves = run_ranks(_masters, 2, tmp_path / "b", 4, 8)
     assert_parity(halves, whole, what="4 ranks, then 2")
 
 
-def _refused(rank: int, world_size: int, folder: Path) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam)
+def _saved(folder: Path) -> ZeroRedundancyOptimizer:
+    zero = ZeroRedundancyOptimizer(MLP.model().parameters(), torch.optim.Adam)
     dcp.save({"optimizer": zero.sharded_state_dict()}, checkpoint_id=folder)
+    return zero
+
+
+def _wrong_key(rank: int, world_size: int, folder: Path) -> None:
+    zero = _saved(folder)
     with pytest.raises(ConfigurationError, match="key='optim'"):
         zero.load_sharded(folder, key="optim")
+
+
+def _no_checkpoint(rank: int, world_size: int, folder: Path) -> None:
+    zero = _saved(folder)
     with pytest.raises(ConfigurationError, match=r"nowhere is no checkpoint"):
         zero.load_sharded(folder / "nowhere", key="optimizer")
-    other = ZeroRedundancyOptimizer(list(ddp.parameters())[:4], torch.optim.Adam)
+
+
+def _fewer_parameters(rank: int, world_size: int, folder: Path) -> None:
+    _saved(folder)
+    other = ZeroRedundancyOptimizer(list(MLP.model().parameters())[:4], torch.optim.Adam)
     with pytest.raises(ConfigurationError, match=r"\[10\] parameters, but this optimizer has \[4\]"):
         other.load_sharded(folder, key="optimizer")
+
+
+def _other_shapes(rank: int, world_size: int, folder: Path) -> None:
+    _saved(folder)
     small = ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(8)) for _ in range(10)], torch.optim.Adam)
     with pytest.raises(ConfigurationError, match=r"shape in the checkpoint is \[16, 16\], here \[8\]"):
         small.load_sharded(folder, key="optimizer")
+
+
+@pytest.mark.parametrize("scenario", [_wrong_key, _no_checkpoint, _fewer_parameters, _other_shapes])
+def test_a_sharded_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, scenario: Any) -> None:
+    run_ranks(scenario, 2, tmp_path)
+
+
+def _plain_of_fewer_parameters(rank: int, world_size: int) -> None:
+    parameters = list(MLP.model().parameters())
+    zero = ZeroRedundancyOptimizer(parameters, torch.optim.Adam)
     with pytest.raises(ConfigurationError, match=r"groups of \[4\]"):
-        zero.load_state_dict(torch.optim.SGD(list(ddp.parameters())[:4], lr=1.0).state_dict())
+        zero.load_state_dict(torch.optim.SGD(parameters[:4], lr=1.0).state_dict())
+
+
+def _state_of_a_model(rank: int, world_size: int) -> None:
+    model = MLP.model()
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
     with pytest.raises(ConfigurationError, match="no state_dict of an optimizer"):
-        zero.load_state_dict(ddp.state_dict())
+        zero.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("scenario", [_plain_of_fewer_parameters, _state_of_a_model])
+def test_a_state_dict_that_does_not_fit_is_refused(scenario: Any) -> None:
+    run_threads(scenario, 2)
+
+
+def _to_no_rank(rank: int, world_size: int) -> None:
+    zero = ZeroRedundancyOptimizer(MLP.model().parameters(), torch.optim.Adam)
     with pytest.raises(ConfigurationError, match=r"to=2\): ranks of the group are 0 to 1"):
         zero.consolidate_state_dict(to=2)
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
-    run_ranks(_refused, 2, tmp_path)
+def test_consolidating_to_a_rank_that_does_not_exist_is_refused() -> None:
+    run_threads(_to_no_rank, 2)

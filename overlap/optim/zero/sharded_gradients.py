@@ -1,9 +1,10 @@
-"""Letting every rank know of a gradient that is not finite.
+"""What the ranks find out together about gradients of which each has a part: their norm, and whether all are finite.
 
-``GradScaler`` looks at ``.grad`` of its own rank, and ranks must come to one verdict, or their scales drift apart.
-But after a reduce-scatter only the owner of a chunk holds its mean. So the ranks vote, and each rank that is told of a
-non-finite gradient elsewhere marks one element of a part that it does not own, where nothing reads ``.grad`` for the
-update.
+[Note: one verdict]
+
+``GradScaler`` looks at ``.grad`` on its own rank, and all ranks must reach the same verdict, or their scales drift
+apart. But after a reduce-scatter only the owner of a chunk holds its mean. So the ranks vote, and each rank that learns
+of a non-finite gradient elsewhere marks one element of a part that it does not own, where no update reads ``.grad``.
 """
 
 from __future__ import annotations
@@ -16,9 +17,34 @@ from torch import Tensor
 
 from overlap._torch.foreach import norms
 from overlap.hooks import Bucket, all_reduce, whole_pass
-from overlap.optim.zero.shards import Shard
+from overlap.optim.clipping import Clipping
+from overlap.optim.zero.sharding import Shard
 
-__all__ = ["FiniteVote"]
+__all__ = ["FiniteVote", "ShardedNorm"]
+
+
+class ShardedNorm:
+    """The global norm of gradients of which each rank has a part: local powers, one sum over ranks, one root."""
+
+    def __init__(self, clipping: Clipping, gradients: Sequence[Tensor], device: torch.device) -> None:
+        self._clipping = clipping
+        # An empty part has no maximum.
+        self._gradients = [gradient for gradient in gradients if gradient.numel()]
+        self._is_max = clipping.norm_type == float("inf")
+        each = [norm.double() for norm in norms(self._gradients, clipping.norm_type)] if self._gradients else []
+        stacked = torch.stack(each) if each else torch.zeros(1, dtype=torch.float64, device=device)
+        self.partial = stacked.max() if self._is_max else stacked.pow(clipping.norm_type).sum()
+        """This rank's part, to be reduced in place with :attr:`op`."""
+
+    @property
+    def op(self) -> dist.ReduceOp.RedOpType:
+        return dist.ReduceOp.MAX if self._is_max else dist.ReduceOp.SUM
+
+    def clip_(self) -> Tensor:
+        """Scale the gradients in place, once :attr:`partial` is of all ranks; returns the global norm."""
+        total = self.partial if self._is_max else self.partial.pow(1 / self._clipping.norm_type)
+        self._clipping.scale_to_(self._gradients, total.float())
+        return total
 
 
 class FiniteVote:

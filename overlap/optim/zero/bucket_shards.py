@@ -1,35 +1,37 @@
-"""The shards of one bucket, and the buffers in which they travel."""
+"""The shards of the parameters in one bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from overlap.optim.zero.partition import Layout
-from overlap.optim.zero.shards import Shard
+from overlap.optim.zero.sharding import Shard
 
-__all__ = ["Plan", "Workspace", "make_plan"]
+__all__ = ["BucketShards", "shards_of_bucket"]
 
 
-class Plan:
+class BucketShards:
     """Cuts a bucket's tensors up by the shards in it."""
 
     def __init__(self, layout: Layout, shards: tuple[Shard | None, ...], rank: int) -> None:
         self.layout = layout
         self.rank = rank
-        self.shards = tuple(shard for shard in shards if shard is not None)
-        """Those that are sharded, in the bucket's order."""
+        self._shards = tuple(shard for shard in shards if shard is not None)
         self.segment = layout.segment(rank)
         self._slice = layout.of_rank(rank)
         self._by_place = shards
 
+    def __iter__(self) -> Iterator[Shard]:
+        """The shards in the bucket's order, without the parameters that are not sharded."""
+        return iter(self._shards)
+
     @cached_property
     def owned(self) -> tuple[Shard, ...]:
         """The shards of which this rank has a part in its optimizer, an empty one too."""
-        return tuple(shard for shard in self.shards if shard.own is not None)
+        return tuple(shard for shard in self._shards if shard.own is not None)
 
     @cached_property
     def parameter_pieces(self) -> list[Tensor]:
@@ -76,12 +78,14 @@ class Plan:
 
     def note_written(self) -> None:
         """The gather has written the other ranks' parts."""
-        for shard in self.shards:
+        for shard in self._shards:
             shard.note_written()
 
 
-def make_plan(parameters: Sequence[Tensor], shards: Mapping[int, Shard], *, rank: int, is_even: bool) -> Plan | None:
-    """The plan of a bucket of these parameters, given the shards by ``id``; ``None`` where none is sharded."""
+def shards_of_bucket(
+    parameters: Sequence[Tensor], shards: Mapping[int, Shard], *, rank: int, is_even: bool
+) -> BucketShards | None:
+    """The shards of a bucket of these parameters, given all by ``id``; ``None`` if none is sharded."""
     found = tuple(shards.get(id(parameter)) for parameter in parameters)
     if all(shard is None for shard in found):
         return None
@@ -90,56 +94,10 @@ def make_plan(parameters: Sequence[Tensor], shards: Mapping[int, Shard], *, rank
         numels=tuple(parameter.numel() for parameter in parameters),
         is_even=is_even,
     )
-    return Plan(layout, found, rank)
+    return BucketShards(layout, found, rank)
 
 
 def _cut(buffer: Tensor, cuts: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Tensor]:
     lengths, chosen = cuts
     parts = buffer.split_with_sizes(lengths)
     return [parts[place] for place in chosen]
-
-
-class Workspace:
-    """Flat buffers, kept from bucket to bucket and step to step.
-
-    On the CPU fresh memory is paid for page by page at its first use, which takes longer than what is copied into it.
-    Accelerators have a caching allocator, which also knows about streams.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-        self._lent: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """A flat tensor of ``numel`` elements, of ``like``'s dtype and device, holding anything."""
-        if like.device.type != "cpu":
-            return torch.empty(numel, dtype=like.dtype, device=like.device)
-        same = sorted((kept for kept in self._free if kept.dtype == like.dtype), key=Tensor.numel)
-        whole = next((kept for kept in same if kept.numel() >= numel), None)
-        # A larger one replaces one that is too small, so that there are never more than were in use at once.
-        spent = whole if whole is not None else (same[-1] if same else None)
-        self._free = [kept for kept in self._free if kept is not spent]
-        if whole is None:
-            whole = torch.empty(numel, dtype=like.dtype, device=like.device)
-        part = whole[:numel]
-        self._lent[id(part)] = (part, whole)
-        return part
-
-    def give(self, part: Tensor) -> None:
-        """Take back what :meth:`take` gave."""
-        if part.device.type == "cpu":
-            self._free.append(self._lent.pop(id(part))[1])
-
-    def trim(self) -> None:
-        """Let go of what is not lent: the buckets to come are others."""
-        self._free.clear()
-
-    def forget(self) -> None:
-        """Let go of everything, what was lent to work that failed included."""
-        self._free.clear()
-        self._lent.clear()
-
-    @property
-    def held_bytes(self) -> int:
-        """What is kept for the next bucket."""
-        return sum(kept.nbytes for kept in self._free)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch
 from harness import Record, assert_parity, overlapped_step, plain_step, train, wrap
 from harness.models import Case
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap.optim.zero import messages
+from overlap.optim.zero import exchange
 
 # The weights of these models then travel by themselves, their biases packed.
-messages._LARGE_NUMEL = 50
+exchange._LARGE_NUMEL = 50
 
 STEPS = 6
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -24,6 +25,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
 }
+ADAMW_OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+ADAMW = functools.partial(torch.optim.AdamW, **ADAMW_OPTIONS)
 # How the update is made: the arguments of the stage, None for no stage at all.
 FORMS: dict[str, dict[str, Any] | None] = {
     "interleaved": {},
@@ -113,6 +116,12 @@ def zero_run(
     return records
 
 
+def register(form: dict[str, Any] | None, ddp: Any, zero: ZeroRedundancyOptimizer) -> None:
+    """Let a stage of this form, if any, update `zero` in `ddp`'s backward."""
+    if form is not None:
+        chain(ZeroStep(zero, **form)).register(ddp)
+
+
 def check(candidate: list[Record], reference: list[Record], *, what: str, world_size: int) -> None:
     """Parameters, buffers, losses and (on rank 0) the optimizer's state of every step."""
     candidate = [dataclasses.replace(record, gradients=None) for record in candidate]
@@ -132,4 +141,16 @@ def check_losses(candidate: list[Record], reference: list[Record], *, what: str)
     assert_parity([record.loss for record in candidate], [record.loss for record in reference], what=what)
 
 
-__all__ = ["FORMS", "OPTIMIZERS", "STEPS", "Consolidated", "check", "check_losses", "plain_run", "zero_run"]
+__all__ = [
+    "ADAMW",
+    "ADAMW_OPTIONS",
+    "FORMS",
+    "OPTIMIZERS",
+    "STEPS",
+    "Consolidated",
+    "check",
+    "check_losses",
+    "plain_run",
+    "register",
+    "zero_run",
+]
