@@ -205,6 +205,8 @@ class Step(Stage):
             self.norms.clear()
 
     async def __call__(self, bucket: Bucket) -> None:
+        if bucket.is_replay and not bucket.is_mean:
+            return  # Zeros of a rank that has run out of inputs: other ranks' gradients have not been added to them.
         if self._adopts and self._functional is not None:
             for parameter in bucket.parameters:
                 if not self.optimizer.stepper.covers(parameter):

@@ -44,7 +44,7 @@ def _blocking(rank: int) -> None:
     for form, build in forms.items():
         candidate, made, ddp = local(MLP, rank, steps=STEPS, build=build, zero_grad="backward" not in form)
         assert_parity(candidate, reference, what=form)
-        assert made.step_count == STEPS and made.averages.count == (STEPS - START) // PERIOD
+        assert made.step_count == STEPS and made.synchronizer.rounds == (STEPS - START) // PERIOD
         assert ddp.require_backward_grad_sync == (form in ("update in backward", "deferred update"))
         made.synchronize()
         assert_parity(values_of(ddp.module), mean_of(values_of(ddp.module)), what=f"{form}, synchronized")
@@ -180,11 +180,11 @@ def _outer(rank: int) -> None:
         make = functools.partial(LocalSGD, period=PERIOD, start_step=0, outer=OUTER, fragments=fragments)
         candidate, made, _ = local(MLP, rank, steps=16, build=make)
         assert (
-            sorted(name for part in made.averages.content.fragments for name in part) == sorted(names)
-            and len(made.averages.content.fragments) == fragments
+            sorted(name for part in made.synchronizer.tensors.fragments for name in part) == sorted(names)
+            and len(made.synchronizer.tensors.fragments) == fragments
         )
         reference = plain(
-            MLP, rank, steps=16, start_step=0, after_step=Reference(made.averages.content.fragments).after_step
+            MLP, rank, steps=16, start_step=0, after_step=Reference(made.synchronizer.tensors.fragments).after_step
         )
         assert_parity(
             candidate,
@@ -262,7 +262,7 @@ def _checkpoint(rank: int) -> None:
         build = functools.partial(LocalSGD, period=3, start_step=START, overlap=2, outer=OUTER, fragments=2)
         whole, _, _ = local(BATCH_NORM, rank, steps=16, build=build)
         _, made, ddp = local(BATCH_NORM, rank, steps=stop, build=build)
-        assert (made.averages.flight is not None) == (stop == 9)
+        assert (made.synchronizer.pending is not None) == (stop == 9)
         buffer = io.BytesIO()
         torch.save({"model": ddp.module.state_dict(), "optimizer": made.state_dict()}, buffer)
         saved = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
@@ -315,15 +315,15 @@ def _errors(rank: int) -> None:
     others = dist.new_group([0]), dist.new_group([1])
     ddp = wrap(MLP.model())
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"period": 0}, "period is a whole number from 1 on, got 0"),
+        ({"period": 0}, "period must be a whole number of at least 1, got 0"),
         ({"period": 2.0}, "got 2.0"),
         ({"period": {}}, "is empty"),
-        ({"period": {2: 2, 1: 2}}, "periods of period ascend"),
+        ({"period": {2: 2, 1: 2}}, "periods of period must ascend"),
         ({"period": {2: 1, 4: 2}, "outer": OUTER}, "need one period"),
-        ({"start_step": -1}, "start_step is a whole number from 0 on, got -1"),
+        ({"start_step": -1}, "start_step must be a whole number of at least 0, got -1"),
         ({"subgroup": others[1 - rank]}, f"rank {rank} is not in the subgroup"),
         ({"subgroup": "node"}, "machine"),
-        ({"overlap": -1}, "overlap is a whole number"),
+        ({"overlap": -1}, "overlap must be a whole number"),
         ({"fragments": 100}, "leaves some without a parameter"),
         ({"optimizer_state": "drop"}, "keep, average, reset"),
         ({"optimizer_state": "average", "overlap": True}, "overlap=True is there to avoid"),
@@ -340,7 +340,7 @@ def _errors(rank: int) -> None:
         with pytest.raises(ConfigurationError, match=match):
             LocalSGD(**{"ddp": ddp, "optimizer": sgd(ddp.parameters()), **options})
     made = LocalSGD(ddp, sgd(ddp.parameters()), lambda step: 0, 0)
-    with pytest.raises(ConfigurationError, match="period at step 0 is a whole number from 1 on, got 0"):
+    with pytest.raises(ConfigurationError, match="period at step 0 must be a whole number of at least 1, got 0"):
         run(MLP, rank, [0], ddp, made)
     made.remove()
     # Momentum on one rank alone.

@@ -21,7 +21,7 @@ from overlap.optim.local_sgd import (
     PostLocalSGDOptimizer,
     average_parameters,
 )
-from overlap.optim.local_sgd.averaging import Packed, Slice, into_parts
+from overlap.optim.local_sgd.average import Packed, Slice, into_parts
 
 
 def _mean_over(tensor: Tensor, *, wide: torch.dtype | None = None, group: Any = None) -> Tensor:
@@ -193,9 +193,9 @@ def _hierarchy(rank: int, world_size: int) -> None:
     for wrong, match in (
         ({2: 2}, "the last size"),
         ({2: 3, 4: 4}, "3 does not divide 4"),
-        ({4: 2, 2: 4}, "periods of period_group_size_dict ascend"),
-        ({2: 4, 4: 2}, "sizes of period_group_size_dict ascend"),
-        ({0: 4}, "whole number from 1"),
+        ({4: 2, 2: 4}, "periods of period_group_size_dict must ascend"),
+        ({2: 4, 4: 2}, "sizes of period_group_size_dict must ascend"),
+        ({0: 4}, "whole number of at least 1"),
         ({}, "is empty"),
     ):
         with pytest.raises(ConfigurationError, match=match):
@@ -208,9 +208,9 @@ def test_three_levels_on_four_ranks() -> None:
 
 def _wrong(rank: int, world_size: int) -> None:
     for make, match in (
-        (lambda: PeriodicModelAverager(0), "period is a whole number from 1 on, got 0"),
+        (lambda: PeriodicModelAverager(0), "period must be a whole number of at least 1, got 0"),
         (lambda: PeriodicModelAverager(True), "got True"),
-        (lambda: PeriodicModelAverager(2, -1), "warmup_steps is a whole number from 0 on, got -1"),
+        (lambda: PeriodicModelAverager(2, -1), "warmup_steps must be a whole number of at least 0, got -1"),
         (lambda: average_parameters(["weight"]), "was given str"),  # type: ignore[list-item]
         (lambda: PostLocalSGDOptimizer(torch.optim.SGD, PeriodicModelAverager(2)), "the class SGD"),  # type: ignore[arg-type]
         (

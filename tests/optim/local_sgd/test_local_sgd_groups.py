@@ -70,7 +70,7 @@ def _hook(rank: int, subgroup: Any) -> None:
     assert machine.subgroup is None
     mean_squared_error(ddp, MLP.batch(0, rank)).backward()
     assert machine.subgroup is not None and machine.subgroup.size() == dist.get_world_size()
-    with pytest.raises(ConfigurationError, match="start_localSGD_iter is a whole number from 0 on, got -1"):
+    with pytest.raises(ConfigurationError, match="start_localSGD_iter must be a whole number of at least 0, got -1"):
         PostLocalSGDState(None, None, -1)
     with pytest.raises(ConfigurationError, match="a PostLocalSGDState, got NoneType"):
         post_localSGD_hook.stage(None)
@@ -159,7 +159,7 @@ def _uneven(rank: int, world_size: int) -> None:
                         mean_squared_error(ddp, case.batch(step, rank)).backward()
                         made.step()
                 what = f"{case}, {form}, from step {start}"
-                assert made.step_count == max(BATCHES[:world_size]) and made.averages.flight is None, what
+                assert made.step_count == max(BATCHES[:world_size]) and made.synchronizer.pending is None, what
                 everyone: list[Any] = [None] * world_size
                 dist.all_gather_object(everyone, values_of(ddp.module))
                 for other in range(1, world_size):
