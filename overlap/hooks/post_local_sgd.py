@@ -46,7 +46,9 @@ class PostLocalSGDState:
         post_local_gradient_allreduce: bool = True,
     ) -> None:
         if isinstance(start_localSGD_iter, bool) or not isinstance(start_localSGD_iter, int) or start_localSGD_iter < 0:
-            raise ConfigurationError(f"start_localSGD_iter must be a whole number of at least 0, got {start_localSGD_iter!r}")
+            raise ConfigurationError(
+                f"start_localSGD_iter must be a whole number of at least 0, got {start_localSGD_iter!r}"
+            )
         if subgroup is not None:
             check_subgroup(subgroup)
         self.process_group = process_group

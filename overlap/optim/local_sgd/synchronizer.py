@@ -168,10 +168,8 @@ class Synchronizer:
         if [len(levels) for levels in state["own_steps"]] != [len(levels) for levels in self.own_steps]:
             raise ConfigurationError("the state is of local SGD with another number of fragments or of levels")
         if (state["outer"] is None) != (self.outer is None):
-            here, there = ("no", "an") if self.outer is None else ("an", "no")
-            raise ConfigurationError(
-                f"this LocalSGD has {here} outer optimizer, but the state is of one with {there} outer optimizer"
-            )
+            saved, here = ("with an", "none") if self.outer is None else ("without an", "one")
+            raise ConfigurationError(f"the state was saved {saved} outer optimizer, and this one has {here}")
         self.schedule.step, self.schedule.round_end, self.rounds = state["step"], state["round_end"], state["rounds"]
         self.own_steps = [list(levels) for levels in state["own_steps"]]
         if self.outer is not None:
