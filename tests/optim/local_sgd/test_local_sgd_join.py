@@ -93,8 +93,9 @@ def test_an_update_in_backward_is_refused_with_unused_parameters() -> None:
 
 
 def _joined_update(rank: int, world_size: int) -> None:
+    # Rank 1 runs out of inputs after the first step of the second round.
     (alone, _), (updated, _) = (
-        _train_unevenly(MLP, rank, form, 0, period=4) for form in ("alone", "update in backward")
+        _train_unevenly(MLP, rank, form, 0, period=3) for form in ("alone", "update in backward")
     )
     assert_parity(values_of(updated.module), values_of(alone.module), what="updated in backward")
 
