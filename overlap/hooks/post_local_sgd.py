@@ -7,7 +7,7 @@ the other half, and is in :mod:`overlap.optim`.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.stage import Stage
 from overlap.join import gradient_divisor
 
-__all__ = ["PostLocal", "PostLocalSGDState", "check_member", "machine_group", "post_localSGD_hook"]
+__all__ = ["PostLocal", "PostLocalSGDState", "check_subgroup", "machine_group", "post_localSGD_hook"]
 
 
 class PostLocalSGDState:
@@ -46,9 +46,11 @@ class PostLocalSGDState:
         post_local_gradient_allreduce: bool = True,
     ) -> None:
         if isinstance(start_localSGD_iter, bool) or not isinstance(start_localSGD_iter, int) or start_localSGD_iter < 0:
-            raise ConfigurationError(f"start_localSGD_iter is a whole number from 0 on, got {start_localSGD_iter!r}")
+            raise ConfigurationError(
+                f"start_localSGD_iter must be a whole number of at least 0, got {start_localSGD_iter!r}"
+            )
         if subgroup is not None:
-            check_member(subgroup)
+            check_subgroup(subgroup)
         self.process_group = process_group
         self.subgroup = subgroup
         self.start_localSGD_iter = start_localSGD_iter
@@ -83,8 +85,9 @@ class PostLocal(Stage):
     """A reducer that is at work on all ranks until local SGD starts, and on a subgroup or not at all afterwards.
 
     Args:
-        state: says when that is; several stages may not share one.
+        state: says when that is, and over which ranks; several stages may not share one.
         inner: the reducer, :class:`AllReduce` where ``None``.
+        is_local: says whether the next backward pass is local; by default ``state`` counts passes.
 
     Issues: what ``inner`` issues, on ``state.process_group`` (the model's where ``None``), then on its subgroup, or
     nothing.
@@ -94,8 +97,11 @@ class PostLocal(Stage):
     PostLocal(AllReduce(), from step 1000)
     """
 
-    def __init__(self, state: PostLocalSGDState, inner: Stage | None = None) -> None:
+    def __init__(
+        self, state: PostLocalSGDState, inner: Stage | None = None, *, is_local: Callable[[], bool] | None = None
+    ) -> None:
         self._state = state
+        self._asks_is_local = is_local
         self.inner = AllReduce() if inner is None else inner
         if not self.inner.reduces:
             raise ConfigurationError(f"PostLocal takes a reducer, and {self.inner!r} is none")
@@ -112,7 +118,7 @@ class PostLocal(Stage):
 
     def before_backward(self, *, is_replay: bool) -> None:
         # For all buckets of the pass, and here, where groups may be made.
-        self._is_local = self._state.is_local
+        self._is_local = self._state.is_local if self._asks_is_local is None else self._asks_is_local()
         self._group = self._state.group_of_pass() if self._is_local else self._state.process_group
 
     async def __call__(self, bucket: Bucket) -> None:
@@ -120,7 +126,11 @@ class PostLocal(Stage):
             await self.inner(replace(bucket, group=self._group, divisor=gradient_divisor(self._group)))
         elif not self._is_local:
             await self.inner(bucket)
-        self._state.maybe_increase_iter(bucket)
+        if self._asks_is_local is None:
+            self._state.maybe_increase_iter(bucket)
+
+    def passed(self, bucket: Bucket) -> Bucket:
+        return replace(bucket, is_mean=self._group is not None or not self._is_local)
 
     def state_dict(self) -> dict[str, Any]:
         """What ``inner`` remembers; ``state.iter`` is its owner's to save."""
@@ -160,13 +170,23 @@ post_localSGD_hook = StageHook(  # noqa: N816 (PyTorch's name)
 )
 
 
-def check_member(subgroup: object) -> None:
-    """Raises: ConfigurationError: this rank is not in ``subgroup``."""
+def check_subgroup(subgroup: object, group: dist.ProcessGroup | None = None) -> None:
+    """Check that this rank is in ``subgroup``, and that all its ranks are in ``group``, where one is given.
+
+    Raises:
+        ConfigurationError: it is not a process group, or ranks do not fit.
+    """
+    if isinstance(subgroup, str):
+        raise ConfigurationError(f'subgroup must be a process group, "machine" or None, got {subgroup!r}')
     if not isinstance(subgroup, dist.ProcessGroup) or dist.get_rank(subgroup) < 0:
         raise ConfigurationError(
             f"rank {dist.get_rank()} is not in the subgroup that it was given ({subgroup!r}); each rank gives the one "
             "it is in, as in `subgroup, _ = torch.distributed.new_subgroups(group_size)`"
         )
+    if group is None:
+        return
+    if strangers := sorted(set(dist.get_process_group_ranks(subgroup)) - set(dist.get_process_group_ranks(group))):
+        raise ConfigurationError(f"ranks {strangers} of the subgroup are not in the model's process group")
 
 
 def machine_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -152,6 +152,8 @@ class Step(UpdateStage):
             self.norms.clear()
 
     async def __call__(self, bucket: Bucket) -> None:
+        if bucket.is_replay and not bucket.is_mean:
+            return  # Zeros of a rank that has run out of inputs: other ranks' gradients have not been added to them.
         if self._functional is not None and self._functional.adopts:
             self._functional.adopt(bucket.parameters)
             self.optimizer.stepper.refresh()

@@ -1,20 +1,22 @@
-"""When parameters are averaged, and over which ranks, under PyTorch's names."""
+"""Averagers and the optimizer of post-local SGD, under PyTorch's names."""
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError
-from overlap.optim.local_sgd.averaging import average_parameters
+from overlap.optim.local_sgd.average import average_parameters
+from overlap.optim.local_sgd.schedule import check_hierarchy, check_whole_number, due_group, make_groups
+from overlap.optim.local_sgd.wrapper import OptimizerAround
 
-__all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager", "check_hierarchy", "whole"]
+__all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager", "PostLocalSGDOptimizer"]
 
 Params = Iterable[Tensor] | Iterable[dict[str, Tensor]]
 
@@ -22,17 +24,6 @@ _USELESS = (
     "averaging parameters after every step sends what averaging gradients does, and hides none of it behind "
     "backward: plain DDP is faster"
 )
-
-
-def whole(name: str, value: object, *, least: int) -> int:
-    """``value``, if it is a whole number of at least ``least``.
-
-    Raises:
-        ConfigurationError: it is not; ``name`` says what it was given for.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name} is a whole number from {least} on, got {value!r}")
-    return value
 
 
 class ModelAverager(ABC):
@@ -74,8 +65,8 @@ class PeriodicModelAverager(ModelAverager):
     """
 
     def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
-        self.period = whole("period", period, least=1)
-        self.warmup_steps = whole("warmup_steps", warmup_steps, least=0)
+        self.period = check_whole_number("period", period, least=1)
+        self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
         super().__init__(process_group)
         if period == 1:
             warnings.warn(_USELESS, UserWarning, stacklevel=2)
@@ -113,7 +104,7 @@ class HierarchicalModelAverager(ModelAverager):
         warmup_steps: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.warmup_steps = whole("warmup_steps", warmup_steps, least=0)
+        self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
         super().__init__(process_group)
         sizes = check_hierarchy("period_group_size_dict", period_group_size_dict or {}, self.process_group)
         self.period_process_group_dict = make_groups(sizes, self.process_group)
@@ -130,55 +121,52 @@ class HierarchicalModelAverager(ModelAverager):
         self.step += 1
 
 
-def check_hierarchy(name: str, sizes: Mapping[int, int], group: dist.ProcessGroup) -> dict[int, int]:
-    """The size of the groups for each period, if they fit together.
+class PostLocalSGDOptimizer(OptimizerAround):
+    """Steps an optimizer and then lets an averager average its parameters, when it is time (arXiv 1808.07217).
+
+    Register ``post_localSGD_hook`` with DDP, and give its state and the averager the same start, as with PyTorch's;
+    :class:`LocalSGD` does all of it from one counter. ``param_groups``, ``state``, ``defaults`` and step hooks are the
+    wrapped optimizer's at all times. With ``GradScaler`` a step that is skipped still averages when its turn comes.
+
+    Args:
+        optim: the optimizer, not a class.
+        averager: says when to average, and over which ranks.
+
+    Issues: what ``averager`` issues, in :meth:`step`.
 
     Raises:
-        ConfigurationError: they do not; ``name`` says what they were given for.
+        ConfigurationError: one of them is something else.
     """
-    if not sizes:
-        raise ConfigurationError(f"{name} is empty; give the size of the groups for each period, as in {{4: 2, 16: 8}}")
-    checked = {
-        whole(f"a period of {name}", p, least=1): whole(f"a size of {name}", s, least=1) for p, s in sizes.items()
-    }
-    periods, counts = list(checked), list(checked.values())
-    for what, values in (("periods", periods), ("sizes", counts)):
-        if any(later <= earlier for earlier, later in itertools.pairwise(values)):
-            raise ConfigurationError(f"the {what} of {name} ascend, got {values}")
-    for smaller, larger in itertools.pairwise(counts):
-        if larger % smaller:
-            raise ConfigurationError(f"each size of {name} divides the next, and {smaller} does not divide {larger}")
-    if counts[-1] != group.size():
-        raise ConfigurationError(
-            f"the last size of {name} is that of the process group, {group.size()}, got {counts[-1]}"
-        )
-    return checked
 
+    def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
+        if not hasattr(averager, "average_parameters") or not hasattr(averager, "step") or isinstance(averager, type):
+            raise ConfigurationError(
+                f"PostLocalSGDOptimizer takes a ModelAverager, got {averager!r}; make one, as in "
+                "PeriodicModelAverager(period=8, warmup_steps=1000)"
+            )
+        super().__init__(optim)
+        self.averager = averager
 
-def make_groups(sizes: Mapping[int, int], group: dist.ProcessGroup) -> OrderedDict[int, dist.ProcessGroup]:
-    """For each period the group of so many consecutive ranks of ``group`` that this rank is in; every rank calls it.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update, then average if it is time; returns the closure's result."""
+        loss = self.step_inner(closure)
+        self.averager.average_parameters(self.param_groups)
+        return loss
 
-    Raises:
-        ConfigurationError: groups are to be made, and ``group`` is not of all ranks of the job, who make them together.
-    """
-    ranks, rank = dist.get_process_group_ranks(group), group.rank()
-    if any(size != len(ranks) for size in sizes.values()) and len(ranks) != dist.get_world_size():
-        raise ConfigurationError(
-            "the groups of a hierarchy can only be made by all ranks of the job, and this process group has "
-            f"{len(ranks)} of {dist.get_world_size()}; use a PeriodicModelAverager for each level, with its own group"
-        )
-    made: OrderedDict[int, dist.ProcessGroup] = OrderedDict()
-    for period, size in sizes.items():
-        if size == len(ranks):
-            made[period] = group
-            continue
-        for start in range(0, len(ranks), size):
-            subgroup = dist.new_group(ranks[start : start + size])
-            if start <= rank < start + size:
-                made[period] = subgroup
-    return made
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, with the averager's ``step`` beside it."""
+        return {**self.optim.state_dict(), "step": self.averager.step}
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` or the plain optimizer gave; warns where there is no ``step``."""
+        self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != "step"})
+        if "step" not in state_dict:
+            warnings.warn(
+                "the state has no step of an averager: it starts again from step 0, its warm-up included",
+                UserWarning,
+                stacklevel=2,
+            )
+        self.averager.step = state_dict.get("step", 0)
 
-def due_group(groups: Mapping[int, dist.ProcessGroup], step: int) -> dist.ProcessGroup | None:
-    """The group of the longest period that divides ``step``."""
-    return next((groups[period] for period in reversed(list(groups)) if step % period == 0), None)
+    def __repr__(self) -> str:
+        return f"PostLocalSGDOptimizer({self.optim!r})"

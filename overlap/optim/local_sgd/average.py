@@ -1,11 +1,9 @@
 """Averaging tensors over ranks, in place.
 
-[Note: averaging in place]
-
-A tensor of some size that lies contiguous in memory is averaged where it is, in slices; the others are packed together
-into one flat buffer, averaged there, and copied back. Two such parts are in flight at a time, so that one packs or
-unpacks while the other is on its way, and what is held beside the model is two buffers of a few megabytes, whatever
-the model's size. Parameters keep their storage.
+A large tensor that is contiguous in memory is averaged where it is, in slices; the others are packed together into flat
+buffers, averaged there, and copied back. Two such parts are in flight at a time, so that one packs or unpacks while the
+other is being sent. So the memory needed beside the model is two buffers of a few megabytes, whatever the model's size.
+Parameters keep their storage.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ from overlap.hooks.engine.background import Item, run_on_group
 __all__ = [
     "Packed",
     "Part",
-    "Share",
     "Slice",
+    "Weight",
     "average",
     "average_parameters",
     "into_parts",
@@ -34,10 +32,10 @@ __all__ = [
     "tensors_of",
 ]
 
-PACKED_BYTES = 8 * 2**20
-"""What is packed together for one collective, about."""
-# A collective costs about as much as copying a megabyte twice: what is smaller is packed.
-_ALONE_BYTES = 2**20
+# About so much is packed together for one collective.
+_PACKED_BYTES = 8 * 2**20
+# A collective costs about as much as copying a megabyte twice: smaller tensors are packed.
+_IN_PLACE_BYTES = 2**20
 _SLICE_BYTES = 64 * 2**20
 
 
@@ -52,12 +50,12 @@ class Slice:
         return self.flat
 
     def store(self, mean: Tensor) -> None:
-        """Take the mean over."""
+        """Nothing to do: the mean is there already."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Tensors of one dtype that are averaged together, in another dtype where that is wider."""
+    """Tensors of one dtype that are averaged together, in ``dtype``."""
 
     tensors: tuple[Tensor, ...]
     dtype: torch.dtype
@@ -67,22 +65,22 @@ class Packed:
         return sum(tensor.numel() for tensor in self.tensors)
 
     def empty(self) -> Tensor:
-        """A flat tensor for all of them, shape ``(numel,)``."""
+        """A new flat tensor for all of them, shape ``(numel,)``."""
         return torch.empty(self.numel, dtype=self.dtype, device=self.tensors[0].device)
 
     def load(self, *, into: Tensor | None = None) -> Tensor:
-        """What to average, shape ``(numel,)``, copied together."""
+        """A copy of all of them, shape ``(numel,)``."""
         flat = self.empty() if into is None else into
         copy_all(self.views(flat), self.tensors)
         return flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of ``flat``, one for each tensor, with its shape."""
+        """Views of ``flat``, one per tensor, with its shape."""
         pieces = flat.split([tensor.numel() for tensor in self.tensors])
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, self.tensors, strict=True)]
 
     def store(self, mean: Tensor) -> None:
-        """Take the mean over."""
+        """Copy the mean, shape ``(numel,)``, into the tensors."""
         copy_all(self.tensors, self.views(mean))
 
 
@@ -90,31 +88,29 @@ Part = Slice | Packed
 
 
 def into_parts(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -> list[Part]:
-    """Cut and pack ``tensors`` into what one collective averages; equal on every rank, if the tensors are.
+    """Cut and pack ``tensors`` into parts, one per collective; the same on every rank that gives the same tensors.
 
-    Integers are left out, and a tensor that comes twice is taken once. ``dtype`` is what to average in, where it is
-    wider than a tensor's own.
+    Integers are left out, and a tensor that is given twice is taken once. Tensors are averaged in ``dtype`` where it is
+    wider than their own.
     """
     parts: list[Part] = []
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in _distinct(tensors):
         wide = _wider(tensor.dtype, dtype)
-        if tensor.nbytes >= _ALONE_BYTES and wide == tensor.dtype and tensor.is_contiguous():
+        if tensor.nbytes >= _IN_PLACE_BYTES and wide == tensor.dtype and tensor.is_contiguous():
             numel = _SLICE_BYTES // tensor.element_size()
             parts.extend(Slice(piece) for piece in tensor.view(-1).split(numel))
             continue
         members = small.setdefault((tensor.dtype, tensor.device), [])
         members.append(tensor)
-        if sum(member.nbytes for member in members) >= PACKED_BYTES:
+        if sum(member.nbytes for member in members) >= _PACKED_BYTES:
             parts.append(_packed(small.pop((tensor.dtype, tensor.device)), dtype))
     parts.extend(_packed(members, dtype) for members in small.values())
     return parts
 
 
 def pack(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -> list[tuple[list[Tensor], Packed]]:
-    """Tensors in packs, in the order of their dtypes' first, with nothing averaged where it is; what was packed comes
-    with each pack. Integers are left out.
-    """
+    """Pack all of ``tensors``, large ones too; returns the packed tensors with each pack. Integers are left out."""
     by_dtype: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
@@ -123,7 +119,7 @@ def pack(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -> list
     for same in by_dtype.values():
         packs.append([])
         for tensor in same:
-            if sum(member.nbytes for member in packs[-1]) >= PACKED_BYTES:
+            if sum(member.nbytes for member in packs[-1]) >= _PACKED_BYTES:
                 packs.append([])
             packs[-1].append(tensor)
     return [(members, _packed([_real(member) for member in members], dtype)) for members in packs]
@@ -138,7 +134,7 @@ def _wider(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those that can be averaged, once each, as real numbers without a gradient function."""
+    """Those that can be averaged, once each, detached and as real numbers."""
     once = {id(tensor): tensor for tensor in tensors}
     real = [_real(tensor) for tensor in once.values()]
     return [tensor for tensor in real if tensor.is_floating_point() and tensor.numel()]
@@ -148,13 +144,37 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
+@dataclass(frozen=True)
+class Weight:
+    """How much this rank counts for in a mean: ``own`` of ``total``, the sum over all ranks."""
+
+    own: int
+    total: int
+
+    def scale_(self, flat: Tensor) -> None:
+        """Scale this rank's tensor in place, so that the sum over ranks is the mean."""
+        if self.own == 0:
+            flat.zero_()  # Multiplying infinities by 0 would give NaN.
+        elif self.own == 1:
+            flat.div_(self.total)
+        else:
+            flat.mul_(self.own / self.total)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _PartItem(Item):
+    part: Part
+
+
 @torch.no_grad()
-def average(parts: Sequence[Part], group: dist.ProcessGroup, *, share: Share | None = None) -> None:
+def average(parts: Sequence[Part], group: dist.ProcessGroup, *, weight: Weight | None = None) -> None:
     """Average ``parts`` over ``group``, in place; returns when the current stream may use them.
 
-    Issues: one all-reduce a part on ``group``.
+    Ranks count alike where ``weight`` is ``None``.
+
+    Issues: one all-reduce per part on ``group``.
     """
-    taken = share or Share(1, group.size())
+    taken = weight or Weight(1, group.size())
     by_device: dict[torch.device, list[Part]] = {}
     for part in parts:
         tensor = part.flat if isinstance(part, Slice) else part.tensors[0]
@@ -162,7 +182,7 @@ def average(parts: Sequence[Part], group: dist.ProcessGroup, *, share: Share | N
 
     async def work(item: _PartItem) -> None:
         flat = item.part.load()
-        taken.of_(flat)
+        taken.scale_(flat)
         await all_reduce(flat, group=group)
         item.part.store(flat)
 
@@ -171,33 +191,11 @@ def average(parts: Sequence[Part], group: dist.ProcessGroup, *, share: Share | N
         run_on_group(items, work, group=group, device=device)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _PartItem(Item):
-    part: Part
-
-
-@dataclass(frozen=True)
-class Share:
-    """How much of the mean is this rank's: ``weight`` of ``total``."""
-
-    weight: int
-    total: int
-
-    def of_(self, flat: Tensor) -> None:
-        """Scale this rank's tensor, so that the sum over ranks is the mean."""
-        if self.weight == 0:
-            flat.zero_()  # What does not count may hold anything, infinities included.
-        elif self.weight == 1:
-            flat.div_(self.total)
-        else:
-            flat.mul_(self.weight / self.total)
-
-
 def tensors_of(params: Iterable[Tensor] | Iterable[dict[str, Tensor]]) -> list[Tensor]:
-    """The parameters in ``params``, which are parameters or an optimizer's groups of them.
+    """The parameters in ``params``, which holds parameters or an optimizer's ``param_groups``.
 
     Raises:
-        ConfigurationError: ``params`` has something else in it.
+        ConfigurationError: ``params`` holds something else.
     """
     found: list[Tensor] = []
     for entry in [params] if isinstance(params, Tensor) else params:
@@ -207,7 +205,7 @@ def tensors_of(params: Iterable[Tensor] | Iterable[dict[str, Tensor]]) -> list[T
             found.extend(entry["params"])
         else:
             raise ConfigurationError(
-                f"averaging takes parameters or an optimizer's param_groups, and was given {type(entry).__name__}"
+                f"averaging takes parameters or an optimizer's param_groups, but was given {type(entry).__name__}"
             )
     return found
 
@@ -223,12 +221,12 @@ def average_parameters(
     Args:
         params: parameters, or an optimizer's ``param_groups``; the same on every rank. Integers are left as they are.
         process_group: the default group where ``None``. A rank that is not in it does nothing.
-        dtype: sum in this dtype, where it is wider than a parameter's: ``torch.float32`` for half precision.
+        dtype: sum in this dtype where it is wider than a parameter's: ``torch.float32`` for half precision.
 
-    Issues: one all-reduce for each 8 MB of parameters, on ``process_group``. Holds two such buffers beside the model.
+    Issues: one all-reduce for each 8 MB of parameters, on ``process_group``. Needs two such buffers beside the model.
 
     Raises:
-        ConfigurationError: ``params`` has something else in it.
+        ConfigurationError: ``params`` holds something else.
     """
     group = process_group if process_group is not None else dist.group.WORLD
     tensors = tensors_of(params)

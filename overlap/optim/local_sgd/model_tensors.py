@@ -1,4 +1,4 @@
-"""What of a model is averaged, by name, and in which fragments."""
+"""Which tensors of a model and its optimizer are averaged, and in which fragments."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from overlap._torch.ddp import data_parallel_parameters
 from overlap.errors import ConfigurationError
+from overlap.optim.local_sgd.average import tensors_of
 
-__all__ = ["Content", "into_fragments"]
+__all__ = ["ModelTensors", "into_fragments", "trained_parameters"]
 
 
-class Content:
-    """The tensors of a model and its optimizer that ranks have in common.
+class ModelTensors:
+    """The tensors that ranks average, by name and fragment.
 
     Args:
         module: the model.
-        parameters: those that are trained, by name.
-        optimizer: what steps them.
-        fragments: how many parts are averaged in turn.
-        buffers: whether the model's floating-point buffers belong to it; they come with the first fragment.
-        state: whether the optimizer's state does.
+        parameters: its trained parameters, by name.
+        optimizer: steps them.
+        fragments: the number of fragments.
+        buffers: average the model's floating-point buffers, with the first fragment.
+        state: average the optimizer's state, with its parameters.
 
     Raises:
         ConfigurationError: there are fewer parameters than fragments.
@@ -42,11 +45,11 @@ class Content:
         self._has_state = state
 
     def parameters_of(self, fragment: int) -> dict[str, Tensor]:
-        """The parameters of a fragment."""
+        """A fragment's parameters, by name."""
         return {name: self.parameters[name] for name in self.fragments[fragment]}
 
     def others_of(self, fragment: int) -> dict[str, Tensor]:
-        """Buffers and state that are averaged with a fragment's parameters; an outer optimizer leaves them alone."""
+        """Buffers and state that are averaged with a fragment; an outer optimizer does not step them."""
         found: dict[str, Tensor] = {}
         if self._has_buffers and fragment == 0:
             found.update((f"buffer {name}", b) for name, b in self._module.named_buffers() if b.is_floating_point())
@@ -56,23 +59,23 @@ class Content:
                 found.update(
                     (f"{key} of {name}", value)
                     for key, value in sorted(state.items())
-                    # Counts, which Adam keeps as tensors, are no averages.
+                    # Adam's count of steps is a tensor without dimensions.
                     if isinstance(value, Tensor) and value.is_floating_point() and value.ndim
                 )
         return found
 
     def reset_state(self, fragment: int) -> None:
-        """Let the optimizer forget what it remembers of a fragment."""
+        """Clear the optimizer's state of a fragment."""
         for parameter in self.parameters_of(fragment).values():
             self._optimizer.state.pop(parameter, None)
 
     def check_others(self, fragment: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Make sure that all ranks have the same state to average, where they average some.
+        """If optimizer state is averaged, check that names, shapes and dtypes are the same on all ranks.
 
         Issues: one all-reduce of two numbers on ``group``.
 
         Raises:
-            ConfigurationError: on every rank, where they have not.
+            ConfigurationError: on every rank, where they differ.
         """
         if not self._has_state:
             return
@@ -88,10 +91,10 @@ class Content:
 
 
 def into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[list[str]]:
-    """Names in ``count`` runs of about as many elements each, in the model's order.
+    """Cut the parameters' names, in the model's order, into ``count`` fragments of about as many elements each.
 
     Raises:
-        ConfigurationError: there are not so many parameters.
+        ConfigurationError: a fragment would have no parameter.
     """
     total = sum(parameter.numel() for parameter in parameters.values())
     fragments: list[list[str]] = [[] for _ in range(count)]
@@ -107,3 +110,17 @@ def into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[list[st
             "too few or too unequal; give a smaller number"
         )
     return fragments
+
+
+def trained_parameters(ddp: DistributedDataParallel, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The model's parameters that require a gradient, by name.
+
+    Raises:
+        ConfigurationError: the optimizer has none of them.
+    """
+    trained = {name: p for p, name in data_parallel_parameters(ddp).items() if p.requires_grad}
+    if not {id(p) for p in tensors_of(optimizer.param_groups)} & {id(p) for p in trained.values()}:
+        raise ConfigurationError(
+            f"the {type(optimizer).__name__} has no parameter of this model; build it from ddp.parameters()"
+        )
+    return trained
