@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from overlap._torch.c10d import group_timeout
 from overlap._torch.join import notify
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError, PeerError, TrainingLoopError
+from overlap.join.active import active_join, clear_active_join, set_active_join
 from overlap.join.course import Course
 from overlap.join.ddp import DDPMember
 from overlap.join.failures import FailureStore
-from overlap.join.in_force import in_force, leave, take_force
 from overlap.join.loading import batches
 from overlap.join.member import HookMember, Member, OptimizerMember, SchedulerMember
 from overlap.join.script import Script
@@ -107,7 +107,7 @@ class Join:
     def __enter__(self) -> Self:
         if not self._enable:
             return self
-        if in_force(self._group) is not None:
+        if active_join(self._group) is not None:
             raise TrainingLoopError("a Join is in force on this process group already: leave its block first")
         key = str(next(_entered.setdefault(self._group, itertools.count())))
         script = Script(self._group, key, group_timeout(self._group, self._device))
@@ -123,7 +123,7 @@ class Join:
         )
         if lengths is not None:
             course.know(lengths)
-        take_force(self._group, course)
+        set_active_join(self._group, course)
         try:
             for member in self._members:
                 member.enter(course)
@@ -186,7 +186,7 @@ class Join:
 
     def _leave(self) -> None:
         self._course = None
-        leave(self._group)
+        clear_active_join(self._group)
         for member in self._members:
             member.leave()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from overlap._torch.foreach import norms, scale_
 from overlap.hooks.engine.background import Item, run_on_group
-from overlap.join.in_force import in_force
+from overlap.join.active import active_join
 from overlap.optim.clipping import Clipping
 from overlap.optim.zero.exchange import Exchange
 from overlap.optim.zero.joining import lend_gradients
@@ -93,7 +93,7 @@ class Alone:
         zero.begin()
         pending = [s for s in zero.shards.values() if s.parameter.grad is not None]
         gradients = [shard.gradient() for shard in pending]
-        if zero.is_joining and in_force(zero.process_group) is None:
+        if zero.is_joining and active_join(zero.process_group) is None:
             pending, gradients = lend_gradients(zero, is_joined=is_joined)
         if scaling.forbids_step():
             return
