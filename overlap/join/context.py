@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,19 +19,19 @@ from overlap._torch.c10d import group_timeout
 from overlap._torch.join import notify
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError, PeerError, TrainingLoopError
 from overlap.join.active import active_join, clear_active_join, set_active_join
-from overlap.join.course import Course
-from overlap.join.ddp import DDPMember
+from overlap.join.adapters import JoinableAdapter, JoinHookAdapter, OptimizerAdapter, SchedulerAdapter
+from overlap.join.ddp import DDPAdapter
+from overlap.join.event_log import EventLog
 from overlap.join.failures import FailureStore
+from overlap.join.iterations import Iterations
 from overlap.join.loading import batches
-from overlap.join.member import HookMember, Member, OptimizerMember, SchedulerMember
-from overlap.join.script import Script
+from overlap.join.options import JoinOptions, OnExhausted, check_on_exhausted
+from overlap.join.participation import KnownParticipation
+from overlap.join.session import JoinSession
 
 __all__ = ["Join"]
 
-OnExhausted = Literal["shadow", "stop", "raise"]
-_WAYS = ("shadow", "stop", "raise")
-
-# How many Joins this process has entered on a group: the same on every rank, so it can name the keys they meet under.
+# How many Joins this process has entered on a group: the same number on every rank, so it names their keys.
 _entered: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
@@ -88,62 +88,61 @@ class Join:
         weight_by_samples: bool | Callable[[Any], int] = False,
         **kwargs: Any,
     ) -> None:
-        self._on_exhausted = _check_way(on_exhausted, throws=throw_on_early_termination)
+        on_exhausted = check_on_exhausted(on_exhausted, throws=throw_on_early_termination)
         if lengths is not None and (isinstance(lengths, bool) or not isinstance(lengths, int) or lengths < 0):
             raise ConfigurationError(f"lengths is this rank's number of iterations, len(loader) say, got {lengths!r}")
         if lengths is not None and weight_by_samples:
             raise ConfigurationError("weight_by_samples asks in every iteration anyway: leave lengths out")
+        self._options = JoinOptions(
+            on_exhausted=on_exhausted,
+            divides_by_count=not kwargs.get("divide_by_initial_world_size", True),
+            counts_samples=bool(weight_by_samples),
+        )
         self._lengths, self._enable, self._samples = lengths, enable, weight_by_samples
-        self._divides_by_count = not kwargs.get("divide_by_initial_world_size", True)
-        self._members = _members(joinables, kwargs, shadows=enable and self._on_exhausted == "shadow")
+        self._adapters = _adapters(joinables, kwargs, shadows=enable and on_exhausted == "shadow")
         self._group, self._device = _group_and_device(joinables)
-        self._course: Course | None = None
+        self._session: JoinSession | None = None
 
     @staticmethod
     def notify_join_context(joinable: base.Joinable) -> Any:
-        """Tell the Join in force, ours or PyTorch's, that ``joinable`` is about to issue an iteration's collectives."""
+        """Tell the active Join, ours or PyTorch's, that ``joinable`` is about to issue an iteration's collectives."""
         return notify(joinable)
 
     def __enter__(self) -> Self:
         if not self._enable:
             return self
         if active_join(self._group) is not None:
-            raise TrainingLoopError("a Join is in force on this process group already: leave its block first")
+            raise TrainingLoopError("a Join is already active on this process group: leave its block first")
         key = str(next(_entered.setdefault(self._group, itertools.count())))
-        script = Script(self._group, key, group_timeout(self._group, self._device))
-        lengths = self._meet(script)
-        self._course = course = Course(
-            self._group,
-            self._device,
-            script,
-            self._members,
-            on_exhausted=self._on_exhausted,
-            divides_by_count=self._divides_by_count,
-            counts_samples=bool(self._samples),
-        )
+        log = EventLog(self._group, key, group_timeout(self._group, self._device))
+        lengths = self._exchange_lengths(log)
+        iterations = Iterations(self._group, self._device, log, self._options)
         if lengths is not None:
-            course.know(lengths)
-        set_active_join(self._group, course)
+            iterations.participation = KnownParticipation(lengths)
+        self._session = session = JoinSession(log, iterations, self._adapters, self._options)
+        set_active_join(self._group, session)
         try:
-            for member in self._members:
-                member.enter(course)
+            for adapter in self._adapters:
+                adapter.enter(session)
         except BaseException as error:
-            script.failures.report(error)
+            log.failures.report(error)
             self._leave()
             raise
         return self
 
-    def _meet(self, script: Script) -> list[int] | None:
-        """Compare what ranks were given; every rank's length, where they know."""
-        mine = [[type(member).__name__ for member in self._members], self._on_exhausted, self._lengths is None]
-        told = script.exchange("Join", [mine, self._lengths])
-        for rank, (theirs, _) in enumerate(told):
-            if theirs != told[0][0]:
+    def _exchange_lengths(self, log: EventLog) -> list[int] | None:
+        """The length of every rank, where they are known; compares what the ranks were given."""
+        kinds = [type(adapter).__name__ for adapter in self._adapters]
+        given = [kinds, self._options.on_exhausted, self._lengths is None]
+        exchanged = log.exchange("Join", [given, self._lengths])
+        first, _ = exchanged[0]
+        for rank, (other, _) in enumerate(exchanged):
+            if other != first:
                 raise ConfigurationError(
-                    f"rank {rank} enters Join with {theirs} (joinables, on_exhausted, whether without lengths), "
-                    f"but rank 0 with {told[0][0]}; every rank must be given the same"
+                    f"rank {rank} enters Join with {other} (joinables, on_exhausted, whether without lengths), "
+                    f"but rank 0 with {first}; every rank must be given the same"
                 )
-        return None if self._lengths is None else [length for _, length in told]
+        return None if self._lengths is None else [length for _, length in exchanged]
 
     def iterate(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of ``loader``, looking one ahead where its length is not known; once in a block.
@@ -155,73 +154,64 @@ class Join:
         if not self._enable:
             yield from loader
             return
-        if self._course is None:
+        if self._session is None:
             raise TrainingLoopError("join.iterate belongs inside of the block: with Join([...]) as join: ...")
-        yield from batches(self._course, loader, self._samples)
+        yield from batches(self._session.iterations, loader, self._samples)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        course = self._course
-        if course is None:
+        session = self._session
+        if session is None:
             return
         try:
             if error is not None:
-                _raise_cause(error, course.failures)
+                _raise_cause(error, session.failures)
             else:
-                self._finish(course)
+                self._finish(session)
         except BaseException as raised:
             error = raised
             raise
         finally:
-            # What another rank caused is its own to report, and that inputs are exhausted every rank finds out.
-            if error is not None and not isinstance(error, PeerError) and not course.has_thrown:
-                course.failures.report(error)
+            # Another rank reports what it caused; that inputs are exhausted, every rank finds out by itself.
+            if error is not None and not isinstance(error, PeerError) and not session.iterations.has_raised_on_all:
+                session.failures.report(error)
             self._leave()
 
-    def _finish(self, course: Course) -> None:
-        is_last_joiner = course.finish()
-        for member in self._members:
-            member.post(is_last_joiner=is_last_joiner)
+    def _finish(self, session: JoinSession) -> None:
+        is_last_joiner = session.finish()
+        for adapter in self._adapters:
+            adapter.post(is_last_joiner=is_last_joiner)
 
     def _leave(self) -> None:
-        self._course = None
+        self._session = None
         clear_active_join(self._group)
-        for member in self._members:
-            member.leave()
+        for adapter in self._adapters:
+            adapter.leave()
 
 
-def _check_way(way: OnExhausted | None, *, throws: bool) -> OnExhausted:
-    if way is None:
-        return "raise" if throws else "shadow"
-    if way not in _WAYS:
-        raise ConfigurationError(f"on_exhausted is one of {', '.join(_WAYS)}, got {way!r}")
-    if throws and way != "raise":
-        raise ConfigurationError(f"throw_on_early_termination=True is on_exhausted='raise', but that is {way!r}")
-    return way
-
-
-def _members(joinables: Sequence[Any], kwargs: dict[str, Any], *, shadows: bool) -> list[Member]:
+def _adapters(joinables: Sequence[Any], kwargs: dict[str, Any], *, shadows: bool) -> list[JoinableAdapter]:
     if not joinables:
         raise ConfigurationError("Join needs at least one joinable, such as a DistributedDataParallel model")
-    members: list[Member] = []
-    for joinable in joinables:
-        if isinstance(joinable, DistributedDataParallel):
-            members.append(DDPMember(joinable, joinable.join_hook(**kwargs), shadows=shadows))
-        elif isinstance(joinable, base.Joinable):
-            members.append(HookMember(joinable, joinable.join_hook(**kwargs)))
-        elif isinstance(joinable, LRScheduler):
-            members.append(SchedulerMember(joinable))
-        elif isinstance(joinable, Optimizer):
-            members.append(OptimizerMember(joinable))
-        else:
-            raise ConfigurationError(
-                f"{type(joinable).__name__} is no Joinable (and no optimizer or LR scheduler): Join takes models in "
-                "DistributedDataParallel and subclasses of overlap.Joinable"
-            )
-    for index, member in enumerate(members):
-        member.index = index
-    return members
+    adapters = [_adapter(joinable, kwargs, shadows=shadows) for joinable in joinables]
+    for index, adapter in enumerate(adapters):
+        adapter.index = index
+    return adapters
+
+
+def _adapter(joinable: Any, kwargs: dict[str, Any], *, shadows: bool) -> JoinableAdapter:
+    if isinstance(joinable, DistributedDataParallel):
+        return DDPAdapter(joinable, joinable.join_hook(**kwargs), shadows=shadows)
+    if isinstance(joinable, base.Joinable):
+        return JoinHookAdapter(joinable, joinable.join_hook(**kwargs))
+    if isinstance(joinable, LRScheduler):
+        return SchedulerAdapter(joinable)
+    if isinstance(joinable, Optimizer):
+        return OptimizerAdapter(joinable)
+    raise ConfigurationError(
+        f"{type(joinable).__name__} is not a Joinable (nor an optimizer or LR scheduler): Join takes models in "
+        "DistributedDataParallel and subclasses of overlap.Joinable"
+    )
 
 
 def _group_and_device(joinables: Sequence[Any]) -> tuple[dist.ProcessGroup, torch.device]:

@@ -25,7 +25,7 @@ from overlap import (
     UnsupportedError,
     chain,
 )
-from overlap.join.course import SKEW_TO_WARN_OF
+from overlap.join.replay import SKEW_TO_WARN_OF
 
 _TIMEOUT_S = 6
 
@@ -218,7 +218,7 @@ def _refused(rank: int, world_size: int) -> None:
     ddp, _ = _model(registered=False)
     with pytest.raises(ConfigurationError, match="at least one joinable"):
         Join([])
-    with pytest.raises(ConfigurationError, match="Linear is no Joinable"):
+    with pytest.raises(ConfigurationError, match="Linear is not a Joinable"):
         Join([ddp.module[0]])
     with pytest.raises(ConfigurationError, match="joinable with a process group"):
         Join([torch.optim.SGD(ddp.parameters(), lr=0.1)])
@@ -236,7 +236,7 @@ def _refused(rank: int, world_size: int) -> None:
     with pytest.raises(TrainingLoopError, match="inside of the block"):
         next(iter(Join([ddp]).iterate([1])))
     with (
-        pytest.raises(TrainingLoopError, match="in force"),
+        pytest.raises(TrainingLoopError, match="already active on this process group"),
         Join([ddp], lengths=0),
         Join([other], lengths=0),
         Join([ddp]),
@@ -273,7 +273,7 @@ def test_what_cannot_work_is_refused() -> None:
 def _skewed(rank: int, world_size: int) -> list[str]:
     ddp, optimizer = _model(registered=True)
     batches = [MLP.batch(0, rank)] * (60 if rank == 0 else 3)
-    skew = mock.patch("overlap.join.course.SKEW_TO_WARN_OF", 50)
+    skew = mock.patch("overlap.join.replay.SKEW_TO_WARN_OF", 50)
     with skew, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with joined([ddp, optimizer], batches, "loader") as iterated:
