@@ -1,4 +1,4 @@
-"""The block in which ranks may run out of inputs at different times."""
+"""``Join``: the block in which ranks may run out of inputs at different times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _entered: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionar
 
 
 class Join:
-    """Lets ranks have different numbers of batches: who has run out goes on taking part, with zeros.
+    """Lets ranks have different numbers of batches: one that has run out goes on taking part, with gradients of zero.
 
     ::
 
@@ -46,35 +46,36 @@ class Join:
                 optim.step()
                 scheduler.step()
 
-    On ranks that have run out, what the others do is done again: buckets go through the registered hook with gradients
-    of zero, hooks of joinables run once for each call that notified the Join, schedulers and plain optimizers step. At
-    the end every rank has the parameters and buffers of the highest of those that ran longest.
+    Ranks that have run out replay what the others do: buckets go through the registered hook with gradients of zero,
+    hooks of joinables run once for each call that notified the Join, schedulers and plain optimizers step. At the end
+    every rank has the parameters and buffers of the highest of those that ran longest.
 
     An iteration is a batch of :meth:`iterate`; without it, a forward that records gradients, of the model that runs
     first. Where every rank knows how many it will run (``lengths``, or a loader with a length given to
-    :meth:`iterate`), they tell each other when the block begins, and no iteration pays for joining. Otherwise each
-    iteration has one all-reduce of as many numbers as there are ranks, under way while the batch before it is computed
-    (:meth:`iterate`) or the forward (without).
+    :meth:`iterate`), they exchange these numbers when the block begins, and iterations issue no collective for joining.
+    Otherwise each iteration issues one all-reduce of as many int64 as there are ranks, under way during the previous
+    batch (:meth:`iterate`) or the forward (without).
 
     Args:
         joinables: models, optimizers and other joinables of one process group; also plain ``torch.optim.Optimizer`` and
             LR schedulers, which then step on joined ranks as they do on active ones.
-        enable: whether to do anything.
+        enable: ``False`` makes the block do nothing.
         throw_on_early_termination: the same as ``on_exhausted="raise"``.
         lengths: how many iterations this rank will run.
         on_exhausted: what happens when the first rank runs out: ``"shadow"`` lets the others go on, ``"stop"`` ends
             :meth:`iterate` on all ranks at the same iteration, ``"raise"`` raises on all ranks.
-        weight_by_samples: weigh the ranks' gradients by the samples in their batches, so that the mean is over samples:
+        weight_by_samples: weight gradients by the samples in each rank's batch, so that the mean is over samples:
             ``True`` takes the first dimension of a batch's first tensor, a callable is given the batch. Needs
-            :meth:`iterate`, and the all-reduce an iteration.
+            :meth:`iterate`, and issues the all-reduce in every iteration.
         **kwargs: given to every ``join_hook``. DDP's is ``divide_by_initial_world_size`` (default ``True``): ``False``
             divides by the number of ranks that still have inputs, under every reducer.
 
     Raises:
-        ConfigurationError: no joinable, several process groups, an argument out of range, or ranks that disagree.
+        ConfigurationError: no joinable, several process groups, an argument out of range, or other arguments than on
+            rank 0.
         UnsupportedError: a model with collectives in forward, and ranks that may run out of inputs before others.
         TrainingLoopError: this rank ran more or fewer iterations than it said, or ``on_exhausted="raise"``.
-        PeerError: another rank failed; names it.
+        PeerError: another rank failed; the message has its number.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Join:
         if lengths is not None and (isinstance(lengths, bool) or not isinstance(lengths, int) or lengths < 0):
             raise ConfigurationError(f"lengths is this rank's number of iterations, len(loader) say, got {lengths!r}")
         if lengths is not None and weight_by_samples:
-            raise ConfigurationError("weight_by_samples asks in every iteration anyway: leave lengths out")
+            raise ConfigurationError("weight_by_samples exchanges the samples in every iteration: leave lengths out")
         self._options = JoinOptions(
             on_exhausted=on_exhausted,
             divides_by_count=not kwargs.get("divide_by_initial_world_size", True),
@@ -131,7 +132,7 @@ class Join:
         return self
 
     def _exchange_lengths(self, log: EventLog) -> list[int] | None:
-        """The length of every rank, where they are known; compares what the ranks were given."""
+        """Compare what the ranks were given; returns the length of every rank, where they are known."""
         kinds = [type(adapter).__name__ for adapter in self._adapters]
         given = [kinds, self._options.on_exhausted, self._lengths is None]
         exchanged = log.exchange("Join", [given, self._lengths])
@@ -145,7 +146,7 @@ class Join:
         return None if self._lengths is None else [length for _, length in exchanged]
 
     def iterate(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of ``loader``, looking one ahead where its length is not known; once in a block.
+        """The batches of ``loader``; looks one ahead where its length is not known. Once in a block.
 
         Raises:
             TrainingLoopError: outside of the block, a second time, after a forward, or where the loader has more or
@@ -173,7 +174,7 @@ class Join:
             error = raised
             raise
         finally:
-            # Another rank reports what it caused; that inputs are exhausted, every rank finds out by itself.
+            # A PeerError was reported by the rank that caused it; exhausted inputs are raised on every rank.
             if error is not None and not isinstance(error, PeerError) and not session.iterations.has_raised_on_all:
                 session.failures.report(error)
             self._leave()
@@ -225,7 +226,7 @@ def _group_and_device(joinables: Sequence[Any]) -> tuple[dist.ProcessGroup, torc
 
 
 def _raise_cause(error: BaseException, failures: FailureStore) -> None:
-    """Where ``error`` is a collective that did not come back for a rank that failed, raise what names the rank."""
+    """Raise a PeerError where ``error`` is a collective that did not complete, and another rank reported a failure."""
     is_collective = isinstance(error, CollectiveError) or (
         isinstance(error, RuntimeError) and not isinstance(error, OverlapError)
     )

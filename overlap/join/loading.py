@@ -1,4 +1,4 @@
-"""Batches under a Join."""
+"""The batches of a loader, each of which begins an iteration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NONE = object()
 
 
 def batches(iterations: Iterations, loader: Iterable[Any], samples: bool | Callable[[Any], int]) -> Iterator[Any]:
-    """The batches of ``loader``, each of which begins an iteration."""
+    """The batches of ``loader``; ends where this rank runs out, or with ``on_exhausted="stop"`` where any does."""
     participation = iterations.begin_loader(_length(loader))
     if isinstance(participation, KnownParticipation):
         yield from _known(iterations, participation, loader)

@@ -113,7 +113,7 @@ def _present(counts: Sequence[int]) -> list[int]:
         left = [rank for rank, count in enumerate(counts) if count < 0]
         raise TrainingLoopError(
             f"ranks {left} ran out of inputs, and the others did something more (a step of an optimizer or a "
-            "scheduler) before the forward that tells them so; do it after backward, or use "
+            "scheduler) before the forward that would tell them; do it after backward, or use "
             "`for batch in join.iterate(loader)`"
         )
     return [1 if count > 0 else 0 for count in counts]

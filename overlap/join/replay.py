@@ -16,7 +16,7 @@ SKEW_TO_WARN_OF = 1000
 
 
 class Replay:
-    """Reads the event log from where this rank has come to, and does what it says."""
+    """Reads the event log from this rank's position on, and does what the events say."""
 
     def __init__(self, iterations: Iterations, adapters: Sequence[JoinableAdapter]) -> None:
         self._iterations, self._adapters = iterations, adapters
@@ -85,6 +85,6 @@ class Replay:
         self._has_warned = True
         warnings.warn(
             f"uneven inputs: rank {self._iterations.rank} ran out after {self._joined_at + 1} iterations and has "
-            f"replayed {SKEW_TO_WARN_OF} of other ranks since; share inputs out more evenly, or training is slow",
+            f"replayed {SKEW_TO_WARN_OF} of other ranks since; distribute inputs more evenly: this slows training",
             stacklevel=2,
         )
