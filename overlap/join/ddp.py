@@ -84,6 +84,7 @@ class DDPAdapter(JoinableAdapter):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._expects_backward = self._watches_backward = False
 
     def replay(self, detail: Any) -> None:
         records_gradients, buffers_from, synchronizes = detail

@@ -10,6 +10,7 @@ from join_loops import (
     TOLD_BY,
     assert_same_on_every_rank,
     joined,
+    overlapped_body,
     plain_body,
     snapshot,
     train_unevenly,
@@ -18,7 +19,7 @@ from join_loops import (
 
 from harness import assert_parity, run_ranks, run_threads, wrap
 from harness.models import BATCH_NORM, MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
-from overlap import AllReduce, OverlappedOptimizer, Step, chain
+from overlap import AllReduce, Join, OverlappedOptimizer, Step, chain
 
 SUMMATION = "three and four ranks' gradients are added up in another order"
 
@@ -114,6 +115,21 @@ def _several_joins(rank: int, world_size: int, case: Case, update: str | None, t
 @pytest.mark.parametrize("told_by", TOLD_BY)
 def test_one_join_after_another_with_ranks_without_a_batch(told_by: str) -> None:
     assert_same_on_every_rank(run_ranks(_several_joins, 4, MLP, "deferred", told_by), what=told_by)
+
+
+def _same_join(rank: int, world_size: int) -> Any:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer = _make(ddp, "interleaved")
+    join = Join([ddp, optimizer])
+    for _ in range(2):
+        with join:
+            for batch in join.iterate(MLP.batches(rank, steps=4 - 2 * rank)):
+                overlapped_body(ddp, optimizer, batch, 1.0)
+    return snapshot(ddp, optimizer)
+
+
+def test_the_same_join_can_be_entered_again() -> None:
+    assert_same_on_every_rank(run_ranks(_same_join, 2), what="the same Join twice")
 
 
 @pytest.mark.parametrize("update", [None, "interleaved"])
