@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap.hooks.engine.background import run_on_group
-from overlap.join.in_force import in_force
+from overlap.join.active import active_join
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.zero.bucket_shards import BucketShards, shards_of_bucket
 from overlap.optim.zero.exchange import Exchange, Gather
@@ -42,7 +42,7 @@ class UpdateWithoutHooks:
         """
         pending = [s for s in self._ownership.shards.values() if s.parameter.grad is not None]
         gradients = [shard.gradient() for shard in pending]
-        if is_joining and in_force(self._ownership.group) is None:
+        if is_joining and active_join(self._ownership.group) is None:
             pending, gradients = lend_gradients(self._ownership, is_joined=is_joined)
         if loss_scale.skips_step():
             return

@@ -11,40 +11,40 @@ import torch.distributed as dist
 
 from overlap.errors import TrainingLoopError
 
-__all__ = ["Known", "Polled", "Roster"]
+__all__ = ["KnownParticipation", "Participation", "PolledParticipation"]
 
 
-class Roster(ABC):
-    """How many samples each rank has in the present iteration: 0 where it has none, 1 where samples are not counted."""
+class Participation(ABC):
+    """How many samples each rank has in the present iteration: 0 without inputs, 1 where samples are not counted."""
 
     def __init__(self, size: int) -> None:
-        self._last_present = [1] * size
+        self._last_samples = [1] * size
 
     @property
     @abstractmethod
-    def present(self) -> Sequence[int]:
-        """The samples of every rank, in ranks' order; may wait for them."""
+    def samples(self) -> Sequence[int]:
+        """The samples of every rank, in the order of ranks; may wait for them."""
 
     @property
     def count(self) -> int:
         """The number of ranks that have inputs."""
-        return sum(1 for samples in self.present if samples)
+        return sum(1 for number in self.samples if number)
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have none."""
-        return [rank for rank, samples in enumerate(self.present) if not samples]
+        """The ranks that have no inputs."""
+        return [rank for rank, number in enumerate(self.samples) if not number]
 
     @property
-    def authority(self) -> int:
-        """The highest rank that has inputs, or was among the last to have some: the others take over its buffers."""
-        if any(present := self.present):
-            self._last_present = list(present)
-        return max(rank for rank, samples in enumerate(self._last_present) if samples)
+    def buffer_source(self) -> int:
+        """The rank whose buffers the others take over: the highest of those that have inputs, or had them last."""
+        if any(samples := self.samples):
+            self._last_samples = list(samples)
+        return max(rank for rank, number in enumerate(self._last_samples) if number)
 
 
-class Known(Roster):
-    """Every rank said at entry how many iterations it will run: nothing is asked any more."""
+class KnownParticipation(Participation):
+    """Every rank said in advance how many iterations it will run, so no collective is needed."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         super().__init__(len(lengths))
@@ -52,8 +52,8 @@ class Known(Roster):
         self.iteration = -1
 
     @property
-    def present(self) -> list[int]:
-        # Before the first iteration and after the last, those of the first and of the last.
+    def samples(self) -> list[int]:
+        # Before the first iteration as in the first, after the last as in the last.
         at = min(max(self.iteration, 0), max(0, max(self.lengths) - 1))
         return [1 if length > at else 0 for length in self.lengths]
 
@@ -68,61 +68,59 @@ class Known(Roster):
         return max(rank for rank, length in enumerate(self.lengths) if length == max(self.lengths))
 
 
-class Polled(Roster):
-    """One small all-reduce an iteration on ``group``: each rank says whether it has inputs.
+class PolledParticipation(Participation):
+    """One all-reduce per iteration on ``group``, of as many int64 as there are ranks: each says whether it has inputs.
 
-    With ``ahead`` it says so of the next iteration, so that the answer has come when it is needed. Without, it tells
-    how far it has come, counted from 1, and the negative of that when it has just run out: all must have come equally
-    far.
+    With ``ahead`` the ranks announce the samples of the next iteration, so that the result is there when it is needed.
+    Without, they announce how many events they have counted, and the negative of it when they have just run out: the
+    numbers must be equal.
 
     Raises:
-        TrainingLoopError: they have not, where the answer is asked for.
+        TrainingLoopError: they are not, where the result is asked for.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, ahead: bool) -> None:
         super().__init__(group.size())
-        self._group, self._device, self._ahead = group, device, ahead
+        self.is_ahead = ahead
+        self._group, self._device = group, device
         self._pending: _Poll | None = None
-        self._present = [1] * group.size()
+        self._samples = [1] * group.size()
 
-    def begin(self) -> None:
-        """The iteration that was told of ahead begins."""
-        self._settle()
-
-    def tell(self, number: int) -> None:
-        """Tell the samples of the next iteration, or where nothing is told ahead the place of this one."""
-        self._settle()
+    def announce(self, number: int) -> None:
+        """Issue the all-reduce, with the samples of the next iteration, or with the count of events of this one."""
+        self.settle()
         self._pending = _Poll(self._group, self._device, number)
 
     @property
-    def present(self) -> list[int]:
-        if not self._ahead:
-            self._settle()
-        return self._present
+    def samples(self) -> list[int]:
+        if not self.is_ahead:
+            self.settle()
+        return self._samples
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Wait for what was announced: it holds from here on."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             numbers = pending.result()
-            self._present = numbers if self._ahead else _presence(numbers)
-            if any(self._present):
-                self._last_present = self._present
+            self._samples = numbers if self.is_ahead else _present(numbers)
+            if any(self._samples):
+                self._last_samples = self._samples
 
 
-def _presence(places: Sequence[int]) -> list[int]:
-    """Which ranks have inputs."""
-    if len({abs(place) for place in places if place}) > 1:
-        left = [rank for rank, place in enumerate(places) if place < 0]
+def _present(counts: Sequence[int]) -> list[int]:
+    """1 for each rank that has inputs, 0 for each other."""
+    if len({abs(count) for count in counts if count}) > 1:
+        left = [rank for rank, count in enumerate(counts) if count < 0]
         raise TrainingLoopError(
             f"ranks {left} ran out of inputs, and the others did something more (a step of an optimizer or a "
-            "scheduler) before the forward that tells them so; do it after backward, or use "
+            "scheduler) before the forward that would tell them; do it after backward, or use "
             "`for batch in join.iterate(loader)`"
         )
-    return [1 if place > 0 else 0 for place in places]
+    return [1 if count > 0 else 0 for count in counts]
 
 
 class _Poll:
-    """One all-reduce of as many numbers as there are ranks, under way."""
+    """An all-reduce under way, in which each rank fills in its own number."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, number: int) -> None:
         self._numbers = torch.zeros(group.size(), dtype=torch.int64)
@@ -136,7 +134,7 @@ class _Poll:
             self._copy(torch.get_device_module(device), device)
 
     def _copy(self, module: Any, device: torch.device) -> None:
-        """Bring the result to the host behind the all-reduce alone: the host must not wait for a backward."""
+        """Copy the result to the host on a stream of its own: the host must not wait for a backward."""
         stream = module.Stream(device=device)
         with module.stream(stream):
             self._work.wait()
