@@ -16,7 +16,7 @@ from overlap.optim.zero.sharding import Shard
 __all__ = ["PARTLY_UPDATED", "Pairs", "Pass"]
 
 Pairs = list[tuple[Shard, Tensor]]
-"""Shards with the gradients of what this rank owns of them."""
+"""Shards, each with the gradient of what this rank owns of it."""
 
 PARTLY_UPDATED = (
     "some parameters may have been updated by then, and not gathered on every rank: load a checkpoint before going on, "
@@ -31,30 +31,30 @@ class Pass:
     is_replay: bool = False
     is_open: bool = False
     reduced: dict[int, Tensor] = field(default_factory=dict)
-    """Parameters that came in a bucket, by ``id``."""
+    """The parameters of all buckets so far, by ``id``."""
     _buckets: list[tuple[Bucket, BucketShards]] = field(default_factory=list)
     _is_due: bool = True
     _sealed: SealedGradients | None = None
     _held: dict[int, Pairs] = field(default_factory=dict)
 
     def note(self, bucket: Bucket, shards: BucketShards | None) -> None:
-        """A bucket has come."""
+        """Take note of a bucket and its shards."""
         self.reduced.update((id(parameter), parameter) for parameter in bucket.parameters)
         if shards is not None:
-            # Without DDP's objects, which do not outlive the pass.
+            # Without DDP's objects, which are invalid after the pass.
             bare = replace(bucket, buffer=bucket.buffer.new_empty(0), raw=None, views=())
             self._buckets.append((bare, shards))
 
     def hold(self, bucket: Bucket, pairs: Pairs) -> None:
-        """Keep what is to be applied to the bucket's shards."""
+        """Keep the gradients to apply to the bucket's shards."""
         self._held[bucket.index] = pairs
 
     def of(self, bucket: Bucket) -> Pairs:
-        """What is held of one bucket."""
+        """Take the gradients held for one bucket."""
         return self._held.pop(bucket.index, [])
 
     def all_held(self) -> Pairs:
-        """What is held of all buckets."""
+        """Take the gradients held for all buckets."""
         held, self._held = self._held, {}
         return [pair for pairs in held.values() for pair in pairs]
 
@@ -63,7 +63,7 @@ class Pass:
         self.is_open = False
 
     def take_replay(self) -> bool:
-        """Whether this was a replay whose step is still to be made; true once."""
+        """Whether this was a replay and its step has not been made yet; true only once."""
         due, self._is_due = self.is_replay and self._is_due, False
         return due
 
@@ -72,7 +72,7 @@ class Pass:
         return list(reversed(self._buckets))
 
     def late_pairs(self, shards: Iterable[Shard]) -> Pairs:
-        """What ``step()`` applies: parts of ``.grad``, or what was held on a rank that has none."""
+        """The gradients that ``step()`` applies: parts of ``.grad``, or those held on a rank that replays."""
         if self.is_replay:
             return self.all_held()
         return [
@@ -93,7 +93,7 @@ class Pass:
         )
 
     def check_reduced(self, shards: Iterable[Shard], names: Mapping[Tensor, str]) -> None:
-        """Raises: TrainingLoopError: a gradient is this rank's own and no mean."""
+        """Raises: TrainingLoopError: a gradient is this rank's own, not the mean."""
         local = [
             names.get(shard.parameter, shard.name)
             for shard in shards
@@ -106,7 +106,7 @@ class Pass:
             )
 
     def seal(self) -> None:
-        """``.grad`` has been applied; a later change of it would be lost."""
+        """Remember ``.grad`` as it was applied: a later change would be lost."""
         self._sealed = SealedGradients()
         self._sealed.seal(self.reduced.values())
 

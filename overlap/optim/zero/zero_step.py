@@ -1,4 +1,4 @@
-"""The sharded update, in backward or after it."""
+"""The stage that makes the sharded update, in backward or after it."""
 
 from __future__ import annotations
 
@@ -28,34 +28,36 @@ __all__ = ["ZeroStep"]
 class ZeroStep(Stage):
     """Each rank updates its part of a bucket's parameters and gathers the others' parts.
 
-    First in its chain, the stage reduce-scatters the bucket itself, and moves what DDP's all-reduce moves. After a
-    reducer each rank updates its part with what that left.
+    If it is first in its chain, the stage reduce-scatters the bucket itself, and sends as much as DDP's all-reduce.
+    After a reducer, each rank updates its part with the reducer's result.
 
     *Interleaved* (default): each bucket is updated as soon as it is reduced, while backward computes the next ones.
-    *Deferred* (``deferred=True``, or ``clip_grad_norm``): all at once in ``zero.step()``, as clipping by the global
-    norm and ``GradScaler`` need. The loop calls ``zero.step()`` once for each synchronized backward in either case.
+    *Deferred* (``deferred=True``, or ``clip_grad_norm``): all buckets are updated at once in ``zero.step()``, as
+    clipping by the global norm and ``GradScaler`` need. Call ``zero.step()`` once for each synchronized backward in
+    either case.
 
-    After backward ``.grad`` holds the mean where this rank owns it, and this rank's own gradient over ``W`` elsewhere
-    (after a reducer: what that left); it is cleared before the model's next forward.
+    After backward ``.grad`` holds the mean where this rank owns it, and elsewhere this rank's own gradient divided by
+    ``W`` (after a reducer: the reducer's result). It is cleared before the model's next forward.
 
     Args:
-        zero: the optimizer; all its trainable parameters are the model's. Parameters of the model that it does not have
-            are averaged and keep their ``.grad``.
+        zero: the optimizer; the model must have all its trainable parameters. Other parameters of the model are
+            averaged and keep their ``.grad``.
         deferred: update in ``zero.step()``.
         clip_grad_norm: scale the averaged gradients to at most this global norm first; implies ``deferred``.
-        norm_type: which norm.
+        norm_type: the type of the norm; ``float("inf")`` for the maximum.
         gather: ``"backward"`` waits for new parameters before backward (or a deferred ``zero.step()``) returns;
-            ``"forward"`` lets them ride into the next forward, whose modules wait for what they need. Anything else
-            that reads parameters calls ``zero.wait()`` first.
+            ``"forward"`` gathers them during the next forward, whose modules wait for what they need. Call
+            ``zero.wait()`` before you read parameters in any other way.
         automatic: backward does everything, a deferred update with its last bucket; the loop calls no ``step()``.
 
-    Issues, a bucket: one reduce-scatter, if first; one all-gather. Where DDP looks for unused parameters one all-reduce
-    of a byte a parameter. Deferred and first: one all-reduce of a number a pass, so that all ranks know of a gradient
-    that is not finite.
+    Issues, per bucket: one reduce-scatter, if first; one all-gather; if DDP looks for unused parameters, one all-reduce
+    of one byte per parameter. Deferred and first: one all-reduce of a number per backward, so that all ranks know of a
+    gradient that is not finite.
 
     Raises:
-        ConfigurationError: an argument is out of range, or (at registration) optimizer and model do not fit.
-        TrainingLoopError: in ``backward``, when ``zero.step()`` was not called after the one before.
+        ConfigurationError: an argument is out of range, or (at registration) the optimizer has parameters that the
+            model does not have.
+        TrainingLoopError: in ``backward``, if ``zero.step()`` was not called after the backward before.
     """
 
     role = Role.UPDATE
@@ -72,8 +74,8 @@ class ZeroStep(Stage):
     ) -> None:
         if not isinstance(zero, ZeroRedundancyOptimizer):
             raise ConfigurationError(
-                f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for one that every rank "
-                "holds in full use chain(AllReduce(), Step(optimizer))"
+                f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for an optimizer that every "
+                "rank holds in full use chain(AllReduce(), Step(optimizer))"
             )
         if gather not in ("backward", "forward"):
             raise ConfigurationError(f"gather is 'backward' or 'forward', got {gather!r}")
@@ -112,7 +114,7 @@ class ZeroStep(Stage):
         check_same_group(context.group, zero.process_group)
         if context.finds_unused and not self._waits_for_step and context.device.type != "cpu":
             raise UnsupportedError(
-                "with find_unused_parameters or static_graph an update in backward would stop the host to learn "
+                "with find_unused_parameters or static_graph an update in backward would have the host wait to learn "
                 "which parameters no rank used; use ZeroStep(zero, deferred=True)"
             )
         if context.names is not None:
@@ -130,7 +132,7 @@ class ZeroStep(Stage):
             check_covered(self._context.names, parameters, names)
 
     def detach(self) -> None:
-        # What has been applied must not be added to by a backward before which nobody clears it.
+        # A later backward, which no stage clears gradients for, must not add to those that were applied.
         self.before_forward()
         self._pass, self._awaits_step = Pass(), False
         if self.zero.stage is self:
@@ -140,12 +142,12 @@ class ZeroStep(Stage):
             self._prefetch.detach()
 
     def forget_shards(self) -> None:
-        """The shards are others now."""
+        """The shards have changed: those of each bucket are looked up again."""
         self._shards_by_bucket.clear()
 
     def before_forward(self) -> None:
         if self._has_failed:
-            # The gradients of a failed backward are half reduced, those of buckets that never came included.
+            # After a failed backward some gradients are reduced and some are not, so all are cleared.
             self._clear(shard.parameter for shard in self.zero.shards.values())
         elif self._clears:
             self._clear(p for p in self._pass.reduced.values() if id(p) in self.zero.shards)
@@ -159,14 +161,14 @@ class ZeroStep(Stage):
     def before_backward(self, *, is_replay: bool) -> None:
         self.wait()
         if is_replay:
-            self.before_forward()  # None comes before it, and gradients are cleared there.
+            self.before_forward()  # A replay has no forward, where gradients are cleared.
         if self._awaits_step and not is_replay:
             raise TrainingLoopError(
                 "a second backward began before zero.step() was called for the first: call it after each "
                 "synchronized backward, or run all but the last backward of a step under ddp.no_sync()"
             )
         if is_replay and not self.zero.is_joining and (self._waits_for_step or self._prefetch is not None):
-            raise TrainingLoopError(f"{self!r} acts outside of backward, too: use `with Join([ddp, zero])`")
+            raise TrainingLoopError(f"{self!r} also acts outside of backward: use `with Join([ddp, zero])`")
         self._pass = Pass(is_replay=is_replay, is_open=True)
         self._vote.begin()
         self.zero.begin()
@@ -225,7 +227,7 @@ class ZeroStep(Stage):
         if key not in self._shards_by_bucket:
             zero = self.zero
             is_even = zero.partition == "element"
-            # DDP's first backward has one bucket of all parameters, whose buffers would be kept for smaller ones.
+            # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
             zero.exchange.workspace.trim()
             self._shards_by_bucket[key] = shards_of_bucket(
                 bucket.parameters, zero.shards, rank=zero.rank, is_even=is_even
@@ -251,17 +253,17 @@ class ZeroStep(Stage):
         return None
 
     def _gather(self) -> None:
-        """Outside of a pass: bring what each rank owns to all, the first layers' parameters first."""
+        """Gather the parameters after backward, those of the first layers first."""
         prefetch = self._prefetch or ParameterPrefetch()
         assert self._context is not None, "gathers run while the stage is attached"
         prefetch.begin(self._context, self._pass.buckets(), self.zero.exchange)
-        # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook
-        # does.
+        # After all ranks have joined, DDP sends parameters to all ranks. A replay must not wait here, inside of DDP's
+        # join hook: the optimizer's own join hook waits.
         if self._prefetch is None or (self.zero.is_joining and not self._pass.is_replay):
             prefetch.wait()
 
     def step(self, scaling: Scaling) -> None:
-        """The rest of a step, on the training thread."""
+        """Do what is left of the step after backward, on the training thread."""
         if self._waits_for_step:
             self.wait()
         if scaling.is_used and not self._waits_for_step:
@@ -279,7 +281,7 @@ class ZeroStep(Stage):
             self._update_late(scaling)
 
     def step_replayed(self) -> None:
-        """The rest of a step, on a rank that has run out of inputs; none where the others only accumulate."""
+        """The same on a rank that has run out of inputs; nothing if the other ranks only accumulate."""
         if self._waits_for_step and self._pass.take_replay():
             self._update_late(Scaling(None, None))
         self.wait()
@@ -297,7 +299,7 @@ class ZeroStep(Stage):
         self._gather()
 
     def wait(self) -> None:
-        """Wait for gathers that ride."""
+        """Wait for gathers that run during the next forward."""
         if self._prefetch is not None:
             self._prefetch.wait()
 
