@@ -1,4 +1,4 @@
-"""Optimizer state shared out among the ranks."""
+"""ZeRO: each rank keeps a part of the optimizer's state and updates a part of every parameter."""
 
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.torch_names import hook_with_zero_step, hook_with_zero_step_interleaved

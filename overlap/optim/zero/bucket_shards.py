@@ -14,7 +14,7 @@ __all__ = ["BucketShards", "shards_of_bucket"]
 
 
 class BucketShards:
-    """Cuts a bucket's tensors up by the shards in it."""
+    """Cuts the buffers of a bucket into the pieces that each rank owns."""
 
     def __init__(self, layout: Layout, shards: tuple[Shard | None, ...], rank: int) -> None:
         self.layout = layout
@@ -30,7 +30,7 @@ class BucketShards:
 
     @cached_property
     def owned(self) -> tuple[Shard, ...]:
-        """The shards of which this rank has a part in its optimizer, an empty one too."""
+        """The shards that this rank's optimizer has a part of, which may be empty."""
         return tuple(shard for shard in self._shards if shard.own is not None)
 
     @cached_property
@@ -44,7 +44,7 @@ class BucketShards:
         return pieces[self._slice]
 
     def others_of(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Those that other ranks own."""
+        """Those of ``pieces`` that other ranks own."""
         return [*pieces[: self._slice.start], *pieces[self._slice.stop :]]
 
     def by_rank(self, pieces: Sequence[Tensor]) -> list[Sequence[Tensor]]:

@@ -1,8 +1,8 @@
-"""The state as ``torch.distributed.checkpoint`` saves it: every rank writes what it has.
+"""The state in the form for ``torch.distributed.checkpoint``: every rank writes its part.
 
-Each value that has an element for every element of a parameter is saved in pieces, one a rank, as plain tensors whose
-names say which elements they hold: ``3/exp_avg/0:512``. A reader with another number of ranks looks up which pieces
-overlap with what it owns, and reads these. So nothing but plain tensors is saved, whoever reads them.
+A value with one element for every element of a parameter is saved in pieces, one per rank, as plain tensors whose names
+say which elements they hold: ``3/exp_avg/0:512``. A reader with another number of ranks finds the pieces that overlap
+with what it owns, and reads only these.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ __all__ = ["load_pieces", "pieces_to_save"]
 _MANIFEST = "manifest"
 
 
-def pieces_to_save(own: ShardedState) -> dict[str, Any]:
-    """This rank's part of the state by name, views of it where possible."""
-    saved: dict[str, Any] = {_MANIFEST: _to_tensor(_manifest(own))}
-    for index, shard in enumerate(own.shards.values()):
+def pieces_to_save(sharded: ShardedState) -> dict[str, Any]:
+    """This rank's part of the state by name, as views if possible."""
+    saved: dict[str, Any] = {_MANIFEST: _to_tensor(_manifest(sharded))}
+    for index, shard in enumerate(sharded.shards.values()):
         start, end = (0, shard.parameter.numel()) if shard.is_whole else shard.range
-        for key, value in own.of(shard).items():
+        for key, value in sharded.of(shard).items():
             if not is_by_element(shard, key, value):
                 saved[f"{index}/{key}"] = value
-            # An empty piece is written only where there is no other to tell that the value exists.
-            elif start < end or (shard.parameter.numel() == 0 and own.process_group.rank() == 0):
+            # An empty piece is written only if there is no other one to show that the value exists.
+            elif start < end or (shard.parameter.numel() == 0 and sharded.process_group.rank() == 0):
                 saved[f"{index}/{key}/{start}:{end}"] = _in_order_of_memory(shard, value)
     return saved
 
@@ -49,18 +49,18 @@ def _in_order_of_memory(shard: Shard, value: Tensor) -> Tensor:
     return flatten(torch.empty_like(shard.parameter, dtype=value.dtype, requires_grad=False).copy_(value))
 
 
-def _manifest(own: ShardedState) -> dict[str, Any]:
+def _manifest(sharded: ShardedState) -> dict[str, Any]:
     return {
-        "options": [options_of(group) for group in own.param_groups],
-        "groups": [len(group["params"]) for group in own.param_groups],
-        "shapes": [list(shard.parameter.shape) for shard in own.shards.values()],
-        "strides": [list(shard.parameter.stride()) for shard in own.shards.values()],
+        "options": [options_of(group) for group in sharded.param_groups],
+        "groups": [len(group["params"]) for group in sharded.param_groups],
+        "shapes": [list(shard.parameter.shape) for shard in sharded.shards.values()],
+        "strides": [list(shard.parameter.stride()) for shard in sharded.shards.values()],
     }
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """One saved value or piece of one."""
+    """One saved value, or one piece of a value."""
 
     name: str
     index: int
@@ -76,30 +76,30 @@ class _Entry:
         return cls(name, int(index), key, start, end, metadata)
 
     def target(self) -> Any:
-        """What to read into."""
+        """The tensor to read into."""
         if isinstance(self.metadata, TensorStorageMetadata):
             return torch.empty(self.metadata.size, dtype=self.metadata.properties.dtype)
         return None
 
 
-def load_pieces(own: ShardedState, checkpoint: Any, key: str) -> None:
-    """Read what this rank owns now."""
+def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
+    """Read the state of what this rank owns now, saved by any number of ranks."""
     reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
     prefix = f"{key}." if key else ""
     try:
         saved = reader.read_metadata().state_dict_metadata
     except FileNotFoundError as error:
-        raise ConfigurationError(f"{checkpoint} is no checkpoint that torch.distributed.checkpoint saved") from error
+        raise ConfigurationError(f"{checkpoint} is not a checkpoint saved by torch.distributed.checkpoint") from error
     place = saved.get(prefix + _MANIFEST)
     if not isinstance(place, TensorStorageMetadata):
         raise ConfigurationError(
-            f"{checkpoint} has no {prefix + _MANIFEST!r}: it holds no sharded_state_dict() under key={key!r}"
+            f"{checkpoint} has no {prefix + _MANIFEST!r}: no sharded_state_dict() was saved under key={key!r}"
         )
     found: dict[str, Any] = {prefix + _MANIFEST: torch.empty(place.size, dtype=torch.uint8)}
-    load(found, storage_reader=reader, process_group=own.process_group)
+    load(found, storage_reader=reader, process_group=sharded.process_group)
     manifest = _from_tensor(found[prefix + _MANIFEST])
-    shards = list(own.shards.values())
-    _check(own, manifest)
+    shards = list(sharded.shards.values())
+    _check(sharded, manifest)
     entries = [
         _Entry.parse(name, prefix, metadata)
         for name, metadata in saved.items()
@@ -108,8 +108,8 @@ def load_pieces(own: ShardedState, checkpoint: Any, key: str) -> None:
     entries = [entry for entry in entries if shards[entry.index].own is not None]
     wanted = [entry for entry in entries if _is_needed(entry, shards[entry.index])]
     values: dict[str, Any] = {entry.name: entry.target() for entry in wanted}
-    load(values, storage_reader=reader, process_group=own.process_group)
-    own.replace(_join(entries, values, shards), manifest["options"])
+    load(values, storage_reader=reader, process_group=sharded.process_group)
+    sharded.replace(_join(entries, values, shards), manifest["options"])
 
 
 def _is_needed(entry: _Entry, shard: Shard) -> bool:
@@ -120,7 +120,7 @@ def _is_needed(entry: _Entry, shard: Shard) -> bool:
 
 
 def _join(entries: Sequence[_Entry], values: Mapping[str, Any], shards: Sequence[Shard]) -> dict[int, dict[str, Any]]:
-    """Put pieces together to what each shard owns."""
+    """The state of what this rank owns of each shard, put together from pieces."""
     states: dict[int, dict[str, Any]] = {}
     for entry in entries:
         shard = shards[entry.index]
@@ -129,7 +129,7 @@ def _join(entries: Sequence[_Entry], values: Mapping[str, Any], shards: Sequence
             state[entry.key] = values[entry.name]
             continue
         if entry.key not in state:
-            assert shard.own is not None, "entries of shards that this rank has no part of are left out"
+            assert shard.own is not None, "entries are only of shards of which this rank has a part"
             state[entry.key] = torch.empty_like(shard.own, dtype=entry.metadata.properties.dtype, device="cpu")
         if entry.name in values:
             start, end = shard.range
@@ -139,14 +139,14 @@ def _join(entries: Sequence[_Entry], values: Mapping[str, Any], shards: Sequence
     return states
 
 
-def _check(own: ShardedState, manifest: Mapping[str, Any]) -> None:
-    mine = _manifest(own)
+def _check(sharded: ShardedState, manifest: Mapping[str, Any]) -> None:
+    mine = _manifest(sharded)
     if manifest["groups"] != mine["groups"]:
         raise ConfigurationError(
             f"the checkpoint has groups of {manifest['groups']} parameters, but this optimizer has {mine['groups']}"
         )
     for what in ("shapes", "strides"):
-        for shard, saved, here in zip(own.shards.values(), manifest[what], mine[what], strict=True):
+        for shard, saved, here in zip(sharded.shards.values(), manifest[what], mine[what], strict=True):
             if saved != here:
                 raise ConfigurationError(f"{shard.name}: its {what[:-1]} in the checkpoint is {saved}, here {here}")
 

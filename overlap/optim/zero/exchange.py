@@ -1,15 +1,15 @@
-"""Moving chunks between their owners and the other ranks: what a stage awaits.
+"""Sends chunks between their owners and the other ranks.
 
 Per bucket of N elements a rank sends N (W-1)/W in the reduction and as much in the gather, together what one
-all-reduce sends. Where parameters are not cut (`ByParameter`), that is as much over all buckets, but in one bucket a
-rank may send more than others.
+all-reduce sends. If parameters are not cut (`ByParameter`), that holds for the sum of all buckets, but in one bucket a
+rank may send more than another.
 
 [Note: messages]
 
-A piece of some size is sent from where it lies and, in the gather, received where it belongs, so it is never copied:
-on a CPU memory is what computing, packing and the network's own copies compete for, and workspace would cost more than
-the sharing of state saves. Small pieces go together in one message, since each has a price of its own. Both sides
-order what one sends the other alike: large pieces first, then the small ones.
+A large piece is sent from the memory it is in and, in the gather, received in the memory where it belongs, so it is
+never copied: on a CPU, computing, packing and the network's own copies compete for memory bandwidth, and workspace
+would cost more than dividing the state saves. Small pieces share one message, since each message has a cost of its own.
+Sender and receiver use the same order: large pieces first, then the small ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from overlap.optim.zero.bucket_shards import BucketShards
 
 __all__ = ["Exchange", "Gather", "Workspace"]
 
-# A message costs tens of microseconds, in which memory copies some 256 KB.
+# A message costs tens of microseconds, in which about 256 KB can be copied.
 _LARGE_NUMEL = 64 * 1024
 
 
@@ -41,19 +41,19 @@ class Gather(Item):
 
 @dataclass(frozen=True)
 class Exchange:
-    """How the ranks of one group exchange chunks."""
+    """How the ranks of a group exchange gradients and parameters."""
 
     sends_directly: bool
-    """Whether by messages between ranks and not by collectives: on Gloo, whose reduce-scatter moves as much as an
-    all-reduce, and whose all-gather makes a copy of its result. Segments of unequal lengths always go that way."""
+    """Whether to use messages between ranks instead of collectives: true on Gloo, whose reduce-scatter sends as much as
+    an all-reduce, and whose all-gather copies its result. Segments of unequal lengths are always sent as messages."""
     workspace: Workspace
 
     async def reduce(self, bucket: Bucket, shards: BucketShards) -> None:
-        """Turn what this rank owns of ``bucket.buffer`` into the mean; the rest is this rank's own gradient, divided.
+        """Make what this rank owns of ``bucket.buffer`` the mean; the rest becomes this rank's own gradient, divided.
 
         Parameters that are not sharded are averaged on every rank.
         """
-        # As DDP does it, each rank divides before the sum, which keeps half precision in range.
+        # As in DDP, each rank divides before the sum, which keeps half precision in range.
         bucket.buffer.mul_(1 / bucket.divisor)
         if shards.layout.packed_numel:
             if self.sends_directly or not shards.layout.is_even:
@@ -71,7 +71,7 @@ class Exchange:
         self.workspace.give(packed)
 
     async def gather(self, shards: BucketShards, group: dist.ProcessGroup) -> None:
-        """Bring what each rank owns of the parameters to all."""
+        """Send what each rank owns of the parameters to all ranks. Changes the parameters."""
         if shards.layout.packed_numel == 0:
             return
         if self.sends_directly or not shards.layout.is_even:
@@ -130,9 +130,9 @@ def _cut_like(flat: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 async def _reduce_by_messages(bucket: Bucket, shards: BucketShards, workspace: Workspace) -> None:
-    """Add to what this rank owns of ``bucket.buffer`` what the others have of it, in ranks' order.
+    """Add the other ranks' gradients to what this rank owns of ``bucket.buffer``, in the order of ranks.
 
-    Sends each rank its part, ``N (W-1)/W`` elements in all, and receives as many into workspace.
+    Sends each rank its part, ``N (W-1)/W`` elements in all, and receives as many into the workspace.
     """
     transfers = [_Transfer(pieces) for pieces in shards.by_rank(shards.cut_flat(bucket.buffer))]
     own = transfers[shards.rank]
@@ -156,7 +156,7 @@ async def _reduce_by_messages(bucket: Bucket, shards: BucketShards, workspace: W
 
 
 async def _gather_by_messages(shards: BucketShards, group: dist.ProcessGroup, workspace: Workspace) -> None:
-    """Send what this rank owns of the parameters to all others, and receive what they own."""
+    """Send what this rank owns of the parameters to the other ranks, and receive what they own."""
     transfers = [_Transfer(pieces) for pieces in shards.by_rank(shards.parameter_pieces)]
     own = transfers[shards.rank]
     space = workspace.take(sum(transfer.small_numel for transfer in transfers), shards.parameter_pieces[0])
@@ -167,7 +167,7 @@ async def _gather_by_messages(shards: BucketShards, group: dist.ProcessGroup, wo
         for rank, (transfer, box) in enumerate(zip(transfers, boxes, strict=True))
         if rank != shards.rank
     ]
-    # What the network writes is seen by no one else.
+    # Autograd does not see what the network writes.
     torch.autograd.graph.increment_version([piece for _, transfer, _ in others for piece in transfer.large])
     await send_recv(
         [(message, rank) for rank, _, _ in others for message in own.messages(boxes[shards.rank])],
@@ -182,8 +182,8 @@ async def _gather_by_messages(shards: BucketShards, group: dist.ProcessGroup, wo
 class Workspace:
     """Flat buffers, kept from bucket to bucket and step to step.
 
-    On the CPU fresh memory is paid for page by page at its first use, which takes longer than what is copied into it.
-    Accelerators have a caching allocator, which also knows about streams.
+    On a CPU the first use of fresh memory takes longer than the copy into it. Accelerators have a caching allocator,
+    which also knows about streams.
     """
 
     def __init__(self) -> None:
@@ -191,12 +191,12 @@ class Workspace:
         self._lent: dict[int, tuple[Tensor, Tensor]] = {}
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """A flat tensor of ``numel`` elements, of ``like``'s dtype and device, holding anything."""
+        """A flat tensor of ``numel`` elements with undefined values, of the dtype and device of ``like``."""
         if like.device.type != "cpu":
             return torch.empty(numel, dtype=like.dtype, device=like.device)
         same = sorted((kept for kept in self._free if kept.dtype == like.dtype), key=Tensor.numel)
         whole = next((kept for kept in same if kept.numel() >= numel), None)
-        # A larger one replaces one that is too small, so that there are never more than were in use at once.
+        # A larger buffer replaces one that is too small, so there are never more than were in use at once.
         spent = whole if whole is not None else (same[-1] if same else None)
         self._free = [kept for kept in self._free if kept is not spent]
         if whole is None:
@@ -211,15 +211,15 @@ class Workspace:
             self._free.append(self._lent.pop(id(part))[1])
 
     def trim(self) -> None:
-        """Let go of what is not lent: the buckets to come are others."""
+        """Free the buffers that are not lent, before buckets of other sizes."""
         self._free.clear()
 
     def forget(self) -> None:
-        """Let go of everything, what was lent to work that failed included."""
+        """Free all buffers, also those that were lent to work that failed."""
         self._free.clear()
         self._lent.clear()
 
     @property
     def held_bytes(self) -> int:
-        """What is kept for the next bucket."""
+        """The size of the buffers kept for the next bucket."""
         return sum(kept.nbytes for kept in self._free)

@@ -1,4 +1,4 @@
-"""What a user passes as parameters: read, checked, and compared with the other ranks."""
+"""Reads and checks the parameters that a user passes, and compares them with those of the other ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
     "with_names",
 ]
 
-# What a group holds besides hyperparameters.
+# The keys of a group that are not hyperparameters.
 _NOT_OPTIONS = ("params", "param_names")
 
 
@@ -34,7 +34,7 @@ def read_groups(params: Any) -> list[dict[str, Any]]:
     """Groups with lists of parameters, from anything that an optimizer takes; named parameters give ``param_names``.
 
     Raises:
-        ConfigurationError: there is no parameter, something is none, or one comes twice.
+        ConfigurationError: there are no parameters, or something is not a parameter.
     """
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise ConfigurationError(
@@ -46,7 +46,7 @@ def read_groups(params: Any) -> list[dict[str, Any]]:
     for place, group in enumerate(groups):
         _read_group(place, group)
     if not any(group["params"] for group in groups):
-        raise ConfigurationError("params is empty; pass ddp.parameters() (an iterator can be read once only)")
+        raise ConfigurationError("params is empty; pass ddp.parameters() (an iterator can be read only once)")
     return groups
 
 
@@ -63,12 +63,14 @@ def _read_group(place: int, group: dict[str, Any]) -> None:
                 f"parameter {position} of group {place} is a {type(member).__name__}, not a Tensor"
             )
         if not member.is_leaf:
-            raise ConfigurationError(f"parameter {position} of group {place} is the result of a computation, no leaf")
+            raise ConfigurationError(
+                f"parameter {position} of group {place} is not a leaf, but the result of a computation"
+            )
     group["params"] = members
 
 
 def names_of(groups: Sequence[Mapping[str, Any]], *, first_group: int = 0) -> list[str]:
-    """What messages call each parameter."""
+    """The name of each parameter in messages."""
     names: list[str] = []
     for place, group in enumerate(groups, start=first_group):
         given = group.get("param_names")
@@ -80,7 +82,7 @@ def names_of(groups: Sequence[Mapping[str, Any]], *, first_group: int = 0) -> li
 
 
 def check_class(optimizer_class: object) -> type[Optimizer]:
-    """``optimizer_class`` itself, if it is a class of optimizers.
+    """``optimizer_class`` itself, if it is a subclass of ``Optimizer``.
 
     Raises:
         ConfigurationError: it is not.
@@ -100,10 +102,12 @@ def check_class(optimizer_class: object) -> type[Optimizer]:
 def check_same_on_all_ranks(
     groups: Sequence[Mapping[str, Any]], names: Sequence[str], group: dist.ProcessGroup, settings: tuple[Any, ...]
 ) -> None:
-    """Compare with rank 0 what the parameters are and how they are sharded; one gather of a few bytes a parameter.
+    """Compare the parameters, and how they are sharded, with those of rank 0.
+
+    Issues: one gather of a few bytes per parameter.
 
     Raises:
-        ConfigurationError: on every rank, naming the rank and the first parameter that differs.
+        ConfigurationError: they differ; raised on every rank, with the rank and the first parameter that differs.
     """
     mine = [
         (name, place, tuple(p.shape), p.stride(), str(p.dtype), p.requires_grad)
@@ -130,7 +134,7 @@ def check_same_on_all_ranks(
 
 
 def check_covered(model: Mapping[Tensor, str], parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Raises: ConfigurationError: one of ``parameters`` is to be trained, but not by the model of these parameters."""
+    """Raises: ConfigurationError: one of ``parameters`` requires a gradient, but is not in ``model``."""
     outside = [
         name
         for name, parameter in zip(names, parameters, strict=True)
@@ -144,7 +148,7 @@ def check_covered(model: Mapping[Tensor, str], parameters: Sequence[Tensor], nam
 
 
 def check_same_group(model: dist.ProcessGroup, zero: dist.ProcessGroup) -> None:
-    """Raises: ConfigurationError: the two are of different ranks."""
+    """Raises: ConfigurationError: the two groups have different ranks."""
     theirs, ours = dist.get_process_group_ranks(model), dist.get_process_group_ranks(zero)
     if theirs != ours:
         raise ConfigurationError(
@@ -161,7 +165,7 @@ def _told(described: Sequence[tuple[Any, ...]], place: int) -> str:
 
 
 def copy_options(source: Mapping[str, Any], target: dict[str, Any]) -> None:
-    """Make ``target``'s hyperparameters those of ``source``."""
+    """Copy the hyperparameters of ``source`` to ``target``."""
     for key, value in source.items():
         if key not in _NOT_OPTIONS and target.get(key, _NOT_OPTIONS) is not value:
             target[key] = value
@@ -173,7 +177,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pool_of(group: int, parameter: Tensor) -> tuple[Any, ...]:
-    """Parameters of one pool have state of the same size an element, so owning as many is owning as much."""
+    """Parameters of one pool have state of the same size per element, so equal numbers of elements are equal sizes."""
     return group, parameter.dtype, parameter.device, parameter.requires_grad
 
 
@@ -181,16 +185,18 @@ def device_of(parameters: Sequence[Tensor]) -> torch.device:
     """The device of all parameters.
 
     Raises:
-        ConfigurationError: they are on several devices.
+        ConfigurationError: they are on more than one device.
     """
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:
-        raise ConfigurationError(f"parameters lie on several devices, {sorted(map(str, devices))}; ZeRO takes one")
+        raise ConfigurationError(
+            f"the parameters are on several devices, {sorted(map(str, devices))}; ZeRO needs all on one device"
+        )
     return devices.pop()
 
 
 def with_names(group: dict[str, Any]) -> dict[str, Any]:
-    """A group in the form in which ``torch.optim`` takes named parameters."""
+    """A group in the form that ``torch.optim`` takes for named parameters."""
     if "param_names" not in group:
         return group
     others = {key: value for key, value in group.items() if key != "param_names"}

@@ -1,13 +1,13 @@
-"""Gathers that go on after backward, and what waits for them.
+"""Gathers new parameters during the next forward, and has its modules wait for them.
 
 [Note: who waits]
 
-A gather that rides into the next forward writes parameters while the training thread goes on. So each module of the
-registered model waits, before its forward, for the parameters that are its own. Some modules use parameters of others
-without calling them: ``nn.MultiheadAttention`` reads its ``out_proj.weight``. The first forward shows which modules are
-called at all, before any gather rides; parameters of the others are waited for by the nearest module above them that
-is called. In evaluation a module waits for all that is below it, since fast paths read it there; and ``state_dict()``
-waits. Nothing else does: ``zero.wait()`` is for that.
+A gather during the next forward writes parameters while the training thread goes on. So each module of the registered
+model waits, before its forward, for its own parameters. Some modules use the parameters of other modules without
+calling them: ``nn.MultiheadAttention`` reads its ``out_proj.weight``. The first forward, before any gather, shows which
+modules are called at all. If a module is not called, the nearest module above it that is called waits for its
+parameters. In evaluation a module waits for all parameters below it, since fast paths read them. ``state_dict()``
+waits, too. Nothing else does: call ``zero.wait()``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ParameterPrefetch:
         self._hooks: _ModuleHooks | None = None
 
     def begin(self, context: StageContext, gathers: Sequence[Gather], exchange: Exchange) -> None:
-        """Launch ``gathers``, in this order, behind all that was begun before."""
+        """Launch ``gathers``, in this order, after all earlier work."""
         completions = {gather: Completion(context.device) for gather in gathers}
         for gather, completion in completions.items():
             self._completions.update((id(shard.parameter), completion) for shard in gather.shards)
@@ -51,13 +51,13 @@ class ParameterPrefetch:
         context.background(gathers, work, on_failure=fail)
 
     def wait(self) -> None:
-        """Wait for all."""
+        """Wait for all gathers."""
         completions, self._completions = self._completions, {}
         for completion in dict.fromkeys(completions.values()):
             completion.wait()
 
     def wait_for(self, parameters: Iterable[int]) -> None:
-        """Wait for some parameters, by ``id``."""
+        """Wait for the gathers of some parameters, given by ``id``."""
         if self._completions:
             for completion in dict.fromkeys(map(self._completions.get, parameters)):
                 if completion is not None:
@@ -68,12 +68,12 @@ class ParameterPrefetch:
 
         Raises:
             ConfigurationError: the model is not known.
-            UnsupportedError: part of it is compiled.
+            UnsupportedError: a part of the model is compiled.
         """
         model = None if context.module is None else context.module()
         if model is None:
             raise ConfigurationError(
-                "gather='forward' lets modules wait for their parameters, and a hook registered with "
+                "gather='forward' makes modules wait for their parameters, and a hook registered with "
                 "ddp.register_comm_hook does not know the model: use overlap.register, or gather='backward'"
             )
         if any("_orig_mod" in name.split(".") for name, _ in model.named_modules()) or hasattr(model, "_orig_mod"):
@@ -81,7 +81,7 @@ class ParameterPrefetch:
         self._hooks = _ModuleHooks(model, set(parameters), self)
 
     def detach(self) -> None:
-        """Wait for all and let modules go."""
+        """Remove the hooks of the modules and wait for all gathers."""
         if self._hooks is not None:
             self._hooks.remove()
         self.wait()
@@ -110,7 +110,7 @@ class _ModuleHooks:
             handle.remove()
 
     def before_forward(self, module: nn.Module, name: str, below: tuple[int, ...]) -> None:
-        """Wait for what the forward of `module` reads."""
+        """Wait for the parameters that the forward of `module` reads."""
         if not (module.training and torch.is_grad_enabled()):
             self._prefetch.wait_for(below)
             return
@@ -120,7 +120,7 @@ class _ModuleHooks:
         self._prefetch.wait_for(self._needs.get(name, self._own[name]))
 
     def _learn(self) -> None:
-        """When the second forward begins: who stands in for the modules that the first one did not call."""
+        """At the second forward: find which modules wait for those that the first forward did not call."""
         if self._is_learned or not self._called:
             return
         self._is_learned = True
@@ -147,7 +147,7 @@ class _BeforeForward:
         return _BeforeForward, ()
 
 
-# Waiting is no part of a compiled forward.
+# A compiled forward does not include the wait.
 _before_forward: Callable[..., None] = torch.compiler.disable(_ModuleHooks.before_forward)
 
 

@@ -24,7 +24,7 @@ __all__ = ["FiniteVote", "ShardedNorm"]
 
 
 class ShardedNorm:
-    """The global norm of gradients of which each rank has a part: local powers, one sum over ranks, one root."""
+    """Clips by the global norm of gradients of which each rank has a part: local powers, a sum over ranks, a root."""
 
     def __init__(self, clipping: Clipping, gradients: Sequence[Tensor], device: torch.device) -> None:
         self._clipping = clipping
@@ -34,21 +34,21 @@ class ShardedNorm:
         each = [norm.double() for norm in norms(self._gradients, clipping.norm_type)] if self._gradients else []
         stacked = torch.stack(each) if each else torch.zeros(1, dtype=torch.float64, device=device)
         self.partial = stacked.max() if self._is_max else stacked.pow(clipping.norm_type).sum()
-        """This rank's part, to be reduced in place with :attr:`op`."""
+        """This rank's part, which the caller all-reduces in place with :attr:`op`."""
 
     @property
     def op(self) -> dist.ReduceOp.RedOpType:
         return dist.ReduceOp.MAX if self._is_max else dist.ReduceOp.SUM
 
     def clip_(self) -> Tensor:
-        """Scale the gradients in place, once :attr:`partial` is of all ranks; returns the global norm."""
+        """Scale the gradients in place, after :attr:`partial` was all-reduced; returns the global norm."""
         total = self.partial if self._is_max else self.partial.pow(1 / self._clipping.norm_type)
         self._clipping.scale_to_(self._gradients, total.float())
         return total
 
 
 class FiniteVote:
-    """One vote a backward pass."""
+    """Whether all gradients of a backward pass are finite, on any rank. See [Note: one verdict]."""
 
     def __init__(self) -> None:
         self._largest: list[Tensor] = []
@@ -60,13 +60,13 @@ class FiniteVote:
         self._verdict = None
 
     def look(self, gradients: Sequence[Tensor]) -> None:
-        """Take note of averaged gradients."""
+        """Take note of averaged gradients: of the largest element of each."""
         present = [gradient for gradient in gradients if gradient.numel()]
         if present:
             self._largest.extend(norm.float() for norm in norms(present, float("inf")))
 
     async def cast(self, bucket: Bucket) -> None:
-        """When all buckets are reduced, ask the other ranks; one all-reduce of a number."""
+        """After the last bucket is reduced, ask the other ranks. Issues: one all-reduce of a number."""
         await whole_pass()
         if not bucket.is_last:
             return
@@ -77,7 +77,7 @@ class FiniteVote:
 
     @torch.no_grad()
     def tell(self, shards: Iterable[Shard]) -> None:
-        """Mark ``.grad`` if a gradient is not finite anywhere; without a wait of the host on an accelerator."""
+        """Mark ``.grad`` if a gradient is not finite on any rank; on an accelerator the host does not wait."""
         verdict = self._verdict
         if verdict is None or (verdict.device.type == "cpu" and not verdict.item()):
             return

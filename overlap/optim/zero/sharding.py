@@ -21,10 +21,10 @@ _NEED_WHOLE_TENSORS = ("Adafactor", "Muon", "LBFGS")
 
 
 class Ownership:
-    """Gives out parameters to the ranks of a group, as groups of them come. See [Note: ownership].
+    """Divides parameters among the ranks of a group, one parameter group after another. See [Note: ownership].
 
     Raises:
-        ConfigurationError: ``partition`` or ``master_dtype`` is none.
+        ConfigurationError: ``partition`` or ``master_dtype`` is not one that exists.
         UnsupportedError: the optimizer needs whole tensors, and ``partition`` cuts them.
     """
 
@@ -54,8 +54,10 @@ class Ownership:
     def add(self, groups: list[dict[str, Any]], *, first_group: int) -> list[dict[str, Any]]:
         """Make the shards of new groups; returns the groups of chunks for this rank's optimizer.
 
+        Issues: one gather of a few bytes per parameter.
+
         Raises:
-            ConfigurationError: a parameter comes twice, or ranks have different ones.
+            ConfigurationError: a parameter is there twice, or the ranks have different ones.
             UnsupportedError: a parameter cannot be cut.
         """
         names = names_of(groups, first_group=first_group)
@@ -63,7 +65,7 @@ class Ownership:
         known = {key: shard.name for key, shard in self.shards.items()}
         for name, (_, parameter) in zip(names, pairs, strict=True):
             if id(parameter) in known:
-                raise ConfigurationError(f"{name} is {known[id(parameter)]} once more; pass each parameter once")
+                raise ConfigurationError(f"{name} is the same as {known[id(parameter)]}; pass each parameter once")
             known[id(parameter)] = name
         device_of([*(shard.parameter for shard in self.shards.values()), *(parameter for _, parameter in pairs)])
         check_same_on_all_ranks(groups, names, self.group, self._settings)
@@ -101,11 +103,11 @@ class Ownership:
 
 
 class Shard:
-    """One parameter, seen flat in the order of its memory, and the part of it that this rank's optimizer steps.
+    """One parameter, flat in the order of its memory, and the part of it that this rank's optimizer steps.
 
     ``own`` is a view of the parameter, so stepping it changes the parameter and costs no memory. With a wider
-    ``master_dtype`` it is a copy in that dtype, which :meth:`publish` rounds into the parameter. It is ``None`` where
-    this rank owns nothing and the optimizer sees whole tensors.
+    ``master_dtype`` it is a copy in that dtype, which :meth:`publish` rounds into the parameter. It is ``None`` if the
+    optimizer sees whole tensors and another rank owns this one.
     """
 
     def __init__(
@@ -145,18 +147,18 @@ class Shard:
         return self.ranges[self.rank]
 
     def foreign_element(self) -> int | None:
-        """Where, in the order of memory, an element lies that this rank does not own."""
+        """The place of an element that this rank does not own, in the order of memory."""
         start, end = self.range
         return 0 if start > 0 else (end if end < self.parameter.numel() else None)
 
     def shaped(self, piece: Tensor) -> Tensor:
-        """A flat piece of this rank's in the shape in which the optimizer sees it."""
+        """This rank's flat piece in the shape in which the optimizer sees it."""
         if not self.is_whole:
             return piece
         return piece.as_strided(self.parameter.size(), self.parameter.stride(), int(piece.storage_offset()))
 
     def gradient(self) -> Tensor:
-        """This rank's part of ``.grad``, flat; a view of it wherever its memory is laid out as the parameter's."""
+        """This rank's part of ``.grad``, flat; a view of it if its memory is laid out as the parameter's."""
         grad = self.parameter.grad
         assert grad is not None, "asked of parameters with a gradient"
         if grad.is_sparse:
@@ -167,18 +169,18 @@ class Shard:
         return flatten(grad)[start:end]
 
     def refresh(self) -> None:
-        """Follow a parameter that was moved to other memory, or changed by something else."""
+        """Take note of a parameter that was moved to other memory, or changed by other code."""
         if self.parameter.data_ptr() != self._pointer:
             self._follow()
         if self.has_master and version(self.parameter) != self._seen_version and self.own is not None:
             view = self.shaped(self.views[self.rank])
-            # Where rounding the master gives the parameter, nothing was changed, and the master knows more.
+            # An element that the master still rounds to was not changed, and the master is more exact.
             kept = self.own.to(view.dtype) == view
             self.own.copy_(torch.where(kept, self.own, view.to(self.own.dtype)))
             self._seen_version = version(self.parameter)
 
     def _follow(self) -> None:
-        # By `.data`, as the parameter itself was moved: the values are the same, so no version may be raised.
+        # By `.data`, as the parameter itself was moved: values are the same, so the version must not change.
         flat = flatten(self.parameter)
         for view, (start, end) in zip(self.views, self.ranges, strict=True):
             view.data = flat[start:end]
@@ -187,17 +189,17 @@ class Shard:
         self._pointer = self.parameter.data_ptr()
 
     def publish(self) -> None:
-        """Round the master into the parameter, where there is one."""
+        """Round the master, if there is one, into the parameter."""
         if self.has_master and self.own is not None:
             self.shaped(self.views[self.rank]).copy_(self.own)
 
     def note_written(self) -> None:
-        """What the parameter holds now is the update's own doing."""
+        """The update itself has written the parameter."""
         self._seen_version = version(self.parameter)
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """``tensor`` seen flat in the order of its memory, which has no gaps."""
+    """A flat view of ``tensor``, whose memory has no gaps, in the order of its memory."""
     detached = tensor.detach()
     return detached.as_strided((tensor.numel(),), (1,), int(detached.storage_offset()))
 

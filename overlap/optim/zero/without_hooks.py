@@ -1,4 +1,4 @@
-"""ZeRO without DDP hooks: the update of a loop that registers no stage and only calls ``zero.step()``."""
+"""ZeRO without DDP hooks: the update for a loop that registers no stage and only calls ``zero.step()``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from overlap.optim.zero.sharding import Ownership, Shard, flatten
 
 __all__ = ["UpdateWithoutHooks"]
 
-# As DDP's buckets.
+# The size of DDP's buckets.
 _BUCKET_BYTES = 25 * 2**20
 
 Update = Callable[[Sequence[tuple[Shard, Tensor]]], None]
@@ -25,7 +25,7 @@ Update = Callable[[Sequence[tuple[Shard, Tensor]]], None]
 
 
 class UpdateWithoutHooks:
-    """Updates from ``.grad``, which holds the mean on every rank: DDP, or the user's own code, has averaged it."""
+    """Updates from ``.grad``, which DDP or the user's own code has averaged on every rank."""
 
     def __init__(self, ownership: Ownership, exchange: Exchange) -> None:
         self._ownership = ownership
@@ -35,10 +35,12 @@ class UpdateWithoutHooks:
 
     @torch.no_grad()
     def step(self, update: Update, loss_scale: LossScale, *, is_joining: bool, is_joined: bool = False) -> None:
-        """``update`` what this rank owns with its part of ``.grad``, then gather the other ranks' parts.
+        """Call ``update`` with this rank's parts of ``.grad``, then gather the parameters.
 
-        Under PyTorch's ``Join`` (``is_joining``) a rank that has inputs left sends its gradients to those that have
-        not (``is_joined``). The library's own ``Join`` leaves the mean in ``.grad`` on these, too.
+        ``is_joining`` says that a ``Join`` is in force, ``is_joined`` that this rank has run out of inputs. PyTorch's
+        ``Join`` leaves no ``.grad`` on such a rank, so another rank lends its own; overlap's ``Join`` leaves the mean.
+
+        Issues: gathers of all trainable parameters, and what :func:`lend_gradients` issues.
         """
         pending = [s for s in self._ownership.shards.values() if s.parameter.grad is not None]
         gradients = [shard.gradient() for shard in pending]
@@ -52,7 +54,7 @@ class UpdateWithoutHooks:
         self._gather(pending)
 
     def _gather(self, stepped: Sequence[Shard]) -> None:
-        """Gather all trainable parameters, and others that still had a gradient."""
+        """Gather all trainable parameters, and others that had a gradient."""
         buckets = self._current_buckets({id(shard) for shard in stepped})
         gathers = [Gather(index=place, shards=shards) for place, shards in enumerate(buckets)]
         group = self._ownership.group
@@ -84,9 +86,9 @@ class UpdateWithoutHooks:
 
 
 def lend_gradients(ownership: Ownership, *, is_joined: bool) -> tuple[list[Shard], list[Tensor]]:
-    """The shards to step and this rank's parts of their averaged gradients, also where this rank ``is_joined``.
+    """The shards to step and this rank's parts of their averaged gradients, also if this rank ``is_joined``.
 
-    DDP sets no ``.grad`` on a rank that has run out of inputs, so the first rank that has some left broadcasts its own.
+    DDP sets no ``.grad`` on a rank that has run out of inputs, so the first rank with inputs left broadcasts its own.
 
     Issues: one all-reduce of a number, one broadcast of one byte per parameter, and one broadcast per gradient.
     """
@@ -111,7 +113,7 @@ def lend_gradients(ownership: Ownership, *, is_joined: bool) -> tuple[list[Shard
 
 
 def _in_buckets(shards: Sequence[Shard]) -> list[list[Shard]]:
-    """Shards of one dtype, in their order, some 25 MB at a time."""
+    """Shards of one dtype, in their order, about 25 MB in each bucket."""
     open_ones: dict[torch.dtype, list[Shard]] = {}
     full: list[list[Shard]] = []
     for shard in shards:

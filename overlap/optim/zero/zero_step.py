@@ -1,4 +1,4 @@
-"""The sharded update, in backward or after it."""
+"""The stage that makes the sharded update, in backward or after it."""
 
 from __future__ import annotations
 
@@ -38,34 +38,36 @@ _PARTLY_UPDATED = (
 class ZeroStep(UpdateStage):
     """Each rank updates its part of a bucket's parameters and gathers the others' parts.
 
-    First in its chain, the stage reduce-scatters the bucket itself, and moves what DDP's all-reduce moves. After a
-    reducer each rank updates its part with what that left.
+    If it is first in its chain, the stage reduce-scatters the bucket itself, and sends as much as DDP's all-reduce.
+    After a reducer, each rank updates its part with the reducer's result.
 
     *Interleaved* (default): each bucket is updated as soon as it is reduced, while backward computes the next ones.
-    *Deferred* (``deferred=True``, or ``clip_grad_norm``): all at once in ``zero.step()``, as clipping by the global
-    norm and ``GradScaler`` need. The loop calls ``zero.step()`` once for each synchronized backward in either case.
+    *Deferred* (``deferred=True``, or ``clip_grad_norm``): all buckets are updated at once in ``zero.step()``, as
+    clipping by the global norm and ``GradScaler`` need. Call ``zero.step()`` once for each synchronized backward in
+    either case.
 
-    After backward ``.grad`` holds the mean where this rank owns it, and this rank's own gradient over ``W`` elsewhere
-    (after a reducer: what that left); it is cleared before the model's next forward.
+    After backward ``.grad`` holds the mean where this rank owns it, and elsewhere this rank's own gradient divided by
+    ``W`` (after a reducer: the reducer's result). It is cleared before the model's next forward.
 
     Args:
-        zero: the optimizer; all its trainable parameters are the model's. Parameters of the model that it does not have
-            are averaged and keep their ``.grad``.
+        zero: the optimizer; the model must have all its trainable parameters. Other parameters of the model are
+            averaged and keep their ``.grad``.
         deferred: update in ``zero.step()``.
         clip_grad_norm: scale the averaged gradients to at most this global norm first; implies ``deferred``.
-        norm_type: which norm.
+        norm_type: the type of the norm; ``float("inf")`` for the maximum.
         gather: ``"backward"`` waits for new parameters before backward (or a deferred ``zero.step()``) returns;
-            ``"forward"`` lets them ride into the next forward, whose modules wait for what they need. Anything else
-            that reads parameters calls ``zero.wait()`` first.
+            ``"forward"`` gathers them during the next forward, whose modules wait for what they need. Call
+            ``zero.wait()`` before you read parameters in any other way.
         automatic: backward does everything, a deferred update with its last bucket; the loop calls no ``step()``.
 
-    Issues, a bucket: one reduce-scatter, if first; one all-gather. Where DDP looks for unused parameters one all-reduce
-    of a byte a parameter. Deferred and first: one all-reduce of a number a pass, so that all ranks know of a gradient
-    that is not finite.
+    Issues, per bucket: one reduce-scatter, if first; one all-gather; if DDP looks for unused parameters, one all-reduce
+    of one byte per parameter. Deferred and first: one all-reduce of a number per backward, so that all ranks know of a
+    gradient that is not finite.
 
     Raises:
-        ConfigurationError: an argument is out of range, or (at registration) optimizer and model do not fit.
-        TrainingLoopError: in ``backward``, when ``zero.step()`` was not called after the one before.
+        ConfigurationError: an argument is out of range, or (at registration) the optimizer has parameters that the
+            model does not have.
+        TrainingLoopError: in ``backward``, if ``zero.step()`` was not called after the backward before.
     """
 
     def __init__(
@@ -80,8 +82,8 @@ class ZeroStep(UpdateStage):
     ) -> None:
         if not isinstance(zero, ZeroRedundancyOptimizer):
             raise ConfigurationError(
-                f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for one that every rank "
-                "holds in full use chain(AllReduce(), Step(optimizer))"
+                f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for an optimizer that every "
+                "rank holds in full use chain(AllReduce(), Step(optimizer))"
             )
         if gather not in ("backward", "forward"):
             raise ConfigurationError(f"gather is 'backward' or 'forward', got {gather!r}")
@@ -221,7 +223,7 @@ class ZeroStep(UpdateStage):
         if key not in self._shards_by_bucket:
             zero = self.zero
             is_even = zero.partition == "element"
-            # DDP's first backward has one bucket of all parameters, whose buffers would be kept for smaller ones.
+            # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
             zero.exchange.workspace.trim()
             self._shards_by_bucket[key] = shards_of_bucket(
                 bucket.parameters, zero.shards, rank=zero.rank, is_even=is_even
@@ -310,7 +312,7 @@ class ZeroStep(UpdateStage):
         ]
 
     def wait(self) -> None:
-        """Wait for gathers that ride."""
+        """Wait for gathers that run during the next forward."""
         if self._prefetch is not None:
             self._prefetch.wait()
 

@@ -216,7 +216,7 @@ def _wrong_key(rank: int, world_size: int, folder: Path) -> None:
 
 def _no_checkpoint(rank: int, world_size: int, folder: Path) -> None:
     zero = _saved(folder)
-    with pytest.raises(ConfigurationError, match=r"nowhere is no checkpoint"):
+    with pytest.raises(ConfigurationError, match=r"nowhere is not a checkpoint"):
         zero.load_sharded(folder / "nowhere", key="optimizer")
 
 
@@ -249,7 +249,7 @@ def _plain_of_fewer_parameters(rank: int, world_size: int) -> None:
 def _state_of_a_model(rank: int, world_size: int) -> None:
     model = MLP.model()
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
-    with pytest.raises(ConfigurationError, match="no state_dict of an optimizer"):
+    with pytest.raises(ConfigurationError, match="not a state_dict of an optimizer"):
         zero.load_state_dict(model.state_dict())
 
 

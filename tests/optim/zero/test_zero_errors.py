@@ -36,15 +36,15 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[list[nn.Parameter]], Any], Any, dict[
     "no parameters": (lambda _: [], SGD, {}, "params is empty"),
     "empty group": (lambda _: [{"params": []}], SGD, {}, "params is empty"),
     "one tensor": (lambda p: p[0], SGD, {}, "iterable of parameters"),
-    "twice": (lambda p: [*p, p[0]], SGD, {}, "parameter 10 of group 0 is parameter 0 of group 0 once more"),
+    "twice": (lambda p: [*p, p[0]], SGD, {}, "parameter 10 of group 0 is the same as parameter 0 of group 0"),
     "in two groups": (
         lambda p: [{"params": p}, {"params": p[3]}],
         SGD,
         {},
-        "parameter 0 of group 1 is parameter 3",
+        "parameter 0 of group 1 is the same as parameter 3",
     ),
     "float": (lambda _: [1.0], SGD, {}, "parameter 0 of group 0 is a float"),
-    "not a leaf": (lambda p: [p[0] * 2], SGD, {}, "no leaf"),
+    "not a leaf": (lambda p: [p[0] * 2], SGD, {}, "not a leaf"),
     "group without params": (lambda _: [{"lr": 1.0}], SGD, {}, "group 0 has no 'params'"),
     "class of modules": (lambda p: p, nn.Linear, {}, "subclass of torch.optim.Optimizer"),
     "name of a class": (lambda p: p, "SGD", {}, "subclass of torch.optim.Optimizer"),
@@ -81,7 +81,7 @@ def test_a_wrong_argument_is_refused(wrong: str) -> None:
 def _added_again(rank: int, world_size: int) -> None:
     parameters = list(MLP.model().parameters())
     zero = ZeroRedundancyOptimizer(parameters[:4], SGD, lr=0.1)
-    with pytest.raises(ConfigurationError, match="parameter 0 of group 1 is parameter 2 of group 0"):
+    with pytest.raises(ConfigurationError, match="parameter 0 of group 1 is the same as parameter 2 of group 0"):
         zero.add_param_group({"params": [parameters[2]]})
 
 
