@@ -18,19 +18,22 @@ from overlap._torch.ddp import GradientSync, before_final_sync
 from overlap.errors import ConfigurationError, OverlapError, TrainingLoopError
 from overlap.hooks import Stage, StageContext, chain
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
+from overlap.optim.lifecycle import Form, Phase, UpdateLifecycle
+from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
 from overlap.optim.local_sgd.model_tensors import ModelTensors, trained_parameters
 from overlap.optim.local_sgd.outer import MakeOptimizer, OuterOptimizer
 from overlap.optim.local_sgd.schedule import Period, Schedule
 from overlap.optim.local_sgd.stages import LocalSGDStage, check_update
 from overlap.optim.local_sgd.synchronizer import Options, Synchronizer
-from overlap.optim.local_sgd.wrapper import OptimizerAround
 
 __all__ = ["LocalSGD"]
 
 _KEY = "local_sgd"
 
+_FORM = Form(outcome=Phase.REDUCED, step="local.step()", deferred="LocalSGD without update")
 
-class LocalSGD(OptimizerAround, Joinable):
+
+class LocalSGD(AveragingOptimizer, Joinable):
     """Trains with plain DDP until ``start_step``; then each rank trains alone, and they average every ``period`` steps.
 
     One counter of steps serves post-local SGD and hierarchical local SGD (Lin et al. 2018,
@@ -118,9 +121,12 @@ class LocalSGD(OptimizerAround, Joinable):
         self._gradient_sync = GradientSync(ddp)
         self._always_syncs = subgroup is not None or update is not None or ddp.static_graph
         self._join: _LocalSGDJoinHook | None = None
+        # An update in backward has a lifecycle of its own. Without one gradients stay until the loop clears them.
+        self._lifecycle = None if update is not None else UpdateLifecycle(_FORM, clears=lambda parameter: True)
         self._stage = LocalSGDStage(
             signature=repr(self),
             summary=schedule.summary,
+            lifecycle=self._lifecycle,
             before_forward=self._before_forward,
             before_backward=self._before_backward,
             on_detach=self._on_detach,
@@ -160,13 +166,45 @@ class LocalSGD(OptimizerAround, Joinable):
 
         Raises:
             RegistrationError: :meth:`remove` was called.
+            TrainingLoopError: the last backward raised, or did not reach every parameter.
             ConfigurationError: ``period`` returned an impossible length, or ranks differ in the state to average.
         """
         Join.notify_join_context(self)
         _ = self.context  # Raises once it is removed.
-        loss = self.step_inner(closure)
+        loss = self._update(closure)
         self._end_step(is_own=True)
         return loss
+
+    def _update(self, closure: Callable[[], Any] | None) -> Any:
+        lifecycle = self._lifecycle
+        if lifecycle is None:
+            return self.step_wrapped(closure)
+
+        def checked_closure() -> Any:
+            assert closure is not None
+            loss = closure()
+            lifecycle.check_step()
+            return loss
+
+        if closure is None:
+            lifecycle.check_step()
+        try:
+            loss = self.step_wrapped(None if closure is None else checked_closure)
+        except BaseException:
+            lifecycle.on_failure()
+            raise
+        lifecycle.on_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the wrapped optimizer's; between backward and :meth:`step` it discards the backward.
+
+        Raises:
+            TrainingLoopError: between backward and :meth:`step`, where ``update`` was made in backward.
+        """
+        if self._lifecycle is not None:
+            self._lifecycle.on_zero_grad()
+        super().zero_grad(set_to_none)
 
     def synchronize(self) -> None:
         """Average the whole model over all ranks now, and begin a new round; every rank calls it between two steps.

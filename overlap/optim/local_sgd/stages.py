@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext
+from overlap.optim.lifecycle import Phase, UpdateLifecycle
 from overlap.optim.local_sgd.torch_names import ModelAverager
 from overlap.optim.overlapped import OverlappedOptimizer
 
@@ -76,6 +77,7 @@ class LocalSGDStage(Stage):
     Args:
         signature: the settings that must be the same on every rank.
         summary: the schedule, for ``repr``.
+        lifecycle: of the update that ``LocalSGD.step`` makes; ``None`` where a stage updates in backward.
         before_forward: called before each forward that records gradients.
         before_backward: called with ``is_replay`` when the first bucket of a pass arrives.
         on_detach: called when the stage is removed, while ``context`` is still there.
@@ -88,12 +90,14 @@ class LocalSGDStage(Stage):
         *,
         signature: str,
         summary: str,
+        lifecycle: UpdateLifecycle | None,
         before_forward: Callable[[], None],
         before_backward: Callable[[bool], None],
         on_detach: Callable[[], None],
     ) -> None:
         self._signature = signature
         self._summary = summary
+        self._lifecycle = lifecycle
         self._before_forward = before_forward
         self._before_backward = before_backward
         self._on_detach = on_detach
@@ -116,19 +120,37 @@ class LocalSGDStage(Stage):
 
     def attach(self, context: StageContext) -> None:
         self._context = context
+        if self._lifecycle is not None:
+            self._lifecycle.names = context.names or {}
 
     def detach(self) -> None:
+        if self._lifecycle is not None:
+            self._lifecycle.on_remove()
         self._on_detach()
         self._context = None
 
     async def __call__(self, bucket: Bucket) -> None:
         """Nothing to do to a bucket: parameters are averaged when all are updated."""
+        if self._lifecycle is not None:
+            self._lifecycle.note_reduced(bucket.parameters)
 
     def before_forward(self) -> None:
+        if self._lifecycle is not None:
+            self._lifecycle.on_forward()
         self._before_forward()
 
     def before_backward(self, *, is_replay: bool) -> None:
         self._before_backward(is_replay)
+        if self._lifecycle is not None:
+            self._lifecycle.on_backward(is_replay=is_replay)
+
+    def after_backward(self, *, failed: bool) -> None:
+        if self._lifecycle is None:
+            return
+        if failed:
+            self._lifecycle.on_failure()
+        else:
+            self._lifecycle.on_reduced(Phase.STEPPED if self._lifecycle.is_replay else None)
 
     def __repr__(self) -> str:
         return f"Average({self._summary})"

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError
 from overlap.optim.local_sgd.average import average_parameters
+from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
 from overlap.optim.local_sgd.schedule import check_hierarchy, check_whole_number, due_group, make_groups
-from overlap.optim.local_sgd.wrapper import OptimizerAround
 
 __all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager", "PostLocalSGDOptimizer"]
 
@@ -121,7 +121,7 @@ class HierarchicalModelAverager(ModelAverager):
         self.step += 1
 
 
-class PostLocalSGDOptimizer(OptimizerAround):
+class PostLocalSGDOptimizer(AveragingOptimizer):
     """Steps an optimizer and then lets an averager average its parameters, when it is time (arXiv 1808.07217).
 
     Register ``post_localSGD_hook`` with DDP, and give its state and the averager the same start, as with PyTorch's;
@@ -149,7 +149,7 @@ class PostLocalSGDOptimizer(OptimizerAround):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update, then average if it is time; returns the closure's result."""
-        loss = self.step_inner(closure)
+        loss = self.step_wrapped(closure)
         self.averager.average_parameters(self.param_groups)
         return loss
 
