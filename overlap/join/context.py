@@ -26,7 +26,6 @@ from overlap.join.failures import FailureStore
 from overlap.join.iterations import Iterations
 from overlap.join.loading import batches
 from overlap.join.options import JoinOptions, OnExhausted, check_on_exhausted
-from overlap.join.participation import KnownParticipation
 from overlap.join.session import JoinSession
 
 __all__ = ["Join"]
@@ -117,10 +116,8 @@ class Join:
         key = str(next(_entered.setdefault(self._group, itertools.count())))
         log = EventLog(self._group, key, group_timeout(self._group, self._device))
         lengths = self._exchange_lengths(log)
-        iterations = Iterations(self._group, self._device, log, self._options)
-        if lengths is not None:
-            iterations.participation = KnownParticipation(lengths)
-        self._session = session = JoinSession(log, iterations, self._adapters, self._options)
+        iterations = Iterations(self._group, self._device, log, self._options, lengths=lengths)
+        self._session = session = JoinSession(log, iterations, self._adapters)
         set_active_join(self._group, session)
         try:
             for adapter in self._adapters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum, auto
 
 import torch
@@ -32,16 +33,29 @@ class Phase(Enum):
 
 
 class Iterations:
-    """Counts one rank's iterations, and moves it from phase to phase."""
+    """Counts one rank's iterations, and moves the rank from phase to phase.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, log: EventLog, options: JoinOptions) -> None:
+    ``lengths`` are the iterations that each rank will run, where the Join was given them.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        log: EventLog,
+        options: JoinOptions,
+        *,
+        lengths: Sequence[int] | None,
+    ) -> None:
         self.group, self.rank, self.options = group, group.rank(), options
         self.current = -1
         self.phase = Phase.LOOPING
         self.participation: KnownParticipation | PolledParticipation | None = None
+        if lengths is not None:
+            self.participation = KnownParticipation(lengths)
         self.cursor = Cursor(log, self._is_writer)
         self.has_raised_on_all = False
-        """Whether every rank raised, since one had run out."""
+        """Whether ``on_exhausted="raise"`` raised, on every rank."""
         self._device, self._log = device, log
 
     @property

@@ -1,4 +1,4 @@
-"""What happens between the beginning of a Join's block and its end, and what is written down of it."""
+"""One rank in the block of a Join: answers adapters, and writes their events to the log."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ class JoinSession:
         the writer's last (known)     -> write -> leaves
     """
 
-    def __init__(
-        self, log: EventLog, iterations: Iterations, adapters: Sequence[JoinableAdapter], options: JoinOptions
-    ) -> None:
-        self.options = options
+    def __init__(self, log: EventLog, iterations: Iterations, adapters: Sequence[JoinableAdapter]) -> None:
         self.iterations = iterations
         self._log, self._adapters = log, adapters
         # The adapter that begins iterations, where no loader is iterated.
@@ -53,6 +50,11 @@ class JoinSession:
         return self.count if self.options.divides_by_count else self.iterations.group.size()
 
     # What adapters ask and tell.
+
+    @property
+    def options(self) -> JoinOptions:
+        """What the Join was told."""
+        return self.iterations.options
 
     @property
     def count(self) -> int:
