@@ -1,4 +1,4 @@
-"""An optimizer around another one, that acts after each of its steps."""
+"""The base of optimizers that wrap another one and act after each of its steps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["OptimizerAround"]
 
 
 class OptimizerAround(Optimizer):
-    """Shares everything with the optimizer that it wraps: groups, state, defaults and step hooks, at all times.
+    """Shares groups, state, defaults and step hooks with the optimizer that it wraps.
 
-    Whoever inherits from it calls :meth:`step_inner` in its ``step``.
+    A subclass calls :meth:`step_inner` in its ``step``.
     """
 
-    # GradScaler then calls step in any case, and says here whether gradients are finite: a rank that skips its update
-    # must still take part in the average.
+    # GradScaler then always calls step, and stores in found_inf whether gradients are finite: a rank that skips its
+    # update must still take part in the average.
     _step_supports_amp_scaling = True
 
     def __init__(self, optim: Optimizer) -> None:
@@ -38,7 +38,7 @@ class OptimizerAround(Optimizer):
         patch_step(self)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # Not set yet: a copy or an unpickled object in the making.
+        if name == "optim":  # Not set yet: this is being copied or unpickled.
             raise AttributeError(name)
         return getattr(self.optim, name)
 
@@ -74,7 +74,7 @@ class OptimizerAround(Optimizer):
         self.optim.add_param_group(param_group)
 
     def step_inner(self, closure: Callable[[], Any] | None) -> Any:
-        """One step of the wrapped optimizer, which ``GradScaler`` may unscale or skip; returns the closure's result."""
+        """Step the wrapped optimizer, unless ``GradScaler`` skips it; returns the closure's result."""
         found_inf: Tensor | None = self.__dict__.get("found_inf")
         scale: Tensor | None = self.__dict__.get("grad_scale")
         if found_inf is None:
@@ -94,7 +94,7 @@ class OptimizerAround(Optimizer):
         return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        # Its step hooks are ours and run around the whole.
+        # Its step hooks are also this object's, and run around the whole step.
         step = unhooked_step(type(self.optim))
         result = step(self.optim) if closure is None else step(self.optim, closure)  # type: ignore[call-arg]
         mark_stepped(self.optim)
