@@ -25,8 +25,8 @@ __all__ = [
     "Part",
     "Slice",
     "Weight",
-    "average",
     "average_parameters",
+    "average_parts",
     "into_parts",
     "pack",
     "tensors_of",
@@ -167,7 +167,7 @@ class _PartItem(Item):
 
 
 @torch.no_grad()
-def average(parts: Sequence[Part], group: dist.ProcessGroup, *, weight: Weight | None = None) -> None:
+def average_parts(parts: Sequence[Part], group: dist.ProcessGroup, *, weight: Weight | None = None) -> None:
     """Average ``parts`` over ``group``, in place; returns when the current stream may use them.
 
     Ranks count alike where ``weight`` is ``None``.
@@ -232,4 +232,4 @@ def average_parameters(
     tensors = tensors_of(params)
     if group is None or dist.get_rank(group) < 0:
         return
-    average(into_parts(tensors, dtype=dtype), group)
+    average_parts(into_parts(tensors, dtype=dtype), group)

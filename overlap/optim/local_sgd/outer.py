@@ -28,7 +28,7 @@ class OuterOptimizer:
     """Keeps a copy of what all ranks had when the round began, and steps it.
 
     Args:
-        make: makes the optimizer from a list of tensors.
+        make: makes the optimizer of a list of tensors.
         parameters: the model's, by name.
         dtype: keep and step in this dtype where it is wider.
 
@@ -40,11 +40,11 @@ class OuterOptimizer:
     def __init__(self, make: MakeOptimizer, parameters: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
         if isinstance(make, Optimizer) or not callable(make):
             raise ConfigurationError(
-                f"outer is a function that makes an optimizer of parameters, got {type(make).__name__}: give "
+                f"outer must be a function that makes an optimizer of tensors, got {type(make).__name__}; give "
                 "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
             )
         if any(parameter.is_complex() for parameter in parameters.values()):
-            raise UnsupportedError("outer does not step complex parameters; leave it out to average them")
+            raise UnsupportedError("outer does not step complex parameters; leave outer out, and they are averaged")
         self._parameters = dict(parameters)
         self.anchors = {name: _widened(parameter.detach().clone(), dtype) for name, parameter in parameters.items()}
         """The parameters at the beginning of the round, by name."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
 from overlap.hooks import StageContext
-from overlap.optim.local_sgd.average import Weight, average, into_parts
+from overlap.optim.local_sgd.average import Weight, average_parts, into_parts
 from overlap.optim.local_sgd.model_tensors import ModelTensors
 from overlap.optim.local_sgd.outer import OuterOptimizer
 from overlap.optim.local_sgd.pending import PendingAverage
@@ -205,7 +205,7 @@ class Synchronizer:
         self.tensors.check_others(fragment, group, context.device)
         names = list(parameters)
         means = list(parameters.values()) if self.outer is None else self.outer.to_average(names)
-        average(into_parts([*means, *others.values()], dtype=dtype), group, weight=weight)
+        average_parts(into_parts([*means, *others.values()], dtype=dtype), group, weight=weight)
         if self.outer is not None:
             self.outer.step(names, means)
             self.outer.write(names)
@@ -220,7 +220,7 @@ class Synchronizer:
         group = self.schedule.group_of(self.schedule.levels - 1)
         weight = _weight_by_steps(int(is_own), group, context.device)
         if weight is not None and weight.total < group.size():
-            average(into_parts(self.tensors.parameters.values()), group, weight=weight)
+            average_parts(into_parts(self.tensors.parameters.values()), group, weight=weight)
 
 
 def _weight_by_steps(steps: int, group: dist.ProcessGroup, device: torch.device) -> Weight | None:

@@ -21,8 +21,8 @@ __all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager"
 Params = Iterable[Tensor] | Iterable[dict[str, Tensor]]
 
 _USELESS = (
-    "averaging parameters after every step sends what averaging gradients does, and hides none of it behind "
-    "backward: plain DDP is faster"
+    "averaging parameters after every step sends as much as averaging gradients, without overlapping it with backward: "
+    "plain DDP is faster"
 )
 
 
@@ -45,11 +45,11 @@ class ModelAverager(ABC):
 
     @abstractmethod
     def average_parameters(self, params: Params) -> None:
-        """To be called once a training step, after the optimizer's; averages ``params`` where it is time."""
+        """Count a training step, and average ``params`` if it is time; to be called after the optimizer's step."""
 
 
 class PeriodicModelAverager(ModelAverager):
-    """Averages in every ``period``-th call, the first of them after ``warmup_steps``.
+    """Averages in the first call after ``warmup_steps`` calls, and in every ``period``-th call from there.
 
     Parameters are averaged in place, whether or not they have a gradient; see :func:`average_parameters`.
 
@@ -79,23 +79,23 @@ class PeriodicModelAverager(ModelAverager):
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages often within small groups and seldom within large ones (Lin et al. 2018, arXiv 1808.07217).
+    """Averages often within small groups and less often within large ones (Lin et al. 2018, arXiv 1808.07217).
 
-    Of the periods that divide the number of calls so far, the longest decides which group averages. Groups are of
+    Of the periods that divide the number of calls so far, the longest decides which group averages. Each group has
     consecutive ranks.
 
     Args:
-        period_group_size_dict: the size of the groups for each period, both ascending; the last size is that of
+        period_group_size_dict: the group size for each period, both ascending; the last size is that of
             ``process_group``.
         warmup_steps: calls before the first average.
         process_group: all ranks that average; the default group where ``None``. Every rank of the job is in it.
 
-    Issues: at construction, those of making the groups; when it is time, one all-reduce for each 8 MB of parameters
-    on one group.
+    Issues: at construction, the collectives of making groups; when it is time, one all-reduce for each 8 MB of
+    parameters on one group.
 
     Raises:
         ConfigurationError: periods or sizes are below 1, do not ascend, or sizes do not divide each other; or
-            ``process_group`` is not of all ranks of the job.
+            ``process_group`` lacks ranks of the job.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class HierarchicalModelAverager(ModelAverager):
         super().__init__(process_group)
         sizes = check_hierarchy("period_group_size_dict", period_group_size_dict or {}, self.process_group)
         self.period_process_group_dict = make_groups(sizes, self.process_group)
-        """The group of this rank for each period."""
+        """This rank's group for each period."""
         if max(sizes) == 1:
             warnings.warn(_USELESS, UserWarning, stacklevel=2)
 
@@ -122,11 +122,11 @@ class HierarchicalModelAverager(ModelAverager):
 
 
 class PostLocalSGDOptimizer(AveragingOptimizer):
-    """Steps an optimizer and then lets an averager average its parameters, when it is time (arXiv 1808.07217).
+    """Steps an optimizer, then lets an averager average its parameters if it is time (arXiv 1808.07217).
 
-    Register ``post_localSGD_hook`` with DDP, and give its state and the averager the same start, as with PyTorch's;
-    :class:`LocalSGD` does all of it from one counter. ``param_groups``, ``state``, ``defaults`` and step hooks are the
-    wrapped optimizer's at all times. With ``GradScaler`` a step that is skipped still averages when its turn comes.
+    As with PyTorch's, register ``post_localSGD_hook`` with DDP, and give its state and the averager the same start;
+    :class:`LocalSGD` does all of that from one counter. ``param_groups``, ``state``, ``defaults`` and step hooks are
+    the wrapped optimizer's. A step that ``GradScaler`` skips still averages when it is time.
 
     Args:
         optim: the optimizer, not a class.
@@ -135,7 +135,7 @@ class PostLocalSGDOptimizer(AveragingOptimizer):
     Issues: what ``averager`` issues, in :meth:`step`.
 
     Raises:
-        ConfigurationError: one of them is something else.
+        ConfigurationError: ``optim`` is not an optimizer, or ``averager`` is not a ModelAverager.
     """
 
     def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:

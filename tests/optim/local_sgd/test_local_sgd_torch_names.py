@@ -324,9 +324,9 @@ def test_the_subgroup_of_a_machine_is_made_in_the_first_local_pass() -> None:
 def test_a_wrong_state_or_reducer_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="start_localSGD_iter must be a whole number of at least 0, got -1"):
         PostLocalSGDState(None, None, -1)
-    with pytest.raises(ConfigurationError, match="a PostLocalSGDState, got NoneType"):
+    with pytest.raises(ConfigurationError, match="must be a PostLocalSGDState, got NoneType"):
         post_localSGD_hook.stage(None)
-    with pytest.raises(ConfigurationError, match="takes a reducer"):
+    with pytest.raises(ConfigurationError, match="is not a reducer"):
         PostLocal(PostLocalSGDState(None, None, 0), Step(sgd(nn.Linear(1, 1).parameters())))
 
 
