@@ -97,7 +97,7 @@ def test_a_large_matrix_taken_in_blocks_is_the_same(monkeypatch: pytest.MonkeyPa
     shapes = [(33, 8), (40, 5), (7, 9)]
     outputs = []
     for block_numel in (64, 10**9):
-        monkeypatch.setattr("overlap.hooks.powersgd.operands._BLOCK_NUMEL", block_numel)
+        monkeypatch.setattr("overlap.hooks.powersgd.matrices._BLOCK_NUMEL", block_numel)
         for options in ({}, {"alternate": True}, {"error_feedback": False}):
             world = world_of(2, shapes, rank=2, **options)
             for step in range(5):

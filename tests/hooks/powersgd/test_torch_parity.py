@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import overlap
 from harness import run_ranks
 from overlap import PowerSGDState
-from overlap.hooks.powersgd.factors import Directions
+from overlap.hooks.powersgd.bases import Directions
 
 from .lockstep import World
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlap import PowerSGD
-from overlap.hooks.powersgd.plan import make_plan, matrix_shape, square_plan
+from overlap.hooks.powersgd.layout import layout_of, matrix_shape
+from overlap.hooks.powersgd.whole_bucket import square_layout
 
 from .lockstep import World
 
@@ -19,36 +20,36 @@ shapes = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=8
 def test_factors_lie_side_by_side_and_nothing_is_lost(
     shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
 ) -> None:
-    plan = make_plan(shapes, rank=rank, min_compression_rate=rate, batch_numel=batch_numel)
-    compressed = [place for batch in plan.batches for place in batch.places]
-    assert sorted([*compressed, *plan.exact]) == list(range(len(shapes)))
-    left, right = torch.zeros(plan.left_numel), torch.zeros(plan.right_numel)
-    for batch in plan.batches:
+    layout = layout_of(shapes, rank=rank, min_compression_rate=rate, batch_numel=batch_numel)
+    compressed = [place for batch in layout.batches for place in batch.places]
+    assert sorted([*compressed, *layout.exact]) == list(range(len(shapes)))
+    left, right = torch.zeros(layout.left_numel), torch.zeros(layout.right_numel)
+    for batch in layout.batches:
         assert len(batch.places) == 1 or batch.rows * batch.cols <= batch_numel
         for place in batch.places:
             assert matrix_shape(shapes[place]) == (batch.rows, batch.cols)
         assert batch.rank == min(rank, batch.rows, batch.cols)
         batch.left(left).add_(batch.rows)
         batch.right(right).add_(batch.cols)
-    # Each element of the flat tensors belongs to one batch and one family, of the same length.
-    for flat, families in ((left, plan.left_families), (right, plan.right_families)):
-        assert len({(family.rank, family.length) for family in families}) == len(families)
-        assert sum(family.of(flat).numel() for family in families) == flat.numel()
-        for family in families:
-            assert bool((family.of(flat) == family.length).all())
+    # Each element of the flat tensors belongs to one batch of matrices and one of factors, of the same length.
+    for flat, factor_batches in ((left, layout.left_factors), (right, layout.right_factors)):
+        assert len({(factors.rank, factors.length) for factors in factor_batches}) == len(factor_batches)
+        assert sum(factors.of(flat).numel() for factors in factor_batches) == flat.numel()
+        for factors in factor_batches:
+            assert bool((factors.of(flat) == factors.length).all())
 
 
 def test_matrices_are_compressed_where_it_pays() -> None:
-    plan = make_plan([(64, 3, 7, 7), (64,), (10, 10), (512, 512)], rank=4, min_compression_rate=2)
-    assert plan.exact == (1, 2)
-    assert (plan.left_numel, plan.right_numel) == (4 * (64 + 512), 4 * (147 + 512))
-    assert not make_plan([(512, 512)], rank=128, min_compression_rate=2).batches
-    assert not make_plan([(512, 512)], rank=4, min_compression_rate=2, exact={0}).batches
+    layout = layout_of([(64, 3, 7, 7), (64,), (10, 10), (512, 512)], rank=4, min_compression_rate=2)
+    assert layout.exact == (1, 2)
+    assert (layout.left_numel, layout.right_numel) == (4 * (64 + 512), 4 * (147 + 512))
+    assert not layout_of([(512, 512)], rank=128, min_compression_rate=2).batches
+    assert not layout_of([(512, 512)], rank=4, min_compression_rate=2, exact={0}).batches
 
 
 @given(st.integers(1, 500), st.integers(1, 8))
 def test_a_bucket_fits_its_square(numel: int, rank: int) -> None:
-    (batch,) = square_plan(numel, rank=rank).batches
+    (batch,) = square_layout(numel, rank=rank).batches
     assert (batch.rows - 1) ** 2 < numel <= batch.rows**2
     assert batch.rank == min(rank, batch.rows)
 

@@ -139,7 +139,7 @@ def test_a_rank_needs_only_the_states_that_it_sums() -> None:
     assert torch.equal(whole["residuals"]["p0"], part["residuals"]["p0"])
     with pytest.raises(ConfigurationError, match=r"rank 1 of 2 needs .*\[1, 3\]; \[3\] are missing"):
         PowerSGD.redistribute(states[:2], rank=1, ranks=2)
-    with pytest.raises(ConfigurationError, match="rank=2 is no rank of 2"):
+    with pytest.raises(ConfigurationError, match="rank=2 is out of range for ranks=2"):
         PowerSGD.redistribute(states, rank=2, ranks=2)
     with pytest.raises(ConfigurationError, match="empty"):
         PowerSGD.redistribute([], rank=0, ranks=2)
@@ -180,8 +180,8 @@ def test_states_that_do_not_fit_are_named() -> None:
     refuses(saved(), r"factor of parameter p\d .*\(2, \d+\).*\(3, \d+\).*rank=", rank=3)
     refuses(saved([*SHAPES, (9, 9)], names=False), r"does not have \(4\)", names=False)
     refuses(saved([(8, 5), *SHAPES[1:]], names=False), "residual of parameter 0 .*another model", names=False)
-    refuses({"step": 3}, "no state of PowerSGD")
-    refuses({**saved(), "version": 99}, "no state of PowerSGD")
+    refuses({"step": 3}, "not a state of PowerSGD")
+    refuses({**saved(), "version": 99}, "not a state of PowerSGD")
 
 
 def test_a_refused_state_changes_nothing() -> None:
