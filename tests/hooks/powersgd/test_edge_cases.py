@@ -10,66 +10,92 @@ import pytest
 import torch
 from torch import Tensor
 
-from overlap import PowerSGD
-
 from .checks import EPS, check_step, gradients, memory, residual_size, residuals, world_of
 from .lockstep import World
+
+ZERO_SHAPES = [(6, 8), (6, 8), (8,)]
+ZEROS = [[torch.zeros(shape) for shape in ZERO_SHAPES]] * 2
+
+
+@pytest.fixture(params=[{}, {"alternate": True}, {"warm_start": False}], ids=str)
+def world_of_zeros(rank: int, epsilon: float, request: pytest.FixtureRequest) -> World:
+    return world_of(2, ZERO_SHAPES, rank=rank, epsilon=epsilon, **request.param)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4, 6])
 @pytest.mark.parametrize("epsilon", [0.0, 1e-8])
-@pytest.mark.parametrize("options", [{}, {"alternate": True}, {"warm_start": False}], ids=str)
-def test_a_zero_gradient_gives_zero_and_what_follows_is_right(
-    rank: int, epsilon: float, options: dict[str, Any]
-) -> None:
-    shapes = [(6, 8), (6, 8), (8,)]
-    stages = [PowerSGD(rank=rank, min_compression_rate=0, epsilon=epsilon, **options) for _ in range(2)]
-    world = World(stages, shapes)
-    for _ in range(3):
-        for output in world.step([[torch.zeros(shape) for shape in shapes]] * 2)[0]:
-            assert bool((output == 0).all())
-    for step in range(6):
-        check_step(world, gradients(step, 2, shapes, torch.float32), 1e-5)
-    # And zero after something: what is kept still arrives.
-    for _ in range(40):
-        check_step(world, [[torch.zeros(shape) for shape in shapes]] * 2, 1e-5)
-    assert all(float(residual.abs().max()) < 1e-3 for residual in residuals(world))
+class TestZeroGradient:
+    def test_it_gives_zero(self, world_of_zeros: World) -> None:
+        for _ in range(3):
+            for output in world_of_zeros.step(ZEROS)[0]:
+                assert bool((output == 0).all())
+
+    def test_after_it_the_invariant_holds(self, world_of_zeros: World) -> None:
+        for _ in range(3):
+            world_of_zeros.step(ZEROS)
+        for step in range(6):
+            check_step(world_of_zeros, gradients(step, 2, ZERO_SHAPES, torch.float32), 1e-5)
+
+    def test_what_was_kept_before_it_still_arrives(self, world_of_zeros: World) -> None:
+        for step in range(6):
+            world_of_zeros.step(gradients(step, 2, ZERO_SHAPES, torch.float32))
+        for _ in range(40):
+            check_step(world_of_zeros, ZEROS, 1e-5)
+        assert all(float(residual.abs().max()) < 1e-3 for residual in residuals(world_of_zeros))
+
+
+STRUCK_SHAPES = [(6, 8), (6, 8), (10, 4), (8,)]
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("options", [{}, {"alternate": True}, {"error_feedback": False}], ids=str)
-def test_what_is_not_finite_passes_through_and_leaves_no_trace(
-    value: float, dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    shapes = [(6, 8), (6, 8), (10, 4), (8,)]
-    worlds = [world_of(2, shapes, rank=2, **options) for _ in range(2)]
-    for step in range(3):
-        for world in worlds:
-            world.step(gradients(step, 2, shapes, dtype))
-    sound, struck = worlds
-    before = copy.deepcopy([stage.state_dict() for stage in struck.stages])
-    local = gradients(3, 2, shapes, dtype)
-    expected = sound.step(local)
-    local[1][0][2, 3] = value
-    outputs = struck.step(local)
-    for rank in range(2):
-        assert bool(outputs[rank][0].isnan().all()), "the whole matrix, on every rank"
-        for place in (1, 2, 3):
-            torch.testing.assert_close(outputs[rank][place], expected[rank][place])
-    for stage, old in zip(struck.stages, before, strict=True):
-        new = stage.state_dict()
-        for tensor in (*new["residuals"].values(), *new["factors"].values()):
-            assert bool(tensor.isfinite().all())
-        if not options.get("alternate"):
-            assert torch.equal(new["factors"]["p0"], old["factors"]["p0"])
-        if "p0" in old["residuals"]:
-            assert torch.equal(new["residuals"]["p0"], old["residuals"]["p0"])
-    for step in range(4, 7):
-        if options.get("error_feedback", True):
-            check_step(struck, gradients(step, 2, shapes, dtype), 64 * EPS[dtype])
-        else:
-            assert all(bool(output.isfinite().all()) for output in struck.step(gradients(step, 2, shapes, dtype))[0])
+class TestNonFiniteGradient:
+    """After three steps, one element of one matrix on rank 1 is not finite."""
+
+    def world(self, dtype: torch.dtype, options: dict[str, Any]) -> World:
+        world = world_of(2, STRUCK_SHAPES, rank=2, **options)
+        for step in range(3):
+            world.step(gradients(step, 2, STRUCK_SHAPES, dtype))
+        return world
+
+    def strike(self, world: World, value: float, dtype: torch.dtype) -> list[list[Tensor]]:
+        local = gradients(3, 2, STRUCK_SHAPES, dtype)
+        local[1][0][2, 3] = value
+        return world.step(local)
+
+    def test_it_makes_its_matrix_nan_on_every_rank_and_no_other(
+        self, value: float, dtype: torch.dtype, options: dict[str, Any]
+    ) -> None:
+        expected = self.world(dtype, options).step(gradients(3, 2, STRUCK_SHAPES, dtype))
+        outputs = self.strike(self.world(dtype, options), value, dtype)
+        for rank in range(2):
+            assert bool(outputs[rank][0].isnan().all()), "the whole matrix, on every rank"
+            for place in (1, 2, 3):
+                torch.testing.assert_close(outputs[rank][place], expected[rank][place])
+
+    def test_it_leaves_the_memory_as_it_was(self, value: float, dtype: torch.dtype, options: dict[str, Any]) -> None:
+        world = self.world(dtype, options)
+        before = copy.deepcopy([stage.state_dict() for stage in world.stages])
+        self.strike(world, value, dtype)
+        for stage, old in zip(world.stages, before, strict=True):
+            new = stage.state_dict()
+            for tensor in (*new["residuals"].values(), *new["factors"].values()):
+                assert bool(tensor.isfinite().all())
+            if not options.get("alternate"):
+                assert torch.equal(new["factors"]["p0"], old["factors"]["p0"])
+            if "p0" in old["residuals"]:
+                assert torch.equal(new["residuals"]["p0"], old["residuals"]["p0"])
+
+    def test_after_it_training_goes_on(self, value: float, dtype: torch.dtype, options: dict[str, Any]) -> None:
+        world = self.world(dtype, options)
+        self.strike(world, value, dtype)
+        for step in range(4, 7):
+            local = gradients(step, 2, STRUCK_SHAPES, dtype)
+            if options.get("error_feedback", True):
+                check_step(world, local, 64 * EPS[dtype])
+            else:
+                assert all(bool(output.isfinite().all()) for output in world.step(local)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -92,22 +118,23 @@ def test_an_exact_gradient_that_is_not_finite_passes_through() -> None:
     assert vector[1] == float("inf") and bool(matrix.isfinite().all())
 
 
-def test_a_large_matrix_taken_in_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"alternate": True}, {"error_feedback": False}], ids=str)
+def test_a_large_matrix_taken_in_blocks_is_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The path for matrices beyond the cache, with sizes of a test."""
     shapes = [(33, 8), (40, 5), (7, 9)]
-    outputs = []
-    for block_numel in (64, 10**9):
+
+    def outputs(block_numel: int) -> list[list[Tensor]]:
         monkeypatch.setattr("overlap.hooks.powersgd.matrices._BLOCK_NUMEL", block_numel)
-        for options in ({}, {"alternate": True}, {"error_feedback": False}):
-            world = world_of(2, shapes, rank=2, **options)
-            for step in range(5):
-                local = gradients(step, 2, shapes, torch.float32)
-                if step == 3:
-                    local[0][0][0, 0] = torch.nan
-                outputs.append(world.step(local)[0])
-    half = len(outputs) // 2
-    for ours, reference in zip(outputs[:half], outputs[half:], strict=True):
-        torch.testing.assert_close(ours, reference, equal_nan=True, rtol=1e-4, atol=1e-5)
+        world = world_of(2, shapes, rank=2, **options)
+        found = []
+        for step in range(5):
+            local = gradients(step, 2, shapes, torch.float32)
+            if step == 3:
+                local[0][0][0, 0] = torch.nan
+            found.append(world.step(local)[0])
+        return found
+
+    torch.testing.assert_close(outputs(64), outputs(10**9), equal_nan=True, rtol=1e-4, atol=1e-5)
 
 
 def test_memory_formats_change_nothing() -> None:
@@ -130,17 +157,34 @@ def _strided(tensor: Tensor) -> Tensor:
     return tensor.t().contiguous().t()
 
 
-def test_a_rank_that_has_joined_gives_away_its_residual_and_keeps_the_invariant() -> None:
-    shapes = [(9, 7), (5,)]
-    world = world_of(3, shapes, rank=1)
+JOINED_SHAPES = [(9, 7), (5,)]
+
+
+def _one_rank_has_joined() -> World:
+    """Three ranks after four steps; from the next one on, rank 2 takes part with zeros."""
+    world = world_of(3, JOINED_SHAPES, rank=1)
     for step in range(4):
-        check_step(world, gradients(step, 3, shapes, torch.float32), 1e-5)
+        check_step(world, gradients(step, 3, JOINED_SHAPES, torch.float32), 1e-5)
+    return world
+
+
+def _without_rank_2(step: int) -> list[list[Tensor]]:
+    local = gradients(step, 3, JOINED_SHAPES, torch.float32)
+    return [*local[:2], [torch.zeros(shape) for shape in JOINED_SHAPES]]
+
+
+def test_the_invariant_holds_with_a_rank_that_has_joined() -> None:
+    world = _one_rank_has_joined()
+    for step in range(4, 40):
+        check_step(world, _without_rank_2(step), 1e-5, replays=[2])
+
+
+def test_a_rank_that_has_joined_only_gives_its_residual_away() -> None:
+    world = _one_rank_has_joined()
     kept = memory(world.stages[2]).slots["p0"]
     norms = [float(kept.residual.norm())]
     for step in range(4, 40):
-        local = gradients(step, 3, shapes, torch.float32)
-        local[2] = [torch.zeros(shape) for shape in shapes]
-        check_step(world, local, 1e-5, replays=[2])
+        world.step(_without_rank_2(step), replays=[2])
         norms.append(float(kept.residual.norm()))
     assert all(after <= before * 1.0001 for before, after in itertools.pairwise(norms))
     assert norms[-1] < 0.2 * norms[0]

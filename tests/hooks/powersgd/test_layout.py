@@ -9,26 +9,45 @@ from hypothesis import strategies as st
 
 from overlap import PowerSGD
 from overlap.hooks.powersgd.layout import layout_of, matrix_shape
-from overlap.hooks.powersgd.whole_bucket import square_layout
 
 from .lockstep import World
 
-shapes = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=8)
+layouts = given(
+    shapes=st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=8),
+    rank=st.integers(1, 5),
+    rate=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    batch_numel=st.sampled_from([0, 20, 1000]),
+)
 
 
-@given(shapes, st.integers(1, 5), st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.sampled_from([0, 20, 1000]))
-def test_factors_lie_side_by_side_and_nothing_is_lost(
+@layouts
+def test_every_gradient_is_either_compressed_or_exact(
     shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
 ) -> None:
     layout = layout_of(shapes, rank=rank, min_compression_rate=rate, batch_numel=batch_numel)
     compressed = [place for batch in layout.batches for place in batch.places]
     assert sorted([*compressed, *layout.exact]) == list(range(len(shapes)))
-    left, right = torch.zeros(layout.left_numel), torch.zeros(layout.right_numel)
+
+
+@layouts
+def test_a_batch_has_small_matrices_of_one_shape_or_a_single_one(
+    shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
+) -> None:
+    layout = layout_of(shapes, rank=rank, min_compression_rate=rate, batch_numel=batch_numel)
     for batch in layout.batches:
         assert len(batch.places) == 1 or batch.rows * batch.cols <= batch_numel
         for place in batch.places:
             assert matrix_shape(shapes[place]) == (batch.rows, batch.cols)
         assert batch.rank == min(rank, batch.rows, batch.cols)
+
+
+@layouts
+def test_factors_of_one_length_lie_side_by_side(
+    shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
+) -> None:
+    layout = layout_of(shapes, rank=rank, min_compression_rate=rate, batch_numel=batch_numel)
+    left, right = torch.zeros(layout.left_numel), torch.zeros(layout.right_numel)
+    for batch in layout.batches:
         batch.left(left).add_(batch.rows)
         batch.right(right).add_(batch.cols)
     # Each element of the flat tensors belongs to one batch of matrices and one of factors, of the same length.
@@ -43,15 +62,14 @@ def test_matrices_are_compressed_where_it_pays() -> None:
     layout = layout_of([(64, 3, 7, 7), (64,), (10, 10), (512, 512)], rank=4, min_compression_rate=2)
     assert layout.exact == (1, 2)
     assert (layout.left_numel, layout.right_numel) == (4 * (64 + 512), 4 * (147 + 512))
+
+
+def test_nothing_is_compressed_where_the_rank_is_too_large_to_pay() -> None:
     assert not layout_of([(512, 512)], rank=128, min_compression_rate=2).batches
+
+
+def test_places_named_exact_are_not_compressed() -> None:
     assert not layout_of([(512, 512)], rank=4, min_compression_rate=2, exact={0}).batches
-
-
-@given(st.integers(1, 500), st.integers(1, 8))
-def test_a_bucket_fits_its_square(numel: int, rank: int) -> None:
-    (batch,) = square_layout(numel, rank=rank).batches
-    assert (batch.rows - 1) ** 2 < numel <= batch.rows**2
-    assert batch.rank == min(rank, batch.rows)
 
 
 def _resnet18() -> list[tuple[int, ...]]:
