@@ -58,13 +58,13 @@ class PowerIteration:
     """Added to the length that each direction of a basis is divided by."""
 
     async def both_factors(self) -> int:
-        """Reduce the bucket by two all-reduces; gives the number of elements that were sent."""
+        """PowerSGD: reduce the bucket by two all-reduces; gives the number of elements that were sent."""
         old_q = self._start(is_left=False)
         self._begin()
-        p = await self._mean(self._left(old_q), with_exact=True)
+        p = await self._mean(self._multiply(old_q), with_exact=True)
         p_finite = self._zero_non_finite(p, is_left=True)
         self._orthogonalize(p, is_left=True)
-        own_q = self._right(p)
+        own_q = self._multiply_transposed(p)
         q = await self._mean(own_q, with_exact=False)
         is_finite = _both(p_finite, self._zero_non_finite(q, is_left=False))
         self._finish(own=(p, own_q), mean=(p, q), is_finite=is_finite)
@@ -72,11 +72,11 @@ class PowerIteration:
         return self.layout.left_numel + self.layout.right_numel + self.layout.exact_numel
 
     async def left_factors(self) -> int:
-        """Reduce the bucket by one all-reduce, with the right factors of the step before; gives what was sent."""
+        """ACP-SGD: reduce the bucket by one all-reduce, of P only; gives the number of elements that were sent."""
         q = self._start(is_left=False)
         self._orthogonalize(q, is_left=False)
         self._begin()
-        own_p = self._left(q)
+        own_p = self._multiply(q)
         p = await self._mean(own_p, with_exact=True)
         is_finite = self._zero_non_finite(p, is_left=True)
         self._finish(own=(own_p, q), mean=(p, q), is_finite=is_finite)
@@ -84,11 +84,11 @@ class PowerIteration:
         return self.layout.left_numel + self.layout.exact_numel
 
     async def right_factors(self) -> int:
-        """As :meth:`left_factors`, with the two factors exchanged."""
+        """ACP-SGD, every other step: as :meth:`left_factors`, but of Q only."""
         p = self._start(is_left=True)
         self._orthogonalize(p, is_left=True)
         self._begin()
-        own_q = self._right(p)
+        own_q = self._multiply_transposed(p)
         q = await self._mean(own_q, with_exact=True)
         is_finite = self._zero_non_finite(q, is_left=False)
         self._finish(own=(p, own_q), mean=(p, q), is_finite=is_finite)
@@ -105,31 +105,31 @@ class PowerIteration:
         for each in self.matrices:
             each.begin()
 
-    def _left(self, right: Tensor) -> Tensor:
+    def _multiply(self, right: Tensor) -> Tensor:
         """P = M Q, of this rank's matrices."""
         flat = self._empty(is_left=True)
         for each in self.matrices:
-            each.left(each.batch.right(right), out=each.batch.left(flat))
+            each.multiply(each.batch.right(right), out=each.batch.left(flat))
         return flat
 
-    def _right(self, left: Tensor) -> Tensor:
+    def _multiply_transposed(self, left: Tensor) -> Tensor:
         """Q = M^T P, of this rank's matrices."""
         flat = self._empty(is_left=False)
         for each in self.matrices:
-            each.right(each.batch.left(left), out=each.batch.right(flat))
+            each.multiply_transposed(each.batch.left(left), out=each.batch.right(flat))
         return flat
 
     async def _mean(self, factors: Tensor, *, with_exact: bool) -> Tensor:
-        """The mean of the factors over ranks; ``with_exact``: with the uncompressed gradients in the same all-reduce.
+        """The mean of the factors over ranks, by one all-reduce; changes ``factors`` to what was sent of them.
 
-        Rounds ``factors`` to what was sent of them.
+        ``with_exact``: the uncompressed gradients go in the same all-reduce.
         """
         dtype = self.bucket.buffer.dtype
         exact = self._exact if with_exact else []
         sent = torch.cat([factors.to(dtype), *(gradient.reshape(-1) for gradient in exact)])
         sent.mul_(1 / self.bucket.divisor)
         if dtype != self.compute_dtype:
-            # What rounding to the bucket's precision loses is lost to the others only: it stays in the residual.
+            # What rounding to the bucket's dtype loses is not sent, so it has to stay in the residual.
             factors.copy_(sent[: factors.numel()]).mul_(self.bucket.divisor)
         await all_reduce(sent, group=self.bucket.group)
         reduced = sent[factors.numel() :].split([gradient.numel() for gradient in exact])
@@ -143,10 +143,10 @@ class PowerIteration:
         return [self.bucket.gradients[place] for place in self.layout.exact]
 
     def _zero_non_finite(self, flat: Tensor, *, is_left: bool) -> list[Tensor] | None:
-        """Which matrices of each batch have finite factors; ``None`` on a CPU where all have. Zeroes the other factors.
+        """Zero the factors of matrices that are not finite, and tell which are; ``None`` on a CPU if all are finite.
 
         A non-finite element makes its whole row of products non-finite. The factors are already the same on all ranks,
-        and so is the answer. Every algorithm can work with zeros.
+        and so is the answer. All that follows can work with zeros.
         """
         if flat.device.type == "cpu" and bool(torch.isfinite(flat).all()):
             return None

@@ -48,17 +48,17 @@ class Matrices(ABC):
         self.factor_slots = factor_slots
 
     def begin(self) -> None:  # noqa: B027 (most have nothing to prepare)
-        """Called once, before any product."""
+        """Add the residual to the gradient where that is done in place; called once, before any product."""
 
     @abstractmethod
     def load(self) -> Tensor:
         """Gradient plus residual, ``(count, rows, cols)``; may be overwritten from :meth:`finish` on."""
 
-    def left(self, right: Tensor, *, out: Tensor) -> None:
+    def multiply(self, right: Tensor, *, out: Tensor) -> None:
         """P = M Q: left factors ``(count, rank, rows)`` from right ones ``(count, rank, cols)``."""
         torch.bmm(right, self.load().mT, out=out)
 
-    def right(self, left: Tensor, *, out: Tensor) -> None:
+    def multiply_transposed(self, left: Tensor, *, out: Tensor) -> None:
         """Q = M^T P: right factors ``(count, rank, cols)`` from left ones ``(count, rank, rows)``."""
         torch.bmm(left, self.load(), out=out)
 
@@ -134,9 +134,9 @@ class StackedMatrices(Matrices):
 
 
 class LargeMatrix(StackedMatrices):
-    """One matrix too large for a CPU's caches, taken in blocks of rows: one way through memory, not two.
+    """One matrix too large for a CPU's caches, taken in blocks of rows: its memory is read once, not twice.
 
-    It takes one gradient, in the precision of the computation and of the residual.
+    Its gradient has the dtype of the computation and of the residual.
     """
 
     def __init__(self, batch: MatrixBatch, gradient: Tensor, slot: Slot, *, residual_dtype: torch.dtype | None) -> None:
@@ -148,20 +148,20 @@ class LargeMatrix(StackedMatrices):
     def begin(self) -> None:
         """The residual is added with the first product."""
 
-    def left(self, right: Tensor, *, out: Tensor) -> None:
+    def multiply(self, right: Tensor, *, out: Tensor) -> None:
         if self._residuals is None or self._has_begun or self._is_new[0]:
-            super().left(right, out=out)
+            super().multiply(right, out=out)
             return
         self._has_begun = True
         columns = out[0].split(self._block_rows, dim=1)
         for matrix, residual, column in zip(*self._split(), columns, strict=True):
             torch.mm(right[0], matrix.add_(residual).t(), out=column)
 
-    def right(self, left: Tensor, *, out: Tensor) -> None:
+    def multiply_transposed(self, left: Tensor, *, out: Tensor) -> None:
         if not self._has_begun:
             super().begin()
             self._has_begun = True
-        super().right(left, out=out)
+        super().multiply_transposed(left, out=out)
 
     def finish(self, own: Factors, mean: Factors, is_finite: Tensor | None) -> None:
         if self._residuals is None or is_finite is not None:

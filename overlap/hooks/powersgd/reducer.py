@@ -1,4 +1,4 @@
-"""The stage."""
+"""The stage that reduces gradients as factors of low rank."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class PowerSGD(Stage):
         return self._memory.steps - 1 - self.config.start_step
 
     async def __call__(self, bucket: Bucket) -> None:
-        # Also before compression begins: parameters without names are numbered in the first pass.
+        # Also before compression begins, because parameters without names are numbered in the first pass.
         keys = self._memory.keys_of(bucket)
         # A buffer of complex gradients holds them as pairs of real numbers.
         is_real = bucket.buffer.is_floating_point() and not bucket.parameters[0].is_complex()
