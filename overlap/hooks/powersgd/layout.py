@@ -2,15 +2,14 @@
 
 [Note: layout of factors]
 
-A matrix M of n x m is approximated by ``left.T @ right`` with left ``(rank, n)`` and right ``(rank, m)``:
-directions are rows, because products with a matrix are then several times faster on a CPU than with
-directions as columns. Matrices of one shape form a *batch*, and are multiplied by one kernel. Factors of one
-length and rank, of whatever batches, form a *family*, and are orthonormalized by one kernel. All left factors
-of a bucket lie in one flat tensor and all right ones in another, sorted such that the factors of a batch are
-one view ``(count, rank, length)`` of it and those of a family, too. So what is sent is never put together
-from parts.
+A matrix M of n x m is approximated by P Q^T, with P the left factor and Q the right one. They are stored with their
+directions in rows, ``(rank, n)`` and ``(rank, m)``, because products with a matrix are then several times faster on a
+CPU than with directions in columns. Matrices of one shape form a :class:`MatrixBatch` and are multiplied by one kernel.
+Factors of one rank and length, of any matrices, form a :class:`FactorBatch` and are orthonormalized by one kernel. All
+left factors of a bucket lie in one flat tensor and all right ones in another, sorted so that each batch of either kind
+is one view ``(count, rank, length)`` of it. So what is sent never has to be put together from parts.
 
-Everything here follows from shapes and options alone, hence is the same on every rank.
+Everything here follows from shapes and options alone, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from itertools import groupby
 
 from torch import Tensor
 
-__all__ = ["Batch", "Family", "Plan", "make_plan", "matrix_shape", "pays", "square_plan"]
+__all__ = ["BucketLayout", "FactorBatch", "MatrixBatch", "layout_of", "matrix_shape", "pays"]
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int] | None:
@@ -44,8 +43,8 @@ def pays(rows: int, cols: int, rank: int, min_compression_rate: float) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Matrices of one shape, by their places in the bucket."""
+class MatrixBatch:
+    """Matrices of one shape, by their places in the bucket, and where their factors lie."""
 
     places: tuple[int, ...]
     rows: int
@@ -62,10 +61,14 @@ class Batch:
         """Their right factors, ``(count, rank, cols)``, in the tensor of all right factors."""
         return _cut(flat, self.right_offset, len(self.places), self.rank, self.cols)
 
+    def factors(self, flat: Tensor, *, is_left: bool) -> Tensor:
+        """Their left or their right factors in ``flat``."""
+        return self.left(flat) if is_left else self.right(flat)
+
 
 @dataclass(frozen=True)
-class Family:
-    """Factors of one rank and length that lie side by side."""
+class FactorBatch:
+    """Factors of one rank and length that lie side by side, whatever matrices they belong to."""
 
     offset: int
     count: int
@@ -78,12 +81,12 @@ class Family:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class BucketLayout:
     """What becomes of each gradient of a bucket."""
 
-    batches: tuple[Batch, ...]
-    left_families: tuple[Family, ...]
-    right_families: tuple[Family, ...]
+    batches: tuple[MatrixBatch, ...]
+    left_factors: tuple[FactorBatch, ...]
+    right_factors: tuple[FactorBatch, ...]
     exact: tuple[int, ...]
     """Places of the gradients that are reduced as they are."""
     exact_numel: int
@@ -100,6 +103,10 @@ class Plan:
         """Elements of all right factors."""
         return sum(len(batch.places) * batch.rank * batch.cols for batch in self.batches)
 
+    def factors(self, *, is_left: bool) -> tuple[FactorBatch, ...]:
+        """The batches of all left or of all right factors."""
+        return self.left_factors if is_left else self.right_factors
+
     def __str__(self) -> str:
         compressed = sum(len(batch.places) for batch in self.batches)
         return (
@@ -108,19 +115,19 @@ class Plan:
         )
 
 
-def make_plan(
+def layout_of(
     shapes: Sequence[Sequence[int]],
     *,
     rank: int,
     min_compression_rate: float,
     exact: AbstractSet[int] = frozenset(),
     batch_numel: float = math.inf,
-) -> Plan:
-    """The plan of a bucket.
+) -> BucketLayout:
+    """The layout of a bucket in which each gradient is a matrix of its own.
 
     Args:
         shapes: of its gradients.
-        rank: at most this many directions a matrix.
+        rank: at most this many directions per matrix.
         min_compression_rate: see :func:`pays`.
         exact: places that are not to be compressed, whatever their shape.
         batch_numel: matrices of more elements than this are batches of their own.
@@ -140,32 +147,17 @@ def make_plan(
     alike = [tuple(places) for _, places in groupby(sorted(matrices, key=batch_key), key=batch_key)]
     batches = _lay_out([(places, *matrices[places[0]]) for places in alike], rank)
     kept = tuple(place for place in range(len(shapes)) if place not in matrices)
-    return Plan(
+    return BucketLayout(
         batches=batches,
-        left_families=_families(batches, lambda batch: (batch.left_offset, batch.rank, batch.rows)),
-        right_families=_families(batches, lambda batch: (batch.right_offset, batch.rank, batch.cols)),
+        left_factors=_factor_batches(batches, lambda batch: (batch.left_offset, batch.rank, batch.rows)),
+        right_factors=_factor_batches(batches, lambda batch: (batch.right_offset, batch.rank, batch.cols)),
         exact=kept,
         exact_numel=sum(math.prod(shapes[place]) for place in kept),
         numel=sum(math.prod(shape) for shape in shapes),
     )
 
 
-def square_plan(numel: int, *, rank: int) -> Plan:
-    """The plan of a bucket that is compressed as one square matrix, its end filled with zeros."""
-    side = math.isqrt(max(numel - 1, 0)) + 1
-    batches = _lay_out([((0,), side, side)], rank)
-    family = Family(0, 1, batches[0].rank, side)
-    return Plan(
-        batches=batches,
-        left_families=(family,),
-        right_families=(family,),
-        exact=(),
-        exact_numel=0,
-        numel=numel,
-    )
-
-
-def _lay_out(alike: Iterable[tuple[tuple[int, ...], int, int]], rank: int) -> tuple[Batch, ...]:
+def _lay_out(alike: Iterable[tuple[tuple[int, ...], int, int]], rank: int) -> tuple[MatrixBatch, ...]:
     """Batches with offsets such that left factors are sorted by rows and right ones by columns."""
     shapes = [(places, rows, cols, min(rank, rows, cols)) for places, rows, cols in alike]
     right_offsets: dict[tuple[int, ...], int] = {}
@@ -177,7 +169,7 @@ def _lay_out(alike: Iterable[tuple[tuple[int, ...], int, int]], rank: int) -> tu
     end = 0
     for places, rows, cols, own_rank in sorted(shapes, key=lambda shape: (shape[1], shape[3], shape[2], shape[0])):
         batches.append(
-            Batch(
+            MatrixBatch(
                 places=places,
                 rows=rows,
                 cols=cols,
@@ -190,13 +182,15 @@ def _lay_out(alike: Iterable[tuple[tuple[int, ...], int, int]], rank: int) -> tu
     return tuple(batches)
 
 
-def _families(batches: Sequence[Batch], key: Callable[[Batch], tuple[int, int, int]]) -> tuple[Family, ...]:
+def _factor_batches(
+    batches: Sequence[MatrixBatch], key: Callable[[MatrixBatch], tuple[int, int, int]]
+) -> tuple[FactorBatch, ...]:
     """Neighbours of one rank and length put together; ``key`` gives offset, rank and length."""
-    families = []
+    found = []
     for (rank, length), members in groupby(sorted(batches, key=key), key=lambda batch: key(batch)[1:]):
-        found = list(members)
-        families.append(Family(key(found[0])[0], sum(len(batch.places) for batch in found), rank, length))
-    return tuple(families)
+        alike = list(members)
+        found.append(FactorBatch(key(alike[0])[0], sum(len(batch.places) for batch in alike), rank, length))
+    return tuple(found)
 
 
 def _cut(flat: Tensor, offset: int, count: int, rank: int, length: int) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from overlap import PowerSGD
-from overlap.hooks.powersgd.factors import Directions
+from overlap.hooks.powersgd.bases import Directions
 
 from .checks import check_step, gradients, residuals
 from .lockstep import World

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,9 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import overlap
 from harness import run_ranks
 from overlap import PowerSGDState
-from overlap.hooks.powersgd.factors import Directions
-
-from .lockstep import World
+from overlap.hooks.powersgd.bases import Directions
 
 START = 2  # The earliest that PyTorch's hook can begin.
 STEPS = START + 20
@@ -65,19 +62,8 @@ def _our_random_starts(step: list[int], *, warm_start: bool) -> Iterator[None]:
         torch.randn = randn
 
 
-def _parity(rank: int, world_size: int, dtype: torch.dtype, tolerance: float) -> None:
-    for options in (
-        {"batch_tensors_with_same_shape": True},
-        {"use_error_feedback": False},
-        {"warm_start": False},
-        {"use_error_feedback": False, "warm_start": False},
-    ):
-        _compare(rank, world_size, dtype, tolerance, options)
-
-
 def _compare(rank: int, world_size: int, dtype: torch.dtype, tolerance: float, options: dict[str, Any]) -> None:
-    # PyTorch orthogonalizes with QR from rank 3 on, and up to 2 with a loop that fails on its own zero
-    # columns.
+    # PyTorch orthogonalizes with QR from rank 3 on, and up to 2 with a loop that fails on its own zero columns.
     arguments = {
         "matrix_approximation_rank": 3,
         "start_powerSGD_iter": START,
@@ -119,7 +105,7 @@ def _compare(rank: int, world_size: int, dtype: torch.dtype, tolerance: float, o
         for key, residual in our_state.error_dict.items():
             total = residual.clone()
             dist.all_reduce(total)
-            # Where in PyTorch's flat tensor it lies is that one's business.
+            # It lies somewhere in PyTorch's flat tensor.
             distance = (their_errors.unfold(0, total.numel(), 1) - total.reshape(-1)).abs().amax(1).min()
             assert float(distance) < 10 * tolerance * float(total.abs().max()), key
     registration.remove()
@@ -131,37 +117,22 @@ def _mean(gradient: Tensor) -> Tensor:
     return mean
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_tensors_with_same_shape": True},
+        {"use_error_feedback": False},
+        {"warm_start": False},
+        {"use_error_feedback": False, "warm_start": False},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 2e-3)], ids=str)
-def test_approximations_are_pytorchs(dtype: torch.dtype, tolerance: float) -> None:
+def test_outputs_statistics_and_sums_of_residuals_are_pytorchs(
+    dtype: torch.dtype, tolerance: float, options: dict[str, Any]
+) -> None:
     # In float32 two orders of summation differ by 1e-7 at first, which 20 dependent steps let grow.
-    run_ranks(_parity, 2, dtype, tolerance)
-
-
-def test_a_whole_bucket_is_one_square_matrix() -> None:
-    """PyTorch's own batched hook raises in 2.13, so the reference is the paper's algorithm."""
-    shapes = [(5, 7), (9,), (4, 2, 3)]
-    numel = sum(math.prod(shape) for shape in shapes)
-    side = 9
-    assert (side - 1) ** 2 < numel <= side**2
-    states = [PowerSGDState(None, 2, 0) for _ in range(2)]
-    world = World([overlap.batched_powerSGD_hook.stage(state) for state in states], shapes)
-    right = Directions(0).draw(2, side, dtype=torch.float64, device=torch.device("cpu")).T
-    residuals = torch.zeros(2, side * side, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(6):
-        local = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] for _ in range(2)]
-        outputs = world.step(local)
-        for own_rank in range(2):
-            residuals[own_rank, :numel] += torch.cat([gradient.flatten() for gradient in local[own_rank]])
-        matrices = residuals.view(2, side, side)
-        left = torch.linalg.qr(matrices.mean(0) @ right)[0]
-        right = matrices.mean(0).T @ left
-        output = (left @ right.T).flatten()
-        residuals = residuals - output  # Of the mean, as PyTorch keeps it: another split of the same sum.
-        found = torch.cat([gradient.flatten() for gradient in outputs[0]])
-        torch.testing.assert_close(found, output[:numel], rtol=1e-9, atol=1e-9)
-        residuals[:, numel:] = 0
-    assert states[0].iter == 6 and states[0].compression_stats()[1:] == (6 * numel, 6 * 2 * 2 * side)
+    run_ranks(_compare, 2, dtype, tolerance, options)
 
 
 def test_arguments_are_pytorchs() -> None:
@@ -173,13 +144,12 @@ def test_arguments_are_pytorchs() -> None:
         ]
 
     assert parameters(PowerSGDState) == parameters(theirs.PowerSGDState)
-    state = PowerSGDState(None, 2, 5)
-    ours = set(dir(state))
-    # Of PyTorch's, its internal ones alone are missing.
-    assert set(theirs.PowerSGDState.__slots__) - ours == {
-        "rng",
-        "p_memory_dict",
-        "q_memory_dict",
-        "next_stats_report",
-    }
-    assert state.compression_stats() == theirs.PowerSGDState(None).compression_stats()
+
+
+def test_attributes_are_pytorchs_except_internal_ones() -> None:
+    missing = set(theirs.PowerSGDState.__slots__) - set(dir(PowerSGDState(None, 2, 5)))
+    assert missing == {"rng", "p_memory_dict", "q_memory_dict", "next_stats_report"}
+
+
+def test_statistics_start_as_pytorchs() -> None:
+    assert PowerSGDState(None, 2, 5).compression_stats() == theirs.PowerSGDState(None).compression_stats()

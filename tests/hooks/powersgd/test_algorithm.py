@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,8 +109,7 @@ def test_a_rank_that_suffices_gives_the_mean(
 ) -> None:
     true_rank = min(true_rank, rows, cols)
     rank = max(1, true_rank + extra)
-    # An alternating step has the basis of the step before, random at first; what it leaves out would come
-    # later.
+    # An alternating step has the basis of the step before, random at first; what it leaves out would come later.
     options = {"alternate": True, "error_feedback": False} if alternate else {}
     world = world_of(ranks, [(rows, cols)], rank=rank, **options)
     generator = torch.Generator().manual_seed(seed)
@@ -129,23 +131,27 @@ def test_a_rank_that_suffices_gives_the_mean(
         torch.testing.assert_close(output, mean, rtol=0, atol=1000 * EPS[dtype] * max(size, 1e-30))
 
 
-def test_a_matrix_of_full_rank_comes_out_whole_step_by_step() -> None:
-    """Error feedback gives away all of a constant gradient: the mean of outputs tends to it."""
-    for options in ({}, {"alternate": True}, {"error_dtype": torch.bfloat16}):
-        world = world_of(2, [(8, 6)], rank=1, **options)
-        local = gradients(3, 2, [(8, 6)], torch.float32)
-        mean = (local[0][0] + local[1][0]) / 2
-        total = torch.zeros_like(mean)
-        for _ in range(60):
-            total += world.step(local)[0][0]
-        assert float((total / 60 - mean).norm() / mean.norm()) < 0.15, options
-
-    world = world_of(2, [(8, 6)], rank=1, error_feedback=False)
-    total = sum(world.step(local)[0][0] for _ in range(60))
-    assert float((total / 60 - mean).norm() / mean.norm()) > 0.3, "the rest never arrives"
+def _distance_of_outputs_from_a_constant_mean(**options: Any) -> float:
+    """How far the mean of 60 outputs is from the mean gradient, a matrix of full rank, relative to its norm."""
+    world = world_of(2, [(8, 6)], rank=1, **options)
+    local = gradients(3, 2, [(8, 6)], torch.float32)
+    mean = (local[0][0] + local[1][0]) / 2
+    total = torch.zeros_like(mean)
+    for _ in range(60):
+        total += world.step(local)[0][0]
+    return float((total / 60 - mean).norm() / mean.norm())
 
 
-def test_before_the_start_and_for_other_dtypes_the_mean_is_exact() -> None:
+@pytest.mark.parametrize("options", [{}, {"alternate": True}, {"error_dtype": torch.bfloat16}], ids=str)
+def test_error_feedback_gives_away_all_of_a_constant_gradient(options: dict[str, Any]) -> None:
+    assert _distance_of_outputs_from_a_constant_mean(**options) < 0.15
+
+
+def test_without_error_feedback_the_rest_never_arrives() -> None:
+    assert _distance_of_outputs_from_a_constant_mean(error_feedback=False) > 0.3
+
+
+def test_before_start_step_the_mean_is_exact() -> None:
     world = World([PowerSGD(rank=1, start_step=3) for _ in range(2)], [(30, 30)])
     for step in range(5):
         local = gradients(step, 2, [(30, 30)], torch.float32)
@@ -153,13 +159,16 @@ def test_before_the_start_and_for_other_dtypes_the_mean_is_exact() -> None:
         exact = torch.equal(output, local[0][0] * 0.5 + local[1][0] * 0.5)
         assert exact == (step < 3)
         assert len(world.sent_numel) == (1 if step < 3 else 2)
+
+
+def test_a_complex_gradient_is_not_compressed() -> None:
     local = [[torch.randn(30, 30, dtype=torch.complex64)] for _ in range(1)]
     stage = PowerSGD(rank=1)
     assert torch.equal(World([stage], [(30, 30)]).step(local)[0][0], local[0][0])
 
 
 def test_a_bucket_whose_cut_changes_keeps_its_memory_by_parameter() -> None:
-    """As DDP's does after the first iteration: the order of parameters is no part of what is computed."""
+    """As DDP's does after the first iteration: what is computed does not depend on the order of parameters."""
     shapes = [(8, 6), (8, 6), (12, 5), (4,)]
     order = [2, 0, 3, 1]
     worlds = [world_of(2, shapes, rank=2) for _ in range(2)]

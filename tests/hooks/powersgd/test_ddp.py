@@ -1,4 +1,4 @@
-"""On real ranks, with many buckets on Gloo: what the arithmetic alone cannot show."""
+"""On real ranks, with many buckets on Gloo."""
 
 from __future__ import annotations
 
@@ -70,70 +70,86 @@ def _agree(records: list[Any]) -> None:
         assert torch.equal(parameter, reference), name
 
 
-def _many_buckets(rank: int, world_size: int, case: Case) -> None:
-    for options in ({}, {"alternate": True}):
-        stage = PowerSGD(rank=2, min_compression_rate=1, **options)
-        with bucket_calls(PowerSGD) as calls:
-            records = _run(case, rank, lambda ddp, stage=stage: register(ddp, stage) and None)
-        assert max(calls) >= 2 and stage.compression_stats()[0] > 1.5
-        _agree(records)
-        # One bucket is another order of collectives and other batches, but the same memory by parameter.
-        single = PowerSGD(rank=2, min_compression_rate=1, **options)
-        reference = _run(
-            case,
-            rank,
-            lambda ddp, stage=single: register(ddp, stage) and None,
-            min_buckets=1,
-            bucket_cap_mb=ONE_BUCKET_MB,
-        )
-        assert_parity(
-            records,
-            reference,
-            what=f"{case}, {options}, cut in many buckets",
-            exact=False,
-            rtol=1e-3,
-            atol=1e-5,
-            reason="collectives of other sizes add up in another order, and six steps depend on each other",
-        )
+def _many_buckets(rank: int, world_size: int, case: Case, options: dict[str, Any]) -> None:
+    stage = PowerSGD(rank=2, min_compression_rate=1, **options)
+    with bucket_calls(PowerSGD) as calls:
+        records = _run(case, rank, lambda ddp: register(ddp, stage) and None)
+    assert max(calls) >= 2 and stage.compression_stats()[0] > 1.5
+    _agree(records)
+    # One bucket is another order of collectives and other batches, but the same memory by parameter.
+    single = PowerSGD(rank=2, min_compression_rate=1, **options)
+    reference = _run(
+        case,
+        rank,
+        lambda ddp: register(ddp, single) and None,
+        min_buckets=1,
+        bucket_cap_mb=ONE_BUCKET_MB,
+    )
+    assert_parity(
+        records,
+        reference,
+        what=f"{case}, {options}, cut in many buckets",
+        exact=False,
+        rtol=1e-3,
+        atol=1e-5,
+        reason="collectives of other sizes add up in another order, and six steps depend on each other",
+    )
 
 
+@pytest.mark.parametrize("options", [{}, {"alternate": True}], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_many_buckets_on_gloo_are_as_one(world_size: int) -> None:
-    run_ranks(_many_buckets, world_size, TRANSFORMER)
+def test_many_buckets_on_gloo_are_as_one(world_size: int, options: dict[str, Any]) -> None:
+    run_ranks(_many_buckets, world_size, TRANSFORMER, options)
 
 
-def _compositions(rank: int, world_size: int) -> None:
-    def plain(ddp: DistributedDataParallel) -> None:
-        register(ddp, PowerSGD(rank=2, min_compression_rate=1))
-
-    def with_step(ddp: DistributedDataParallel) -> Any:
-        optimizer = OverlappedOptimizer(_optimizer(ddp))
-        chain(PowerSGD(rank=2, min_compression_rate=1), Step(optimizer)).register(ddp)
-        return optimizer
-
-    def with_state(ddp: DistributedDataParallel) -> Any:
-        optimizer = OverlappedOptimizer(_optimizer(ddp))
-        state = PowerSGDState(None, 2, 0, 1)
-        chain(as_stage(powerSGD_hook, state), Step(optimizer, deferred=True)).register(ddp)
-        return optimizer
-
-    def with_hook(ddp: DistributedDataParallel) -> None:
-        ddp.register_comm_hook(PowerSGDState(None, 2, 0, 1), powerSGD_hook)
-
-    def with_group(ddp: DistributedDataParallel) -> None:
-        register(ddp, powerSGD_hook, PowerSGDState(dist.group.WORLD, 2, 0, 1))
-
-    reference = _run(MLP, rank, plain)
-    for attach in (with_step, with_state, with_hook, with_group):
-        is_overlapped = attach in (with_step, with_state)
-        records = _run(MLP, rank, attach, is_overlapped=is_overlapped)
-        for found, wanted in zip(records, reference, strict=True):
-            assert_parity(found.parameters, wanted.parameters, what=f"{attach.__name__}, step {found.step}")
-            assert_parity(found.optimizer, wanted.optimizer, what=f"{attach.__name__}, step {found.step}")
+def _register(ddp: DistributedDataParallel) -> None:
+    register(ddp, PowerSGD(rank=2, min_compression_rate=1))
 
 
-def test_every_way_to_register_it_is_the_same() -> None:
-    run_ranks(_compositions, 2)
+def _chain_with_step(ddp: DistributedDataParallel) -> Any:
+    optimizer = OverlappedOptimizer(_optimizer(ddp))
+    chain(PowerSGD(rank=2, min_compression_rate=1), Step(optimizer)).register(ddp)
+    return optimizer
+
+
+def _chain_state_with_deferred_step(ddp: DistributedDataParallel) -> Any:
+    optimizer = OverlappedOptimizer(_optimizer(ddp))
+    state = PowerSGDState(None, 2, 0, 1)
+    chain(as_stage(powerSGD_hook, state), Step(optimizer, deferred=True)).register(ddp)
+    return optimizer
+
+
+def _register_comm_hook(ddp: DistributedDataParallel) -> None:
+    ddp.register_comm_hook(PowerSGDState(None, 2, 0, 1), powerSGD_hook)
+
+
+def _register_hook_with_group(ddp: DistributedDataParallel) -> None:
+    register(ddp, powerSGD_hook, PowerSGDState(dist.group.WORLD, 2, 0, 1))
+
+
+WAYS = {
+    attach.__name__.removeprefix("_"): attach
+    for attach in (_chain_with_step, _chain_state_with_deferred_step, _register_comm_hook, _register_hook_with_group)
+}
+
+
+def _train_in_every_way(rank: int, world_size: int) -> dict[str, list[Any]]:
+    found = {name: _run(MLP, rank, attach, is_overlapped="step" in name) for name, attach in WAYS.items()}
+    return {"register": _run(MLP, rank, _register), **found}
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, list[Any]]]:
+    """What each rank has after each step, by the way in which compression was registered."""
+    return run_ranks(_train_in_every_way, 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_register_it_is_the_same(trained: list[dict[str, list[Any]]], way: str) -> None:
+    for rank, by_way in enumerate(trained):
+        for found, wanted in zip(by_way[way], by_way["register"], strict=True):
+            assert_parity(found.parameters, wanted.parameters, what=f"{way}, rank {rank}, step {found.step}")
+            assert_parity(found.optimizer, wanted.optimizer, what=f"{way}, rank {rank}, step {found.step}")
 
 
 def _zero(rank: int, world_size: int) -> None:
@@ -146,11 +162,11 @@ def _zero(rank: int, world_size: int) -> None:
     for batch in MLP.batches(rank, steps=STEPS):
         overlapped_step(whole, optimizer, batch, mean_squared_error)
         overlapped_step(sharded, zero, batch, mean_squared_error)
-        assert_parity(sharded.module.state_dict(), whole.module.state_dict(), what="the update shared out")
+        assert_parity(sharded.module.state_dict(), whole.module.state_dict(), what="the sharded update")
     assert stage.compression_stats()[0] > 1.5
 
 
-def test_a_sharded_update_after_it_is_the_whole_one() -> None:
+def test_a_sharded_update_after_it_equals_the_whole_update() -> None:
     run_ranks(_zero, 2)
 
 
@@ -201,7 +217,7 @@ def _full_rank(rank: int, world_size: int, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [BATCH_NORM, UNUSED_ON_SOME_RANKS], ids=str)
-def test_a_rank_that_suffices_is_plain_ddp(case: Case) -> None:
+def test_a_rank_that_suffices_equals_plain_ddp(case: Case) -> None:
     run_ranks(_full_rank, 2, case)
 
 
@@ -238,6 +254,6 @@ def test_a_run_resumes_exactly_with_a_new_model_object(options: dict[str, Any]) 
     run_ranks(_resume, 2, options)
 
 
-def test_public_names() -> None:
-    for name in ("PowerSGD", "PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"):
-        assert name in overlap.__all__ and name in overlap.hooks.__all__
+@pytest.mark.parametrize("name", ["PowerSGD", "PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"])
+def test_its_names_are_public(name: str) -> None:
+    assert name in overlap.__all__ and name in overlap.hooks.__all__

@@ -48,25 +48,25 @@ def test_options_out_of_range_are_named(options: dict[str, Any], names_it: str) 
         ({"momentum": 0.9}, "no option momentum"),
     ],
 )
-def test_the_state_of_pytorchs_name_checks_the_same(options: dict[str, Any], names_it: str) -> None:
+def test_powersgdstate_refuses_the_same_options(options: dict[str, Any], names_it: str) -> None:
     with pytest.raises(ConfigurationError, match=names_it):
         PowerSGDState(None, **options)
 
 
-def test_hooks_refuse_another_state() -> None:
-    for hook in (powerSGD_hook, batched_powerSGD_hook):
-        with pytest.raises(
-            ConfigurationError, match=rf"{hook.__name__.removeprefix('overlap.')}.*PowerSGDState, got NoneType"
-        ):
-            overlap.as_stage(hook)
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook], ids=lambda hook: hook.__name__)
+def test_a_hook_refuses_another_state(hook: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"{hook.__name__.removeprefix('overlap.')}.*PowerSGDState, got NoneType"
+    ):
+        overlap.as_stage(hook)
 
 
-def test_repr_tells_what_was_asked_for() -> None:
+def test_repr_has_the_options_that_are_not_defaults() -> None:
     assert repr(PowerSGD(rank=4)) == "PowerSGD(rank=4)"
     assert repr(PowerSGD(rank=1, alternate=True, start_step=3)) == "PowerSGD(rank=1, start_step=3, alternate=True)"
 
 
-def test_pytorchs_defaults() -> None:
+def test_powersgdstate_has_pytorchs_defaults() -> None:
     config = PowerSGDState(None).config()
     assert (config.rank, config.start_step, config.min_compression_rate) == (1, 1000, 2)
     assert (config.error_feedback, config.warm_start, config.epsilon, config.seed) == (True, True, 0, 0)
@@ -78,5 +78,10 @@ def test_one_memory_serves_one_model() -> None:
     World([stage], [(4, 4)])
     with pytest.raises(ConfigurationError, match=r"registered already.*remove"):
         World([stage], [(4, 4)])
+
+
+def test_a_stage_whose_registration_is_removed_can_serve_another_model() -> None:
+    stage = PowerSGD()
+    World([stage], [(4, 4)])
     stage.detach()
     World([stage], [(4, 4)])

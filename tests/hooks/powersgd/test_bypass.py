@@ -29,24 +29,34 @@ def _clock(monkeypatch: pytest.MonkeyPatch, times_ms: list[float]) -> None:
     monkeypatch.setattr(bypass, "_best_ms", best_ms)
 
 
-def test_where_it_does_not_pay_the_mean_is_exact_and_what_was_kept_is_given_away(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Each rank's time of sending, then of compressing: rank 1 alone would compress, the mean says no.
+@pytest.fixture
+def bypassed(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Two ranks that have just decided to bypass: rank 1 alone would compress, the mean of the times says no."""
+    # Each rank's time of sending, then of compressing.
     _clock(monkeypatch, [1.0, 4.0, 8.0, 2.0])
-    stages = [PowerSGD(rank=1, min_compression_rate=0, bypass="auto") for _ in range(2)]
-    world = World(stages, SHAPES)
+    world = World([PowerSGD(rank=1, min_compression_rate=0, bypass="auto") for _ in range(2)], SHAPES)
     for step in range(3):
         check_step(world, gradients(step, 2, SHAPES, torch.float32), 1e-5)
-    assert any(float(residual.abs().max()) > 0 for residual in residuals(world))
-    for stage in stages:
+    return world
+
+
+def test_the_decision_and_its_times_are_shown(bypassed: World) -> None:
+    for stage in bypassed.stages:
         assert repr(stage) == "PowerSGD(rank=1, min_compression_rate=0, bypass='auto', 2 parameters bypassed)"
         assert "sent as it is: 5.00 ms compressed, 2.50 ms as it is" in stage.signature
-    check_step(world, gradients(3, 2, SHAPES, torch.float32), 1e-5)
-    assert len(world.sent_numel) == 1
-    assert all(float(residual.abs().max()) == 0 for residual in residuals(world))
+
+
+def test_where_it_does_not_pay_what_was_kept_is_given_away_in_the_next_step(bypassed: World) -> None:
+    assert any(float(residual.abs().max()) > 0 for residual in residuals(bypassed))
+    check_step(bypassed, gradients(3, 2, SHAPES, torch.float32), 1e-5)
+    assert len(bypassed.sent_numel) == 1
+    assert all(float(residual.abs().max()) == 0 for residual in residuals(bypassed))
+
+
+def test_where_it_does_not_pay_the_mean_is_exact_from_then_on(bypassed: World) -> None:
+    bypassed.step(gradients(3, 2, SHAPES, torch.float32))
     local = gradients(4, 2, SHAPES, torch.float32)
-    for place, output in enumerate(world.step(local)[0]):
+    for place, output in enumerate(bypassed.step(local)[0]):
         assert torch.equal(output, local[0][place] * 0.5 + local[1][place] * 0.5)
 
 
@@ -69,7 +79,7 @@ def test_where_it_pays_nothing_changes(monkeypatch: pytest.MonkeyPatch, make: An
     assert "compressed: 1.00 ms compressed, 8.00 ms as it is" in stages[0].signature
 
 
-def test_a_decision_is_saved_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decision_is_part_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     _clock(monkeypatch, [1.0, 8.0])
     world = World([PowerSGD(rank=1, min_compression_rate=0, bypass="auto")], SHAPES)
     for step in range(3):
@@ -84,7 +94,7 @@ def test_a_decision_is_saved_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(other.sent_numel) == 1
 
 
-def _measured(rank: int, world_size: int) -> tuple[str, list[str], list[float]]:
+def _measure_on_ranks(rank: int, world_size: int) -> tuple[str, list[str], list[float]]:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     stage = PowerSGD(rank=1, min_compression_rate=0, bypass="auto")
     register(ddp, stage)
@@ -96,10 +106,11 @@ def _measured(rank: int, world_size: int) -> tuple[str, list[str], list[float]]:
 
 
 def test_every_rank_comes_to_the_same_decisions() -> None:
-    plans = run_ranks(_measured, 3)
-    assert plans[0] == plans[1] == plans[2]
-    assert plans[0][0].count("ms as it is") >= 3, "of several buckets"
+    found = run_ranks(_measure_on_ranks, 3)
+    assert found[0] == found[1] == found[2]
+    signature, _, _ = found[0]
+    assert signature.count("ms as it is") >= 3, "of several buckets"
 
 
-def test_it_is_an_option_of_pytorchs_name_too() -> None:
+def test_bypass_is_an_option_of_powersgdstate_too() -> None:
     assert "bypass='auto'" in repr(powerSGD_hook.stage(PowerSGDState(None, bypass="auto")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,14 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import (
-    run_ranks,
-    run_threads,
-)
-from overlap import (
-    PowerSGD,
-    register,
-)
+from harness import run_ranks, run_threads
+from overlap import PowerSGD, register
 
 
 class Given(torch.nn.Module):
@@ -54,8 +49,25 @@ def _total(tensor: Tensor) -> Tensor:
     return total
 
 
-def _join(rank: int, world_size: int) -> None:
-    lengths = [9, 3, 6]
+@dataclass
+class Joined:
+    """What one rank saw of a run in which ranks have unequal inputs; by parameter."""
+
+    sent: list[Tensor]
+    """Sums of the gradients that it gave in."""
+    received: list[Tensor]
+    """Sums of the outputs that it saw, none of those after it had joined."""
+    norms_when_joined: list[float]
+    """Of its residuals."""
+    kept: list[Tensor]
+    steps: int
+
+
+LENGTHS = [9, 3, 6]
+LONGEST = LENGTHS.index(max(LENGTHS))
+
+
+def _join(rank: int, world_size: int) -> Joined:
     ddp = DistributedDataParallel(Given(), bucket_cap_mb=0.001)
     names = [f"all.{place}" for place in range(len(Given.SHAPES))]
     stage = PowerSGD(rank=1, min_compression_rate=0)
@@ -64,7 +76,7 @@ def _join(rank: int, world_size: int) -> None:
     received = [torch.zeros(shape, dtype=torch.float64) for shape in Given.SHAPES]
     norms_when_joined = []
     with ddp.join():
-        for step in range(lengths[rank]):
+        for step in range(LENGTHS[rank]):
             gradients = _given(rank, step)
             ddp.zero_grad()
             ddp(gradients).backward()
@@ -73,20 +85,31 @@ def _join(rank: int, world_size: int) -> None:
                 sent[place] += gradients[place]
                 received[place] += parameter.grad
         norms_when_joined = [float(kept.norm()) for kept in _kept(stage, names)]
-    # The last rank saw every output; the others replayed after they had joined.
-    longest = lengths.index(max(lengths))
-    for place, (total, output, kept) in enumerate(zip(sent, received, _kept(stage, names), strict=True)):
-        dist.broadcast(output, longest)
-        expected = _total(total)
-        found = world_size * output + _total(kept)
+    return Joined(sent, received, norms_when_joined, _kept(stage, names), stage.state_dict()["steps"])
+
+
+@pytest.fixture(scope="module")
+def joined() -> list[Joined]:
+    return run_ranks(_join, len(LENGTHS))
+
+
+def test_nothing_is_lost_under_join(joined: list[Joined]) -> None:
+    for place in range(len(Given.SHAPES)):
+        expected = sum(one.sent[place].double() for one in joined)
+        # The last rank saw every output; the others replayed after they had joined.
+        found = len(LENGTHS) * joined[LONGEST].received[place] + sum(one.kept[place].double() for one in joined)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=f"gradient {place}")
-        if rank != longest:
-            assert float(kept.norm()) <= norms_when_joined[place] * 1.001, "a joined rank only gives"
-    assert stage.state_dict()["steps"] == max(lengths)
 
 
-def test_a_joined_rank_goes_on_giving_its_residual() -> None:
-    run_ranks(_join, 3)
+def test_a_joined_rank_only_gives_its_residual_away(joined: list[Joined]) -> None:
+    for rank, one in enumerate(joined):
+        if rank != LONGEST:
+            for kept, norm_when_joined in zip(one.kept, one.norms_when_joined, strict=True):
+                assert float(kept.norm()) <= norm_when_joined * 1.001
+
+
+def test_every_rank_counts_the_steps_of_the_longest(joined: list[Joined]) -> None:
+    assert [one.steps for one in joined] == [max(LENGTHS)] * len(LENGTHS)
 
 
 def _no_sync(rank: int, world_size: int) -> None:
@@ -131,7 +154,7 @@ def _scaled(rank: int, world_size: int) -> None:
     assert all(bool(tensor.isfinite().all()) for tensor in stage.state_dict()["residuals"].values())
 
 
-def test_an_overflow_on_one_rank_shows_on_all_and_passes() -> None:
+def test_an_overflow_on_one_rank_shows_on_all_ranks_in_that_step_alone() -> None:
     run_ranks(_scaled, 2)
 
 
