@@ -286,7 +286,7 @@ def test_what_cannot_be_chained_is_refused_with_the_remedy() -> None:
         chain(AllReduce(), AllGather())
     with pytest.raises(ConfigurationError, match=r"AllReduce is a class.*AllReduce\(\.\.\.\)"):
         chain(AllReduce)
-    with pytest.raises(ConfigurationError, match="3 is no stage"):
+    with pytest.raises(ConfigurationError, match="3 is not a stage"):
         chain(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"floating-point torch.dtype .*got torch.int8"):
         Cast(torch.int8)
@@ -304,7 +304,7 @@ def test_what_cannot_be_chained_is_refused_with_the_remedy() -> None:
 
 
 def _registering(rank: int, world_size: int) -> None:
-    with pytest.raises(RegistrationError, match="Linear is no DistributedDataParallel model"):
+    with pytest.raises(RegistrationError, match="Linear is not a DistributedDataParallel model"):
         register(nn.Linear(2, 2), AllReduce())  # type: ignore[arg-type]
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     registration = chain(AllReduce()).register(ddp)

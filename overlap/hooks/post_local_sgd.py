@@ -1,7 +1,7 @@
-"""Gradients averaged over all ranks at first, and over few of them or none from some step on.
+"""Gradients averaged over all ranks at first, and from some step on over a subgroup or not at all.
 
-The reducing half of post-local SGD (Lin et al. 2018, https://arxiv.org/abs/1808.07217); the averaging of parameters is
-the other half, and is in :mod:`overlap.optim`.
+This is how post-local SGD (Lin et al. 2018, https://arxiv.org/abs/1808.07217) treats gradients; the averaging of
+parameters is in :mod:`overlap.optim`.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ import torch.distributed as dist
 
 from overlap._torch.c10d import GradBucket
 from overlap.errors import ConfigurationError
-from overlap.hooks.adapters import StageHook
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.stage import Stage
+from overlap.hooks.stage_hook import StageHook
 from overlap.join import gradient_divisor
 
 __all__ = ["PostLocal", "PostLocalSGDState", "check_member", "machine_group", "post_localSGD_hook"]
 
 
 class PostLocalSGDState:
-    """When gradients stop being averaged over all ranks, and over which they are averaged then.
+    """When gradients stop being averaged over all ranks, and over which ranks they are averaged then.
 
     Args:
-        process_group: all ranks; the model's own group (registered with DDP itself: the default one) where ``None``.
-        subgroup: the ranks that go on averaging gradients; where ``None`` those of ``process_group`` that are on the
-            same machine, in a group that is made when it is first needed.
-        start_localSGD_iter: backward passes before that.
-        post_local_gradient_allreduce: ``False`` leaves each rank its own gradient from then on.
+        process_group: all ranks; where ``None`` the model's own group (the default group, if registered with DDP
+            itself).
+        subgroup: the ranks that average gradients from then on; where ``None`` those of ``process_group`` on the same
+            machine, in a group that is made when it is first needed.
+        start_localSGD_iter: number of backward passes before that.
+        post_local_gradient_allreduce: whether gradients are averaged over the subgroup from then on; if ``False``, each
+            rank keeps its own.
 
     Raises:
         ConfigurationError: ``start_localSGD_iter`` is below 0, or this rank is not in ``subgroup``.
@@ -62,7 +64,7 @@ class PostLocalSGDState:
         return self.iter >= self.start_localSGD_iter
 
     def maybe_increase_iter(self, bucket: Bucket | GradBucket) -> None:
-        """Count a backward pass, when its last bucket comes."""
+        """Count a backward pass when its last bucket arrives."""
         is_last = bucket.is_last if isinstance(bucket, Bucket) else bucket.is_last()
         if is_last and not self.is_local:
             self.iter += 1
@@ -70,7 +72,7 @@ class PostLocalSGDState:
     def group_of_pass(self) -> dist.ProcessGroup | None:
         """The ranks that the next local pass averages over, ``None`` for this rank alone.
 
-        Issues, the first time without a ``subgroup``: what making a group takes, on every rank of the job.
+        Issues, the first time without a ``subgroup``: the collectives that make a group, on every rank of the job.
         """
         if not self.post_local_gradient_allreduce:
             return None
@@ -80,14 +82,14 @@ class PostLocalSGDState:
 
 
 class PostLocal(Stage):
-    """A reducer that is at work on all ranks until local SGD starts, and on a subgroup or not at all afterwards.
+    """Runs a reducer over all ranks until local SGD starts, and over a subgroup or not at all afterwards.
 
     Args:
-        state: says when that is; several stages may not share one.
-        inner: the reducer, :class:`AllReduce` where ``None``.
+        state: says when and where; each stage needs its own.
+        inner: the reducer; :class:`AllReduce` where ``None``.
 
-    Issues: what ``inner`` issues, on ``state.process_group`` (the model's where ``None``), then on its subgroup, or
-    nothing.
+    Issues: what ``inner`` issues, first on ``state.process_group`` (the model's group where ``None``), later on the
+    subgroup or not at all.
 
     >>> from overlap.hooks import PostLocal, PostLocalSGDState
     >>> PostLocal(PostLocalSGDState(None, None, start_localSGD_iter=1000))
@@ -98,7 +100,7 @@ class PostLocal(Stage):
         self._state = state
         self.inner = AllReduce() if inner is None else inner
         if not self.inner.reduces:
-            raise ConfigurationError(f"PostLocal takes a reducer, and {self.inner!r} is none")
+            raise ConfigurationError(f"PostLocal takes a reducer, and {self.inner!r} is not one")
         self._is_local = False
         self._group: dist.ProcessGroup | None = None
 
@@ -111,7 +113,7 @@ class PostLocal(Stage):
         return f"PostLocal({self.inner.signature}, from step {self._state.start_localSGD_iter})"
 
     def before_backward(self, *, is_replay: bool) -> None:
-        # For all buckets of the pass, and here, where groups may be made.
+        # Decided once for all buckets of the pass, on the training thread, where a group may be made.
         self._is_local = self._state.is_local
         self._group = self._state.group_of_pass() if self._is_local else self._state.process_group
 
@@ -123,11 +125,11 @@ class PostLocal(Stage):
         self._state.maybe_increase_iter(bucket)
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``inner`` remembers; ``state.iter`` is its owner's to save."""
+        """The state of ``inner``; ``state.iter`` is for the owner of ``state`` to save."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` returned."""
         self.inner.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
@@ -172,10 +174,10 @@ def check_member(subgroup: object) -> None:
 def machine_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The ranks of ``group`` (the default one where ``None``) that are on this machine, as a new group.
 
-    Issues, on every rank: one gather of host names on ``group``, and what making the groups takes.
+    Issues, on every rank: one gather of host names on ``group``, and the collectives that make the groups.
 
     Raises:
-        ConfigurationError: ``group`` is not of all ranks of the job, who must make groups together.
+        ConfigurationError: ``group`` does not have all ranks of the job, which must make groups together.
     """
     whole: dist.ProcessGroup = group if group is not None else dist.group.WORLD  # type: ignore[assignment]
     if whole.size() != dist.get_world_size():

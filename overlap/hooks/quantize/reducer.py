@@ -11,9 +11,10 @@ from torch import Tensor
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.context import StageContext
 from overlap.hooks.quantize.codec import ChunkCodec, Rounding, StochasticRounding, nearest
 from overlap.hooks.quantize.exchange import QuantizedSum
-from overlap.hooks.stage import Stage, StageContext
+from overlap.hooks.stage import Stage
 
 __all__ = ["Quantize"]
 
