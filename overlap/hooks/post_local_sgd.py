@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from overlap._torch.c10d import GradBucket
 from overlap.errors import ConfigurationError
-from overlap.hooks.adapters import StageHook
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.stage import Stage
+from overlap.hooks.stage_hook import StageHook
 from overlap.join import gradient_divisor
 
 __all__ = ["PostLocal", "PostLocalSGDState", "check_subgroup", "machine_group", "post_localSGD_hook"]
@@ -140,7 +140,7 @@ class PostLocal(Stage):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` returned."""
         self.inner.load_state_dict(state_dict)
 
     def __repr__(self) -> str:

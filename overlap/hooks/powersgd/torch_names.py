@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap.errors import ConfigurationError
-from overlap.hooks.adapters import StageHook
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.config import PowerSGDConfig
 from overlap.hooks.powersgd.matrices import MatrixForm, PerParameter
@@ -19,6 +18,7 @@ from overlap.hooks.powersgd.memory import Memory
 from overlap.hooks.powersgd.reducer import PowerSGD
 from overlap.hooks.powersgd.whole_bucket import WholeBucket
 from overlap.hooks.stage import StageContext
+from overlap.hooks.stage_hook import StageHook
 from overlap.join import gradient_divisor
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]

@@ -8,9 +8,8 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap.errors import ConfigurationError
-from overlap.hooks import Chain, Stage, StageHook, as_stage, chain
-from overlap.hooks.adapters import CommHook, is_hook
-from overlap.hooks.stage import to_stage
+from overlap.hooks import Chain, Stage, StageHook, chain
+from overlap.hooks.adapters import CommHook, stage_from
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.zero_step import ZeroStep
 
@@ -77,8 +76,7 @@ def _hook(
         )
 
     def build(hook_state: Any) -> Chain:
-        reducer = as_stage(hook, hook_state) if is_hook(hook) else to_stage(hook)
-        return chain(reducer, update)
+        return chain(stage_from(hook, hook_state), update)
 
     group = ddp.process_group
     return StageHook(build, f"{name}({getattr(hook, '__name__', repr(hook))})", group_of=lambda hook_state: group)

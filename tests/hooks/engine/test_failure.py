@@ -11,19 +11,7 @@ import torch
 
 from harness import RankDied, run_ranks, wrap
 from harness.models import MLP
-from overlap import (
-    AllReduce,
-    Bucket,
-    CollectiveError,
-    OverlappedOptimizer,
-    PeerError,
-    Stage,
-    Step,
-    TrainingLoopError,
-    UnsupportedError,
-    as_stage,
-    chain,
-)
+from overlap import AllReduce, Bucket, CollectiveError, PeerError, Stage, UnsupportedError, as_stage, chain
 from overlap.hooks import send_recv
 
 
@@ -57,23 +45,22 @@ def _mean_gradients_are_right(ddp: Any, step: int, rank: int, world_size: int) -
         torch.testing.assert_close(ours.grad, plain.grad, rtol=tolerance, atol=tolerance)
 
 
-def _raises_everywhere(rank: int, world_size: int) -> None:
-    for after in (False, True):
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        registration = chain(Flaky(2, 1, after=after)).register(ddp)
-        for step in range(5):
-            if step != 2:
-                _mean_gradients_are_right(ddp, step, rank, world_size)
-                continue
-            with pytest.raises(ValueError, match="the dog ate it") as caught:
-                _backward(ddp, step, rank)
-            (note,) = caught.value.__notes__
-            assert "Flaky" in note and "bucket 1, step 2" in note and "bias" in note
-        registration.remove()
+def _raises_everywhere(rank: int, world_size: int, after: bool) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    chain(Flaky(2, 1, after=after)).register(ddp)
+    for step in range(5):
+        if step != 2:
+            _mean_gradients_are_right(ddp, step, rank, world_size)
+            continue
+        with pytest.raises(ValueError, match="the dog ate it") as caught:
+            _backward(ddp, step, rank)
+        (note,) = caught.value.__notes__
+        assert "Flaky" in note and "bucket 1, step 2" in note and "bias" in note
 
 
-def test_a_stage_that_raises_makes_backward_raise_and_the_model_works_afterwards() -> None:
-    run_ranks(_raises_everywhere, 2)
+@pytest.mark.parametrize("after", [False, True], ids=["before its collective", "after it"])
+def test_a_stage_that_raises_makes_backward_raise_and_the_model_works_afterwards(after: bool) -> None:
+    run_ranks(_raises_everywhere, 2, after)
 
 
 def _raises_on_one_rank(rank: int, world_size: int, failing: int, after: bool) -> None:
@@ -156,59 +143,6 @@ def test_ranks_that_register_different_stages_are_told() -> None:
     run_ranks(_other_stages, 2)
 
 
-def _loop_errors(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    plain = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    optimizer = OverlappedOptimizer(plain)
-    registration = chain(AllReduce(), Step(optimizer)).register(ddp)
-    _backward(ddp, 0, rank)
-    with pytest.raises(TrainingLoopError, match="second backward"):
-        ddp(*MLP.batch(1, rank).inputs).square().sum().backward()
-    with pytest.raises(TrainingLoopError, match="last backward or update raised"):
-        optimizer.step()
-    # The failed backward counts for nothing; the loop can go on.
-    _backward(ddp, 2, rank)
-    optimizer.step()
-    with ddp.no_sync():
-        _backward(ddp, 3, rank)
-    with pytest.raises(TrainingLoopError, match="not reduced"):
-        optimizer.step()
-    optimizer.zero_grad()
-    registration.remove()
-
-    registration = chain(AllReduce(), Step(plain)).register(ddp)
-    _backward(ddp, 4, rank)
-    with pytest.raises(TrainingLoopError, match="stepped inside backward"):
-        plain.step()
-    registration.remove()
-    plain.step()  # No longer guarded.
-
-
-def test_calls_in_an_order_that_loses_or_repeats_an_update_are_errors() -> None:
-    run_ranks(_loop_errors, 2)
-
-
-def _edits(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    chain(AllReduce(), Step(optimizer)).register(ddp)
-    loss = ddp(*MLP.batch(0, rank).inputs).square().sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()  # DDP would not reduce it, and the weights that it needs are gone.
-    with pytest.raises(TrainingLoopError, match=r"zero_grad\(\) between backward and .*deferred=True"):
-        optimizer.zero_grad()
-    optimizer.step()
-    _backward(ddp, 1, rank)
-    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
-    with pytest.raises(TrainingLoopError, match=r"8\.bias .*changed after backward.*deferred=True"):
-        optimizer.step()
-
-
-def test_gradients_that_change_after_they_were_applied_are_an_error() -> None:
-    run_ranks(_edits, 2)
-
-
 def _slow_messages(rank: int, world_size: int) -> None:
     """A message that takes longer than the worker's patience is waited for all the same."""
 
@@ -229,23 +163,6 @@ def test_slow_messages_are_waited_for() -> None:
     run_ranks(_slow_messages, 2)
 
 
-def _unreached(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    chain(AllReduce(), Step(optimizer)).register(ddp)
-    for step in range(3):
-        _backward(ddp, step, rank)
-        optimizer.step()
-    ddp(*MLP.batch(3, rank).inputs)
-    ddp.module[4:](torch.ones(1, 16)).sum().backward()  # The first layers take no part.
-    with pytest.raises(TrainingLoopError, match=r"not reached every parameter.*0\.weight.*find_unused_parameters"):
-        optimizer.step()
-
-
-def test_a_backward_that_misses_parameters_is_named_by_step() -> None:
-    run_ranks(_unreached, 2)
-
-
 def _sparse(rank: int, world_size: int) -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=True), torch.nn.Linear(4, 4))
     ddp = torch.nn.parallel.DistributedDataParallel(model)
@@ -259,32 +176,38 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     run_ranks(_sparse, 2)
 
 
-def _hook_errors(rank: int, world_size: int) -> None:
-    def by_value(state: Any, bucket: Any) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_exception(KeyError("kept as a value"))
-        return future
-
-    def at_once(state: Any, bucket: Any) -> torch.futures.Future[Any]:
-        raise KeyError("raised at once")
-
-    def nothing(state: Any, bucket: Any) -> None:
-        return None
-
-    for hook, error, text in (
-        (by_value, KeyError, "kept"),
-        (at_once, KeyError, "at once"),
-        (nothing, ValueError, "Future"),
-    ):
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        chain(as_stage(hook)).register(ddp)
-        for step in range(2):
-            with pytest.raises(error, match=text):
-                _backward(ddp, step, rank)
+def _fails_by_value(state: Any, bucket: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_exception(KeyError("kept as a value"))
+    return future
 
 
-def test_errors_of_foreign_hooks_come_through() -> None:
-    run_ranks(_hook_errors, 2)
+def _fails_at_once(state: Any, bucket: Any) -> torch.futures.Future[Any]:
+    raise KeyError("raised at once")
+
+
+def _returns_nothing(state: Any, bucket: Any) -> None:
+    return None
+
+
+def _hook_errors(rank: int, world_size: int, hook: Any, error: type[Exception], text: str) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    chain(as_stage(hook)).register(ddp)
+    for step in range(2):
+        with pytest.raises(error, match=text):
+            _backward(ddp, step, rank)
+
+
+@pytest.mark.parametrize(
+    ("hook", "error", "text"),
+    [
+        (_fails_by_value, KeyError, "kept"),
+        (_fails_at_once, KeyError, "at once"),
+        (_returns_nothing, ValueError, "Future"),
+    ],
+)
+def test_an_error_of_a_foreign_hook_comes_through_in_every_pass(hook: Any, error: type[Exception], text: str) -> None:
+    run_ranks(_hook_errors, 2, hook, error, text)
 
 
 class _FailsBefore(AllReduce):
@@ -329,28 +252,6 @@ def _fails_repeatedly(rank: int, world_size: int, kind: type) -> None:
 @pytest.mark.parametrize("kind", [_FailsBefore, _FailsIn])
 def test_a_rank_that_fails_again_and_again_is_heard_every_time(kind: type) -> None:
     run_ranks(_fails_repeatedly, 2, kind, group_timeout_s=8)
-
-
-def _half_updated(rank: int, world_size: int, deferred: bool) -> list[Any]:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    flaky = Flaky(2, 2, after=False, enabled=rank == 0)
-    chain(flaky, Step(optimizer, deferred=deferred)).register(ddp)
-    for step in range(4):
-        try:
-            ddp(*MLP.batch(step, rank).inputs).square().mean().backward()
-        except (ValueError, PeerError) as error:
-            warned = any("load a checkpoint" in note for note in error.__notes__)
-            assert warned != deferred or rank != 0
-            continue
-        optimizer.step()
-    return [p.detach().clone() for p in ddp.parameters()]
-
-
-def test_a_failed_pass_updates_all_or_none_when_deferred_and_says_so_otherwise() -> None:
-    first, second = run_ranks(_half_updated, 2, True)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
-    run_ranks(_half_updated, 2, False)
 
 
 def _does_not_come(rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""The update in backward under DDP's other options, compiled models, several models, uneven inputs."""
+"""Chains with an update equal plain DDP under DDP's options, compiled, with several models and with uneven inputs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,16 +36,31 @@ def _pair(case: Case, rank: int, *, steps: int = 6, deferred: bool = False, **dd
     assert_parity(candidate, reference, what=f"{case}, {ddp_options}, {deferred=}")
 
 
-def _options(rank: int, world_size: int) -> None:
-    for deferred in (False, True):
-        _pair(MLP, rank, deferred=deferred, static_graph=True)
-        _pair(UNUSED, rank, deferred=deferred, static_graph=True, find_unused_parameters=False)
-        _pair(MLP, rank, deferred=deferred, find_unused_parameters=True, gradient_as_bucket_view=True)
-    _pair(TRANSFORMER, rank, static_graph=True, gradient_as_bucket_view=True)
+def _equals_plain_ddp(rank: int, world_size: int, case: Case, deferred: bool, options: dict[str, Any]) -> None:
+    _pair(case, rank, deferred=deferred, **options)
 
 
-def test_static_graph_unused_parameters_and_bucket_views() -> None:
-    run_ranks(_options, 2)
+DEFERRED = pytest.mark.parametrize("deferred", [False, True], ids=["interleaved", "deferred"])
+
+
+@DEFERRED
+def test_a_static_graph(deferred: bool) -> None:
+    run_ranks(_equals_plain_ddp, 2, MLP, deferred, {"static_graph": True})
+
+
+@DEFERRED
+def test_a_static_graph_with_unused_parameters(deferred: bool) -> None:
+    run_ranks(_equals_plain_ddp, 2, UNUSED, deferred, {"static_graph": True, "find_unused_parameters": False})
+
+
+@DEFERRED
+def test_a_search_for_unused_parameters_with_gradients_as_bucket_views(deferred: bool) -> None:
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    run_ranks(_equals_plain_ddp, 2, MLP, deferred, options)
+
+
+def test_a_transformers_static_graph_with_gradients_as_bucket_views() -> None:
+    run_ranks(_equals_plain_ddp, 2, TRANSFORMER, False, {"static_graph": True, "gradient_as_bucket_view": True})
 
 
 class _Checkpointed(nn.Module):
@@ -58,13 +74,9 @@ class _Checkpointed(nn.Module):
         return x
 
 
-def _activation_checkpointing(rank: int, world_size: int) -> None:
-    """The block is computed again in backward, with weights of buckets that have been updated or not: never mixed."""
-    _pair(Case(name="checkpointed", build=_Checkpointed, inputs=MLP.inputs), rank)
-
-
 def test_activation_checkpointing() -> None:
-    run_ranks(_activation_checkpointing, 2)
+    # A block is computed again in backward, with its weights either all updated or all not.
+    run_ranks(_equals_plain_ddp, 2, Case(name="checkpointed", build=_Checkpointed, inputs=MLP.inputs), False, {})
 
 
 def _compiled(rank: int, world_size: int, inner: bool) -> None:
@@ -99,10 +111,10 @@ def test_compiled_models(inner: bool) -> None:
     run_ranks(_compiled, 2, inner)
 
 
-def _two_models(rank: int, world_size: int) -> None:
-    """Two models, one loss and one backward, then two optimizers; one of them shared in a second round."""
+def _two_models(rank: int, world_size: int, shared: bool) -> None:
+    """Two models, one loss and one backward, then an optimizer for each or one for both."""
 
-    def run(overlapped: bool, shared: bool) -> list[Any]:
+    def run(overlapped: bool) -> list[Any]:
         first, second = (wrap(MLP.model(seed=seed), **MLP.ddp_options()) for seed in (0, 1))
         parameters = [list(first.parameters()), list(second.parameters())]
         optimizers: list[Any] = [SGD([*parameters[0], *parameters[1]])] if shared else [SGD(p) for p in parameters]
@@ -121,54 +133,60 @@ def _two_models(rank: int, world_size: int) -> None:
             states.append([p.detach().clone() for group in parameters for p in group])
         return states
 
-    for shared in (False, True):
-        assert_parity(run(True, shared), run(False, shared), what=f"two models, {shared=}")
+    assert_parity(run(True), run(False), what=f"two models, {shared=}")
 
 
-def test_two_models_in_one_process_and_one_backward() -> None:
-    run_ranks(_two_models, 2)
+@pytest.mark.parametrize("shared", [False, True], ids=["an optimizer for each", "one optimizer"])
+def test_two_models_in_one_process_and_one_backward(shared: bool) -> None:
+    run_ranks(_two_models, 2, shared)
 
 
-def _uneven(rank: int, world_size: int) -> None:
-    """DDP's own join: a rank that has run out replays the stages, update included."""
-    case = MLP
-    for make in (
-        Step,  # A plain optimizer: everything in backward.
+def _uneven_batches(rank: int) -> list[Batch]:
+    return MLP.batches(rank, steps=3 + 4 * rank)
+
+
+def _joined(rank: int, world_size: int, make: Callable[[Any], Step]) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    step = make(SGD(ddp.parameters()))
+    chain(AllReduce(), step).register(ddp)
+    with ddp.join():
+        for batch in _uneven_batches(rank):
+            nn.functional.mse_loss(ddp(*batch.inputs), batch.target).backward()
+            if not step._is_automatic:
+                step.optimizer.step()
+    ours = {
+        "parameters": {name: p.detach().clone() for name, p in ddp.module.named_parameters()},
+        "momentum": step.optimizer.state_dict()["state"],
+    }
+
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer = SGD(ddp.parameters())
+    with ddp.join():
+        for batch in _uneven_batches(rank):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(ddp(*batch.inputs), batch.target).backward()
+            if step.clipping is not None:
+                torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
+            optimizer.step()
+    assert_parity(ours["parameters"], dict(ddp.module.named_parameters()), what=f"{step!r}: parameters")
+    if rank == world_size - 1:  # PyTorch leaves the optimizer state of a rank that ran out behind.
+        assert_parity(ours["momentum"], optimizer.state_dict()["state"], what=f"{step!r}: momentum")
+    everyone: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(everyone, ours)
+    assert_parity(everyone[0], everyone[1], what=f"{step!r}: the same on every rank")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Step,
         lambda optimizer: Step(OverlappedOptimizer(optimizer)),
         lambda optimizer: Step(optimizer, clip_grad_norm=0.5),
-    ):
-        ddp = wrap(case.model(), **case.ddp_options())
-        step = make(SGD(ddp.parameters()))
-        chain(AllReduce(), step).register(ddp)
-        with ddp.join():
-            for batch in case.batches(rank, steps=3 + 4 * rank):
-                nn.functional.mse_loss(ddp(*batch.inputs), batch.target).backward()
-                if not step._is_automatic:
-                    step.optimizer.step()
-        ours = {
-            "parameters": {name: p.detach().clone() for name, p in ddp.module.named_parameters()},
-            "momentum": step.optimizer.state_dict()["state"],
-        }
-
-        ddp = wrap(case.model(), **case.ddp_options())
-        optimizer = SGD(ddp.parameters())
-        with ddp.join():
-            for batch in case.batches(rank, steps=3 + 4 * rank):
-                optimizer.zero_grad()
-                nn.functional.mse_loss(ddp(*batch.inputs), batch.target).backward()
-                if step.clipping is not None:
-                    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
-                optimizer.step()
-        assert_parity(ours["parameters"], dict(ddp.module.named_parameters()), what=f"{step!r}: parameters")
-        if rank == world_size - 1:  # PyTorch leaves the optimizer state of a rank that ran out behind.
-            assert_parity(ours["momentum"], optimizer.state_dict()["state"], what=f"{step!r}: momentum")
-        everyone: list[Any] = [None] * world_size
-        torch.distributed.all_gather_object(everyone, ours)
-        assert_parity(everyone[0], everyone[1], what=f"{step!r}: the same on every rank")
-
-
-def test_uneven_inputs_under_ddps_own_join() -> None:
-    run_ranks(_uneven, 2)
+    ],
+    ids=["plain optimizer", "overlapped optimizer", "clipping"],
+)
+def test_under_ddps_own_join_a_rank_without_inputs_replays_the_update(make: Callable[[Any], Step]) -> None:
+    run_ranks(_joined, 2, make)
 
 
 def _images(generator: torch.Generator, step: int, rank: int) -> tuple[Any, ...]:
@@ -182,31 +200,32 @@ def _resnet18() -> nn.Module:
 RESNET18 = Case(name="resnet18", build=_resnet18, inputs=_images)
 
 
-def _resnet(rank: int, world_size: int) -> None:
+def _resnet(rank: int, world_size: int, make: Callable[..., Any], channels_last: bool) -> None:
     batches = RESNET18.batches(rank, steps=10)
-    for make, channels_last in ((SGD, False), (functools.partial(torch.optim.AdamW, fused=True), True)):
-        records = []
-        model = RESNET18.model()
-        if channels_last:  # Gradients then have strides of their own within the bucket.
-            model = model.to(memory_format=torch.channels_last)
-        for overlapped in (False, True):
-            ddp = wrap(model, bucket_cap_mb=4)
-            optimizer: Any = make(ddp.parameters(), lr=0.01)
-            if overlapped:
-                optimizer = OverlappedOptimizer(optimizer)
-                chain(AllReduce(), Step(optimizer)).register(ddp)
-            step_fn = overlapped_step if overlapped else plain_step
-            records.append(train(ddp, optimizer, batches, step_fn=step_fn, min_buckets=3)[-1])
-        assert_parity(records[1], records[0], what=f"resnet18, {channels_last=}")
+    records = []
+    model = RESNET18.model()
+    if channels_last:  # Gradients then have strides of their own within the bucket.
+        model = model.to(memory_format=torch.channels_last)
+    for overlapped in (False, True):
+        ddp = wrap(model, bucket_cap_mb=4)
+        optimizer: Any = make(ddp.parameters(), lr=0.01)
+        if overlapped:
+            optimizer = OverlappedOptimizer(optimizer)
+            chain(AllReduce(), Step(optimizer)).register(ddp)
+        step_fn = overlapped_step if overlapped else plain_step
+        records.append(train(ddp, optimizer, batches, step_fn=step_fn, min_buckets=3)[-1])
+    assert_parity(records[1], records[0], what=f"resnet18, {channels_last=}")
 
 
 def test_resnet18_of_torchvision() -> None:
-    run_ranks(_resnet, 2, timeout_s=120)
+    run_ranks(_resnet, 2, SGD, False, timeout_s=120)
+
+
+def test_resnet18_of_torchvision_with_channels_last_and_a_fused_optimizer() -> None:
+    run_ranks(_resnet, 2, functools.partial(torch.optim.AdamW, fused=True), True, timeout_s=120)
 
 
 def _several_forwards(rank: int, world_size: int) -> None:
-    """Two forwards before one backward, and an evaluation in between."""
-
     def step_fn(ddp: Any, optimizer: Any, batch: Batch, loss_of: Any) -> torch.Tensor:
         loss: torch.Tensor = loss_of(ddp, batch) + loss_of(ddp, batch).square()
         with torch.no_grad():
@@ -227,24 +246,29 @@ def _several_forwards(rank: int, world_size: int) -> None:
     chain(AllReduce(), Step(optimizer)).register(ddp)
     assert_parity(train(ddp, optimizer, batches, step_fn=step_fn), reference, what="two forwards, one backward")
 
-    # A forward that records gradients and leads nowhere takes nothing away from a deferred update.
+
+def test_two_forwards_before_one_backward_and_an_evaluation_in_between() -> None:
+    run_ranks(_several_forwards, 2)
+
+
+def _unused_forward(rank: int, world_size: int) -> None:
+    inputs = MLP.batch(0, rank).inputs
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
     chain(AllReduce(), Step(optimizer, deferred=True)).register(ddp)
-    ddp(*batches[0].inputs).sum().backward()
-    ddp(*batches[0].inputs)
+    ddp(*inputs).sum().backward()
+    ddp(*inputs)
     assert all(p.grad is not None for p in ddp.parameters())
     before = [p.detach().clone() for p in ddp.parameters()]
     optimizer.step()
     assert all(not torch.equal(p, old) for p, old in zip(ddp.parameters(), before, strict=True))
 
 
-def test_several_forwards_and_evaluations() -> None:
-    run_ranks(_several_forwards, 2)
+def test_a_forward_without_a_backward_takes_nothing_away_from_a_deferred_update() -> None:
+    run_ranks(_unused_forward, 2)
 
 
 def _leaves_nothing(rank: int, world_size: int) -> None:
-    """A model that is dropped takes its chain, its optimizer and its worker thread with it."""
     threads = threading.active_count()
     for _ in range(3):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
@@ -266,23 +290,24 @@ def _leaves_nothing(rank: int, world_size: int) -> None:
     assert threading.active_count() == threads
 
 
-def test_nothing_outlives_the_model() -> None:
+def test_a_dropped_model_takes_its_chain_its_optimizer_and_its_worker_thread_with_it() -> None:
     run_ranks(_leaves_nothing, 2)
 
 
-def _on_one_rank(rank: int, world_size: int) -> None:
-    _pair(MLP, rank)
+def test_a_world_of_one() -> None:
+    run_ranks(_equals_plain_ddp, 1, MLP, False, {})
+
+
+def _second_backward(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(MLP.model())
     optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
     register(ddp, chain(AllReduce(), Step(optimizer)))
-    for _ in range(2):
+    ddp(*MLP.batch(0, 0).inputs).sum().backward()
+    with pytest.raises(TrainingLoopError):
         ddp(*MLP.batch(0, 0).inputs).sum().backward()
-        if _ == 0:
-            with pytest.raises(TrainingLoopError):
-                ddp(*MLP.batch(0, 0).inputs).sum().backward()
-        else:
-            optimizer.step()
+    ddp(*MLP.batch(0, 0).inputs).sum().backward()
+    optimizer.step()
 
 
-def test_a_world_of_one() -> None:
-    run_ranks(_on_one_rank, 1)
+def test_a_second_backward_without_a_step_is_an_error_in_a_world_of_one() -> None:
+    run_ranks(_second_backward, 1)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.context import StageContext
 from overlap.hooks.quantize.codec import ChunkCodec, Rounding, StochasticRounding, nearest
 from overlap.hooks.quantize.exchange import QuantizedSum
-from overlap.hooks.quantize.feedback import ErrorFeedback
-from overlap.hooks.stage import Stage, StageContext
+from overlap.hooks.stage import Stage
 
 __all__ = ["Quantize"]
 
@@ -20,27 +22,26 @@ __all__ = ["Quantize"]
 class Quantize(Stage):
     """The mean of the gradients over ranks, sent as integers of 8 or 4 bits: 0.254 or 0.129 of an fp32 all-reduce.
 
-    Gradients are cut into chunks with a scale each. A rank sends every other one its part of them quantized, adds up in
-    fp32 what it gets, and the quantized sums are gathered. The traffic does not grow with the number of ranks, and the
-    result is equal in every bit on all of them. A gradient is off by half a step, ``peak / 127`` in 8 bits and
-    ``peak / 7`` in 4, of its chunk on each rank and half a step of the sum's chunk, or whole steps where rounding is
-    stochastic. A chunk with a value that is not finite comes out with none that is, for ``GradScaler`` to see. One
-    rank alone rounds nothing.
+    Gradients are cut into chunks that have one scale each. A rank sends each other rank that rank's part, quantized,
+    sums in fp32 what it receives for its own part, and the quantized sums are gathered. The traffic does not grow with
+    the number of ranks, and the result is the same on all ranks bit for bit. The error of a gradient is at most half a
+    step (``peak / 127`` in 8 bits, ``peak / 7`` in 4) of its chunk on each rank plus half a step of the sum's chunk;
+    with stochastic rounding, whole steps. If a chunk holds a value that is not finite, no value of the result's chunk
+    is finite, so that ``GradScaler`` sees it. With one rank nothing is rounded.
 
     Args:
         bits: 8 or 4.
-        chunk: how many values share a scale at most, a multiple of 8.
-        rounding: ``"nearest"``, or ``"stochastic"`` with an error whose mean is zero.
-        error_feedback: whether to add what a step left out to the next step's gradients; takes one copy of the
-            gradients in fp32. Only in :func:`overlap.register` and :meth:`Chain.register`, which know parameters'
-            names.
+        chunk: how many values share a scale at most; a multiple of 8.
+        rounding: ``"nearest"``, or ``"stochastic"``, whose error is zero on average.
+        error_feedback: whether to add what a step left out to the next step's gradients; takes one fp32 copy of the
+            gradients. Needs :func:`overlap.register` or :meth:`Chain.register`, which know the parameters' names.
 
     Issues: a send and a receive with every other rank, then an all-gather, both of ``N/W`` integers and their scales.
-    Changes: ``bucket.buffer``. Memory: the bucket's messages; one copy in fp32 of a bucket of another dtype,
-    and one with error feedback.
+    Changes: ``bucket.buffer``. Memory: the bucket's messages; an fp32 copy of a bucket of another dtype; one more fp32
+    copy with error feedback.
 
     Raises:
-        ConfigurationError: an argument is none of those.
+        ConfigurationError: an argument is not one of the above.
         UnsupportedError: a bucket of complex gradients, in ``backward()``.
 
     >>> Quantize(bits=4, error_feedback=True)
@@ -61,14 +62,14 @@ class Quantize(Stage):
         self.bits = bits
         self.chunk = chunk
         self.rounding = rounding
-        self._feedback = ErrorFeedback() if error_feedback else None
+        self._feedback = _ErrorFeedback() if error_feedback else None
         self._stochastic: StochasticRounding | None = None
         self._generator_state: Tensor | None = None
         self._is_attached = False
 
     @property
     def error_feedback(self) -> bool:
-        """Whether what a step leaves out is added to the next."""
+        """Whether what a step leaves out is added in the next step."""
         return self._feedback is not None
 
     def attach(self, context: StageContext) -> None:
@@ -91,7 +92,7 @@ class Quantize(Stage):
         exchange = QuantizedSum.of(
             numel, bits=self.bits, chunk=self.chunk, rounding=self._rounding(bucket), group=bucket.group
         )
-        # As DDP does it, each rank divides before the sum.
+        # As in DDP, each rank divides before the sum.
         mean = bucket.buffer.float().mul_(1 / bucket.divisor)
         if self._feedback is None:
             await exchange(mean, out=mean)
@@ -113,7 +114,7 @@ class Quantize(Stage):
         return self._stochastic
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank, whose errors are its own: ``error`` by parameter's name, ``generator`` of the rounding."""
+        """This rank's own state: ``error`` by parameter's name, and the rounding's ``generator``."""
         state: dict[str, Any] = {}
         if self._feedback is not None:
             state["error"] = self._feedback.state_dict()
@@ -122,10 +123,10 @@ class Quantize(Stage):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave on this rank.
+        """Load what :meth:`state_dict` returned on this rank.
 
         Raises:
-            ConfigurationError: ``state_dict`` holds errors, and this stage has no error feedback, or something else.
+            ConfigurationError: ``state_dict`` has unknown keys, or has errors and this stage has no error feedback.
         """
         if unknown := sorted(set(state_dict) - {"error", "generator"}):
             raise ConfigurationError(f"{self!r} has no state {unknown}")
@@ -149,3 +150,48 @@ class Quantize(Stage):
         if self.error_feedback:
             options.append("error_feedback=True")
         return f"Quantize({', '.join(options)})"
+
+
+class _ErrorFeedback:
+    """What quantization left out, to be added in the next step (Seide et al., 2014; Karimireddy et al., 2019).
+
+    Kept in fp32 by parameter's name, so that it stays valid when DDP rebuilds its buckets.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
+
+    def add_to(self, bucket: Bucket) -> None:
+        """Add to ``bucket``, which is in fp32, what earlier steps left out of it.
+
+        Raises:
+            ConfigurationError: a loaded memory does not have the shape of the parameter's gradient.
+        """
+        for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
+            memory = self._memory.get(name)
+            if memory is None:
+                continue
+            if memory.shape != gradient.shape:
+                raise ConfigurationError(
+                    f"the error feedback of {name} is of shape {tuple(memory.shape)}, its gradient of "
+                    f"{tuple(gradient.shape)}: the state that was loaded is another model's"
+                )
+            if memory.device != gradient.device:
+                memory = self._memory[name] = memory.to(gradient.device)
+            gradient.add_(memory)
+
+    def keep(self, bucket: Bucket) -> None:
+        """Store ``bucket``, in fp32, as what this step left out; where it is not finite, keep the old value."""
+        kept = []
+        for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
+            if name not in self._memory:
+                self._memory[name] = torch.zeros_like(gradient)
+            memory = self._memory[name]
+            kept.append(torch.where(gradient.isfinite(), gradient, memory))
+        copy_all([self._memory[name] for name in bucket.names], kept)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: memory.clone() for name, memory in self._memory.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        self._memory = {name: memory.to(torch.float32, copy=True) for name, memory in state_dict.items()}
