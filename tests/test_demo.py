@@ -61,8 +61,8 @@ RECIPES = [
 
 def test_every_recipe_trains() -> None:
     reports, _ = run_ranks(_train_recipes, 2, [settings for settings, _, _ in RECIPES], timeout_s=150)
-    for report, (settings, is_exact, plan) in zip(reports, RECIPES, strict=True):
-        assert report.overlapped.plan == plan, settings
+    for report, (settings, is_exact, description) in zip(reports, RECIPES, strict=True):
+        assert report.overlapped.description == description, settings
         assert report.must_be_equal == is_exact, settings
         if is_exact:
             assert report.passed and report.parity.largest == 0, settings
@@ -159,7 +159,7 @@ def _demo(options: list[str], folder: Path) -> tuple[str, dict[str, object]]:
 
 
 def _report(parity: Parity, folder: Path) -> Report:
-    outcome = Outcome(plan="a plan", accuracy=0.97, step_ms=10.0, losses=[2.0, 1.0])
+    outcome = Outcome(description="a chain", accuracy=0.97, step_ms=10.0, losses=[2.0, 1.0])
     return Report(
         settings=Settings(output=folder, json=folder / "out.json"),
         world=World(rank=0, size=2, device=CPU, backend="gloo"),

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     settings = Settings(**values, epochs=TRAIN_IMAGES)
     require_extra("demo", "torchvision", "sklearn", "matplotlib")
     if output.exists() and not output.is_dir():
-        raise ConfigurationError(f"--output is {str(output)!r}, which is no folder")
+        raise ConfigurationError(f"--output is {str(output)!r}, which is not a folder")
     if under_launcher():
         ranks = int(os.environ["WORLD_SIZE"])
         if asked_ranks not in (None, ranks):

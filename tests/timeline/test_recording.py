@@ -61,7 +61,7 @@ def _records_a_chain(rank: int, world_size: int) -> None:
     assert registration.is_active and registration.observer is None
     report = timeline.report()
     assert report is timeline.report(), "gathered once"
-    assert report.plan == "chain(AllReduce(), Step(SGD, interleaved))"
+    assert report.title == "chain(AllReduce(), Step(SGD, interleaved))"
     assert [len(steps) for steps in report.ranks] == [4] * world_size
     assert min(step.start_ms for step in report.steps) == 0 and max(step.start_ms for step in report.steps) < 60_000
     numel = sum(parameter.numel() for parameter in ddp.parameters())
@@ -107,7 +107,7 @@ def _leaves_plain_ddp_as_it_is(rank: int, world_size: int) -> None:
         for ours, plain in zip(recorded.parameters(), reference.parameters(), strict=True):
             assert torch.equal(ours, plain)
     report = timeline.report()
-    assert report.plan == "plain DDP" and len(report.ranks[0]) == 5
+    assert report.title == "plain DDP" and len(report.ranks[0]) == 5
     for step in report.steps:
         _is_in_order(step)
         assert all(bucket.update is None for bucket in step.buckets)
