@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_timeline_report import assert_slices_nest
+from timeline.samples import assert_slices_nest
 
 from harness import run_ranks
 from overlap.cli import main
@@ -26,7 +26,7 @@ from overlap.trace import command
         ("--stpes 3", "--ranks, --output, --steps"),
         ("--batch-size 1000", "give --batch-size 2 to 718"),
         ("--bandwidth fast", "bandwidth='fast' is not a speed"),
-        ("--output FILE", "FILE', which is no folder"),
+        ("--output FILE", "FILE', which is not a folder"),
     ],
 )
 def test_a_bad_option_is_one_line(argv: str, allowed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

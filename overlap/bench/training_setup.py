@@ -22,23 +22,23 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class TrainingLoop:
     """A variant that is built: `step()` trains one step.
 
-    `running(steps)` is entered before a block of so many steps and left after it, both untimed. `finish()` waits for
-    what steps have left in flight; it is called where a block's time has been taken.
+    `block(steps)` is entered before a block of so many steps and left after it, both untimed. `finish()` waits for
+    what steps have left in flight.
     """
 
     step: Callable[[], None]
-    running: Callable[[int], AbstractContextManager[object]] = nullcontext
+    block: Callable[[int], AbstractContextManager[object]] = nullcontext
     finish: Callable[[], None] = _nothing
 
 
 @dataclass(kw_only=True)
-class Site:
-    """One variant's ground: its own process group, the same weights and the same batch as every other variant's.
+class TrainingSetup:
+    """One variant's own process group, and the same weights and the same batch as every other variant's.
 
-    A group of its own keeps a counterpart that leaves its collectives half done from breaking its neighbours.
+    With a group of its own, a variant that leaves collectives half done does not break the others.
     """
 
     settings: Settings
@@ -77,7 +77,7 @@ class Site:
             return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, foreach=False)
         return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True)
 
-    def plain(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    def plain_loop(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingLoop:
         """The training loop that everyone writes: zero, forward, backward, step."""
 
         def step() -> None:
@@ -85,7 +85,7 @@ class Site:
             self.loss(module).backward()
             optimizer.step()
 
-        return Prepared(step=step)
+        return TrainingLoop(step=step)
 
     @property
     def learning_rate(self) -> float:
