@@ -47,5 +47,5 @@ class FutureWork(Work):
 
 
 def spin(cycles: int) -> None:
-    """Keep the current CUDA stream busy for so many clock cycles. Private: it is for PyTorch's tests."""
+    """Keep the current CUDA stream busy for a number of clock cycles. Private: PyTorch has it for its tests."""
     torch.cuda._sleep(cycles)

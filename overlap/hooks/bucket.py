@@ -38,7 +38,7 @@ class Bucket:
     step: int
     """Number of backward passes before this one."""
     is_replay: bool = False
-    """Whether this rank has run out of inputs and takes part with zeros, outside of a backward of its own."""
+    """Whether this rank has run out of inputs and takes part with zeros, outside of any backward."""
     is_mean: bool = False
     """Whether ``buffer`` holds the mean over ranks and no longer this rank's own gradients."""
     raw: GradBucket | None = field(default=None)

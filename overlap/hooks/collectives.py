@@ -75,7 +75,7 @@ class Collective(Operation):
         label: its name in profiles and messages.
         group: the process group; the model's own where ``None``.
         start: launches it on a channel, with a tag for messages, and returns its works.
-        sent: the bytes that each of so many ranks sends.
+        sent: the bytes that a rank sends, for a number of ranks.
         then: called when all works are done.
     """
 
