@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overlap._torch.device import has_streams
+
 __all__ = ["Store", "Stored", "store_of"]
 
 _BUFFER_GRAIN_BYTES = 512
@@ -49,7 +51,7 @@ class Store:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
         # Reentrant: a buffer comes back when the collector finds it, which can be anywhere.
         self._lock = threading.RLock()
-        self._copies: Any = None if device.type == "cpu" else torch.get_device_module(device).Stream(device=device)
+        self._copies: Any = torch.get_device_module(device).Stream(device=device) if has_streams(device) else None
         self._last: weakref.ref[Stored] | None = None
 
     def put(self, tensor: Tensor) -> Stored:
@@ -150,7 +152,7 @@ class Stored:
 
     def fetch_ahead(self) -> None:
         """Start to copy, where that goes on beside the computation."""
-        if self._ahead is None and self._store.device.type != "cpu":
+        if self._ahead is None and has_streams(self._store.device):
             self._ahead = self._store.copy_back(self)
 
     def __del__(self) -> None:

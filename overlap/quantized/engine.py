@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap._torch.device import has_streams
 from overlap.errors import CollectiveError, QuantizationOverflowError
 from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.executors import Executor, HostExecutor, executor_for
@@ -29,7 +30,7 @@ class QuantizedWork:
         self._outputs = list(outputs)
         self._what = what
         self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
-            devices=None if device.type == "cpu" else [device]
+            devices=[device] if has_streams(device) else None
         )
         self._done = threading.Event()
         self._error: BaseException | None = None
@@ -103,7 +104,7 @@ def run(collective: Collective, work: QuantizedWork, group: dist.ProcessGroup, d
     On CPU tensors with Gloo a thread drives it, one for each group, in the order of calls. Elsewhere it is queued at
     once, on a CUDA device on a stream of its own.
     """
-    if device.type == "cpu" and PrivateChannels.can_serve(group):
+    if not has_streams(device) and PrivateChannels.can_serve(group):
         if group not in _engines:
             _engines[group] = _Engine(group)
         _engines[group].submit(collective, work)
