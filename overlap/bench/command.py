@@ -22,7 +22,7 @@ from overlap.launch import run_ranks
 if TYPE_CHECKING:
     from overlap.bench.results import Report
 
-# Beyond the time limit, before a run that does not end is ended: its timed blocks may be long.
+# How long after the time limit a run is ended that does not end: its timed blocks may be long.
 _PATIENCE_S = 300.0
 
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE.png", help="save a picture")
     parser.add_argument("--show", metavar="FILE", help="run nothing: print what an earlier --json FILE holds")
     parser.add_argument("--markdown", metavar="FILE.md", help="save the table for a document")
-    # What a rank is started with; nobody types it.
+    # For the ranks that this command starts; not for users.
     parser.add_argument("--run-config", help=argparse.SUPPRESS)
 
 
