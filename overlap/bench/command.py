@@ -17,7 +17,7 @@ import torch
 from overlap._options import require_extra
 from overlap.bench.link import LinkError, ShapedLink
 from overlap.bench.settings import MODELS, OPTIMIZERS, LinkKind, RunConfig, Settings, SettingsError
-from overlap.launch import run_ranks
+from overlap.launch import run_ranks, shared_gpu_env
 
 if TYPE_CHECKING:
     from overlap.bench.results import Report
@@ -126,8 +126,7 @@ def _environment(settings: Settings, link: ShapedLink | None, rank: int) -> dict
     if settings.device == "cpu":
         return {"GLOO_SOCKET_IFNAME": "lo"}
     if settings.share_gpu:
-        # NCCL refuses two ranks on one GPU of a host: told that the hosts differ, it uses sockets.
-        return {"NCCL_HOSTID": f"overlap-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        return shared_gpu_env(rank)
     return {}
 
 
