@@ -26,7 +26,7 @@ from overlap.errors import ConfigurationError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["World", "choose_device", "init_ranks", "launched_ranks", "run_ranks", "under_launcher"]
+__all__ = ["World", "choose_device", "init_ranks", "launched_ranks", "run_ranks", "shared_gpu_env", "under_launcher"]
 
 _POLL_S = 0.02
 _GRACE_S = 5.0
@@ -134,7 +134,8 @@ def init_ranks(device: str = "auto", *, backend: str | None = None, timeout_s: f
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         if backend == "nccl" and local_ranks > torch.cuda.device_count():
-            _let_nccl_share_a_gpu(local_rank)
+            for name, value in shared_gpu_env(local_rank).items():
+                os.environ.setdefault(name, value)
     dist.init_process_group(
         backend,
         timeout=timedelta(seconds=timeout_s),
@@ -160,6 +161,12 @@ def choose_device(device: str, *, local_rank: int, local_ranks: int) -> torch.de
     if gpus == 0:
         raise RuntimeError("device is 'cuda' but torch sees no GPU: give 'cpu'")
     return torch.device("cuda", local_rank % gpus)
+
+
+def shared_gpu_env(rank: int) -> dict[str, str]:
+    """Variables that let NCCL's ranks share one GPU, over sockets."""
+    # NCCL refuses two ranks on one GPU by comparing host and bus: if the hosts seem to differ, it uses sockets.
+    return {"NCCL_HOSTID": f"overlap-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 @dataclass(frozen=True)
@@ -259,12 +266,6 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _let_nccl_share_a_gpu(local_rank: int) -> None:
-    # NCCL refuses two ranks on one GPU by comparing host and bus: told that the hosts differ, it uses sockets.
-    os.environ.setdefault("NCCL_HOSTID", f"overlap-rank-{local_rank}")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _free_port() -> int:

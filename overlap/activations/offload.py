@@ -83,7 +83,7 @@ def offloading(module: Any, values: Iterable[Any], *, min_bytes: int = _LEAST_BY
     if not torch.is_grad_enabled():
         return nullcontext()
     given = (value for value in values if isinstance(value, nn.Parameter))
-    # Hooks are handed detached aliases, so parameters are told by their memory.
+    # Hooks are handed detached aliases, so parameters are recognized by their memory.
     resident = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers(), *given)}
 
     def pack(tensor: Tensor) -> Tensor | Stored:

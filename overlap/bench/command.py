@@ -17,12 +17,12 @@ import torch
 from overlap._options import require_extra
 from overlap.bench.link import LinkError, ShapedLink
 from overlap.bench.settings import MODELS, OPTIMIZERS, LinkKind, RunConfig, Settings, SettingsError
-from overlap.launch import run_ranks
+from overlap.launch import run_ranks, shared_gpu_env
 
 if TYPE_CHECKING:
     from overlap.bench.results import Report
 
-# Beyond the time limit, before a run that does not end is ended: its timed blocks may be long.
+# How long after the time limit a run is ended that does not end: its timed blocks may be long.
 _PATIENCE_S = 300.0
 
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE.png", help="save a picture")
     parser.add_argument("--show", metavar="FILE", help="run nothing: print what an earlier --json FILE holds")
     parser.add_argument("--markdown", metavar="FILE.md", help="save the table for a document")
-    # What a rank is started with; nobody types it.
+    # For the ranks that this command starts; not for users.
     parser.add_argument("--run-config", help=argparse.SUPPRESS)
 
 
@@ -126,8 +126,7 @@ def _environment(settings: Settings, link: ShapedLink | None, rank: int) -> dict
     if settings.device == "cpu":
         return {"GLOO_SOCKET_IFNAME": "lo"}
     if settings.share_gpu:
-        # NCCL refuses two ranks on one GPU of a host: told that the hosts differ, it uses sockets.
-        return {"NCCL_HOSTID": f"overlap-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        return shared_gpu_env(rank)
     return {}
 
 

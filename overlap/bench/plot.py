@@ -1,4 +1,4 @@
-"""The picture: a bar a variant with its quartiles, the floor as a line across it, and failures named."""
+"""The picture: a bar per variant with its quartiles, the floor as a line across it, and failures named."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class _Supervisor:
             self._timings += 1
             label = f"timing{self._timings}"
             left_s = self._config.deadline - _CLOSING_S - time.time()
-            # Each rank has a clock reading of its own: rank 0's holds for all.
+            # Ranks read the clock at different times: rank 0's reading holds for all.
             ((until, late), *_) = self._files.exchange(
                 f"{label}-until", [time.time() + max(0.0, left_s) * share, left_s < 0], timeout_s=self._limit_s
             )
@@ -118,12 +118,12 @@ class _Supervisor:
         running = running_variant_path(self._config, self._rank)
         variant = running.read_text() if running.exists() else ""
         # A rank may see its end at once, and another only when its collective times out.
-        told = self._files.exchange(f"{label}-outcome", [asdict(outcome), variant], timeout_s=limit_s + 30)
-        outcomes = [Outcome(**one) for one, _ in told]
+        reported = self._files.exchange(f"{label}-outcome", [asdict(outcome), variant], timeout_s=limit_s + 30)
+        outcomes = [Outcome(**one) for one, _ in reported]
         cause = first_failure(outcomes)
         if cause is None:
             return [one.value for one in outcomes], None
-        return [], _Failure(outcomes[cause].failure or "", told[cause][1])
+        return [], _Failure(outcomes[cause].failure or "", reported[cause][1])
 
     def _trial_limit_s(self, name: str) -> float:
         """Far more than the variants before it took: one that hangs should not use up the others' time."""
@@ -161,7 +161,7 @@ def _preload(config: RunConfig) -> None:
         "torch.distributed.optim",
     ]
     for name in wanted:
-        # What cannot be imported fails again in the variant that needs it, and is told there.
+        # What cannot be imported fails again in the variant that needs it, and is reported there.
         with suppress(ImportError):
             importlib.import_module(name)
     if config.settings.model.startswith("resnet"):

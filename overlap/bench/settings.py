@@ -15,7 +15,7 @@ OPTIMIZERS = ("sgd", "sgd-fused", "adamw", "adamw-fused")
 LinkKind = Literal["namespaces", "loopback", "simulated", "direct"]
 
 
-# What a run leaves behind; no part of what it did.
+# Where results are saved; not part of what was run.
 FILES = ("json", "plot", "markdown")
 
 
@@ -31,17 +31,17 @@ class Settings:
     # Written as `tc` does, e.g. "1gbit"; None measures on loopback, unshaped.
     bandwidth: str | None = None
     model: str = "resnet18"
-    # Of the variants whose name does not name one.
+    # Of the variants whose name does not say.
     optimizer: str = "sgd"
     batch_size: int = 8
     # Empty: every variant that this backend can run.
     variants: tuple[str, ...] = ()
-    # Timed samples a variant; fewer when `time_limit_s` ends the run first.
+    # Timed samples per variant; fewer when `time_limit_s` ends the run first.
     steps: int = 20
     warmup_steps: int = 3
-    # None leaves it to DDP: 25 MB, and a first bucket of 1 MB, which naming a size takes away.
+    # None leaves it to DDP: 25 MB, and a first bucket of 1 MB, which is only made when no size is given.
     bucket_cap_mb: float | None = None
-    # As DDP's option of that name, for every variant: gradients lie in the buckets and are not copied.
+    # DDP's option of that name, for every variant: gradients are views of the buckets and are not copied.
     gradient_as_bucket_view: bool = False
     # For the whole run, start and end included.
     time_limit_s: float = 420.0

@@ -2,7 +2,7 @@
 
 Each collective waits on a side channel for `bytes / bandwidth + latency`, one after the other as on a real link, while
 the computation goes on: on CUDA the channel is a stream that spins, on the CPU a thread that sleeps. Every simulated
-rank has this process's data, so sums are multiplied and gathers repeat it. Numbers made with it are called simulated.
+rank has this process's data, so sums are multiplied and gathers repeat it. Its numbers are called simulated.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _CudaChannel:
             spin(int(duration_s * self._cycles_per_s))
             effect()
             for tensor in _flatten(result):
-                # The caching allocator must not hand this memory out again before the side stream is through.
+                # The caching allocator must not hand this memory out again before the side stream is done.
                 tensor.record_stream(self._stream)
             # Completed on the side stream: whoever waits makes its own stream wait for this point.
             future.set_result(result)

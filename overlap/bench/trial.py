@@ -57,7 +57,7 @@ class ModelProfile:
 
 
 def try_variant(config: RunConfig, rank: int, name: str) -> dict[str, Any]:
-    """Runs variant `name` for a few steps; meant for a process of its own, which it may take down with it."""
+    """Runs variant `name` for a few steps; meant for a process of its own, which it may crash."""
     one = registry()[name]
     with open_world(config, rank, name, count=True) as world:
         meter = MemoryMeter(world.device)
@@ -98,7 +98,7 @@ def _profile_step(world: BenchWorld) -> StepProfile:
     clock = _Clock(world.device)
     bucket_bytes: list[int] = []
 
-    def look(state: object, bucket: Any) -> Any:
+    def record(state: object, bucket: Any) -> Any:
         clock.mark()
         bucket_bytes.append(bucket.buffer().numel() * bucket.buffer().element_size())
         done: torch.futures.Future[Any] = torch.futures.Future(
@@ -108,8 +108,8 @@ def _profile_step(world: BenchWorld) -> StepProfile:
         return done
 
     # DDP compares annotations with the types themselves, and here they are strings.
-    look.__annotations__.clear()
-    ddp.register_comm_hook(None, look)
+    record.__annotations__.clear()
+    ddp.register_comm_hook(None, record)
     steps: list[list[float]] = []
     for _ in range(world.config.settings.warmup_steps + _PROFILED_STEPS):
         world.wait_for_ranks(f"step{len(steps)}")
@@ -123,7 +123,7 @@ def _profile_step(world: BenchWorld) -> StepProfile:
     update_ms = {}
     for name in OPTIMIZERS:
         optimizer = setup.optimizer(name, ddp.parameters())
-        # The first step makes the state.
+        # The first step creates the state.
         optimizer.step()
         clock.start()
         for _ in range(_PROFILED_STEPS):
@@ -139,7 +139,7 @@ def _profile_step(world: BenchWorld) -> StepProfile:
 
 
 def _link_speed(world: BenchWorld) -> float:
-    """Bytes a second that an all-reduce of a few megabytes gets out of the link."""
+    """Bytes per second that an all-reduce of a few megabytes gets out of the link."""
     ranks = world.config.settings.ranks
     speed = world.config.settings.bandwidth_bytes_per_s or 1e9
     # A tenth of a second at full speed, within what a slow or a huge link makes sensible.

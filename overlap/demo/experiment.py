@@ -41,7 +41,7 @@ def train_and_compare(settings: Settings, world: World) -> Report:
 
 def _outcome(run: Run, digits: Digits, world: World) -> Outcome:
     losses = mean_losses(run, world)
-    # DDP hands out the running statistics of rank 0, so its model is the one to judge.
+    # DDP broadcasts the running statistics of rank 0, so its model is evaluated.
     share = accuracy(run, digits) if world.is_main else 0.0
     return Outcome(run.recipe.description, share, run.clock.median_ms(), losses)
 

@@ -1,4 +1,4 @@
-"""Reading the time without holding the step up."""
+"""Reading the time without delaying the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Clock", "EventClock", "HostClock", "clock_for"]
 
 
 class Clock(Protocol):
-    """Takes marks now and says later, when nothing is to be held up any more, at what time each was taken."""
+    """Takes marks now and reads later, when nothing is delayed by it, at what time each was taken."""
 
     is_host: bool
     """Whether marks are the host's own time, so that a thread may take one when a collective completes."""

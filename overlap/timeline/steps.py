@@ -21,7 +21,7 @@ class Phase(Interval):
     ``buffers``: DDP sends the module's buffers from rank 0, before the forward. ``forward``: the module's.
     ``loss``: from the model's output to the gradient of it. ``backward``: from there to the last gradient.
     ``finalization``: from there until DDP has waited for every bucket and set ``.grad``. ``optimizer``: an optimizer's
-    ``step()``. ``wait``: it waited for a collective of a stage. What lies in none of them is the loop's own.
+    ``step()``. ``wait``: it waited for a collective of a stage. The rest of a step is the loop's own.
     """
 
     name: PhaseName
@@ -47,7 +47,7 @@ class BucketReport:
     index: int
     gradient_bytes: int
     ready_ms: float
-    """When its last gradient was there."""
+    """When its last gradient was ready."""
     activities: tuple[Activity, ...]
 
     @property
@@ -64,7 +64,7 @@ class BucketReport:
 
     @property
     def gather(self) -> Interval | None:
-        """From the launch of the first collective that hands out updated parameters to the completion of the last."""
+        """From the launch of the first collective that sends updated parameters to the completion of the last."""
         return hull(self.collectives("gather"))
 
     @property
@@ -107,7 +107,7 @@ class StepReport:
 
     @cached_property
     def waits(self) -> list[Interval]:
-        """When nothing was computed on the training thread because a bucket, or DDP's buffers, were on their way."""
+        """When nothing was computed on the training thread because a bucket, or DDP's buffers, were being sent."""
         done_ms = max((bucket.done_ms for bucket in self.buckets), default=0.0)
         at_the_end = [
             Interval(one.start_ms, min(one.end_ms, done_ms))
@@ -118,18 +118,18 @@ class StepReport:
 
     @cached_property
     def communication(self) -> list[Interval]:
-        """When a collective of a stage or DDP's broadcast of buffers was under way."""
+        """When a collective of a stage or DDP's broadcast of buffers was in progress."""
         collectives = [one for bucket in self.buckets for one in bucket.collectives()]
         return union([*collectives, *self.in_phase("buffers"), *self.in_phase("wait")])
 
     @property
     def communication_ms(self) -> float:
-        """How long some communication was under way."""
+        """How long some communication was in progress."""
         return length_ms(self.communication)
 
     @property
     def exposed_ms(self) -> float:
-        """Exposed communication: how long nothing was computed because communication was under way."""
+        """Exposed communication: how long nothing was computed because communication was in progress."""
         return length_ms(intersection(self.waits, self.communication))
 
     @property

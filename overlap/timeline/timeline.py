@@ -38,15 +38,15 @@ class Timeline:
         timeline.save("step.png")      # on every rank; rank 0 writes
 
     A step runs from the start of a forward that records gradients to the start of the next one after its backward;
-    under ``no_sync`` every micro-batch is one. A forward under ``torch.no_grad`` ends the step and is part of none.
+    under ``no_sync`` every micro-batch is one. A forward under ``torch.no_grad`` ends the step and is not part of any.
 
     *On the CPU* times are the host's: a collective lasts from its launch to its completion (point-to-point ones: until
     the scheduler has waited for them). *On CUDA* they are those of events on the streams; nothing waits for the device
     before :meth:`report`.
 
     A model without a registered stage gets ``chain(AllReduce())`` for the length of the block, which reduces bit for
-    bit as plain DDP does; then every rank must enter the block, between two steps, and what stays behind afterwards is
-    a hook that reduces as DDP itself. With a stage registered, entering issues nothing.
+    bit as plain DDP does; then every rank must enter the block, between two steps, and afterwards the model keeps
+    a hook that reduces as DDP itself does. With a stage registered, entering issues nothing.
 
     Args:
         ddp: the model; to compile it, compile the module inside: ``DistributedDataParallel(torch.compile(module))``.

@@ -18,10 +18,10 @@ from overlap.timeline import Report, StepReport, Timeline, save_reports
 
 __all__ = ["joined", "run_experiment"]
 
-# DDP cuts its buckets anew after the first step, and optimizers make their state in it.
+# DDP rebuilds its buckets after the first step, and optimizers create their state in it.
 _WARMUP_STEPS = 3
 # The two ways take turns, so that a change in the machine's load falls on both.
-_STEPS_A_TURN = 4
+_STEPS_PER_TURN = 4
 
 
 def run_experiment(settings: Settings, *, steps: int, output: Path) -> int:
@@ -33,10 +33,10 @@ def run_experiment(settings: Settings, *, steps: int, output: Path) -> int:
         for run, own in zip(runs, batches, strict=True):
             _train(run, itertools.islice(own, _WARMUP_STEPS))
         turns: list[list[Report]] = [[] for _ in runs]
-        for start in range(0, steps, _STEPS_A_TURN):
+        for start in range(0, steps, _STEPS_PER_TURN):
             for run, own, reports in zip(runs, batches, turns, strict=True):
                 with Timeline(run.ddp) as timeline:
-                    _train(run, itertools.islice(own, min(_STEPS_A_TURN, steps - start)))
+                    _train(run, itertools.islice(own, min(_STEPS_PER_TURN, steps - start)))
                 reports.append(timeline.report())
         if world.is_main:
             titles = [f"{run.name}: {run.recipe.description}" for run in runs]

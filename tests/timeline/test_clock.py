@@ -23,7 +23,6 @@ class FakeEvent:
 
     def __init__(self, *, enable_timing: bool) -> None:
         assert enable_timing
-        self.is_read = False
 
     def record(self, stream: str) -> None:
         assert stream == "current stream of cuda:3"
