@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from overlap.bench.registry import FloorKind
+from overlap.bench.variant import FloorKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class StepProfile:
             )
 
     def scaled_to(self, compute_ms: float) -> StepProfile:
-        """The same step at another speed of the machine: profile and race may see it differently loaded."""
+        """The same step at another speed of the machine: profile and timing may see it differently loaded."""
         factor = compute_ms / self.compute_ms
         return replace(
             self,

@@ -60,7 +60,7 @@ def run_job(job: Callable[[IO[str]], Any], folder: Path, label: str, *, limit_s:
     return Outcome(**json.loads(result.read_text()))
 
 
-def common_cause(outcomes: Sequence[Outcome]) -> int | None:
+def first_failure(outcomes: Sequence[Outcome]) -> int | None:
     """The rank that a job failed on first, as far as can be told, or None where it failed on none."""
     failed = [rank for rank, one in enumerate(outcomes) if one.failure is not None]
     if not failed:

@@ -25,7 +25,7 @@ class SettingsError(ConfigurationError):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of one run, as given; `Site` and `Plan` hold what is worked out from them."""
+    """The options of one run, as given; `RunConfig` holds what is worked out from them."""
 
     ranks: int = 2
     # Written as `tc` does, e.g. "1gbit"; None measures on loopback, unshaped.
@@ -97,7 +97,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunConfig:
     """What every rank is told: the settings, the variants by name, the link, and where to leave results."""
 
     settings: Settings
@@ -113,12 +113,12 @@ class Plan:
         return 1 if self.link == "simulated" else self.settings.ranks
 
     def save(self) -> Path:
-        path = Path(self.folder) / "plan.json"
+        path = Path(self.folder) / "run.json"
         path.write_text(json.dumps(asdict(self)))
         return path
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    def load(cls, path: str | Path) -> RunConfig:
         raw: dict[str, Any] = json.loads(Path(path).read_text())
         names = {entry.name for entry in fields(Settings)}
         settings = {key: value for key, value in raw.pop("settings").items() if key in names}

@@ -30,8 +30,8 @@ def _nothing() -> None:
 class Recipe:
     """How one of the two runs trains."""
 
-    # What happens to a bucket, in words or as the chain prints itself.
-    plan: str
+    # What happens to a bucket: in words, or the chain's repr.
+    description: str
     # What the training loop steps and the learning rate's schedule changes.
     optimizer: Optimizer
     # The result is the plain run's, bit for bit.

@@ -1,13 +1,13 @@
-"""Gradients averaged over all ranks at first, and from some step on over a subgroup or not at all.
+"""Averages gradients over all ranks at first, and later over a subgroup or not at all.
 
-This is how post-local SGD (Lin et al. 2018, https://arxiv.org/abs/1808.07217) treats gradients; the averaging of
-parameters is in :mod:`overlap.optim`.
+This is half of post-local SGD (Lin et al. 2018, https://arxiv.org/abs/1808.07217); the other half, averaging
+parameters, is in :mod:`overlap.optim`.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,20 +21,18 @@ from overlap.hooks.stage import Stage
 from overlap.hooks.stage_hook import StageHook
 from overlap.join import gradient_divisor
 
-__all__ = ["PostLocal", "PostLocalSGDState", "check_member", "machine_group", "post_localSGD_hook"]
+__all__ = ["PostLocal", "PostLocalSGDState", "check_subgroup", "machine_group", "post_localSGD_hook"]
 
 
 class PostLocalSGDState:
-    """When gradients stop being averaged over all ranks, and over which ranks they are averaged then.
+    """When gradients stop being averaged over all ranks, and over which ranks they are averaged from then on.
 
     Args:
-        process_group: all ranks; where ``None`` the model's own group (the default group, if registered with DDP
-            itself).
-        subgroup: the ranks that average gradients from then on; where ``None`` those of ``process_group`` on the same
-            machine, in a group that is made when it is first needed.
-        start_localSGD_iter: number of backward passes before that.
-        post_local_gradient_allreduce: whether gradients are averaged over the subgroup from then on; if ``False``, each
-            rank keeps its own.
+        process_group: all ranks; where ``None`` the model's group (registered with DDP itself: the default group).
+        subgroup: the ranks that go on averaging gradients; where ``None`` those of ``process_group`` that are on the
+            same machine, in a group that is made when it is first needed.
+        start_localSGD_iter: backward passes before that.
+        post_local_gradient_allreduce: ``False`` averages no gradients from then on.
 
     Raises:
         ConfigurationError: ``start_localSGD_iter`` is below 0, or this rank is not in ``subgroup``.
@@ -48,9 +46,11 @@ class PostLocalSGDState:
         post_local_gradient_allreduce: bool = True,
     ) -> None:
         if isinstance(start_localSGD_iter, bool) or not isinstance(start_localSGD_iter, int) or start_localSGD_iter < 0:
-            raise ConfigurationError(f"start_localSGD_iter is a whole number from 0 on, got {start_localSGD_iter!r}")
+            raise ConfigurationError(
+                f"start_localSGD_iter must be a whole number of at least 0, got {start_localSGD_iter!r}"
+            )
         if subgroup is not None:
-            check_member(subgroup)
+            check_subgroup(subgroup)
         self.process_group = process_group
         self.subgroup = subgroup
         self.start_localSGD_iter = start_localSGD_iter
@@ -70,9 +70,9 @@ class PostLocalSGDState:
             self.iter += 1
 
     def group_of_pass(self) -> dist.ProcessGroup | None:
-        """The ranks that the next local pass averages over, ``None`` for this rank alone.
+        """The ranks that the next local pass averages over; ``None`` if it averages nothing.
 
-        Issues, the first time without a ``subgroup``: the collectives that make a group, on every rank of the job.
+        Issues, the first time without a ``subgroup``: the collectives of making a group, on every rank of the job.
         """
         if not self.post_local_gradient_allreduce:
             return None
@@ -82,25 +82,32 @@ class PostLocalSGDState:
 
 
 class PostLocal(Stage):
-    """Runs a reducer over all ranks until local SGD starts, and over a subgroup or not at all afterwards.
+    """Reduces over all ranks until local SGD starts, and then over a subgroup or not at all.
 
     Args:
-        state: says when and where; each stage needs its own.
-        inner: the reducer; :class:`AllReduce` where ``None``.
+        state: says when local SGD starts, and which ranks are the subgroup; several stages must not share one.
+        inner: the reducer, :class:`AllReduce` where ``None``.
+        is_local: says whether the next backward pass is local; by default ``state`` counts passes.
 
-    Issues: what ``inner`` issues, first on ``state.process_group`` (the model's group where ``None``), later on the
-    subgroup or not at all.
+    Issues: what ``inner`` issues, on ``state.process_group`` (the model's where ``None``), then on the subgroup, or
+    nothing.
+
+    Raises:
+        ConfigurationError: ``inner`` is not a reducer.
 
     >>> from overlap.hooks import PostLocal, PostLocalSGDState
     >>> PostLocal(PostLocalSGDState(None, None, start_localSGD_iter=1000))
     PostLocal(AllReduce(), from step 1000)
     """
 
-    def __init__(self, state: PostLocalSGDState, inner: Stage | None = None) -> None:
+    def __init__(
+        self, state: PostLocalSGDState, inner: Stage | None = None, *, is_local: Callable[[], bool] | None = None
+    ) -> None:
         self._state = state
+        self._asks_is_local = is_local
         self.inner = AllReduce() if inner is None else inner
         if not self.inner.reduces:
-            raise ConfigurationError(f"PostLocal takes a reducer, and {self.inner!r} is not one")
+            raise ConfigurationError(f"PostLocal takes a reducer, and {self.inner!r} is not a reducer")
         self._is_local = False
         self._group: dist.ProcessGroup | None = None
 
@@ -113,8 +120,8 @@ class PostLocal(Stage):
         return f"PostLocal({self.inner.signature}, from step {self._state.start_localSGD_iter})"
 
     def before_backward(self, *, is_replay: bool) -> None:
-        # Decided once for all buckets of the pass, on the training thread, where a group may be made.
-        self._is_local = self._state.is_local
+        # Decided once for all buckets of the pass, and here, because making a group is a collective.
+        self._is_local = self._state.is_local if self._asks_is_local is None else self._asks_is_local()
         self._group = self._state.group_of_pass() if self._is_local else self._state.process_group
 
     async def __call__(self, bucket: Bucket) -> None:
@@ -122,10 +129,14 @@ class PostLocal(Stage):
             await self.inner(replace(bucket, group=self._group, divisor=gradient_divisor(self._group)))
         elif not self._is_local:
             await self.inner(bucket)
-        self._state.maybe_increase_iter(bucket)
+        if self._asks_is_local is None:
+            self._state.maybe_increase_iter(bucket)
+
+    def passed(self, bucket: Bucket) -> Bucket:
+        return replace(bucket, is_mean=self._group is not None or not self._is_local)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of ``inner``; ``state.iter`` is for the owner of ``state`` to save."""
+        """That of ``inner``; ``state.iter`` is not in it."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -143,7 +154,7 @@ def _post_local(state: Any) -> Stage:
 def _checked(state: Any) -> PostLocalSGDState:
     if not isinstance(state, PostLocalSGDState):
         raise ConfigurationError(
-            f"the state of post_localSGD_hook is a PostLocalSGDState, got {type(state).__name__}: "
+            f"the state of post_localSGD_hook must be a PostLocalSGDState, got {type(state).__name__}; make one, as in "
             "PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1000)"
         )
     return state
@@ -162,22 +173,32 @@ post_localSGD_hook = StageHook(  # noqa: N816 (PyTorch's name)
 )
 
 
-def check_member(subgroup: object) -> None:
-    """Raises: ConfigurationError: this rank is not in ``subgroup``."""
+def check_subgroup(subgroup: object, group: dist.ProcessGroup | None = None) -> None:
+    """Check that this rank is in ``subgroup``, and that all its ranks are in ``group``, where one is given.
+
+    Raises:
+        ConfigurationError: it is not a process group, or ranks do not fit.
+    """
+    if isinstance(subgroup, str):
+        raise ConfigurationError(f'subgroup must be a process group, "machine" or None, got {subgroup!r}')
     if not isinstance(subgroup, dist.ProcessGroup) or dist.get_rank(subgroup) < 0:
         raise ConfigurationError(
-            f"rank {dist.get_rank()} is not in the subgroup that it was given ({subgroup!r}); each rank gives the one "
-            "it is in, as in `subgroup, _ = torch.distributed.new_subgroups(group_size)`"
+            f"rank {dist.get_rank()} is not in the subgroup that it was given ({subgroup!r}); give each rank the one "
+            "that it is in, as in `subgroup, _ = torch.distributed.new_subgroups(group_size)`"
         )
+    if group is None:
+        return
+    if strangers := sorted(set(dist.get_process_group_ranks(subgroup)) - set(dist.get_process_group_ranks(group))):
+        raise ConfigurationError(f"ranks {strangers} of the subgroup are not in the model's process group")
 
 
 def machine_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The ranks of ``group`` (the default one where ``None``) that are on this machine, as a new group.
 
-    Issues, on every rank: one gather of host names on ``group``, and the collectives that make the groups.
+    Issues, on every rank: one gather of host names on ``group``, and the collectives of making groups.
 
     Raises:
-        ConfigurationError: ``group`` does not have all ranks of the job, which must make groups together.
+        ConfigurationError: ``group`` lacks ranks of the job, which must make groups together.
     """
     whole: dist.ProcessGroup = group if group is not None else dist.group.WORLD  # type: ignore[assignment]
     if whole.size() != dist.get_world_size():

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from overlap._torch.autograd import version
 from overlap._torch.foreach import norms
 from overlap.errors import ConfigurationError
+from overlap.optim.gradient_versions import GradientVersions
 
-__all__ = ["Clipping", "GradientNorms", "SealedGradients"]
+__all__ = ["Clipping", "GradientNorms"]
 
 
 @dataclass(frozen=True)
@@ -60,56 +59,31 @@ def _grouped(gradients: Sequence[Tensor], gradient_norms: Sequence[Tensor]) -> l
     return [norm.to(device) for group in groups.values() for norm in group]
 
 
-class SealedGradients:
-    """Remembers ``.grad`` of parameters as it was, to tell later whether it still is."""
-
-    def __init__(self) -> None:
-        self._seals: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-
-    def seal(self, parameters: Iterable[Tensor]) -> None:
-        """Remember ``.grad`` of these parameters, and of no others."""
-        self._seals = {
-            id(parameter): (weakref.ref(parameter.grad), version(parameter.grad))
-            for parameter in parameters
-            if parameter.grad is not None
-        }
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether ``parameter.grad`` is the tensor that it was, with what it held."""
-        seal = self._seals.get(id(parameter))
-        return (
-            seal is not None
-            and parameter.grad is not None
-            and seal[0]() is parameter.grad
-            and seal[1] == version(parameter.grad)
-        )
-
-
 class GradientNorms:
     """Norms of gradients, taken bucket by bucket as they come, for as long as the gradients stay as they are."""
 
     def __init__(self, norm_type: float) -> None:
         self._norm_type = norm_type
         self._norms: dict[int, Tensor] = {}
-        self._sealed = SealedGradients()
+        self._versions = GradientVersions()
 
     def clear(self) -> None:
         """A new backward begins."""
         self._norms.clear()
-        self._sealed = SealedGradients()
+        self._versions = GradientVersions()
 
     def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Note the norms of ``gradients``, those of ``parameters``."""
         if parameters:
             self._norms.update(zip(map(id, parameters), norms(gradients, self._norm_type), strict=True))
 
-    def seal(self, sealed: SealedGradients) -> None:
-        """``.grad`` now holds what was noted, as ``sealed`` remembers it: a later change makes the note void."""
-        self._sealed = sealed
+    def note_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """``.grad`` of ``parameters`` now holds what was noted: a later change makes the note void."""
+        self._versions = GradientVersions(parameters)
 
     def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The norm of each parameter's ``.grad``, which must not be ``None``; computed where no note of it holds."""
-        stale = [p for p in parameters if id(p) not in self._norms or not self._sealed.holds(p)]
+        stale = [p for p in parameters if id(p) not in self._norms or not self._versions.hold(p)]
         if stale:
             self.take(stale, [parameter.grad for parameter in stale if parameter.grad is not None])
         return self.noted(parameters)

@@ -53,6 +53,8 @@ class FunctionalOptimizer:
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"{type(self).__name__}: {error}") from error
         self._stepper = SubsetStepper(self.optimizer)
+        self.adopts = not any(group["params"] for group in self.param_groups)
+        """Whether this was made without parameters, and takes those that an update in backward brings."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -71,14 +73,13 @@ class FunctionalOptimizer:
         """
         if grad is None:
             return
-        if not self._stepper.covers(param):
-            self.add(param)
+        self.adopt([param])
         self._stepper.begin()
         self._stepper.step([param], [grad])
 
-    def add(self, param: Tensor) -> None:
-        """Let a parameter join the first group."""
-        self.param_groups[0]["params"].append(param)
+    def adopt(self, params: Iterable[Tensor]) -> None:
+        """Let those of ``params`` that are in no group yet join the first one."""
+        self.param_groups[0]["params"].extend(param for param in params if not self._stepper.covers(param))
         self._stepper.refresh()
 
     def step(self, gradients: Sequence[Tensor | None]) -> None:

@@ -1,28 +1,39 @@
-"""The optimizer that a training loop holds when its update rides in backward."""
+"""The optimizer that a training loop holds when its update is made in backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._torch.foreach import scale_
-from overlap._torch.optimizer import mark_stepped, patch_step, unhooked_step
+from overlap._torch.optimizer import mark_stepped, unhooked_step
 from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap.hooks import StageContext
 from overlap.join import Join, Joinable, JoinHook
+from overlap.optim.clipping import Clipping, GradientNorms
+from overlap.optim.grad_scaler import LossScale
+from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.proxy import OptimizerProxy
 from overlap.optim.subset import SubsetStepper, check_optimizer
-
-if TYPE_CHECKING:
-    from overlap.optim.step import Step
 
 __all__ = ["OverlappedOptimizer"]
 
 
-class OverlappedOptimizer(Optimizer, Joinable):
+class _Update(Protocol):
+    """What a :class:`Step` stage tells of itself."""
+
+    is_deferred: bool
+    clipping: Clipping | None
+    norms: GradientNorms | None
+    lifecycle: UpdateLifecycle
+    context: StageContext | None
+
+
+class OverlappedOptimizer(OptimizerProxy, Joinable):
     """Wraps an optimizer whose update a :class:`Step` stage makes during backward.
 
     It shares ``param_groups``, ``state`` and ``defaults`` with the wrapped optimizer, so LR schedulers can be given
@@ -37,50 +48,17 @@ class OverlappedOptimizer(Optimizer, Joinable):
         optimizer: any ``torch.optim.Optimizer`` that steps without a closure.
 
     Raises:
-        ConfigurationError: ``optimizer`` is none, or is overlapped already.
+        ConfigurationError: ``optimizer`` is something else, or is overlapped already.
         UnsupportedError: it needs a closure or sparse gradients.
     """
-
-    # GradScaler then leaves the gradients as they are, always calls step, and says here whether they are finite.
-    _step_supports_amp_scaling = True
 
     def __init__(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, OverlappedOptimizer):
             raise ConfigurationError("this optimizer is an OverlappedOptimizer already; use it as it is")
-        self.optimizer = check_optimizer(optimizer)
+        super().__init__(check_optimizer(optimizer))
         Joinable.__init__(self)
-        self._stages: list[Step] = []
+        self._updates: list[_Update] = []
         self._stepper = SubsetStepper(self.optimizer)
-        self._applied: set[int] = set()
-        patch_step(self)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # Not set yet: a copy or an unpickled object in the making.
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state, by parameter."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's defaults."""
-        return self.optimizer.defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient and was not updated in backward.
@@ -91,95 +69,96 @@ class OverlappedOptimizer(Optimizer, Joinable):
         Raises:
             TrainingLoopError: a gradient has not been reduced (the backward ran under ``no_sync``, or did not reach
                 every parameter), or was changed after an interleaved update had applied it (clipping,
-                ``GradScaler``).
+                ``GradScaler``); or the last backward raised.
         """
         Join.notify_join_context(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for stage in self._stages:
-            stage.check_complete()
-            stage.check_unchanged()
+        loss_scale = LossScale.given_to(self)
+        pending = self._pending(loss_scale)
+        try:
+            self._update(pending, loss_scale)
+        except BaseException:
+            for update in self._updates:
+                update.lifecycle.on_update_failure()
+            raise
+        mark_stepped(self.optimizer)
+        for update in self._updates:
+            update.lifecycle.on_step(pending)
+        return loss
+
+    def _pending(self, loss_scale: LossScale) -> list[Tensor]:
+        """The parameters to update, if the lifecycles allow it."""
+        if loss_scale.is_used and any(not update.is_deferred for update in self._updates):
+            raise TrainingLoopError(
+                "GradScaler decides after backward whether to step, but the parameters were updated in backward; "
+                "use Step(optimizer, deferred=True) with it"
+            )
+        lifecycles = [update.lifecycle for update in self._updates]
+        for lifecycle in lifecycles:
+            lifecycle.check_step()
         pending = [
             parameter
             for group in self.param_groups
             for parameter in group["params"]
-            if parameter.grad is not None and id(parameter) not in self._applied
+            if parameter.grad is not None and not any(lifecycle.has_applied(parameter) for lifecycle in lifecycles)
         ]
-        for stage in self._stages:
-            stage.check_reduced(pending)
-        found_inf, scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
-        if found_inf is None:
-            self._update(pending)
-        else:
-            self._update_scaled(pending, found_inf, scale)
-        # Only the model's own: of other gradients nobody tells when they are new.
-        self.note_applied([p for p in pending if any(stage.has_reduced(p) for stage in self._stages)])
-        mark_stepped(self.optimizer)
-        for stage in self._stages:
-            stage.on_stepped()
-        return loss
+        for lifecycle in lifecycles:
+            lifecycle.check_reduced(pending)
+        return pending
 
     @torch.no_grad()
-    def _update(self, pending: list[Tensor]) -> None:
+    def _update(self, pending: list[Tensor], loss_scale: LossScale) -> None:
         if not pending:
             return
-        clipping = next((stage.clipping for stage in self._stages if stage.clipping is not None), None)
-        if clipping is not None:
-            gradients = [parameter.grad for parameter in pending]
-            clipping.scale_(gradients, self._norms(pending))  # type: ignore[arg-type]
-        if self._applied:
+        clipped = next((update for update in self._updates if update.clipping is not None), None)
+        if clipped is None and loss_scale.is_supported_by(self.optimizer):
+            with loss_scale.passed_to(self.optimizer):
+                self._step(pending)
+            return
+        if loss_scale.skips_step():
+            return
+        gradients = [parameter.grad for parameter in pending if parameter.grad is not None]
+        loss_scale.unscale_(gradients)
+        if clipped is not None and clipped.clipping is not None and clipped.norms is not None:
+            clipped.clipping.scale_(gradients, clipped.norms.of(pending))
+        self._step(pending)
+
+    def _step(self, pending: list[Tensor]) -> None:
+        if any(update.lifecycle.applied for update in self._updates):
             self._stepper.refresh()
             self._stepper.step(pending, [parameter.grad for parameter in pending])  # type: ignore[misc]
         else:
             # Nothing was updated in backward: one whole step, which any optimizer can do.
             unhooked_step(type(self.optimizer))(self.optimizer)
 
-    def _norms(self, parameters: list[Tensor]) -> list[Tensor]:
-        for stage in self._stages:
-            if stage.norms is not None:
-                return stage.norms.of(parameters)
-        raise AssertionError("a stage that clips takes norms")
-
-    @torch.no_grad()
-    def _update_scaled(self, pending: list[Tensor], found_inf: Tensor, scale: Tensor | None) -> None:
-        """A step for ``GradScaler``: skipped where a gradient is not finite, unscaled by ``1 / scale`` elsewhere."""
-        if any(not stage.is_deferred for stage in self._stages):
-            raise TrainingLoopError(
-                "GradScaler decides after backward whether to step, but the parameters were updated in backward; "
-                "use Step(optimizer, deferred=True) with it"
-            )
-        clips = any(stage.clipping is not None for stage in self._stages)
-        if getattr(self.optimizer, "_step_supports_amp_scaling", False) and not clips:
-            # The kernel itself unscales and skips, and the host does not wait for the verdict.
-            self.optimizer.grad_scale, self.optimizer.found_inf = scale, found_inf  # type: ignore[attr-defined]
-            try:
-                self._update(pending)
-            finally:
-                del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
-            return
-        if found_inf.item():
-            return
-        if scale is not None and pending:
-            scale_([parameter.grad for parameter in pending], scale.double().reciprocal().float())  # type: ignore[misc]
-        self._update(pending)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's; not needed for what a registered chain updates."""
-        self.optimizer.zero_grad(set_to_none)
+        """As the wrapped optimizer's; between backward and :meth:`step` it discards the backward.
 
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
-        return self.optimizer.state_dict()
+        A registered chain clears what it has applied by itself, so a loop need not call this.
+
+        Raises:
+            TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
+        """
+        for update in self._updates:
+            update.lifecycle.on_zero_grad()
+        super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The wrapped optimizer's."""
-        self.optimizer.load_state_dict(dict(state_dict))
+        """As the wrapped optimizer's.
+
+        Raises:
+            TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
+        """
+        for update in self._updates:
+            update.lifecycle.on_load()
+        super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The wrapped optimizer's; parameters of the model are updated in backward from the next one on."""
-        self.optimizer.add_param_group(param_group)
+        """As the wrapped optimizer's; parameters of the model are updated in backward from the next one on."""
+        super().add_param_group(param_group)
         self._stepper.refresh()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -195,7 +174,7 @@ class OverlappedOptimizer(Optimizer, Joinable):
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The model's process group, once a stage is registered; the default one before."""
-        groups = [stage.group for stage in self._stages if stage.group is not None]
+        groups = [update.context.group for update in self._updates if update.context is not None]
         return groups[0] if groups else dist.group.WORLD  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -214,31 +193,17 @@ class OverlappedOptimizer(Optimizer, Joinable):
         """Steps parts of the parameters."""
         return self._stepper
 
-    def adopt(self, stage: Step) -> None:
-        """Have :meth:`step` finish what ``stage`` leaves.
+    def check_same_way(self, update: _Update) -> None:
+        """Raises: ConfigurationError: another stage updates this optimizer in another way."""
+        for other in self._updates:
+            if (other.is_deferred, other.clipping) != (update.is_deferred, update.clipping):
+                raise ConfigurationError(f"one optimizer is updated in one way, but has {other!r} and {update!r}")
 
-        Raises:
-            ConfigurationError: another stage updates this optimizer in another way.
-        """
-        for other in self._stages:
-            if (other.is_deferred, other.clipping) != (stage.is_deferred, stage.clipping):
-                raise ConfigurationError(f"one optimizer is updated in one way, but has {other!r} and {stage!r}")
-        if stage not in self._stages:
-            self._stages.append(stage)
+    def adopt(self, update: _Update) -> None:
+        """Have :meth:`step` finish what ``update`` leaves."""
+        self._updates.append(update)
 
-    def release(self, stage: Step) -> None:
-        """Forget ``stage``."""
-        if stage in self._stages:
-            self._stages.remove(stage)
-
-    def has_applied(self, parameter: Tensor) -> bool:
-        """Whether ``.grad`` of this parameter has been applied."""
-        return id(parameter) in self._applied
-
-    def note_applied(self, parameters: list[Tensor]) -> None:
-        """``.grad`` of these parameters has been applied."""
-        self._applied.update(map(id, parameters))
-
-    def note_new_gradients(self, parameters: list[Tensor]) -> None:
-        """``.grad`` of these parameters is no longer what was applied."""
-        self._applied.difference_update(map(id, parameters))
+    def release(self, update: _Update) -> None:
+        """Forget ``update``."""
+        if update in self._updates:
+            self._updates.remove(update)

@@ -18,8 +18,9 @@ from overlap.timeline.clock import clock_for
 from overlap.timeline.loop import watching
 from overlap.timeline.reading import read_steps, roles_of, synchronized
 from overlap.timeline.recording import Recorder
-from overlap.timeline.report import Report, StepReport
+from overlap.timeline.report import Report
 from overlap.timeline.saving import check_path, save_reports
+from overlap.timeline.steps import StepReport
 
 __all__ = ["Timeline"]
 
@@ -51,7 +52,7 @@ class Timeline:
         ddp: the model; to compile it, compile the module inside: ``DistributedDataParallel(torch.compile(module))``.
 
     Raises:
-        RegistrationError: ``ddp`` is no DDP model, has a hook that was not registered with :func:`overlap.register`,
+        RegistrationError: ``ddp`` is not a DDP model, has a hook that was not registered with :func:`overlap.register`,
             or is being recorded already.
     """
 
@@ -59,7 +60,7 @@ class Timeline:
         self._ddp = ddp
         self._recorder: Recorder | None = None
         self._roles: dict[str, Role] = {}
-        self._plan = ""
+        self._title = ""
         self._registration: Registration | None = None
         self._cleanup = ExitStack()
         self._is_recording = False
@@ -94,14 +95,14 @@ class Timeline:
         if registration is None:
             registration = chain(AllReduce()).register(self._ddp)
             cleanup.callback(registration.remove)
-            self._plan = "plain DDP"
+            self._title = "plain DDP"
             return registration
         if registration.observer is not None:
             raise RegistrationError(
                 f"{registration.stage!r} has an observer already ({type(registration.observer).__name__}); "
                 "leave that Timeline's block first"
             )
-        self._plan = repr(registration.stage)
+        self._title = repr(registration.stage)
         return registration
 
     @property
@@ -126,7 +127,7 @@ class Timeline:
             group = self._ddp.process_group
             everyone: list[Any] = [None] * group.size()
             dist.all_gather_object(everyone, own, group=group)
-            self._report = Report(plan=self._plan, ranks=synchronized(everyone))
+            self._report = Report(title=self._title, ranks=synchronized(everyone))
         return self._report
 
     def save(self, path: str | Path, *, step: int | None = None) -> None:
@@ -145,7 +146,7 @@ class Timeline:
         check_path(path)
         report = self.report()
         if self._ddp.process_group.rank() == 0:
-            save_reports({report.plan: report}, path, step=step)
+            save_reports({report.title: report}, path, step=step)
 
 
 def _stop_observing(registration: Registration) -> None:

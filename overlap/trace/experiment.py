@@ -39,9 +39,8 @@ def run_experiment(settings: Settings, *, steps: int, output: Path) -> int:
                     _train(run, itertools.islice(own, min(_STEPS_A_TURN, steps - start)))
                 reports.append(timeline.report())
         if world.is_main:
-            _present(
-                {f"{run.name}: {run.recipe.plan}": joined(own) for run, own in zip(runs, turns, strict=True)}, output
-            )
+            titles = [f"{run.name}: {run.recipe.description}" for run in runs]
+            _present({title: joined(own) for title, own in zip(titles, turns, strict=True)}, output)
     return 0
 
 
@@ -56,7 +55,7 @@ def joined(reports: Sequence[Report]) -> Report:
                 replace(step, step=first + place, start_ms=end_ms + step.start_ms) for place, step in enumerate(steps)
             )
         end_ms = max(step.start_ms + step.step_ms for steps in ranks for step in steps)
-    return Report(plan=reports[0].plan, ranks=tuple(ranks))
+    return Report(title=reports[0].title, ranks=tuple(ranks))
 
 
 def _train(run: Run, batches: Iterable[tuple[Tensor, Tensor]]) -> None:

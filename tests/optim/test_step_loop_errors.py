@@ -28,7 +28,9 @@ def _second_backward(rank: int, world_size: int) -> None:
     ddp, optimizer = _overlapped()
     _backward(ddp, 0, rank)
     with pytest.raises(TrainingLoopError, match="second backward"):
-        _backward(ddp, 1, rank)
+        ddp(*MLP.batch(1, rank).inputs).square().sum().backward()
+    with pytest.raises(TrainingLoopError, match="the last backward or update raised"):
+        optimizer.step()
     # The failed backward counts for nothing.
     _backward(ddp, 2, rank)
     optimizer.step()
@@ -36,6 +38,22 @@ def _second_backward(rank: int, world_size: int) -> None:
 
 def test_a_second_backward_without_a_step_is_an_error() -> None:
     run_ranks(_second_backward, 2)
+
+
+def _cleared_before_step(rank: int, world_size: int) -> None:
+    ddp, optimizer = _overlapped()
+    _backward(ddp, 0, rank)
+    with pytest.raises(TrainingLoopError, match=r"zero_grad\(\) between backward and .*deferred=True"):
+        optimizer.zero_grad()
+    ddp.zero_grad()  # Plain DDP would skip this update.
+    with pytest.raises(TrainingLoopError, match="changed after backward"):
+        optimizer.step()
+    _backward(ddp, 1, rank)
+    optimizer.step()
+
+
+def test_clearing_gradients_that_were_applied_in_backward_is_an_error_before_step() -> None:
+    run_ranks(_cleared_before_step, 2)
 
 
 def _unreduced(rank: int, world_size: int) -> None:
@@ -73,8 +91,8 @@ def _backward_again(rank: int, world_size: int) -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()  # DDP would not reduce it, and the weights that it needs are gone.
-    optimizer.zero_grad()
     optimizer.step()
+    optimizer.zero_grad()
     _backward(ddp, 1, rank)
     optimizer.step()
 

@@ -14,6 +14,7 @@ import torch
 from harness import assert_parity, overlapped_step, run_ranks, train, wrap
 from harness.models import MLP, UNUSED, Case
 from overlap import AllReduce, Bucket, OverlappedOptimizer, Stage, Step, chain
+from overlap.optim.lifecycle import UpdateLifecycle
 
 
 class _Uneven(Stage):
@@ -80,7 +81,7 @@ def _keeps_gradients() -> list[Any]:
 
 
 def _updates_twice() -> list[Any]:
-    return [mock.patch.object(OverlappedOptimizer, "note_applied", return_value=None)]
+    return [mock.patch.object(UpdateLifecycle, "note_applied", return_value=None)]
 
 
 def _skips_the_last_bucket() -> list[Any]:
@@ -92,7 +93,7 @@ def _skips_the_last_bucket() -> list[Any]:
         if len(calls) % 4:
             apply(self, pairs)
         else:
-            self.optimizer.note_applied([parameter for parameter, _ in pairs])
+            self.lifecycle.note_applied([parameter for parameter, _ in pairs])
 
     return [mock.patch.object(Step, "_apply", forgetful)]
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
-from overlap._torch.join import divides_by_count_in_vain
+from overlap._torch.join import torch_join_divides_by_count
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.adapters import is_hook, stage_from
 from overlap.hooks.context import StageContext
@@ -65,7 +65,7 @@ class _BeforeForward:
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
         if self._runtime is None or not torch.is_grad_enabled():
             return
-        if isinstance(module, DistributedDataParallel) and divides_by_count_in_vain(module):
+        if isinstance(module, DistributedDataParallel) and torch_join_divides_by_count(module):
             raise UnsupportedError(
                 "divide_by_initial_world_size=False does nothing under PyTorch's Join once a hook is registered; use "
                 "`with overlap.Join([ddp], divide_by_initial_world_size=False)`"

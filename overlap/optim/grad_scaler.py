@@ -1,0 +1,60 @@
+"""What ``torch.amp.GradScaler`` asks of an optimizer that it does not unscale and skip by itself.
+
+An optimizer with ``_step_supports_amp_scaling`` is always stepped; before that the scaler sets its ``found_inf`` (a
+gradient of this rank is not finite) and ``grad_scale``. Each rank must then come to ``step()``, also to a skipped one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from overlap._torch.foreach import scale_
+
+__all__ = ["LossScale"]
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What the scaler tells an optimizer before ``step()``: nothing, where there is no scaler."""
+
+    found_inf: Tensor | None = None
+    """Not zero where a gradient is not finite."""
+    scale: Tensor | None = None
+    """What the loss was multiplied by; ``None`` where ``GradScaler.unscale_`` has divided gradients already."""
+
+    @classmethod
+    def given_to(cls, optimizer: Optimizer) -> LossScale:
+        """What was set on ``optimizer``."""
+        return cls(optimizer.__dict__.get("found_inf"), optimizer.__dict__.get("grad_scale"))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a scaler."""
+        return self.found_inf is not None
+
+    def skips_step(self) -> bool:
+        """Whether the step is to be skipped; the host waits for the verdict."""
+        return self.found_inf is not None and bool(self.found_inf.item())
+
+    def unscale_(self, gradients: Sequence[Tensor]) -> None:
+        """Divide gradients by the scale, in place."""
+        if self.scale is not None and gradients:
+            scale_(gradients, self.scale.double().reciprocal().float())
+
+    def is_supported_by(self, optimizer: Optimizer) -> bool:
+        """Whether the kernel of ``optimizer`` unscales and skips, so that the host need not wait for the verdict."""
+        return self.is_used and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    @contextmanager
+    def passed_to(self, optimizer: Optimizer) -> Iterator[None]:
+        """Tell ``optimizer`` in turn, while it steps."""
+        optimizer.grad_scale, optimizer.found_inf = self.scale, self.found_inf  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]

@@ -1,0 +1,428 @@
+"""The lifecycle of an update: what a training loop may do when, and what becomes of the gradients.
+
+[Note: the update lifecycle]
+
+An update that leaves ``optimizer.step()`` must be exactly what plain DDP does, or an error. What decides is where the
+loop stands: whether gradients are there, whether they are the mean over ranks, whether they have been applied. That is
+one value, the :class:`Phase`, and :data:`TRANSITIONS` is the one place that says which phase each event leads to, and
+which events are refused. The update of replicated parameters (``Step``), the sharded one (``ZeroStep``) and local SGD
+use it alike; no other object keeps a flag about it. ``docs/lifecycle.md`` shows the table as a picture.
+
+What becomes of ``.grad``, in every form:
+
+- A gradient that the library has not made is never cleared or overwritten.
+- One that has been applied is never applied again. It stays readable until the model's next forward clears it.
+- An edit of one that has been applied would be lost, so it is an error.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from overlap.errors import TrainingLoopError
+from overlap.optim.gradient_versions import GradientVersions
+
+__all__ = ["TRANSITIONS", "Event", "Form", "Phase", "Refusal", "UpdateLifecycle"]
+
+
+class Phase(enum.Enum):
+    """Where a training loop stands with one model and the optimizer that updates it."""
+
+    IDLE = "idle"
+    """No gradient is the library's: before the first forward, and after ``zero_grad()``."""
+    FORWARD = "forward"
+    """A forward recorded gradients. A backward under ``no_sync`` leaves this rank's own gradients, and the phase."""
+    BACKWARD = "backward"
+    """Buckets are coming; or backward ended before all had come."""
+    REDUCED = "reduced"
+    """``.grad`` is the mean over ranks, and ``step()`` updates with it."""
+    APPLIED = "applied"
+    """The update was made in backward; ``step()`` is due."""
+    STEPPED = "stepped"
+    """The update is complete. ``.grad`` holds what was applied, until the next forward."""
+    FAILED = "failed"
+    """Backward or the update raised: ``.grad`` is neither this rank's own nor the mean."""
+
+
+class Event(enum.Enum):
+    """What a training loop does, as the lifecycle sees it."""
+
+    FORWARD = "forward"
+    """A forward of the DDP model that records gradients begins."""
+    BACKWARD = "backward"
+    """The first bucket of a backward that synchronizes gradients has come."""
+    REPLAY = "replay"
+    """The same on a rank without inputs, under ``Join``."""
+    REDUCED = "all buckets through"
+    """Backward is over and DDP has set ``.grad``; the phase that follows is the form's own."""
+    STEP = "step()"
+    ZERO_GRAD = "zero_grad()"
+    LOAD = "load_state_dict()"
+    FAILURE = "exception in backward"
+    """A stage raised."""
+    UPDATE_FAILURE = "exception in the update"
+    """The optimizer raised in ``step()``."""
+    REMOVE = "remove()"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The event is an error, and leads to ``then`` (or leaves the phase as it is)."""
+
+    message: str
+    then: Phase | None = None
+
+
+_SECOND_BACKWARD = Refusal(
+    "a second backward began before step() was called for the first: call {step} after each synchronized backward, or "
+    "run all but the last backward of a step under ddp.no_sync()",
+    then=Phase.FAILED,
+)
+_ADDED_TO_APPLIED = Refusal(
+    "a backward has added to gradients that had been applied already, since no forward came after {step} to clear "
+    "them: call zero_grad() between {step} and a backward whose forward came before it",
+    then=Phase.FAILED,
+)
+_INCOMPLETE = Refusal(
+    "backward has not reached every parameter: no gradient for some of {missing}; use "
+    "DistributedDataParallel(find_unused_parameters=True) if part of the model takes no part in the loss"
+)
+_FAILED = Refusal(
+    "the last backward or update raised, so gradients are neither this rank's own nor the mean, and {step} cannot "
+    "apply them: discard them with zero_grad(), or run forward and backward again"
+)
+_CANNOT_DISCARD = Refusal(
+    "zero_grad() between backward and {step} would discard this backward, but its update was made in backward already: "
+    "call {step} first, or use {deferred}, whose update can still be skipped"
+)
+_CANNOT_LOAD = Refusal(
+    "load_state_dict() between backward and {step}: the update was made in backward, with the state from before; call "
+    "{step} first"
+)
+_LEFT_WITHOUT_STEP = Refusal(
+    "this rank ran out of inputs between backward and {step}, so its last gradients were never applied: call {step} "
+    "before the loop ends"
+)
+
+TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
+    Event.FORWARD: {
+        Phase.IDLE: Phase.FORWARD,
+        Phase.FORWARD: Phase.FORWARD,
+        Phase.BACKWARD: Phase.BACKWARD,  # DDP itself refuses this forward, with its own error.
+        Phase.REDUCED: Phase.REDUCED,  # What step() is to apply is kept.
+        Phase.APPLIED: Phase.APPLIED,  # What was applied is cleared; step() is still due.
+        Phase.STEPPED: Phase.FORWARD,  # What was applied is cleared.
+        Phase.FAILED: Phase.FORWARD,  # Everything is cleared.
+    },
+    Event.BACKWARD: {
+        Phase.IDLE: Phase.BACKWARD,
+        Phase.FORWARD: Phase.BACKWARD,
+        Phase.BACKWARD: Phase.BACKWARD,
+        Phase.REDUCED: Phase.BACKWARD,  # Adds up, as in plain DDP; refused where .grad is the mean in part only.
+        Phase.APPLIED: _SECOND_BACKWARD,
+        Phase.STEPPED: Phase.BACKWARD,  # Refused where it has added to what was applied, for want of a forward.
+        Phase.FAILED: Phase.BACKWARD,
+    },
+    Event.REPLAY: {
+        Phase.IDLE: Phase.BACKWARD,
+        Phase.FORWARD: Phase.BACKWARD,
+        Phase.BACKWARD: Phase.BACKWARD,
+        Phase.REDUCED: _LEFT_WITHOUT_STEP,
+        Phase.APPLIED: Phase.BACKWARD,
+        Phase.STEPPED: Phase.BACKWARD,
+        Phase.FAILED: Phase.BACKWARD,
+    },
+    Event.STEP: {
+        Phase.IDLE: Phase.IDLE,  # Gradients that the user set are applied, as by any optimizer.
+        Phase.FORWARD: Phase.FORWARD,  # Refused where a gradient is this rank's own: it ran under no_sync.
+        Phase.BACKWARD: _INCOMPLETE,
+        Phase.REDUCED: Phase.STEPPED,
+        Phase.APPLIED: Phase.STEPPED,  # Refused where a gradient was edited since.
+        Phase.STEPPED: Phase.STEPPED,  # Nothing is left to do, and nothing is done twice.
+        Phase.FAILED: _FAILED,
+    },
+    Event.ZERO_GRAD: {
+        Phase.IDLE: Phase.IDLE,
+        Phase.FORWARD: Phase.FORWARD,
+        Phase.BACKWARD: Phase.BACKWARD,
+        Phase.REDUCED: Phase.IDLE,  # Discards the backward.
+        Phase.APPLIED: _CANNOT_DISCARD,
+        Phase.STEPPED: Phase.IDLE,
+        Phase.FAILED: Phase.IDLE,
+    },
+    Event.LOAD: {
+        Phase.IDLE: Phase.IDLE,
+        Phase.FORWARD: Phase.FORWARD,
+        Phase.BACKWARD: Phase.BACKWARD,
+        Phase.REDUCED: Phase.REDUCED,
+        Phase.APPLIED: _CANNOT_LOAD,
+        Phase.STEPPED: Phase.STEPPED,
+        Phase.FAILED: Phase.FAILED,
+    },
+    Event.FAILURE: dict.fromkeys(Phase, Phase.FAILED),
+    Event.UPDATE_FAILURE: {
+        **{phase: phase for phase in Phase},  # What failed to be applied was the user's own.
+        Phase.REDUCED: Phase.FAILED,
+        Phase.APPLIED: Phase.FAILED,
+    },
+    Event.REMOVE: dict.fromkeys(Phase, Phase.IDLE),
+}
+"""What each event leads to, by the phase that it meets. After :attr:`Event.REDUCED`, see :class:`Form`."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one update is made, as far as its lifecycle can tell."""
+
+    outcome: Phase
+    """Where backward leads: ``REDUCED`` if ``step()`` updates, ``APPLIED`` if backward did and the loop calls
+    ``step()``, ``STEPPED`` if backward did and it does not."""
+    step: str
+    """What messages call ``step()``."""
+    deferred: str
+    """How to ask for the deferred form."""
+    adds_up: bool = True
+    """Whether a second backward before ``step()`` adds up as in plain DDP, since all of ``.grad`` is the mean."""
+
+
+class UpdateLifecycle:
+    """The phase of one model's update, and which of its gradients are the library's. See [Note: the update lifecycle].
+
+    Args:
+        form: how the update is made.
+        clears: whether the gradient of a parameter is this update's to clear.
+    """
+
+    def __init__(self, form: Form, *, clears: Callable[[Tensor], bool]) -> None:
+        self.form = form
+        self.phase = Phase.IDLE
+        self.names: Mapping[Tensor, str] = {}
+        """The model's parameters, where they are known."""
+        self.sees_forwards = False
+        """Whether :meth:`on_forward` is called; a hook that is registered with DDP itself is not told of forwards."""
+        self._clears = clears
+        self._is_replay = False
+        self._reduced: dict[int, Tensor] = {}
+        self._applied: dict[int, Tensor] = {}
+        # None after a replay, on a rank where DDP sets no .grad.
+        self._versions: GradientVersions | None = None
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether the last backward was a replay, so that no ``.grad`` came of it on this rank."""
+        return self._is_replay
+
+    @property
+    def reduced(self) -> list[Tensor]:
+        """Parameters whose gradients came in a bucket of the last backward."""
+        return list(self._reduced.values())
+
+    def has_reduced(self, parameter: Tensor) -> bool:
+        """Whether the gradient of ``parameter`` came in a bucket of the last backward."""
+        return id(parameter) in self._reduced
+
+    @property
+    def applied(self) -> list[Tensor]:
+        """Parameters whose gradients, as the last backward left them, have been applied."""
+        return list(self._applied.values())
+
+    def has_applied(self, parameter: Tensor) -> bool:
+        """Whether what the last backward left in ``.grad`` of ``parameter`` has been applied."""
+        return id(parameter) in self._applied
+
+    # Events.
+
+    def on_forward(self) -> None:
+        """A forward that records gradients begins; clears what has been applied.
+
+        Raises:
+            TrainingLoopError: a gradient was changed in place after it had been applied.
+        """
+        if self.phase is Phase.FAILED:
+            self._clear_all()
+        elif self.phase in (Phase.APPLIED, Phase.STEPPED):
+            self._clear_applied()
+        self._move(Event.FORWARD)
+        if self.phase is Phase.FORWARD:
+            self._forget()  # What is in .grad from here on is not of a backward that was reduced.
+
+    def on_backward(self, *, is_replay: bool) -> None:
+        """The first bucket has come.
+
+        Raises:
+            TrainingLoopError: ``step()`` is still due for the backward before.
+        """
+        if is_replay:
+            self._begin_replay()
+        elif self.phase is Phase.REDUCED and not self.form.adds_up:
+            self._refuse(_SECOND_BACKWARD)
+        elif self.phase is Phase.STEPPED and self.sees_forwards and self._has_added_to_applied():
+            self._refuse(_ADDED_TO_APPLIED)
+        else:
+            self._move(Event.BACKWARD)
+        self._is_replay = is_replay
+        self._forget()
+
+    def _begin_replay(self) -> None:
+        if self.phase is Phase.FAILED:
+            self._clear_all()
+        elif self.phase in (Phase.APPLIED, Phase.STEPPED):
+            self._clear_applied()
+        if self.phase is Phase.REDUCED and self._is_replay:
+            self.phase = Phase.IDLE  # The others have discarded that backward.
+        self._move(Event.REPLAY)
+
+    def note_reduced(self, parameters: Iterable[Tensor]) -> None:
+        """A bucket of these parameters is through."""
+        self._reduced.update((id(parameter), parameter) for parameter in parameters)
+
+    def note_applied(self, parameters: Iterable[Tensor]) -> None:
+        """The gradients of these parameters have been applied."""
+        self._applied.update((id(parameter), parameter) for parameter in parameters)
+
+    def on_reduced(self, outcome: Phase | None = None) -> None:
+        """All buckets are through and DDP has set ``.grad``; ``outcome`` is the form's own where ``None``."""
+        self.phase = outcome or self.form.outcome
+        self._versions = None if self._is_replay else GradientVersions(self._reduced.values())
+
+    def on_step(self, updated: Iterable[Tensor] = ()) -> None:
+        """``step()`` has made its update, of ``updated`` among others; :meth:`check_step` came first."""
+        if self.phase in (Phase.REDUCED, Phase.APPLIED):
+            self.note_applied(p for p in updated if self.has_reduced(p))
+            self._versions = None if self._is_replay else GradientVersions(self._reduced.values())
+        self._move(Event.STEP)
+
+    def on_zero_grad(self) -> None:
+        """``zero_grad()`` is called, and clears what is there.
+
+        Raises:
+            TrainingLoopError: the update was made in backward, and ``step()`` is due.
+        """
+        self._move(Event.ZERO_GRAD)
+        if self.phase is Phase.IDLE:
+            self._forget()
+
+    def on_load(self) -> None:
+        """``load_state_dict()`` is called. Raises: TrainingLoopError: as :meth:`on_zero_grad`."""
+        self._move(Event.LOAD)
+
+    def on_failure(self) -> None:
+        """A stage raised in backward."""
+        self._move(Event.FAILURE)
+
+    def on_update_failure(self) -> None:
+        """The optimizer raised in ``step()``."""
+        self._move(Event.UPDATE_FAILURE)
+
+    def on_remove(self) -> None:
+        """The registration is removed: what has been applied must not be applied again by an optimizer left alone."""
+        if self.phase is Phase.FAILED:
+            self._clear_all()
+        for parameter in self._applied.values():
+            if self._clears(parameter) and not self._holds_new_tensor(parameter):
+                parameter.grad = None
+        self._move(Event.REMOVE)
+        self._forget()
+
+    # What step() asks before it updates.
+
+    def check_step(self) -> None:
+        """Raises: TrainingLoopError: ``step()`` cannot be called now, or what was applied has been changed since."""
+        outcome = TRANSITIONS[Event.STEP][self.phase]
+        if isinstance(outcome, Refusal):
+            self._refuse(outcome)
+        self._refuse_edits(keeps_new_tensors=False)
+
+    def check_reduced(self, pending: Iterable[Tensor], *, applies_what_the_user_set: bool = True) -> None:
+        """Raises: TrainingLoopError: a gradient that ``step()`` would apply is this rank's own, and not the mean."""
+        if self.phase is Phase.IDLE and applies_what_the_user_set:
+            return  # No forward came before: the user set these gradients, to have the optimizer make its state, say.
+        local = [p for p in pending if p in self.names and not self._holds_mean(p) and _any(p.grad)]
+        if local:
+            raise TrainingLoopError(
+                f"{self.form.step} cannot apply gradients that were not reduced over ranks ({self.names[local[0]]} and "
+                f"{len(local) - 1} others): the backward ran under no_sync(), or did not reach every parameter"
+            )
+
+    # The gradients.
+
+    def _clear_applied(self) -> None:
+        self._refuse_edits(keeps_new_tensors=True)
+        for key, parameter in self._applied.items():
+            if self._clears(parameter) and self._is_as_left(parameter):
+                parameter.grad = None
+            self._reduced.pop(key, None)
+        self._applied = {}  # What is in .grad now is the user's.
+
+    def _clear_all(self) -> None:
+        for parameter in {**self._reduced, **{id(p): p for p in self.names}}.values():
+            if self._clears(parameter):
+                parameter.grad = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._reduced, self._applied, self._versions = {}, {}, None
+
+    def _holds_mean(self, parameter: Tensor) -> bool:
+        """Whether ``.grad`` is the tensor that the last backward reduced, if with other values."""
+        return self.has_reduced(parameter) and not self._holds_new_tensor(parameter)
+
+    def _holds_new_tensor(self, parameter: Tensor) -> bool:
+        return self._versions is not None and self._versions.hold_another_tensor(parameter)
+
+    def _has_added_to_applied(self) -> bool:
+        return self._versions is not None and any(
+            p.grad is not None and not self._holds_new_tensor(p) for p in self._applied.values()
+        )
+
+    def _is_as_left(self, parameter: Tensor) -> bool:
+        return self._versions is None or self._versions.hold(parameter)
+
+    def _refuse_edits(self, *, keeps_new_tensors: bool) -> None:
+        """Raises: TrainingLoopError: the loop changed a gradient after it had been applied; it can go on afterwards.
+
+        Between backward and ``step()`` any change counts, since ``step()`` of plain DDP would see it. Afterwards what
+        was cleared or set to zero does not, nor does, where ``keeps_new_tensors``, another tensor in ``.grad``.
+        """
+        edited = [p for p in self._applied.values() if self._clears(p) and self._is_edited(p, keeps_new_tensors)]
+        if not edited:
+            return
+        self._versions = GradientVersions(self._reduced.values())
+        raise TrainingLoopError(
+            f"the gradient of {self.names.get(edited[0], 'a parameter')} (and of {len(edited) - 1} others) was changed "
+            f"after backward, but its update had been made: clipping, GradScaler and other edits need "
+            f"{self.form.deferred}; to add to gradients before a forward, call zero_grad() first"
+        )
+
+    def _is_edited(self, parameter: Tensor, keeps_new_tensors: bool) -> bool:
+        if self._is_as_left(parameter):
+            return False
+        if self.phase is Phase.APPLIED:
+            return True
+        is_kept = keeps_new_tensors and self._holds_new_tensor(parameter)
+        return not is_kept and _any(parameter.grad)
+
+    # The table.
+
+    def _move(self, event: Event) -> None:
+        outcome = TRANSITIONS[event][self.phase]
+        if isinstance(outcome, Refusal):
+            self._refuse(outcome)
+        else:
+            self.phase = outcome
+
+    def _refuse(self, refusal: Refusal) -> None:
+        missing = [name for parameter, name in self.names.items() if id(parameter) not in self._reduced]
+        listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        self.phase = refusal.then or self.phase
+        raise TrainingLoopError(
+            refusal.message.format(step=self.form.step, deferred=self.form.deferred, missing=listed)
+        )
+
+
+def _any(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(gradient.any())

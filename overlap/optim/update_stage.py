@@ -1,0 +1,87 @@
+"""What the stages that update have in common: when they do it, and the lifecycle of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from overlap._torch.device import has_streams
+from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
+from overlap.hooks import Role, Stage, StageContext
+from overlap.optim.clipping import Clipping
+from overlap.optim.lifecycle import Form, Phase, UpdateLifecycle
+
+__all__ = ["UpdateStage"]
+
+
+class UpdateStage(Stage):
+    """An update of a model's parameters, in backward or in ``step()``. See [Note: the update lifecycle].
+
+    Args:
+        deferred: update all parameters at once; ``None`` does so only where clipping needs it.
+        automatic: backward does everything, and the loop calls no ``step()``.
+        clip_grad_norm: the largest global norm of the gradients.
+        norm_type: which norm.
+        step: what messages call the loop's ``step()``.
+        deferred_form: what messages say to use where an update in backward is too early.
+        adds_up: see :class:`Form`.
+        clears: whether the gradient of a parameter is this update's to clear.
+    """
+
+    role = Role.UPDATE
+
+    def __init__(
+        self,
+        *,
+        deferred: bool | None,
+        automatic: bool,
+        clip_grad_norm: float | None,
+        norm_type: float,
+        step: str,
+        deferred_form: str,
+        adds_up: bool,
+        clears: Callable[[Tensor], bool],
+    ) -> None:
+        self.clipping = None if clip_grad_norm is None else Clipping(clip_grad_norm, norm_type)
+        if self.clipping is not None and deferred is False:
+            raise ConfigurationError(
+                f"clip_grad_norm={clip_grad_norm} needs the norm of all gradients before the first update, which "
+                "deferred=False rules out; leave deferred out"
+            )
+        self.is_deferred = bool(deferred) or self.clipping is not None
+        self.is_automatic = automatic
+        self.context: StageContext | None = None
+        """Where this is registered."""
+        outcome = Phase.STEPPED if automatic else Phase.REDUCED if self.is_deferred else Phase.APPLIED
+        self.lifecycle = UpdateLifecycle(Form(outcome, step, deferred_form, adds_up=adds_up), clears=clears)
+
+    @property
+    def updates_in_step(self) -> bool:
+        """Whether the update is left to the loop's ``step()``."""
+        return self.is_deferred and not self.is_automatic
+
+    def attach(self, context: StageContext) -> None:
+        if self.context is not None:
+            raise RegistrationError(
+                f"{self!r} serves a model already; make a {type(self).__name__} for each model, or .remove() that "
+                "registration first"
+            )
+        if context.finds_unused and not self.updates_in_step and has_streams(context.device):
+            raise UnsupportedError(
+                "with find_unused_parameters or static_graph an update in backward would stop the host to learn which "
+                f"parameters no rank used; use {self.lifecycle.form.deferred}"
+            )
+        self.context = context
+        self.lifecycle.names = context.names or {}
+        self.lifecycle.sees_forwards = context.names is not None
+
+    def detach(self) -> None:
+        self.lifecycle.on_remove()
+        self.context = None
+
+    def before_forward(self) -> None:
+        self.lifecycle.on_forward()
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        self.lifecycle.on_backward(is_replay=is_replay)

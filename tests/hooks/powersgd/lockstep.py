@@ -1,0 +1,155 @@
+"""Ranks as coroutines of one thread: thousands of small cases a minute.
+
+Each rank's stage runs to its next collective; when all ranks are there, the collective is computed. This shows what is
+computed, and that every rank issues the same collectives of the same sizes. It cannot show races and missing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlap import Bucket, Stage
+from overlap.hooks import StageContext
+from overlap.hooks.stage import walk
+
+CPU = torch.device("cpu")
+
+
+@dataclass(eq=False)
+class FakeGroup:
+    """Has the rank and the size of a process group, and nothing else of it."""
+
+    own_rank: int
+    ranks: int
+
+    def rank(self) -> int:
+        return self.own_rank
+
+    def size(self) -> int:
+        return self.ranks
+
+
+@dataclass
+class _Channel:
+    ranks: int
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def size(self) -> int:
+        return self.ranks
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> list[Any]:
+        self.tensors.append(tensor)
+        return []
+
+
+@dataclass
+class _Channels:
+    channel: _Channel
+
+    def of(self, group: Any) -> _Channel:
+        return self.channel
+
+    def next_tag(self) -> int:
+        return 0
+
+
+class World:
+    """Stages, one per rank, over parameters of given shapes.
+
+    With `names` the parameters have names, as with `overlap.register`; without, as with `ddp.register_comm_hook`.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        shapes: Sequence[Sequence[int]],
+        *,
+        names: bool = True,
+        divisor: int = 0,
+        device: torch.device = CPU,
+    ) -> None:
+        self.stages = list(stages)
+        ranks = len(self.stages)
+        self.divisor = divisor or ranks
+        self.groups = [FakeGroup(rank, ranks) for rank in range(ranks)]
+        self.parameters = [torch.zeros(*shape, device=device) for shape in shapes]
+        self.names = tuple(f"p{place}" for place in range(len(shapes))) if names else None
+        self.shapes = [torch.Size(shape) for shape in shapes]
+        self.steps = 0
+        self.sent_numel: list[int] = []
+        """Elements of each collective of the last step."""
+        for stage, group in zip(self.stages, self.groups, strict=True):
+            named = None if self.names is None else dict(zip(self.parameters, self.names, strict=True))
+            site = StageContext(group=group, device=device, names=named, finds_unused=False)  # type: ignore[arg-type]
+            for each in walk(stage):
+                each.attach(site)
+
+    def step(self, gradients: Sequence[Sequence[Tensor]], *, replays: Sequence[int] = ()) -> list[list[Tensor]]:
+        """Reduces one bucket of `gradients[rank][place]`; returns what each rank got, in the same order."""
+        buckets = [self._bucket(rank, gradients[rank], is_replay=rank in replays) for rank in range(len(self.stages))]
+        self.sent_numel = []
+        for rank, stage in enumerate(self.stages):
+            for each in walk(stage):
+                each.before_backward(is_replay=rank in replays)
+        coroutines: list[Any] = [stage(bucket) for stage, bucket in zip(self.stages, buckets, strict=True)]
+        try:
+            self._drive(coroutines)
+        finally:
+            for coroutine in coroutines:
+                coroutine.close()
+        for stage in self.stages:
+            for each in walk(stage):
+                each.after_backward(failed=False)
+        self.steps += 1
+        return [[gradient.clone() for gradient in bucket.gradients] for bucket in buckets]
+
+    @torch.no_grad()
+    def _drive(self, coroutines: list[Any]) -> None:
+        pending = [next_operation(coroutine) for coroutine in coroutines]
+        while any(operation is not None for operation in pending):
+            assert all(operation is not None for operation in pending), "ranks issue different collectives"
+            channel = _Channel(len(self.stages))
+            for operation in pending:
+                operation.launch(_Channels(channel))  # type: ignore[union-attr]
+            assert len({(tensor.shape, tensor.dtype) for tensor in channel.tensors}) == 1
+            self.sent_numel.append(channel.tensors[0].numel())
+            total = channel.tensors[0].clone()
+            for tensor in channel.tensors[1:]:
+                total += tensor
+            for tensor in channel.tensors:
+                tensor.copy_(total)
+            pending = [next_operation(coroutine) for coroutine in coroutines]
+
+    def _bucket(self, rank: int, gradients: Sequence[Tensor], *, is_replay: bool) -> Bucket:
+        views, offset = [], 0
+        for gradient in gradients:
+            views.append((gradient.size(), gradient.stride(), offset))
+            offset += gradient.numel()
+        bucket = Bucket(
+            index=0,
+            is_last=True,
+            buffer=torch.empty(offset, dtype=gradients[0].dtype, device=gradients[0].device),
+            parameters=tuple(self.parameters),
+            group=self.groups[rank],  # type: ignore[arg-type]
+            divisor=self.divisor,
+            step=self.steps,
+            is_replay=is_replay,
+            fqns=self.names,
+            views=tuple(views),
+        )
+        for view, gradient in zip(bucket.gradients, gradients, strict=True):
+            view.copy_(gradient)
+        return bucket
+
+
+def next_operation(coroutine: Any) -> Any:
+    """The coroutine's next operation; `None` when it has ended."""
+    try:
+        return coroutine.send(None)
+    except StopIteration:
+        return None

@@ -1,0 +1,76 @@
+"""Each algorithm gives orthonormal bases for any rows, with the span of the rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlap.hooks.powersgd.orthogonalize import cholesky_qr, gram_schmidt, householder, orthonormalize
+
+ALGORITHMS = {
+    "householder": lambda rows, spare: householder(rows),
+    "gram_schmidt": gram_schmidt,
+    "cholesky_qr": cholesky_qr,
+}
+
+
+def _rows(seed: int, count: int, rank: int, length: int, dependent: int, scale: float) -> torch.Tensor:
+    """Rows of which the last `dependent` are combinations of the others (or zero, where there are none)."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(count, rank, length, generator=generator)
+    free = rank - dependent
+    mix = torch.randn(count, dependent, free, generator=generator)
+    rows[:, free:] = mix @ rows[:, :free]
+    return rows * scale
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    count=st.integers(1, 3),
+    rank=st.integers(1, 8),
+    more=st.integers(0, 40),
+    dependent=st.integers(0, 8),
+    scale=st.sampled_from([1e-15, 1.0, 1e15]),
+)
+def test_every_algorithm_gives_an_orthonormal_basis_of_the_span(
+    name: str, seed: int, count: int, rank: int, more: int, dependent: int, scale: float
+) -> None:
+    dependent = min(dependent, rank)
+    rows = _rows(seed, count, rank, rank + more, dependent, scale)
+    spare = torch.randn(rank, rank + more, generator=torch.Generator().manual_seed(seed + 1))
+    basis, lengths = ALGORITHMS[name](rows, spare)
+    identity = torch.eye(rank).expand(count, -1, -1)
+    torch.testing.assert_close(basis @ basis.mT, identity, rtol=0, atol=2e-5)
+    # In float64, so that only what the algorithm lost shows.
+    found = (rows.double() @ basis.double().mT) @ basis.double()
+    size = torch.linalg.vector_norm(rows.double(), dim=-1, keepdim=True).clamp_min(1e-300)
+    assert float(((found - rows.double()).norm(dim=-1, keepdim=True) / size).max()) < 3e-5
+    assert lengths.shape == (count, rank) and bool((lengths >= 0).all())
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_span_of_ill_conditioned_rows_is_found(name: str) -> None:
+    rows = _rows(0, 1, 4, 50, 0, 1.0)
+    rows[:, 1] = rows[:, 0] + 1e-5 * rows[:, 1]
+    rows[:, 3] *= 1e-12
+    basis, _ = ALGORITHMS[name](rows, _rows(1, 1, 4, 50, 0, 1.0)[0])
+    torch.testing.assert_close(basis @ basis.mT, torch.eye(4)[None], rtol=0, atol=2e-5)
+    assert float((rows - (rows @ basis.mT) @ basis).abs().max()) < 1e-4
+    weak = rows[:, 3:] / rows[:, 3:].norm()
+    assert float((weak - (weak @ basis.mT) @ basis).norm()) < 1e-4
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-8, 1.0])
+def test_epsilon_only_shortens(epsilon: float) -> None:
+    rows = _rows(0, 2, 3, 20, 0, 1.0)
+    rows[1] = 0
+    basis = orthonormalize(rows, lambda: torch.randn(3, 20), epsilon=epsilon)
+    assert bool(basis.isfinite().all())
+    lengths = basis[0].norm(dim=-1)
+    assert bool((lengths <= 1.0001).all()) and bool((lengths > 0.5).all())
+    if epsilon:
+        assert bool((basis[1] == 0).all())
