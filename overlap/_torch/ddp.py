@@ -66,7 +66,7 @@ class GradientSync:
         self._is_off = False
 
     def switch(self, *, is_on: bool) -> None:
-        """For the next forward and its backward; leaves it to ``no_sync`` where it was never off."""
+        """For the next forward and its backward; does nothing while it was never off, so that ``no_sync`` works."""
         ddp = self._ddp()
         if ddp is not None and (self._is_off or not is_on):
             ddp.require_backward_grad_sync = is_on

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from overlap._torch.device import has_streams
+
 __all__ = ["Clock", "EventClock", "HostClock", "clock_for"]
 
 
@@ -75,4 +77,4 @@ class EventClock:
 
 def clock_for(device: torch.device) -> Clock:
     """The clock that sees what ``device`` does."""
-    return HostClock() if device.type == "cpu" else EventClock(device)
+    return EventClock(device) if has_streams(device) else HostClock()
