@@ -87,6 +87,11 @@ _ADDED_TO_APPLIED = Refusal(
     "them: call zero_grad() between {step} and a backward whose forward came before it",
     then=Phase.FAILED,
 )
+_ADDED_TO_FAILED = Refusal(
+    "a backward has added to what the last one, which failed, left in .grad: call zero_grad() after a failure, or run a "
+    "forward before the next backward",
+    then=Phase.FAILED,
+)
 _INCOMPLETE = Refusal(
     "backward has not reached every parameter: no gradient for some of {missing}; use "
     "DistributedDataParallel(find_unused_parameters=True) if part of the model takes no part in the loss"
@@ -125,7 +130,7 @@ TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
         Phase.REDUCED: Phase.BACKWARD,  # Adds up, as in plain DDP; refused where .grad is the mean in part only.
         Phase.APPLIED: _SECOND_BACKWARD,
         Phase.STEPPED: Phase.BACKWARD,  # Refused where it has added to what was applied, for want of a forward.
-        Phase.FAILED: Phase.BACKWARD,
+        Phase.FAILED: _ADDED_TO_FAILED,  # A forward leads out; where none is seen, the loop clears gradients itself.
     },
     Event.REPLAY: {
         Phase.IDLE: Phase.BACKWARD,
@@ -256,6 +261,8 @@ class UpdateLifecycle:
         Raises:
             TrainingLoopError: ``step()`` is still due for the backward before.
         """
+        if self.phase is Phase.FAILED and not self.sees_forwards:
+            self.phase = Phase.IDLE
         if is_replay:
             self._begin_replay()
         elif self.phase is Phase.REDUCED and not self.form.adds_up:
@@ -341,7 +348,11 @@ class UpdateLifecycle:
         """Raises: TrainingLoopError: a gradient that ``step()`` would apply is this rank's own, and not the mean."""
         if self.phase is Phase.IDLE and applies_what_the_user_set:
             return  # No forward came before: the user set these gradients, to have the optimizer make its state, say.
-        local = [p for p in pending if p in self.names and not self._holds_mean(p) and _any(p.grad)]
+        local = [
+            p
+            for p in pending
+            if p in self.names and not self._holds_mean(p) and (_any(p.grad) or not applies_what_the_user_set)
+        ]
         if local:
             raise TrainingLoopError(
                 f"{self.form.step} cannot apply gradients that were not reduced over ranks ({self.names[local[0]]} and "

@@ -122,6 +122,7 @@ class LocalSGDStage(Stage):
         self._context = context
         if self._lifecycle is not None:
             self._lifecycle.names = context.names or {}
+            self._lifecycle.sees_forwards = context.names is not None
 
     def detach(self) -> None:
         if self._lifecycle is not None:
