@@ -88,8 +88,8 @@ _ADDED_TO_APPLIED = Refusal(
     then=Phase.FAILED,
 )
 _ADDED_TO_FAILED = Refusal(
-    "a backward has added to what the last one, which failed, left in .grad: call zero_grad() after a failure, or run a "
-    "forward before the next backward",
+    "a backward has added to what the last one, which failed, left in .grad: call zero_grad() after a failure, or run "
+    "a forward before the next backward",
     then=Phase.FAILED,
 )
 _INCOMPLETE = Refusal(

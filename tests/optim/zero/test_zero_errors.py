@@ -291,6 +291,7 @@ def _edited_gradients(rank: int, world_size: int, options: dict[str, Any]) -> No
     torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
     with pytest.raises(TrainingLoopError, match="changed after backward"):
         zero.step()
+    zero.step()
     zero.zero_grad()
     zero.step()
 
