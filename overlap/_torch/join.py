@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["NotifyingConfig", "notify", "set_join_config", "torch_join_divides_by_count"]
+__all__ = ["on_notify", "torch_join_divides_by_count"]
 
 
-class NotifyingConfig:
+class _NotifyingConfig:
     """Takes the place of the configuration that PyTorch's ``Join`` gives a joinable.
 
     DDP, PyTorch's sharded optimizer and other joinables call PyTorch's static ``Join.notify_join_context(self)``, which
@@ -34,16 +34,19 @@ class NotifyingConfig:
 def torch_join_divides_by_count(ddp: DistributedDataParallel) -> bool:
     """Whether ``ddp`` is in PyTorch's ``Join`` with ``divide_by_initial_world_size=False``, which hooks do not see."""
     config = ddp._join_config
-    return bool(config.enable) and not isinstance(config, NotifyingConfig) and not ddp._divide_by_initial_world_size
+    return bool(config.enable) and not isinstance(config, _NotifyingConfig) and not ddp._divide_by_initial_world_size
 
 
-def notify(joinable: Joinable) -> Any:
-    """Call PyTorch's ``Join.notify_join_context``."""
-    return Join.notify_join_context(joinable)
+def on_notify(joinable: Joinable, callback: Callable[[], None]) -> Callable[[], None]:
+    """Call ``callback`` whenever ``joinable`` notifies its Join; returns a function that undoes this.
 
-
-def set_join_config(joinable: Joinable, config: Any) -> Any:
-    """Set the configuration of ``joinable``; returns the one before. Private: there is no public setter."""
+    Private: there is no public setter.
+    """
     before = joinable._join_config
+    config: Any = _NotifyingConfig(callback)
     joinable._join_config = config
-    return before
+
+    def undo() -> None:
+        joinable._join_config = before
+
+    return undo

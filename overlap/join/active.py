@@ -7,15 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-__all__ = ["ActiveJoin", "FailureReader", "active_join", "clear_active_join", "set_active_join"]
-
-
-class FailureReader(Protocol):
-    """Reads the failures that ranks reported."""
-
-    def read(self) -> str | None:
-        """The first failure, with the number of its rank; ``None`` while there is none."""
-        ...
+__all__ = ["ActiveJoin", "active_join", "clear_active_join", "gradient_divisor", "set_active_join"]
 
 
 class ActiveJoin(Protocol):
@@ -26,9 +18,8 @@ class ActiveJoin(Protocol):
         """The number by which sums of gradients are divided in the present iteration."""
         ...
 
-    @property
-    def failures(self) -> FailureReader:
-        """The failures that the ranks in its block reported."""
+    def failure(self) -> str | None:
+        """The first failure that a rank in the block reported, with the number of the rank."""
         ...
 
 
@@ -48,3 +39,14 @@ def set_active_join(group: dist.ProcessGroup, join: ActiveJoin) -> None:
 def clear_active_join(group: dist.ProcessGroup) -> None:
     """Leave ``group`` without an active Join."""
     _active.pop(group, None)
+
+
+def gradient_divisor(group: dist.ProcessGroup) -> int:
+    """The number by which a sum of gradients over ``group`` is divided.
+
+    That is the group's size, or under ``Join(..., divide_by_initial_world_size=False)`` the number of ranks that still
+    have inputs. It is the same on every rank, also on those without inputs. Every reducer divides by
+    ``bucket.divisor``, which is set from here alone.
+    """
+    join = active_join(group)
+    return group.size() if join is None else join.divisor

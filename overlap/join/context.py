@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -16,17 +17,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from overlap._torch.c10d import group_timeout
-from overlap._torch.join import notify
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError, PeerError, TrainingLoopError
 from overlap.join.active import active_join, clear_active_join, set_active_join
-from overlap.join.adapters import JoinableAdapter, JoinHookAdapter, OptimizerAdapter, SchedulerAdapter
+from overlap.join.adapters import JoinHookAdapter, OptimizerAdapter, SchedulerAdapter
 from overlap.join.ddp import DDPAdapter
 from overlap.join.event_log import EventLog
-from overlap.join.failures import FailureStore
 from overlap.join.iterations import Iterations
 from overlap.join.loading import batches
 from overlap.join.options import JoinOptions, OnExhausted, check_on_exhausted
-from overlap.join.session import JoinSession
+from overlap.join.replay import Replay
+from overlap.join.session import JoinableAdapter, JoinSession
 
 __all__ = ["Join"]
 
@@ -102,11 +102,12 @@ class Join:
         self._adapters = _adapters(joinables, kwargs, shadows=enable and on_exhausted == "shadow")
         self._group, self._device = _group_and_device(joinables)
         self._session: JoinSession | None = None
+        self._undo = ExitStack()
 
     @staticmethod
     def notify_join_context(joinable: base.Joinable) -> Any:
         """Tell the active Join, ours or PyTorch's, that ``joinable`` is about to issue an iteration's collectives."""
-        return notify(joinable)
+        return base.Join.notify_join_context(joinable)
 
     def __enter__(self) -> Self:
         if not self._enable:
@@ -117,11 +118,12 @@ class Join:
         log = EventLog(self._group, key, group_timeout(self._group, self._device))
         lengths = self._exchange_lengths(log)
         iterations = Iterations(self._group, self._device, log, self._options, lengths=lengths)
-        self._session = session = JoinSession(log, iterations, self._adapters)
+        self._session = session = JoinSession(iterations, self._adapters)
         set_active_join(self._group, session)
+        self._undo.callback(clear_active_join, self._group)
         try:
             for adapter in self._adapters:
-                adapter.enter(session)
+                adapter.enter(session, self._undo)
         except BaseException as error:
             log.failures.report(error)
             self._leave()
@@ -164,7 +166,7 @@ class Join:
             return
         try:
             if error is not None:
-                _raise_cause(error, session.failures)
+                _raise_cause(error, session)
             else:
                 self._finish(session)
         except BaseException as raised:
@@ -173,19 +175,23 @@ class Join:
         finally:
             # A PeerError was reported by the rank that caused it; exhausted inputs are raised on every rank.
             if error is not None and not isinstance(error, PeerError) and not session.iterations.has_raised_on_all:
-                session.failures.report(error)
+                session.iterations.log.failures.report(error)
             self._leave()
 
     def _finish(self, session: JoinSession) -> None:
-        is_last_joiner = session.finish()
+        """Replay what the others do until all have run out."""
+        iterations = session.iterations
+        iterations.join()
+        is_last_joiner = True
+        if self._options.on_exhausted != "stop":
+            is_last_joiner = Replay(iterations, self._adapters).run()
+            iterations.log.exchange("the end of Join", None)
         for adapter in self._adapters:
             adapter.post(is_last_joiner=is_last_joiner)
 
     def _leave(self) -> None:
         self._session = None
-        clear_active_join(self._group)
-        for adapter in self._adapters:
-            adapter.leave()
+        self._undo.close()
 
 
 def _adapters(joinables: Sequence[Any], kwargs: dict[str, Any], *, shadows: bool) -> list[JoinableAdapter]:
@@ -222,12 +228,12 @@ def _group_and_device(joinables: Sequence[Any]) -> tuple[dist.ProcessGroup, torc
     return group, torch.device(able[0].join_device)
 
 
-def _raise_cause(error: BaseException, failures: FailureStore) -> None:
+def _raise_cause(error: BaseException, session: JoinSession) -> None:
     """Raise a PeerError where ``error`` is a collective that did not complete, and another rank reported a failure."""
     is_collective = isinstance(error, CollectiveError) or (
         isinstance(error, RuntimeError) and not isinstance(error, OverlapError)
     )
     if isinstance(error, PeerError) or not is_collective:
         return
-    if (failure := failures.read()) is not None:
+    if (failure := session.failure()) is not None:
         raise PeerError(f"another rank failed under Join: {failure}") from error

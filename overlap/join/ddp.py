@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms import join as base
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from overlap._torch.c10d import issued
-from overlap._torch.join import NotifyingConfig, set_join_config
+from overlap._torch.join import on_notify
 from overlap._torch.joined_ddp import JoinedDDP, missing_names
 from overlap.errors import UnsupportedError
-from overlap.join.adapters import JoinableAdapter, Session
+from overlap.join.session import JoinableAdapter, JoinSession
 
 __all__ = ["DDPAdapter"]
 
@@ -34,24 +34,21 @@ class DDPAdapter(JoinableAdapter):
     precedence = 2
 
     def __init__(self, ddp: DistributedDataParallel, hook: base.JoinHook, *, shadows: bool) -> None:
-        self._ddp, self._hook, self._shadows = ddp, hook, shadows
+        self._ddp, self._hook, self._checks_forward = ddp, hook, shadows
         self._joined = JoinedDDP(ddp)
-        self._config: Any = None
         self._expects_backward = False
-        self._handles: list[RemovableHandle] = []
         self._watches_backward = False
         self._issued: int | None = None
-        self._checks_forward = shadows
         self._weight = 1.0
-        self._check()
+        self._check(shadows=shadows)
 
-    def _check(self) -> None:
+    def _check(self, *, shadows: bool) -> None:
         if missing := missing_names(self._ddp):
             raise UnsupportedError(
                 f"DistributedDataParallel of torch {torch.__version__} lacks {', '.join(missing)}, which Join needs; "
                 "use torch.distributed.algorithms.join.Join"
             )
-        if not self._shadows:
+        if not shadows:
             return
         for name, module in self._ddp.module.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
@@ -62,29 +59,22 @@ class DDPAdapter(JoinableAdapter):
         if self._joined.has_buffer_hook:
             raise UnsupportedError(f"a hook that was registered on the model synchronizes its buffers; {_LOCKSTEP}")
 
-    def enter(self, session: Session) -> None:
+    def enter(self, session: JoinSession, undo: ExitStack) -> None:
         hook = self._joined.hook_name
         if session.options.divides_by_count and hook is not None and not hook.startswith("overlap"):
             raise UnsupportedError(
                 f"the hook {hook} divides by the number of all ranks whatever Join is told; register one of "
                 "overlap.hooks, or leave out divide_by_initial_world_size=False"
             )
-        self._config = set_join_config(self._ddp, NotifyingConfig(lambda: self._on_forward(session)))
+        self._expects_backward = self._watches_backward = False
+        undo.callback(on_notify(self._ddp, lambda: self._on_forward(session, undo)))
+        undo.callback(self._joined.leave)
         self._joined.enter(lambda: session.buffer_source, self._before_module)
-        self._handles.append(self._ddp.register_forward_hook(self._after_module))
+        undo.callback(self._ddp.register_forward_hook(self._after_module).remove)
         if session.options.counts_samples:
             # On parameters, not on outputs: those may depend on each other, and be in containers of any kind.
-            self._handles += [parameter.register_hook(self._weigh) for parameter in self._trained]
-
-    def leave(self) -> None:
-        if self._config is not None:
-            set_join_config(self._ddp, self._config)
-            self._config = None
-        self._joined.leave()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._expects_backward = self._watches_backward = False
+            for parameter in self._trained:
+                undo.callback(parameter.register_hook(self._weigh).remove)
 
     def replay(self, detail: Any) -> None:
         records_gradients, buffers_from, synchronizes = detail
@@ -98,7 +88,7 @@ class DDPAdapter(JoinableAdapter):
     def post(self, *, is_last_joiner: bool) -> None:
         self._hook.post_hook(is_last_joiner)
 
-    def _on_forward(self, session: Session) -> None:
+    def _on_forward(self, session: JoinSession, undo: ExitStack) -> None:
         ddp = self._ddp
         records_gradients = torch.is_grad_enabled()
         has_buffers = bool(ddp.will_sync_module_buffers())
@@ -116,12 +106,12 @@ class DDPAdapter(JoinableAdapter):
         if synchronizes:
             self._expects_backward = True
             if session.options.divides_by_count and self._joined.hook_name is None:
-                self._joined.divide_by(lambda: session.count)
+                self._joined.divide_by(lambda: session.divisor)
         if session.needs_backward_events and not self._watches_backward:
             self._watches_backward = True
-            self._handles.append(
-                torch.autograd.graph.register_multi_grad_hook(self._trained, self._on_gradient(session), mode="any")
-            )
+            on_gradient = self._on_gradient(session)
+            handle = torch.autograd.graph.register_multi_grad_hook(self._trained, on_gradient, mode="any")
+            undo.callback(handle.remove)
 
     @property
     def _trained(self) -> list[Tensor]:
@@ -130,7 +120,7 @@ class DDPAdapter(JoinableAdapter):
     def _weigh(self, gradient: Tensor) -> Tensor:
         return gradient if self._weight == 1.0 else gradient * self._weight
 
-    def _on_gradient(self, session: Session) -> Callable[[Tensor], None]:
+    def _on_gradient(self, session: JoinSession) -> Callable[[Tensor], None]:
         def on_first_gradient(gradient: Tensor) -> None:
             # Not under no_sync, and only once where a checkpointed backward runs in parts.
             if self._expects_backward:

@@ -121,7 +121,7 @@ class EventLog:
                 self._store.wait(list(keys), timedelta(seconds=_CHECK_FAILURES_EVERY_S))
                 return
             except RuntimeError as error:
-                if (failure := self.failures.read()) is not None:
+                if (failure := self.failures.first()) is not None:
                     raise PeerError(f"another rank failed under Join: {failure}") from None
                 waited_s = time.monotonic() - start_s
                 if waited_s > self._timeout_s:

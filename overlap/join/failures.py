@@ -30,14 +30,20 @@ class FailureStore:
             place = self._store.add("failures", 1)
             self._store.set(f"failure/{place}", f"rank {self._rank}: {_one_line(error)}")
 
-    def read(self) -> str | None:
-        """The first failure that a rank reported here or in the group's active Join, with the number of the rank."""
+    def first(self) -> str | None:
+        """The first failure that a rank reported here, with the number of the rank."""
         with contextlib.suppress(Exception):
             if self._store.check(["failure/1"]):
                 return self._store.get("failure/1").decode()
+        return None
+
+    def read(self) -> str | None:
+        """As :meth:`first`; where there is none, the first in the group's active Join."""
+        if (failure := self.first()) is not None:
+            return failure
         group = self._group()
         join = None if group is None else active_join(group)
-        return None if join is None or join.failures is self else join.failures.read()
+        return None if join is None else join.failure()
 
     def agree(self, plan: str) -> str | None:
         """Compare ``plan`` with rank 0's: ``None`` where they are equal, else rank 0's."""

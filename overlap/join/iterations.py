@@ -56,7 +56,8 @@ class Iterations:
         self.cursor = Cursor(log, self._is_writer)
         self.has_raised_on_all = False
         """Whether ``on_exhausted="raise"`` raised, on every rank."""
-        self._device, self._log = device, log
+        self.log = log
+        self._device = device
 
     @property
     def count(self) -> int:
@@ -100,27 +101,21 @@ class Iterations:
             )
         self.phase = Phase.ITERATING
         if self.participation is None:
-            lengths = self._log.exchange("join.iterate", None if self.options.counts_samples else length)
+            lengths = self.log.exchange("join.iterate", None if self.options.counts_samples else length)
             if None in lengths:
                 self.participation = PolledParticipation(self.group, self._device, ahead=True)
             else:
                 self.participation = KnownParticipation(lengths)
         return self.participation
 
-    def end_loader(self) -> None:
-        """The loader has no more batches, or all ranks stop together."""
-        self.phase = Phase.EXHAUSTED
-
     # How an iteration begins.
 
-    def begin_known(self) -> None:
+    def begin_known(self, participation: KnownParticipation) -> None:
         """Begin the next iteration, of a known number.
 
         Raises:
             TrainingLoopError: this rank said that it would run fewer, or ``on_exhausted="raise"``.
         """
-        participation = self.participation
-        assert isinstance(participation, KnownParticipation)
         self.move_to(self.current + 1)
         if self.current >= participation.lengths[self.rank]:
             raise TrainingLoopError(
@@ -129,25 +124,11 @@ class Iterations:
             )
         self.raise_if_exhausted()
 
-    def begin_announced(self) -> None:
+    def begin_announced(self, participation: PolledParticipation) -> None:
         """Wait for what was announced of the next iteration: ``participation.missing`` then says who has no inputs."""
-        participation = self.participation
-        assert isinstance(participation, PolledParticipation)
         self.append(EventKind.POLL)
         participation.settle()
         self.raise_if_exhausted()
-
-    def announce_next(self, samples: int) -> None:
-        """Begin the iteration that was announced, and announce the one after it."""
-        participation = self.participation
-        assert isinstance(participation, PolledParticipation)
-        participation.announce(samples)
-        self.current += 1
-
-    def begin_by_forward(self) -> None:
-        """Begin an iteration where no loader is iterated and the number is not known."""
-        self.poll(has_inputs=True)
-        self.current += 1
 
     def poll(self, *, has_inputs: bool) -> PolledParticipation:
         """Issue the all-reduce that says who has inputs in this iteration, where no loader is iterated."""
@@ -194,7 +175,7 @@ class Iterations:
         self.phase = Phase.JOINED
 
     def _check_same_iterations(self) -> None:
-        ran = [iteration + 1 for iteration in self._log.exchange("the end of Join", self.current)]
+        ran = [iteration + 1 for iteration in self.log.exchange("the end of Join", self.current)]
         if len(set(ran)) > 1:
             fewest = [rank for rank, number in enumerate(ran) if number == min(ran)]
             raise TrainingLoopError(

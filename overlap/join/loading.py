@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from overlap.errors import ConfigurationError, TrainingLoopError
-from overlap.join.iterations import Iterations
+from overlap.join.iterations import Iterations, Phase
 from overlap.join.participation import KnownParticipation, PolledParticipation
 
 __all__ = ["batches"]
@@ -23,7 +23,7 @@ def batches(iterations: Iterations, loader: Iterable[Any], samples: bool | Calla
         yield from _known(iterations, participation, loader)
     else:
         yield from _ahead(iterations, participation, loader, samples)
-    iterations.end_loader()
+    iterations.phase = Phase.EXHAUSTED
 
 
 def _known(iterations: Iterations, participation: KnownParticipation, loader: Iterable[Any]) -> Iterator[Any]:
@@ -34,7 +34,7 @@ def _known(iterations: Iterations, participation: KnownParticipation, loader: It
         batch = next(upcoming, _NONE)
         if batch is _NONE:
             raise TrainingLoopError(f"the loader of rank {rank} has {number} batches, but it said {said}")
-        iterations.begin_known()
+        iterations.begin_known(participation)
         yield batch
     if not stops and next(upcoming, _NONE) is not _NONE:
         raise TrainingLoopError(f"the loader of rank {rank} has more than the {said} batches that it said")
@@ -51,11 +51,12 @@ def _ahead(
     upcoming = next(batches, _NONE)
     participation.announce(_samples(upcoming, samples))
     while True:
-        iterations.begin_announced()
+        iterations.begin_announced(participation)
         if upcoming is _NONE or (participation.missing and stops):
             return
         batch, upcoming = upcoming, next(batches, _NONE)
-        iterations.announce_next(_samples(upcoming, samples))
+        participation.announce(_samples(upcoming, samples))
+        iterations.current += 1
         yield batch
 
 

@@ -39,9 +39,8 @@ class Participation(ABC):
     @property
     def buffer_source(self) -> int:
         """The rank whose buffers the others take over: the highest of those that have inputs, or had them last."""
-        if any(samples := self.samples):
-            self._last_samples = list(samples)
-        return max(rank for rank, number in enumerate(self._last_samples) if number)
+        samples = self.samples
+        return max(rank for rank, number in enumerate(samples if any(samples) else self._last_samples) if number)
 
 
 class KnownParticipation(Participation):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from overlap.join.adapters import JoinableAdapter
 from overlap.join.event_log import EventKind
 from overlap.join.iterations import Iterations
 from overlap.join.participation import KnownParticipation, PolledParticipation
+from overlap.join.session import JoinableAdapter
 
 __all__ = ["SKEW_TO_WARN_OF", "Replay"]
 

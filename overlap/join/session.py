@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from overlap.errors import ConfigurationError, TrainingLoopError
-from overlap.join.adapters import JoinableAdapter
-from overlap.join.event_log import EventKind, EventLog
-from overlap.join.failures import FailureStore
+from overlap.join.event_log import EventKind
 from overlap.join.iterations import Iterations, Phase
-from overlap.join.options import JoinOptions
 from overlap.join.participation import KnownParticipation
-from overlap.join.replay import Replay
 
-__all__ = ["JoinSession"]
+__all__ = ["JoinSession", "JoinableAdapter"]
+
+
+class JoinableAdapter(ABC):
+    """A joinable under one Join: watches what its rank does, and replays it on a rank that has joined."""
+
+    index: int = -1
+    precedence: int = 0
+    """Where no loader is iterated, iterations begin with the first adapter of the highest precedence."""
+
+    @abstractmethod
+    def enter(self, session: JoinSession, undo: ExitStack) -> None:
+        """Begin to watch: the block begins. ``undo`` is closed when it is over, with or without an exception."""
+
+    @abstractmethod
+    def replay(self, detail: Any) -> None:
+        """Do what ``detail`` says, on a rank that has joined."""
+
+    def replay_backward(self) -> None:
+        """Reduce gradients of zero, on a rank that has joined."""
+        raise AssertionError(f"{self!r} has no backward")
+
+    def post(self, *, is_last_joiner: bool) -> None:  # noqa: B027
+        """Called when all ranks have joined."""
 
 
 class JoinSession:
@@ -31,35 +52,20 @@ class JoinSession:
         the writer's last (known)     -> write -> leaves
     """
 
-    def __init__(self, log: EventLog, iterations: Iterations, adapters: Sequence[JoinableAdapter]) -> None:
-        self.iterations = iterations
-        self._log, self._adapters = log, adapters
+    def __init__(self, iterations: Iterations, adapters: Sequence[JoinableAdapter]) -> None:
+        self.iterations, self.options = iterations, iterations.options
+        self._adapters = adapters
         # The adapter that begins iterations, where no loader is iterated.
         self._driver: JoinableAdapter | None = None
 
-    # What the rest of the library asks.
-
-    @property
-    def failures(self) -> FailureStore:
-        """Where ranks write that they failed."""
-        return self._log.failures
+    def failure(self) -> str | None:
+        """The first failure that a rank in the block reported, with the number of the rank."""
+        return self.iterations.log.failures.first()
 
     @property
     def divisor(self) -> int:
         """The number by which sums of gradients are divided in this iteration."""
-        return self.count if self.options.divides_by_count else self.iterations.group.size()
-
-    # What adapters ask and tell.
-
-    @property
-    def options(self) -> JoinOptions:
-        """What the Join was told."""
-        return self.iterations.options
-
-    @property
-    def count(self) -> int:
-        """How many ranks have inputs in this iteration."""
-        return self.iterations.count
+        return self.iterations.count if self.options.divides_by_count else self.iterations.group.size()
 
     @property
     def buffer_source(self) -> int:
@@ -78,13 +84,25 @@ class JoinSession:
 
     @property
     def needs_backward_events(self) -> bool:
-        """Whether a rank may join after the backward of this iteration."""
+        """Whether ``on_backward`` must be called: a rank may join after the backward of this iteration."""
         return self.options.on_exhausted == "shadow" and not self._has_joined and self.iterations.may_someone_join
 
     def on_event(
         self, adapter: JoinableAdapter, detail: Any = None, *, begins_iteration: bool, delay_write: bool = False
     ) -> None:
-        """See :class:`overlap.join.adapters.Session`."""
+        """Called before an active rank does what every active rank does, and joined ranks replay.
+
+        Args:
+            adapter: of the joinable that does it.
+            detail: given to ``adapter.replay``, in values that JSON can hold; a callable is called for them once the
+                iteration has begun.
+            begins_iteration: whether a new iteration begins with it, where no loader is iterated.
+            delay_write: whether joined ranks need not know of it before the next event.
+
+        Raises:
+            TrainingLoopError: this rank said that it would run fewer iterations.
+            ConfigurationError: an option needs ``join.iterate``.
+        """
         if self._has_joined:
             return
         shadows = self.options.on_exhausted == "shadow"
@@ -100,22 +118,9 @@ class JoinSession:
             self.iterations.append(EventKind.CALL, adapter.index, detail, delay_write=delay_write)
 
     def on_backward(self, adapter: JoinableAdapter) -> None:
-        """See :class:`overlap.join.adapters.Session`."""
+        """Called before an active rank reduces gradients."""
         if not self._has_joined:
             self.iterations.append(EventKind.BACKWARD, adapter.index)
-
-    def finish(self) -> bool:
-        """Replay what the others do until all have run out; whether this rank was among the last.
-
-        Raises:
-            TrainingLoopError: this rank ran another number of iterations than it said, or than the others.
-        """
-        self.iterations.join()
-        if self.options.on_exhausted == "stop":
-            return True
-        is_last_joiner = Replay(self.iterations, self._adapters).run()
-        self._log.exchange("the end of Join", None)
-        return is_last_joiner
 
     @property
     def _has_joined(self) -> bool:
@@ -129,7 +134,8 @@ class JoinSession:
             self._driver = adapter
         if adapter is not self._driver:
             return
-        if not isinstance(self.iterations.participation, KnownParticipation):
-            self.iterations.begin_by_forward()
+        if not isinstance(participation := self.iterations.participation, KnownParticipation):
+            self.iterations.poll(has_inputs=True)
+            self.iterations.current += 1
         elif begins_iteration:
-            self.iterations.begin_known()
+            self.iterations.begin_known(participation)

@@ -30,6 +30,7 @@ __all__ = [
     "into_parts",
     "pack",
     "tensors_of",
+    "wider",
 ]
 
 # About so much is packed together for one collective.
@@ -94,50 +95,34 @@ def into_parts(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -
     wider than their own.
     """
     parts: list[Part] = []
-    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in _distinct(tensors):
-        wide = _wider(tensor.dtype, dtype)
-        if tensor.nbytes >= _IN_PLACE_BYTES and wide == tensor.dtype and tensor.is_contiguous():
-            numel = _SLICE_BYTES // tensor.element_size()
-            parts.extend(Slice(piece) for piece in tensor.view(-1).split(numel))
-            continue
-        members = small.setdefault((tensor.dtype, tensor.device), [])
-        members.append(tensor)
-        if sum(member.nbytes for member in members) >= _PACKED_BYTES:
-            parts.append(_packed(small.pop((tensor.dtype, tensor.device)), dtype))
-    parts.extend(_packed(members, dtype) for members in small.values())
-    return parts
+    small: list[Tensor] = []
+    for tensor in map(_real, {id(tensor): tensor for tensor in tensors}.values()):
+        is_averaged_in_place = tensor.is_contiguous() and wider(tensor.dtype, dtype) == tensor.dtype
+        if tensor.nbytes >= _IN_PLACE_BYTES and is_averaged_in_place and tensor.is_floating_point():
+            parts.extend(Slice(piece) for piece in tensor.view(-1).split(_SLICE_BYTES // tensor.element_size()))
+        else:
+            small.append(tensor)
+    return [*parts, *(part for _, part in pack(small, dtype=dtype))]
 
 
 def pack(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -> list[tuple[list[Tensor], Packed]]:
     """Pack all of ``tensors``, large ones too; returns the packed tensors with each pack. Integers are left out."""
-    by_dtype: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    full: list[list[Tensor]] = []
+    open_ones: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
-            by_dtype.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    packs: list[list[Tensor]] = []
-    for same in by_dtype.values():
-        packs.append([])
-        for tensor in same:
-            if sum(member.nbytes for member in packs[-1]) >= _PACKED_BYTES:
-                packs.append([])
-            packs[-1].append(tensor)
-    return [(members, _packed([_real(member) for member in members], dtype)) for members in packs]
+        if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+            continue
+        members = open_ones.setdefault((tensor.dtype, tensor.device), [])
+        members.append(tensor)
+        if sum(member.nbytes for member in members) >= _PACKED_BYTES:
+            full.append(open_ones.pop((tensor.dtype, tensor.device)))
+    packed = [(members, tuple(map(_real, members))) for members in [*full, *open_ones.values()]]
+    return [(members, Packed(real, wider(real[0].dtype, dtype))) for members, real in packed]
 
 
-def _packed(members: Sequence[Tensor], dtype: torch.dtype | None) -> Packed:
-    return Packed(tuple(members), _wider(members[0].dtype, dtype))
-
-
-def _wider(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+def wider(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """``asked`` where it is wider than ``own``, else ``own``."""
     return own if asked is None or asked.itemsize <= own.itemsize else asked
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those that can be averaged, once each, detached and as real numbers."""
-    once = {id(tensor): tensor for tensor in tensors}
-    real = [_real(tensor) for tensor in once.values()]
-    return [tensor for tensor in real if tensor.is_floating_point() and tensor.numel()]
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -14,12 +14,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overlap._torch.ddp import GradientSync, before_final_sync
+from overlap._torch.ddp import GradientSync
 from overlap.errors import ConfigurationError, OverlapError, TrainingLoopError
 from overlap.hooks import Stage, StageContext, chain
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
 from overlap.optim.lifecycle import Form, Phase, UpdateLifecycle
 from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
+from overlap.optim.local_sgd.join_hook import LocalSGDJoinHook
 from overlap.optim.local_sgd.model_tensors import ModelTensors, trained_parameters
 from overlap.optim.local_sgd.outer import MakeOptimizer, OuterOptimizer
 from overlap.optim.local_sgd.schedule import Period, Schedule
@@ -120,7 +121,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         self._ddp = weakref.ref(ddp)
         self._gradient_sync = GradientSync(ddp)
         self._always_syncs = subgroup is not None or update is not None or ddp.static_graph
-        self._join: _LocalSGDJoinHook | None = None
+        self._join: LocalSGDJoinHook | None = None
         # An update in backward has a lifecycle of its own. Without one gradients stay until the loop clears them.
         self._lifecycle = None if update is not None else UpdateLifecycle(_FORM, clears=lambda parameter: True)
         self._stage = LocalSGDStage(
@@ -241,8 +242,6 @@ class LocalSGD(AveragingOptimizer, Joinable):
         if self._join is not None:
             self._join.stop_watching()
 
-    # Join.
-
     @property
     def is_joining(self) -> bool:
         """Whether this runs under ``with Join([ddp, local])``."""
@@ -252,7 +251,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         """Keeps a rank that has run out of inputs in the averages, with the weight of the steps that it made."""
         if self._join is not None:
             self._join.stop_watching()
-        self._join = _LocalSGDJoinHook(self._ddp(), lambda: self._end_step(is_own=False), self.synchronize)
+        self._join = LocalSGDJoinHook(self._ddp(), lambda: self._end_step(is_own=False), self.synchronize)
         return self._join
 
     @property
@@ -264,8 +263,6 @@ class LocalSGD(AveragingOptimizer, Joinable):
     def join_process_group(self) -> dist.ProcessGroup:
         """The model's."""
         return self.process_group
-
-    # State.
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, which a plain optimizer loads too, with a ``local_sgd`` entry.
@@ -298,39 +295,3 @@ class LocalSGD(AveragingOptimizer, Joinable):
         outer = "" if self.outer is None else f", outer {type(self.outer).__name__}"
         options = self.synchronizer.options.summary
         return f"LocalSGD({type(self.optim).__name__}, {self.schedule.summary}{outer}{options})"
-
-
-class _LocalSGDJoinHook(JoinHook):
-    """Shadows ``local.step()`` on a rank that has run out of inputs; DDP's own hook replays what is done in backward.
-
-    DDP ends a ``Join`` by copying one rank's model to all, so the last average is made right before that.
-    """
-
-    def __init__(
-        self, ddp: DistributedDataParallel | None, end_step: Callable[[], None], synchronize: Callable[[], None]
-    ) -> None:
-        self._end_step = end_step
-        self._synchronize = synchronize
-        self.is_open = True
-        self.has_replayed = False
-        self.stop_watching: Callable[[], None] = _nothing if ddp is None else before_final_sync(ddp, self._end)
-
-    def main_hook(self) -> None:
-        """The collectives of one step of the other ranks; none where they only accumulate gradients."""
-        if self.has_replayed:
-            self.has_replayed = False
-            self._end_step()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks end with the same parameters."""
-        self._end()
-
-    def _end(self) -> None:
-        if self.is_open:
-            self._synchronize()
-            self.is_open = False
-            self.stop_watching()
-
-
-def _nothing() -> None:
-    pass

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from overlap._torch.foreach import copy_all, subtract_from_
 from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.optim.local_sgd.average import wider
 from overlap.optim.subset import SubsetStepper, check_optimizer
 
 __all__ = ["MakeOptimizer", "OuterOptimizer"]
@@ -46,14 +47,15 @@ class OuterOptimizer:
         if any(parameter.is_complex() for parameter in parameters.values()):
             raise UnsupportedError("outer does not step complex parameters; leave outer out, and they are averaged")
         self._parameters = dict(parameters)
-        self.anchors = {name: _widened(parameter.detach().clone(), dtype) for name, parameter in parameters.items()}
+        self.anchors = {name: p.detach().to(wider(p.dtype, dtype), copy=True) for name, p in parameters.items()}
         """The parameters at the beginning of the round, by name."""
         try:
-            self.optimizer = check_optimizer(make(list(self.anchors.values())))
+            made = make(list(self.anchors.values()))
+        except ConfigurationError:
+            raise
         except (TypeError, ValueError) as error:
-            if isinstance(error, ConfigurationError):
-                raise
             raise ConfigurationError(f"outer could not be made from the model's parameters: {error}") from error
+        self.optimizer = check_optimizer(made)
         self._stepper = SubsetStepper(self.optimizer)
         self.is_anchored = False
 
@@ -100,9 +102,3 @@ class OuterOptimizer:
         with torch.no_grad():
             copy_all([self.anchors[name] for name in anchors], list(anchors.values()))
         self.is_anchored = bool(anchors)
-
-
-def _widened(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None or not tensor.is_floating_point() or dtype.itemsize <= tensor.dtype.itemsize:
-        return tensor
-    return tensor.to(dtype)

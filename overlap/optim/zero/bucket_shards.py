@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from torch import Tensor
 
 from overlap.optim.zero.partition import Layout
-from overlap.optim.zero.sharding import Shard
+from overlap.optim.zero.sharding import Ownership, Shard
 
 __all__ = ["BucketShards", "shards_of_bucket"]
 
@@ -36,8 +36,11 @@ class BucketShards:
     @cached_property
     def parameter_pieces(self) -> list[Tensor]:
         """The parameters' own memory, in packed order."""
-        found = [self._by_place[piece.place] for piece in self.layout.pieces]
-        return [shard.views[p.rank] for shard, p in zip(found, self.layout.pieces, strict=True) if shard is not None]
+        return [
+            shard.views[piece.rank]
+            for piece in self.layout.pieces
+            if (shard := self._by_place[piece.place]) is not None
+        ]
 
     def own_of(self, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
         """Those of ``pieces``, in packed order, that this rank owns."""
@@ -82,19 +85,17 @@ class BucketShards:
             shard.note_written()
 
 
-def shards_of_bucket(
-    parameters: Sequence[Tensor], shards: Mapping[int, Shard], *, rank: int, is_even: bool
-) -> BucketShards | None:
-    """The shards of a bucket of these parameters, given all by ``id``; ``None`` if none is sharded."""
-    found = tuple(shards.get(id(parameter)) for parameter in parameters)
+def shards_of_bucket(parameters: Sequence[Tensor], ownership: Ownership) -> BucketShards | None:
+    """The shards of a bucket of these parameters; ``None`` if none is sharded."""
+    found = tuple(ownership.shards.get(id(parameter)) for parameter in parameters)
     if all(shard is None for shard in found):
         return None
     layout = Layout(
         ranges=tuple(None if shard is None else shard.ranges for shard in found),
         numels=tuple(parameter.numel() for parameter in parameters),
-        is_even=is_even,
+        is_even=ownership.is_even,
     )
-    return BucketShards(layout, found, rank)
+    return BucketShards(layout, found, ownership.group.rank())
 
 
 def _cut(buffer: Tensor, cuts: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Tensor]:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from overlap.errors import ConfigurationError
 from overlap.optim.zero.parameter_groups import options_of
+from overlap.optim.zero.partition import Range
 from overlap.optim.zero.sharding import Shard, flatten
 from overlap.optim.zero.state import ShardedState, is_by_element
 
@@ -65,15 +66,15 @@ class _Entry:
     name: str
     index: int
     key: str
-    start: int | None
-    end: int | None
+    span: Range | None
+    """The elements of the parameter to which a piece belongs; ``None`` for a whole value."""
     metadata: Any
 
     @classmethod
     def parse(cls, name: str, prefix: str, metadata: Any) -> _Entry:
-        index, key, *span = name.removeprefix(prefix).split("/")
-        start, end = map(int, span[0].split(":")) if span else (None, None)
-        return cls(name, int(index), key, start, end, metadata)
+        index, key, *spans = name.removeprefix(prefix).split("/")
+        start, _, end = spans[0].partition(":") if spans else ("", "", "")
+        return cls(name, int(index), key, (int(start), int(end)) if spans else None, metadata)
 
     def target(self) -> Any:
         """The tensor to read into."""
@@ -113,10 +114,7 @@ def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
 
 
 def _is_needed(entry: _Entry, shard: Shard) -> bool:
-    if entry.start is None or entry.end is None:
-        return True
-    start, end = shard.range
-    return entry.start < end and start < entry.end
+    return entry.span is None or (entry.span[0] < shard.range[1] and shard.range[0] < entry.span[1])
 
 
 def _join(entries: Sequence[_Entry], values: Mapping[str, Any], shards: Sequence[Shard]) -> dict[int, dict[str, Any]]:
@@ -125,7 +123,7 @@ def _join(entries: Sequence[_Entry], values: Mapping[str, Any], shards: Sequence
     for entry in entries:
         shard = shards[entry.index]
         state = states.setdefault(id(shard), {})
-        if entry.start is None or entry.end is None:
+        if entry.span is None:
             state[entry.key] = values[entry.name]
             continue
         if entry.key not in state:
@@ -133,9 +131,9 @@ def _join(entries: Sequence[_Entry], values: Mapping[str, Any], shards: Sequence
             state[entry.key] = torch.empty_like(shard.own, dtype=entry.metadata.properties.dtype, device="cpu")
         if entry.name in values:
             start, end = shard.range
-            first, last = max(start, entry.start), min(end, entry.end)
-            flat = flatten(state[entry.key])
-            flat[first - start : last - start] = values[entry.name][first - entry.start : last - entry.start]
+            first, last = max(start, entry.span[0]), min(end, entry.span[1])
+            piece = values[entry.name][first - entry.span[0] : last - entry.span[0]]
+            flatten(state[entry.key])[first - start : last - start] = piece
     return states
 
 

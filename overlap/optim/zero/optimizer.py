@@ -38,9 +38,6 @@ class ShardedUpdate(Protocol):
     def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         """Raises: ConfigurationError: the stage's model does not train one of ``parameters``."""
 
-    def forget_shards(self) -> None:
-        """The shards have changed."""
-
     def step(self, loss_scale: LossScale) -> None:
         """Do what is left of the step after backward."""
 
@@ -108,27 +105,27 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.overlap_with_ddp = overlap_with_ddp
         self.partition = partition
-        self._ownership = Ownership(self.process_group, cls, partition, master_dtype)
+        self.ownership = Ownership(self.process_group, cls, partition, master_dtype)
         self.stage: ShardedUpdate | None = None
         self._consolidated: dict[str, Any] | None = None
         groups = read_groups(params)
-        chunks = self._ownership.add(groups, first_group=0)
+        chunks = self.ownership.add(groups, first_group=0)
         try:
-            self.optim = check_optimizer(cls(chunks, **defaults))
-            """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
+            optim = cls(chunks, **defaults)
+        except ConfigurationError:
+            raise
         except (TypeError, ValueError) as error:
-            if isinstance(error, ConfigurationError):
-                raise
             raise ConfigurationError(f"{cls.__name__}: {error}") from error
+        self.optim = check_optimizer(optim)
+        """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
         self._stepper = SubsetStepper(self.optim)
         sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
-        self.exchange = Exchange(sends_directly and self._ownership.device.type == "cpu", Workspace())
-        self._without_hooks = UpdateWithoutHooks(self._ownership, self.exchange)
+        self.exchange = Exchange(sends_directly and self.ownership.device.type == "cpu", Workspace())
+        self._without_hooks = UpdateWithoutHooks(self.ownership, self.exchange)
         self._is_complete = False
         Joinable.__init__(self)
         Optimizer.__init__(self, [with_names(group) for group in groups], self.optim.defaults)
-        for ours, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
-            copy_options(inner, ours)
+        copy_options(self.optim.param_groups, self.param_groups)
         self._is_complete = True
 
     @property  # type: ignore[override]
@@ -144,7 +141,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def shards(self) -> Mapping[int, Shard]:
         """The shard of each parameter, by ``id`` of the parameter, in the groups' order."""
-        return self._ownership.shards
+        return self.ownership.shards
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank; a registered stage updates them from the next backward on.
@@ -160,12 +157,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         (group,) = groups = read_groups([param_group])
         if self.stage is not None:
             self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
-        (chunks,) = self._ownership.add(groups, first_group=len(self.param_groups))
+        (chunks,) = self.ownership.add(groups, first_group=len(self.param_groups))
         self.optim.add_param_group(chunks)
         super().add_param_group(with_names(group))
-        copy_options(self.optim.param_groups[-1], self.param_groups[-1])
-        if self.stage is not None:
-            self.stage.forget_shards()
+        copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
 
     def begin(self) -> None:
         """Begin a step: take note of parameters that were moved or changed since the last one."""
@@ -180,11 +175,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         chunks = [shard.own for shard in shards if shard.own is not None]
         shaped = [shard.shaped(gradient) for shard, gradient in pairs]
         matching = [g if g.dtype == own.dtype else g.to(own.dtype) for g, own in zip(shaped, chunks, strict=True)]
-        for ours, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
-            copy_options(ours, inner)
+        copy_options(self.param_groups, self.optim.param_groups)
         self._stepper.step(chunks, matching)
-        for ours, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
-            copy_options(inner, ours)
+        copy_options(self.optim.param_groups, self.param_groups)
         for shard in shards:
             shard.publish()
 
@@ -258,7 +251,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The parameters' device."""
-        return self._ownership.device
+        return self.ownership.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -346,7 +339,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
 
 class _JoinHook(JoinHook):
-    """Runs ``step`` on a rank that has run out of inputs. DDP's own hook runs what stages do in backward."""
+    """Runs ``step`` on a rank that has run out of inputs. DDP's own hook runs what stages do in backward, and brings
+    the last joiner's parameters to all ranks."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         self._step = step
@@ -354,6 +348,3 @@ class _JoinHook(JoinHook):
     def main_hook(self) -> None:
         """The collectives of one step, as the active ranks issue them."""
         self._step()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Nothing: DDP brings the last joiner's parameters to all ranks."""

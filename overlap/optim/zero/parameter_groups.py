@@ -21,7 +21,6 @@ __all__ = [
     "device_of",
     "names_of",
     "options_of",
-    "pool_of",
     "read_groups",
     "with_names",
 ]
@@ -164,21 +163,15 @@ def _told(described: Sequence[tuple[Any, ...]], place: int) -> str:
     return f"{name} (group {group}) is {shape} {dtype} of strides {strides}{'' if requires_grad else ', frozen'}"
 
 
-def copy_options(source: Mapping[str, Any], target: dict[str, Any]) -> None:
-    """Copy the hyperparameters of ``source`` to ``target``."""
-    for key, value in source.items():
-        if key not in _NOT_OPTIONS and target.get(key, _NOT_OPTIONS) is not value:
-            target[key] = value
+def copy_options(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]) -> None:
+    """Copy the hyperparameters of each group to its counterpart."""
+    for source, target in zip(sources, targets, strict=True):
+        target.update(options_of(source))
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a group."""
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-
-
-def pool_of(group: int, parameter: Tensor) -> tuple[Any, ...]:
-    """Parameters of one pool have state of the same size per element, so equal numbers of elements are equal sizes."""
-    return group, parameter.dtype, parameter.device, parameter.requires_grad
 
 
 def device_of(parameters: Sequence[Tensor]) -> torch.device:

@@ -13,6 +13,7 @@ waits, too. Nothing else does: call ``zero.wait()``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,15 +102,15 @@ class _ModuleHooks:
         for name, module in model.named_modules():
             below = tuple({id(p) for p in module.parameters()} & parameters)
             self._handles += [
-                module.register_forward_pre_hook(_BeforeForward(self, name, below)),
-                module.register_state_dict_pre_hook(_BeforeStateDict(prefetch)),
+                module.register_forward_pre_hook(_Hook(partial(_before_forward, self, name, below))),
+                module.register_state_dict_pre_hook(_Hook(lambda module: prefetch.wait())),
             ]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def before_forward(self, module: nn.Module, name: str, below: tuple[int, ...]) -> None:
+    def before_forward(self, name: str, below: tuple[int, ...], module: nn.Module) -> None:
         """Wait for the parameters that the forward of `module` reads."""
         if not (module.training and torch.is_grad_enabled()):
             self._prefetch.wait_for(below)
@@ -133,33 +134,19 @@ class _ModuleHooks:
         self._needs = {name: tuple(keys) for name, keys in needs.items()}
 
 
-class _BeforeForward:
-    """Runs ahead of a module's forward; does nothing in a copy of the module."""
+class _Hook:
+    """A module's hook that calls ``function`` with the module; does nothing in a copy of the module."""
 
-    def __init__(self, hooks: _ModuleHooks | None = None, name: str = "", below: tuple[int, ...] = ()) -> None:
-        self._hooks, self._name, self._below = hooks, name, below
+    def __init__(self, function: Callable[[nn.Module], None] | None = None) -> None:
+        self._function = function
 
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if self._hooks is not None:
-            _before_forward(self._hooks, module, self._name, self._below)
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if self._function is not None:
+            self._function(module)
 
     def __reduce__(self) -> Any:
-        return _BeforeForward, ()
+        return _Hook, ()
 
 
 # A compiled forward does not include the wait.
 _before_forward: Callable[..., None] = torch.compiler.disable(_ModuleHooks.before_forward)
-
-
-class _BeforeStateDict:
-    """Runs ahead of a module's ``state_dict``; does nothing in a copy of the module."""
-
-    def __init__(self, prefetch: ParameterPrefetch | None = None) -> None:
-        self._prefetch = prefetch
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._prefetch is not None:
-            self._prefetch.wait()
-
-    def __reduce__(self) -> Any:
-        return _BeforeStateDict, ()

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from overlap._torch.autograd import version
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.zero.parameter_groups import check_same_on_all_ranks, device_of, names_of, pool_of
+from overlap.optim.zero.parameter_groups import check_same_on_all_ranks, device_of, names_of
 from overlap.optim.zero.partition import ByElement, ByParameter, Partition, Range
 
 __all__ = ["Ownership", "Shard", "flatten"]
@@ -69,7 +69,9 @@ class Ownership:
             known[id(parameter)] = name
         device_of([*(shard.parameter for shard in self.shards.values()), *(parameter for _, parameter in pairs)])
         check_same_on_all_ranks(groups, names, self.group, self._settings)
-        ranges = self._partition.assign([p.numel() for _, p in pairs], [pool_of(place, p) for place, p in pairs])
+        # Parameters of one pool have state of the same size per element, so equal numbers are equal sizes.
+        pools = [(place, p.dtype, p.device, p.requires_grad) for place, p in pairs]
+        ranges = self._partition.assign([p.numel() for _, p in pairs], pools)
         made = [
             Shard(
                 parameter,
@@ -120,7 +122,7 @@ class Shard:
         is_whole: bool,
         master_dtype: torch.dtype | None,
     ) -> None:
-        if not _is_dense(parameter):
+        if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
             raise UnsupportedError(
                 f"{name} of shape {tuple(parameter.shape)} and strides {parameter.stride()} has gaps or overlaps in "
                 "memory, so it cannot be cut into chunks: make it .contiguous()"
@@ -134,7 +136,10 @@ class Shard:
         self.views = tuple(flat[start:end] for start, end in ranges)
         """The parameter's own memory, cut by rank."""
         self._pointer = parameter.data_ptr()
-        self.has_master = master_dtype is not None and _is_wider(master_dtype, parameter.dtype)
+        dtype = parameter.dtype
+        self.has_master = (
+            master_dtype is not None and dtype.is_floating_point and master_dtype.itemsize > dtype.itemsize
+        )
         self.own: Tensor | None = None
         if not is_whole or rank == max(range(len(ranges)), key=lambda other: ranges[other][1] - ranges[other][0]):
             view = self.shaped(self.views[rank])
@@ -202,18 +207,3 @@ def flatten(tensor: Tensor) -> Tensor:
     """A flat view of ``tensor``, whose memory has no gaps, in the order of its memory."""
     detached = tensor.detach()
     return detached.as_strided((tensor.numel(),), (1,), int(detached.storage_offset()))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return tensor.numel() == 0
-        expected *= size
-    return True
-
-
-def _is_wider(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    return narrow.is_floating_point and wide.itemsize > narrow.itemsize

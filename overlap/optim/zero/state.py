@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError
-from overlap.optim.zero.parameter_groups import options_of
+from overlap.optim.zero.parameter_groups import copy_options, options_of
 from overlap.optim.zero.sharding import Shard, flatten
 
 __all__ = ["ShardedState", "consolidate", "is_by_element", "load_plain"]
@@ -72,8 +72,7 @@ class ShardedState:
         for group, given in zip(packed["param_groups"], options, strict=True):
             group.update(given)
         self.optimizer.load_state_dict(packed)
-        for ours, inner in zip(self.param_groups, self.optimizer.param_groups, strict=True):
-            ours.update(options_of(inner))
+        copy_options(self.optimizer.param_groups, self.param_groups)
 
 
 def is_by_element(shard: Shard, key: str, value: Any) -> bool:

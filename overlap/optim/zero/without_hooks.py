@@ -71,19 +71,10 @@ class UpdateWithoutHooks:
         layout = tuple(id(shard.parameter) for shard in trained)
         if layout != self._layout:
             self._layout = layout
-            self._buckets = [self._bucket(members) for members in _in_buckets(trained)]
+            buckets = [[shard.parameter for shard in members] for members in _in_buckets(trained)]
+            found = [shards_of_bucket(parameters, self._ownership) for parameters in buckets]
+            self._buckets = [shards for shards in found if shards is not None]
         return self._buckets
-
-    def _bucket(self, members: Sequence[Shard]) -> BucketShards:
-        ownership = self._ownership
-        bucket = shards_of_bucket(
-            [shard.parameter for shard in members],
-            ownership.shards,
-            rank=ownership.group.rank(),
-            is_even=ownership.is_even,
-        )
-        assert bucket is not None, "made of shards"
-        return bucket
 
 
 def _lend_gradients(ownership: Ownership, *, is_joined: bool) -> tuple[list[Shard], list[Tensor]]:

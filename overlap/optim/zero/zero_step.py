@@ -145,10 +145,6 @@ class ZeroStep(UpdateStage):
         if self._prefetch is not None:
             self._prefetch.detach()
 
-    def forget_shards(self) -> None:
-        """The shards have changed."""
-        self._shards_by_bucket.clear()
-
     def _owns_gradient_of(self, parameter: Tensor) -> bool:
         return id(parameter) in self.zero.shards
 
@@ -219,15 +215,12 @@ class ZeroStep(UpdateStage):
         return [pair for pairs in held.values() for pair in pairs]
 
     def _shards_of(self, bucket: Bucket) -> BucketShards | None:
-        key = tuple(map(id, bucket.parameters))
+        # Parameters may be added to the optimizer, but never leave it.
+        key = (len(self.zero.shards), *map(id, bucket.parameters))
         if key not in self._shards_by_bucket:
-            zero = self.zero
-            is_even = zero.partition == "element"
             # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
-            zero.exchange.workspace.trim()
-            self._shards_by_bucket[key] = shards_of_bucket(
-                bucket.parameters, zero.shards, rank=zero.rank, is_even=is_even
-            )
+            self.zero.exchange.workspace.trim()
+            self._shards_by_bucket[key] = shards_of_bucket(bucket.parameters, self.zero.ownership)
         return self._shards_by_bucket[key]
 
     def after_backward(self, *, failed: bool) -> str | None:
