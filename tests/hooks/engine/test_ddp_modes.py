@@ -152,7 +152,7 @@ def _joined(rank: int, world_size: int, make: Callable[[Any], Step]) -> None:
     with ddp.join():
         for batch in _uneven_batches(rank):
             nn.functional.mse_loss(ddp(*batch.inputs), batch.target).backward()
-            if not step._is_automatic:
+            if not step.is_automatic:
                 step.optimizer.step()
     ours = {
         "parameters": {name: p.detach().clone() for name, p in ddp.module.named_parameters()},
