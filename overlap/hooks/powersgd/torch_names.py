@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap.errors import ConfigurationError
-from overlap.hooks.bucket import Bucket
+from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.powersgd.config import PowerSGDConfig
 from overlap.hooks.powersgd.matrices import MatrixForm, PerParameter
 from overlap.hooks.powersgd.memory import Memory
@@ -19,7 +19,6 @@ from overlap.hooks.powersgd.reducer import PowerSGD
 from overlap.hooks.powersgd.whole_bucket import WholeBucket
 from overlap.hooks.stage import StageContext
 from overlap.hooks.stage_hook import StageHook
-from overlap.join import gradient_divisor
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -150,7 +149,7 @@ class _HookPowerSGD(PowerSGD):
 
     async def __call__(self, bucket: Bucket) -> None:
         if self._group is not None and self._group is not bucket.group:
-            bucket = replace(bucket, group=self._group, divisor=gradient_divisor(self._group))
+            bucket = on_group(bucket, self._group)
         await super().__call__(bucket)
 
 
@@ -165,13 +164,8 @@ def _hook(name: str, doc: str, form: MatrixForm) -> StageHook:
         name,
         group_of=lambda state: checked(state).process_group,
         doc=doc,
-        pickled_as=(_by_name, (name,)),
+        module=__name__,
     )
-
-
-def _by_name(name: str) -> StageHook:
-    hook: StageHook = globals()[name]
-    return hook
 
 
 powerSGD_hook = _hook(  # noqa: N816 (PyTorch's name)
