@@ -13,7 +13,7 @@ from torch import Tensor
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.powersgd.config import PowerSGDConfig
-from overlap.hooks.powersgd.matrices import MatrixForm, PerParameter
+from overlap.hooks.powersgd.matrices import PerParameter
 from overlap.hooks.powersgd.memory import Memory
 from overlap.hooks.powersgd.reducer import PowerSGD
 from overlap.hooks.powersgd.whole_bucket import WholeBucket
@@ -120,8 +120,7 @@ class PowerSGDState:
 
     def compression_stats(self) -> tuple[float, int, int]:
         """How many times fewer elements were sent, the elements before and those after compression."""
-        statistics = self.memory.statistics
-        return statistics.rate, statistics.numel_before, statistics.numel_after
+        return self.memory.statistics.summary()
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`PowerSGD.state_dict`."""
@@ -140,7 +139,7 @@ class PowerSGDState:
 class _HookPowerSGD(PowerSGD):
     """The stage of a state, on the state's process group."""
 
-    def __init__(self, state: PowerSGDState, form: MatrixForm) -> None:
+    def __init__(self, state: PowerSGDState, form: PerParameter) -> None:
         self._set_up(state.config(), state.memory, form)
         self._group = state.process_group
 
@@ -153,7 +152,7 @@ class _HookPowerSGD(PowerSGD):
         await super().__call__(bucket)
 
 
-def _hook(name: str, doc: str, form: MatrixForm) -> StageHook:
+def _hook(name: str, doc: str, form: PerParameter) -> StageHook:
     def checked(state: Any) -> PowerSGDState:
         if isinstance(state, PowerSGDState):
             return state
