@@ -84,8 +84,6 @@ def stage_from(thing: object, state: Any = None) -> Stage:
 
 def is_hook(thing: object) -> bool:
     """Whether ``thing`` may be a communication hook: a callable that is neither a stage nor ``async``."""
-    if isinstance(thing, StageHook):
-        return True
     return callable(thing) and not isinstance(thing, (Stage, type)) and not _is_async(thing)
 
 
@@ -125,7 +123,7 @@ class _HookStage(Stage):
     on the group that it chooses. A hook that launches collectives from callbacks remains at risk on Gloo, as in DDP.
     """
 
-    def __init__(self, hook: CommHook, state: Any = None) -> None:
+    def __init__(self, hook: CommHook, state: Any) -> None:
         self._hook = hook
         self._state = state
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from overlap._torch.c10d import GradBucket, bucket_gradients
 from overlap.errors import ConfigurationError
+from overlap.join import gradient_divisor
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "on_group"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -41,7 +42,7 @@ class Bucket:
     """Whether this rank has run out of inputs and takes part with zeros, outside of any backward."""
     is_mean: bool = False
     """Whether ``buffer`` holds the mean over ranks; else it holds this rank's own gradients, and in a replay zeros."""
-    raw: GradBucket | None = field(default=None)
+    raw: GradBucket | None = None
     """DDP's own object, for stages that pass it to a hook; ``None`` where the buffer is not DDP's."""
     fqns: tuple[str, ...] | None = None
     """What ``names`` returns; ``None`` where they are not known."""
@@ -87,6 +88,11 @@ class Bucket:
 
     def __repr__(self) -> str:
         return f"Bucket({self.describe()}, {self.buffer.numel()} x {self.buffer.dtype})"
+
+
+def on_group(bucket: Bucket, group: dist.ProcessGroup) -> Bucket:
+    """``bucket`` for a reducer whose mean is over ``group``."""
+    return replace(bucket, group=group, divisor=gradient_divisor(group))
 
 
 def _shortened(names: Sequence[str]) -> str:

@@ -21,28 +21,23 @@ class Chain(Stage):
     """Stages that run one after another on each bucket; made by :func:`chain`."""
 
     def __init__(self, *stages: Stage) -> None:
-        self._stages = stages
+        self.stages = stages
         self.role = stages[-1].role
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The stages in their order."""
-        return self._stages
-
-    @property
     def sequence(self) -> tuple[Stage, ...]:
-        return self._stages
+        return self.stages
 
     @property
     def children(self) -> tuple[Stage, ...]:
-        return self._stages
+        return self.stages
 
     @property
     def starts_on_autograd_thread(self) -> bool:
-        return self._stages[0].starts_on_autograd_thread
+        return self.stages[0].starts_on_autograd_thread
 
     async def __call__(self, bucket: Bucket) -> None:
-        for stage in self._stages:
+        for stage in self.stages:
             await stage(bucket)
             bucket = stage.passed(bucket)
 
@@ -52,19 +47,19 @@ class Chain(Stage):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each stage on this rank, by its place in the chain."""
-        states = {str(place): stage.state_dict() for place, stage in enumerate(self._stages)}
+        states = {str(place): stage.state_dict() for place, stage in enumerate(self.stages)}
         return {place: state for place, state in states.items() if state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` of a chain of the same stages returned."""
-        places = {str(place) for place in range(len(self._stages))}
+        places = {str(place) for place in range(len(self.stages))}
         if unknown := sorted(set(state_dict) - places):
-            raise ConfigurationError(f"state of stages {unknown} for a chain of {len(self._stages)} stages: {self!r}")
-        for place, stage in enumerate(self._stages):
+            raise ConfigurationError(f"state of stages {unknown} for a chain of {len(self.stages)} stages: {self!r}")
+        for place, stage in enumerate(self.stages):
             stage.load_state_dict(state_dict.get(str(place), {}))
 
     def __repr__(self) -> str:
-        return f"chain({', '.join(map(repr, self._stages))})"
+        return f"chain({', '.join(map(repr, self.stages))})"
 
 
 def chain(*stages: Stage | Callable[..., Any]) -> Chain:

@@ -39,11 +39,9 @@ class Channels(Protocol):
 
     def of(self, group: dist.ProcessGroup | None) -> Channel:
         """What carries the collectives of ``group``, the model's own where ``None``."""
-        ...
 
     def next_tag(self) -> int:
         """A new tag for messages, the same on every rank."""
-        ...
 
 
 class Operation:

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from overlap._torch.c10d import GradBucket
 from overlap.errors import ConfigurationError
 from overlap.hooks.allreduce import AllReduce
-from overlap.hooks.bucket import Bucket
+from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.stage import Stage
 from overlap.hooks.stage_hook import StageHook
-from overlap.join import gradient_divisor
 
 __all__ = ["PostLocal", "PostLocalSGDState", "check_subgroup", "machine_group", "post_localSGD_hook"]
 
@@ -126,7 +125,7 @@ class PostLocal(Stage):
 
     async def __call__(self, bucket: Bucket) -> None:
         if self._group is not None:
-            await self.inner(replace(bucket, group=self._group, divisor=gradient_divisor(self._group)))
+            await self.inner(on_group(bucket, self._group))
         elif not self._is_local:
             await self.inner(bucket)
         if self._asks_is_local is None:
@@ -147,10 +146,6 @@ class PostLocal(Stage):
         return f"PostLocal({self.inner!r}, from step {self._state.start_localSGD_iter})"
 
 
-def _post_local(state: Any) -> Stage:
-    return PostLocal(_checked(state))
-
-
 def _checked(state: Any) -> PostLocalSGDState:
     if not isinstance(state, PostLocalSGDState):
         raise ConfigurationError(
@@ -160,16 +155,12 @@ def _checked(state: Any) -> PostLocalSGDState:
     return state
 
 
-def _hook_itself() -> StageHook:
-    return post_localSGD_hook
-
-
 post_localSGD_hook = StageHook(  # noqa: N816 (PyTorch's name)
-    _post_local,
+    lambda state: PostLocal(_checked(state)),
     "post_localSGD_hook",
     group_of=lambda state: _checked(state).process_group,
     doc="The mean over all ranks until local SGD starts, then over a subgroup; see :class:`PostLocal`.",
-    pickled_as=(_hook_itself, ()),
+    module=__name__,
 )
 
 

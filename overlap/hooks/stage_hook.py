@@ -33,15 +33,19 @@ class StageHook:
         *,
         group_of: Callable[[Any], dist.ProcessGroup | None] = lambda state: None,
         doc: str | None = None,
+        module: str | None = None,
         pickled_as: tuple[Any, ...] | None = None,
     ) -> None:
         # The prefix: DDP refuses PyTorch's bf16 hooks on Gloo by their bare names.
         self.__name__ = self.__qualname__ = f"overlap.{name}"
         self.__doc__ = doc or StageHook.__doc__
+        if module is not None:  # The hook is a global of it, and pickled by its name.
+            self.__module__ = module
+        self._pickled_as = pickled_as if module is None else name
         self._name = name
-        self._pickled_as = pickled_as
         self._build = build
-        self._group_of = group_of
+        self.group_of = group_of
+        """The process group that a state names, if it names one."""
         # A hook is not told which model a bucket belongs to; its parameters tell.
         self._runtimes: Any = WeakIdKeyDictionary()
         self._arriving: Runtime | None = None
@@ -49,10 +53,6 @@ class StageHook:
     def stage(self, state: Any = None) -> Stage:
         """A new stage that does what this hook does with ``state``."""
         return self._build(state)
-
-    def group_of(self, state: Any) -> dist.ProcessGroup | None:
-        """The process group that ``state`` names, if it names one."""
-        return self._group_of(state)
 
     # Without annotations: DDP compares them with its own types, and here they would be strings.
     def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
@@ -68,7 +68,7 @@ class StageHook:
         return runtime.on_bucket(bucket)
 
     def _runtime(self, state: Any, bucket: GradBucket) -> Runtime:
-        group = self._group_of(state)
+        group = self.group_of(state)
         context = StageContext(
             group=group if group is not None else dist.group.WORLD,  # type: ignore[arg-type]
             device=bucket.buffer().device,

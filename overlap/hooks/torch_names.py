@@ -9,7 +9,6 @@ arrives, so hooks can be configured before ``init_process_group``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,12 +17,11 @@ import torch.distributed as dist
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import CommHook, as_stage, hook_name
 from overlap.hooks.allreduce import AllGather, AllReduce, NoReduction
-from overlap.hooks.bucket import Bucket
+from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.cast import Cast
 from overlap.hooks.quantize.gathered import GatherQuantized
 from overlap.hooks.stage import Stage
 from overlap.hooks.stage_hook import StageHook
-from overlap.join import gradient_divisor
 
 __all__ = [
     "allgather_then_aggregate_hook",
@@ -50,28 +48,23 @@ class _OnGroup(Stage):
         return (self._inner,)
 
     async def __call__(self, bucket: Bucket) -> None:
-        await self._inner(replace(bucket, group=self._group, divisor=gradient_divisor(self._group)))
+        await self._inner(on_group(bucket, self._group))
 
     def __repr__(self) -> str:
         return f"{self._inner!r} on {self._group.size()} ranks"
 
 
-def _by_name(name: str) -> StageHook:
-    hook: StageHook = globals()[name]
-    return hook
-
-
 def _group_hook(name: str, make: Callable[[], Stage], doc: str) -> StageHook:
     def build(state: Any) -> Stage:
-        group = _group_of(state)
+        group = group_of(state)
         return make() if group is None else _OnGroup(make(), group)
 
-    def _group_of(state: Any) -> dist.ProcessGroup | None:
+    def group_of(state: Any) -> dist.ProcessGroup | None:
         if state is None or isinstance(state, dist.ProcessGroup):
             return state
         raise ConfigurationError(f"the state of {name} is a process group or None, got {type(state).__name__}")
 
-    return StageHook(build, name, group_of=_group_of, doc=doc, pickled_as=(_by_name, (name,)))
+    return StageHook(build, name, group_of=group_of, doc=doc, module=__name__)
 
 
 allreduce_hook = _group_hook(
@@ -96,7 +89,7 @@ noop_hook = StageHook(
     lambda state: NoReduction(),
     "noop_hook",
     doc="Leaves each rank its own gradient; see :class:`NoReduction`.",
-    pickled_as=(_by_name, ("noop_hook",)),
+    module=__name__,
 )
 quantization_pertensor_hook = _group_hook(
     "quantization_pertensor_hook",

@@ -34,7 +34,7 @@ class BackwardPass:
         self.error: BaseException | None = None
         self._stage = stage
         self._executor = executor
-        self._wavefront: Wavefront[Task] = Wavefront()
+        self._wavefront = Wavefront()
         self._unfinished: dict[int, tuple[BucketFuture, torch.Tensor]] = {}
         # The worker may fail the pass while the training thread adds buckets to it.
         self._lock = threading.Lock()

@@ -27,10 +27,6 @@ _FIRST_TAG = 1 << 20
 _made: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
-def _next_key(group: dist.ProcessGroup) -> str:
-    return str(next(_made.setdefault(group, itertools.count())))
-
-
 class GroupChannels:
     """The model's process group itself, for stages that run on the training thread.
 
@@ -97,7 +93,7 @@ class PrivateChannels:
                     f"a stage on CPU tensors uses a process group of backend "
                     f"{backend_name(group, torch.device('cpu'))!r}; it needs one that has Gloo for the CPU"
                 )
-            key = _next_key(group)
+            key = str(next(_made.setdefault(group, itertools.count())))
             channel = self._channels[group] = GlooChannel(group, key)
             if group is self._group:
                 self.failures = FailureStore(group, key)

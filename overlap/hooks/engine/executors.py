@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -16,7 +15,7 @@ from overlap.errors import CollectiveError, PeerError
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
 from overlap.hooks.engine.observer import Observer
 
-__all__ = ["BACKGROUND_LANES", "Executor", "HostExecutor", "StreamExecutor", "executor_for"]
+__all__ = ["BACKGROUND_LANES", "Executor", "HostExecutor", "executor_for"]
 
 BACKGROUND_LANES = 2
 """While one packs or unpacks, the other communicates; more lanes would only take more memory."""
@@ -25,14 +24,13 @@ BACKGROUND_LANES = 2
 _PATIENCE = timedelta(seconds=1)
 
 
-class Executor(ABC):
-    """Runs code in lanes: on an accelerator lanes run side by side, on the CPU there is no difference between them."""
+class Executor:
+    """Runs code in lanes, side by side on accelerators; here, what was called is done when it returns."""
 
     def __init__(self, channels: GroupChannels | PrivateChannels) -> None:
         self.channels = channels
         self.observer: Observer | None = None
 
-    @abstractmethod
     def begin(self, lane: int) -> None:
         """Let ``lane`` start after what the caller has done so far."""
 
@@ -41,27 +39,20 @@ class Executor(ABC):
         for lane in range(BACKGROUND_LANES):
             self.begin(lane)
 
-    @abstractmethod
     def scope(self, lane: int) -> AbstractContextManager[Any]:
         """The context for the code of a task in ``lane``."""
+        return nullcontext()
 
-    @abstractmethod
     def wait(self, work: dist.Work) -> None:
         """Make what follows in the scope wait for ``work``."""
+        work.wait()
 
-    @abstractmethod
     def wait_for_pass(self) -> None:
         """Make what follows in the scope wait for what has run in all other scopes so far."""
 
 
 class HostExecutor(Executor):
     """For CPU tensors: to wait is to block the thread, and to look whether another rank has failed."""
-
-    def begin(self, lane: int) -> None:
-        """Nothing to do: what the caller has called is done."""
-
-    def scope(self, lane: int) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def wait(self, work: dist.Work) -> None:
         failures = self.channels.failures
@@ -83,9 +74,6 @@ class HostExecutor(Executor):
                         f"a collective failed after {waited_s:.1f} s and no rank reported an error of its own; "
                         f"a rank's process has ended, or hangs: {error}"
                     ) from error
-
-    def wait_for_pass(self) -> None:
-        """Nothing to do: what has been called is done."""
 
 
 class StreamExecutor(Executor):
@@ -111,9 +99,6 @@ class StreamExecutor(Executor):
     def scope(self, lane: int) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self._module.stream(self._streams[lane])
         return context
-
-    def wait(self, work: dist.Work) -> None:
-        work.wait()
 
     def wait_for_pass(self) -> None:
         current = self._module.current_stream(self._device)

@@ -28,24 +28,18 @@ class Observer(Protocol):
 
     def arrived(self, bucket: Bucket) -> None:
         """DDP passed a bucket: all its gradients are computed."""
-        ...
 
     def running(self, subject: Subject, label: str) -> None:
         """Code of a stage is about to run, up to the stage's next operation."""
-        ...
 
     def ran(self, subject: Subject, label: str) -> None:
         """The code has run."""
-        ...
 
     def launched(self, subject: Subject, label: str, operation: Operation) -> None:
         """An operation of a stage was started, or was already under way."""
-        ...
 
     def waiting(self, subject: Subject, operation: Operation) -> None:
         """The wait for an operation is about to begin."""
-        ...
 
     def finished(self, subject: Subject, operation: Operation) -> None:
         """The wait is over, and the operation did not fail."""
-        ...

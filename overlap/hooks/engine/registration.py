@@ -85,23 +85,19 @@ class Registration:
 
     def __init__(self, runtime: Runtime, dispatcher: _Dispatcher, ddp: DistributedDataParallel) -> None:
         self.runtime = runtime
+        self.stage = runtime.stage
         self._dispatcher = dispatcher
         self._ddp = weakref.ref(ddp)
         self._forward_hook = ddp.register_forward_pre_hook(_BeforeForward(runtime))
 
     @property
-    def stage(self) -> Stage:
-        """The registered stage."""
-        return self.runtime.stage
-
-    @property
     def observer(self) -> Observer | None:
         """Is told of everything that happens in a backward pass, if set."""
-        return self.runtime.observer
+        return self.runtime.executor.observer
 
     @observer.setter
     def observer(self, observer: Observer | None) -> None:
-        self.runtime.observer = observer
+        self.runtime.executor.observer = observer
 
     @property
     def is_active(self) -> bool:

@@ -21,7 +21,7 @@ from overlap.hooks.engine.background import run_items
 from overlap.hooks.engine.backward_pass import BackwardPass, BucketFuture
 from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.executors import Executor, HostExecutor, executor_for
-from overlap.hooks.engine.observer import Observer, Subject
+from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.worker import Worker
 from overlap.hooks.stage import Stage, walk
 from overlap.join import gradient_divisor
@@ -40,34 +40,20 @@ class Runtime:
     """
 
     def __init__(self, stage: Stage, context: StageContext) -> None:
-        self._stage = stage
+        self.stage = stage
         self._context = replace(context, background=self.background)
         self._pass: BackwardPass | None = None
         self._steps = 0
         self._is_open = False
         self._attached: list[Stage] = []
         self._worker: Worker | None = None
-        self._executor: Executor
+        self.executor: Executor
         if not has_streams(context.device) and PrivateChannels.can_serve(context.group):
-            self._executor = HostExecutor(PrivateChannels(context.group))
+            self.executor = HostExecutor(PrivateChannels(context.group))
             self._worker = Worker(f"overlap-{id(self):x}")
             self._stop_worker = weakref.finalize(self, self._worker.stop)
         else:
-            self._executor = executor_for(context.group, context.device)
-
-    @property
-    def stage(self) -> Stage:
-        """The stage that this runtime runs."""
-        return self._stage
-
-    @property
-    def observer(self) -> Observer | None:
-        """Is told of everything that happens, if set."""
-        return self._executor.observer
-
-    @observer.setter
-    def observer(self, observer: Observer | None) -> None:
-        self._executor.observer = observer
+            self.executor = executor_for(context.group, context.device)
 
     def open(self) -> None:
         """Attach the stages, connect to the other ranks and check that they run the same stages.
@@ -76,15 +62,15 @@ class Runtime:
             ConfigurationError: a stage refuses the model.
             CollectiveError: another rank did not connect in time, or registered something else.
         """
-        for stage in walk(self._stage):
+        for stage in walk(self.stage):
             stage.attach(self._context)
             self._attached.append(stage)
         self._is_open = True
-        channels = self._executor.channels
+        channels = self.executor.channels
         channels.open()
         if (failures := channels.failures) is None:
             return
-        plan = f"{self._stage.signature} for {_model_in_words(self._context)}"
+        plan = f"{self.stage.signature} for {_model_in_words(self._context)}"
         if (other := failures.agree(plan)) is not None:
             error = CollectiveError(
                 f"rank {self._context.group.rank()} registers {plan}, but rank 0 registers {other}; "
@@ -99,15 +85,15 @@ class Runtime:
             stage.detach()
         self._attached.clear()
         if self._worker is None:
-            self._executor.channels.abort()
+            self.executor.channels.abort()
             return
         # After the jobs of a backward that ended before all buckets had come: they use the connections, too.
-        self._worker.submit(self._executor.channels.abort)
+        self._worker.submit(self.executor.channels.abort)
         self._stop_worker()
 
     def before_forward(self) -> None:
         """Called before a forward that records gradients."""
-        for stage in walk(self._stage):
+        for stage in walk(self.stage):
             stage.before_forward()
 
     def on_bucket(self, raw: GradBucket) -> BucketFuture:
@@ -120,9 +106,9 @@ class Runtime:
         bucket = self._bucket(raw, step=current.step, is_replay=is_replay)
         device = self._context.device
         future: BucketFuture = torch.futures.Future(devices=[device] if has_streams(device) else None)
-        if (observer := self.observer) is not None:
+        if (observer := self.executor.observer) is not None:
             observer.arrived(bucket)
-        self._executor.begin(bucket.index)
+        self.executor.begin(bucket.index)
         if bucket.is_last and not is_replay:
             after_backward(lambda: self._finish(current))
         task = current.admit(bucket, future)
@@ -144,13 +130,13 @@ class Runtime:
 
         Called on the training thread between backward passes, at the same place on every rank.
         """
-        self._executor.begin_background()
+        self.executor.begin_background()
 
         def job() -> None:
             try:
-                run_items(items, work, self._executor)
+                run_items(items, work, self.executor)
             except BaseException as error:
-                self._executor.channels.fail(error)
+                self.executor.channels.fail(error)
                 on_failure(error)
 
         self._submit(job)
@@ -167,15 +153,15 @@ class Runtime:
             stale = self._pass
             self._submit(lambda: stale.fail(RuntimeError("a new backward began before all buckets had come")))
             stale.wait()
-        begun = BackwardPass(self._steps, self._stage, self._executor)
+        begun = BackwardPass(self._steps, self.stage, self.executor)
         self._steps += 1
         try:
             if not self._is_open:  # Registered as a hook: the model was not known before its first bucket.
                 self.open()
-            for stage in walk(self._stage):
+            for stage in walk(self.stage):
                 stage.before_backward(is_replay=is_replay)
         except Exception as error:
-            error.add_note(f"raised by {self._stage!r} before the first bucket of step {begun.step}")
+            error.add_note(f"raised by {self.stage!r} before the first bucket of step {begun.step}")
             begun.fail(error)
         return begun
 
@@ -183,12 +169,12 @@ class Runtime:
         """Called on the training thread when DDP has set the gradients; raises the error of a failed pass."""
         self._pass = None
         error = finished.error
-        for stage in walk(self._stage):
+        for stage in walk(self.stage):
             note = stage.after_backward(failed=error is not None)
             if note and error is not None:
                 error.add_note(note)
         if error is not None:
-            self._executor.channels.settle()
+            self.executor.channels.settle()
             raise error
 
     def _bucket(self, raw: GradBucket, *, step: int, is_replay: bool) -> Bucket:

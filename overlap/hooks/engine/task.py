@@ -47,6 +47,7 @@ class Task:
 
     @property
     def awaits_whole_pass(self) -> bool:
+        """Whether it can continue only when every other task is done or awaits the same."""
         return isinstance(self._pending, WholePass)
 
     def start(self) -> None:

@@ -20,42 +20,23 @@ runs while b2 is in flight.
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
+from overlap.hooks.engine.task import Task
 
-__all__ = ["Advancing", "Wavefront"]
-
-
-class Advancing(Protocol):
-    """What a wavefront orders: a bucket on its way through the stages."""
-
-    @property
-    def is_done(self) -> bool: ...
-
-    @property
-    def awaits_whole_pass(self) -> bool:
-        """Whether it can continue only when every other one is done or awaits the same."""
-        ...
-
-    def advance(self) -> None:
-        """Wait for what is in flight, run to the next operation, launch it."""
-        ...
+__all__ = ["Wavefront"]
 
 
-T = TypeVar("T", bound=Advancing)
-
-
-class Wavefront(Generic[T]):
+class Wavefront:
     """The order in which the buckets of one backward pass advance. See [Note: one order of collectives]."""
 
     def __init__(self) -> None:
-        self._active: list[T] = []
+        self._active: list[Task] = []
 
     @property
-    def active(self) -> tuple[T, ...]:
+    def active(self) -> tuple[Task, ...]:
         """What has arrived and is not done, in the order in which it advances next."""
         return tuple(self._active)
 
-    def arrive(self, bucket: T, *, is_last: bool) -> None:
+    def arrive(self, bucket: Task, *, is_last: bool) -> None:
         """Add the next bucket and advance the older ones; after the last one, advance all until they are done."""
         older = [other for other in self._active if not other.awaits_whole_pass]
         waiting = [other for other in self._active if other.awaits_whole_pass]
@@ -69,7 +50,7 @@ class Wavefront(Generic[T]):
             moving = [bucket for bucket in self._active if not bucket.awaits_whole_pass]
             self._advance(moving or list(self._active))
 
-    def _advance(self, buckets: list[T]) -> None:
+    def _advance(self, buckets: list[Task]) -> None:
         for bucket in buckets:
             bucket.advance()
         self._active = [bucket for bucket in self._active if not bucket.is_done]

@@ -27,7 +27,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -61,39 +60,30 @@ class PowerIteration:
         """PowerSGD: reduce the bucket by two all-reduces; gives the number of elements that were sent."""
         old_q = self._start(is_left=False)
         self._begin()
-        p = await self._mean(self._multiply(old_q), with_exact=True)
+        p = await self._mean(self._multiply(old_q, is_left=True), with_exact=True)
         p_finite = self._zero_non_finite(p, is_left=True)
         self._orthogonalize(p, is_left=True)
-        own_q = self._multiply_transposed(p)
+        own_q = self._multiply(p, is_left=False)
         q = await self._mean(own_q, with_exact=False)
         is_finite = _both(p_finite, self._zero_non_finite(q, is_left=False))
         self._finish(own=(p, own_q), mean=(p, q), is_finite=is_finite)
         self._keep(q, is_left=False, old=old_q, is_finite=is_finite)
         return self.layout.left_numel + self.layout.right_numel + self.layout.exact_numel
 
-    async def left_factors(self) -> int:
-        """ACP-SGD: reduce the bucket by one all-reduce, of P only; gives the number of elements that were sent."""
-        q = self._start(is_left=False)
-        self._orthogonalize(q, is_left=False)
+    async def one_factor(self, *, is_left: bool) -> int:
+        """ACP-SGD: reduce the bucket by one all-reduce, of P or of Q only; gives the number of elements sent."""
+        basis = self._start(is_left=not is_left)
+        self._orthogonalize(basis, is_left=not is_left)
         self._begin()
-        own_p = self._multiply(q)
-        p = await self._mean(own_p, with_exact=True)
-        is_finite = self._zero_non_finite(p, is_left=True)
-        self._finish(own=(own_p, q), mean=(p, q), is_finite=is_finite)
-        self._keep(p, is_left=True, old=None, is_finite=is_finite)
-        return self.layout.left_numel + self.layout.exact_numel
-
-    async def right_factors(self) -> int:
-        """ACP-SGD, every other step: as :meth:`left_factors`, but of Q only."""
-        p = self._start(is_left=True)
-        self._orthogonalize(p, is_left=True)
-        self._begin()
-        own_q = self._multiply_transposed(p)
-        q = await self._mean(own_q, with_exact=True)
-        is_finite = self._zero_non_finite(q, is_left=False)
-        self._finish(own=(p, own_q), mean=(p, q), is_finite=is_finite)
-        self._keep(q, is_left=False, old=None, is_finite=is_finite)
-        return self.layout.right_numel + self.layout.exact_numel
+        own = self._multiply(basis, is_left=is_left)
+        mean = await self._mean(own, with_exact=True)
+        is_finite = self._zero_non_finite(mean, is_left=is_left)
+        if is_left:
+            self._finish(own=(own, basis), mean=(mean, basis), is_finite=is_finite)
+        else:
+            self._finish(own=(basis, own), mean=(basis, mean), is_finite=is_finite)
+        self._keep(mean, is_left=is_left, old=None, is_finite=is_finite)
+        return mean.numel() + self.layout.exact_numel
 
     def _start(self, *, is_left: bool) -> Tensor:
         flat = self._empty(is_left=is_left)
@@ -105,18 +95,14 @@ class PowerIteration:
         for each in self.matrices:
             each.begin()
 
-    def _multiply(self, right: Tensor) -> Tensor:
-        """P = M Q, of this rank's matrices."""
-        flat = self._empty(is_left=True)
+    def _multiply(self, basis: Tensor, *, is_left: bool) -> Tensor:
+        """P = M Q, or Q = M^T P, of this rank's matrices; ``is_left``: the result is P."""
+        flat = self._empty(is_left=is_left)
         for each in self.matrices:
-            each.multiply(each.batch.right(right), out=each.batch.left(flat))
-        return flat
-
-    def _multiply_transposed(self, left: Tensor) -> Tensor:
-        """Q = M^T P, of this rank's matrices."""
-        flat = self._empty(is_left=False)
-        for each in self.matrices:
-            each.multiply_transposed(each.batch.left(left), out=each.batch.right(flat))
+            if is_left:
+                each.multiply(each.batch.right(basis), out=each.batch.left(flat))
+            else:
+                each.multiply_transposed(each.batch.left(basis), out=each.batch.right(flat))
         return flat
 
     async def _mean(self, factors: Tensor, *, with_exact: bool) -> Tensor:
@@ -125,7 +111,7 @@ class PowerIteration:
         ``with_exact``: the uncompressed gradients go in the same all-reduce.
         """
         dtype = self.bucket.buffer.dtype
-        exact = self._exact if with_exact else []
+        exact = [self.bucket.gradients[place] for place in self.layout.exact] if with_exact else []
         sent = torch.cat([factors.to(dtype), *(gradient.reshape(-1) for gradient in exact)])
         sent.mul_(1 / self.bucket.divisor)
         if dtype != self.compute_dtype:
@@ -136,11 +122,6 @@ class PowerIteration:
         for gradient, part in zip(exact, reduced, strict=True):
             gradient.copy_(part.view_as(gradient))
         return sent[: factors.numel()].to(self.compute_dtype)
-
-    @cached_property
-    def _exact(self) -> list[Tensor]:
-        """The gradients that are not compressed."""
-        return [self.bucket.gradients[place] for place in self.layout.exact]
 
     def _zero_non_finite(self, flat: Tensor, *, is_left: bool) -> list[Tensor] | None:
         """Zero the factors of matrices that are not finite, and tell which are; ``None`` on a CPU if all are finite.

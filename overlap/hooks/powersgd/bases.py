@@ -44,9 +44,7 @@ class Directions:
 class Bases:
     """Starts a pass from the factors that the pass before kept in its matrices' slots.
 
-    Args:
-        seed: of the random directions.
-        warm_start: whether factors are kept; otherwise each pass starts from new random directions.
+    Without ``warm_start`` none are kept, and each pass starts from new random directions.
     """
 
     def __init__(self, *, seed: int, warm_start: bool) -> None:
@@ -90,13 +88,8 @@ class Bases:
     ) -> None:
         """Keep the mean factors for the next pass, ``old`` ones (if any) of matrices that were not finite.
 
-        Args:
-            matrices: whose slots keep them.
-            mean: all left or all right factors; those of matrices that were not finite are zero.
-            factor_batches: where they lie in ``mean``.
-            is_left: whether they are the left ones.
-            old: the factors that this pass started from, if they are of the same side.
-            is_finite: for each batch, which of its matrices were finite; ``None``: all.
+        ``old`` are the factors that this pass started from, if they are of the same side. ``is_finite`` tells for each
+        of ``matrices`` which were finite (``None``: all); in ``mean`` the factors of the others are zero.
         """
         if not self._warm_start:
             return

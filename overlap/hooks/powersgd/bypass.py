@@ -40,7 +40,6 @@ class Measurement:
 
     @property
     def compresses(self) -> bool:
-        """Whether to compress."""
         return self.compress_ms < self.send_ms
 
     def __str__(self) -> str:

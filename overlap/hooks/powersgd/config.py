@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
 
 import torch
 
 from overlap.errors import ConfigurationError
 
-__all__ = ["PowerSGDConfig"]
+__all__ = ["Dtypes", "PowerSGDConfig"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Dtypes(NamedTuple):
+    """What a bucket's products are computed in and its residuals kept in; ``None``: no error feedback."""
+
+    compute: torch.dtype
+    residual: torch.dtype | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDConfig:
-    """The options of :class:`PowerSGD`, checked; the same on every rank."""
+    """The options of :class:`PowerSGD`, which describes them; checked, and the same on every rank."""
 
     rank: int = 2
-    """Columns of each factor: an n x m matrix is sent as n x rank and m x rank numbers."""
     start_step: int = 0
-    """Backward passes that are reduced exactly before compression begins."""
     min_compression_rate: float = 2.0
-    """Compress a matrix only if its factors have fewer than 1/rate of its elements; 0 compresses all."""
     error_feedback: bool = True
-    """Add what compression left out of a gradient to the next one."""
     warm_start: bool = True
-    """Start each step from the factor of the step before, so that few steps find the leading directions."""
     alternate: bool = False
-    """Send the left and the right factor in turn, one per step, instead of both."""
     error_dtype: torch.dtype | None = None
-    """Dtype of the residuals; the gradient's own where ``None``."""
     bypass: Literal["auto"] | None = None
-    """``"auto"``: measure for each bucket whether compressing and sending it is faster than sending it."""
     seed: int = 0
-    """Seed of the random directions from which factors start."""
     epsilon: float = 0.0
-    """Added to the length that each direction of a basis is divided by; 0 is exact and safe."""
     log_every_steps: int = 10_000
-    """Steps between two lines of statistics in the log, once compression has begun."""
 
     def __post_init__(self) -> None:
         _check_integer("rank", self.rank, at_least=1)
@@ -61,11 +59,16 @@ class PowerSGDConfig:
     def __str__(self) -> str:
         """The options as they would be typed, without defaults."""
         parts = [f"rank={self.rank}"]
-        for name, default in _DEFAULTS.items():
-            value = getattr(self, name)
-            if value != default:
-                parts.append(f"{name}={value!r}")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name not in ("rank", "log_every_steps") and value != option.default:
+                parts.append(f"{option.name}={value!r}")
         return ", ".join(parts)
+
+    def dtypes(self, dtype: torch.dtype) -> Dtypes:
+        """For a bucket of ``dtype``."""
+        compute = torch.float32 if dtype in _HALF else dtype
+        return Dtypes(compute, (self.error_dtype or dtype) if self.error_feedback else None)
 
 
 # torch does not add in narrower ones.
@@ -81,10 +84,3 @@ def _check_number(name: str, value: object) -> None:
     # The comparison is false for NaN too.
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
         raise ConfigurationError(f"{name} must be a number of at least 0, got {value!r}")
-
-
-_DEFAULTS = {
-    name: field.default
-    for name, field in PowerSGDConfig.__dataclass_fields__.items()
-    if name not in ("rank", "log_every_steps")
-}

@@ -15,17 +15,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from overlap._torch.foreach import add_all, copy_all
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.powersgd.config import Dtypes, PowerSGDConfig
 from overlap.hooks.powersgd.layout import BucketLayout, MatrixBatch, layout_of
 from overlap.hooks.powersgd.memory import Memory, Slot
 
-__all__ = ["Factors", "LargeMatrix", "Matrices", "MatrixForm", "PerParameter", "StackedMatrices", "keep_residuals"]
+__all__ = ["Factors", "Matrices", "PerParameter", "keep_residuals", "residuals_like"]
 
 # Elements of a block of rows that stays in a CPU's cache from one kernel to the next.
 _BLOCK_NUMEL = 200 * 1024
@@ -36,12 +36,7 @@ Factors = tuple[Tensor, Tensor]
 
 
 class Matrices(ABC):
-    """The matrices M of one batch.
-
-    Args:
-        batch: where their factors lie.
-        factor_slots: what is remembered of their factors, one slot per matrix.
-    """
+    """The matrices M of one batch; ``factor_slots``, one per matrix, remember their factors."""
 
     def __init__(self, batch: MatrixBatch, factor_slots: Sequence[Slot]) -> None:
         self.batch = batch
@@ -72,38 +67,16 @@ class Matrices(ABC):
 
 
 class StackedMatrices(Matrices):
-    """Gradients of one shape; one alone, in the precision of the computation, needs no copy.
+    """Gradients of one shape; one alone, in the precision of the computation, needs no copy."""
 
-    Args:
-        batch: as for :class:`Matrices`.
-        gradients: shaped as their parameters.
-        slots: of their parameters.
-        compute_dtype: what products are computed in.
-        residual_dtype: of the residuals; ``None`` for no error feedback.
-    """
-
-    def __init__(
-        self,
-        batch: MatrixBatch,
-        gradients: Sequence[Tensor],
-        slots: Sequence[Slot],
-        *,
-        compute_dtype: torch.dtype,
-        residual_dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, batch: MatrixBatch, gradients: Sequence[Tensor], slots: Sequence[Slot], dtypes: Dtypes) -> None:
         super().__init__(batch, slots)
         self._gradients = [_as_matrix(gradient) for gradient in gradients]
-        self._compute_dtype = compute_dtype
-        self._has_sum = gradients[0].dtype == compute_dtype
+        self._compute_dtype = dtypes.compute
+        self._has_sum = gradients[0].dtype == dtypes.compute
         self._is_new = [slot.residual is None for slot in slots]
-        self._residuals = (
-            None
-            if residual_dtype is None
-            else [
-                _as_matrix(slot.residual_like(gradient, residual_dtype))
-                for slot, gradient in zip(slots, gradients, strict=True)
-            ]
-        )
+        residuals = residuals_like(gradients, slots, dtypes.residual)
+        self._residuals = None if residuals is None else [_as_matrix(residual) for residual in residuals]
 
     def begin(self) -> None:
         if self._has_sum and self._residuals is not None and not all(self._is_new):
@@ -139,10 +112,9 @@ class LargeMatrix(StackedMatrices):
     Its gradient has the dtype of the computation and of the residual.
     """
 
-    def __init__(self, batch: MatrixBatch, gradient: Tensor, slot: Slot, *, residual_dtype: torch.dtype | None) -> None:
-        super().__init__(batch, [gradient], [slot], compute_dtype=gradient.dtype, residual_dtype=residual_dtype)
-        rows, cols = self._gradients[0].shape
-        self._block_rows = max(1, _BLOCK_NUMEL * rows // (rows * cols))
+    def __init__(self, batch: MatrixBatch, gradients: Sequence[Tensor], slots: Sequence[Slot], dtypes: Dtypes) -> None:
+        super().__init__(batch, gradients, slots, dtypes)
+        self._block_rows = max(1, _BLOCK_NUMEL // batch.cols)
         self._has_begun = False
 
     def begin(self) -> None:
@@ -177,72 +149,45 @@ class LargeMatrix(StackedMatrices):
         return self._gradients[0].split(self._block_rows), self._residuals[0].split(self._block_rows)
 
 
-class MatrixForm(Protocol):
-    """How a bucket becomes matrices."""
-
-    name: str
-    """What the stage is called in this form."""
-
-    def lay_out(
-        self, bucket: Bucket, *, rank: int, min_compression_rate: float, exact: AbstractSet[int]
-    ) -> BucketLayout:
-        """The layout of a bucket; gradients at the places ``exact`` are not to be compressed."""
-
-    def matrices(
-        self,
-        bucket: Bucket,
-        layout: BucketLayout,
-        keys: tuple[str, ...],
-        memory: Memory,
-        *,
-        compute_dtype: torch.dtype,
-        residual_dtype: torch.dtype | None,
-    ) -> list[Matrices]:
-        """The matrices of each batch of ``layout``; ``keys`` are what ``memory`` calls the bucket's parameters."""
-
-
 class PerParameter:
-    """Each gradient is a matrix of its own."""
+    """How a bucket becomes matrices: each gradient is a matrix of its own."""
 
     name = "PowerSGD"
+    """What the stage is called."""
 
-    def lay_out(
-        self, bucket: Bucket, *, rank: int, min_compression_rate: float, exact: AbstractSet[int]
-    ) -> BucketLayout:
+    def lay_out(self, bucket: Bucket, config: PowerSGDConfig, exact: AbstractSet[int]) -> BucketLayout:
+        """The layout of a bucket; gradients at the places ``exact`` are not to be compressed."""
         return layout_of(
             [gradient.shape for gradient in bucket.gradients],
-            rank=rank,
-            min_compression_rate=min_compression_rate,
+            rank=config.rank,
+            min_compression_rate=config.min_compression_rate,
             exact=exact,
             batch_numel=_CPU_BATCH_NUMEL if bucket.buffer.device.type == "cpu" else math.inf,
         )
 
     def matrices(
-        self,
-        bucket: Bucket,
-        layout: BucketLayout,
-        keys: tuple[str, ...],
-        memory: Memory,
-        *,
-        compute_dtype: torch.dtype,
-        residual_dtype: torch.dtype | None,
+        self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...], memory: Memory, dtypes: Dtypes
     ) -> list[Matrices]:
+        """The matrices of each batch of ``layout``; ``keys`` are what ``memory`` calls the bucket's parameters."""
         slots = memory.slots_of(keys)
         found: list[Matrices] = []
         for batch in layout.batches:
             gradients = [bucket.gradients[place] for place in batch.places]
-            own_slots = [slots[place] for place in batch.places]
             first = gradients[0]
             is_large = first.device.type == "cpu" and first.numel() > _BLOCK_NUMEL and len(gradients) == 1
-            if is_large and first.dtype == compute_dtype and residual_dtype in (None, compute_dtype):
-                found.append(LargeMatrix(batch, first, own_slots[0], residual_dtype=residual_dtype))
-            else:
-                found.append(
-                    StackedMatrices(
-                        batch, gradients, own_slots, compute_dtype=compute_dtype, residual_dtype=residual_dtype
-                    )
-                )
+            fits = first.dtype == dtypes.compute and dtypes.residual in (None, dtypes.compute)
+            kind = LargeMatrix if is_large and fits else StackedMatrices
+            found.append(kind(batch, gradients, [slots[place] for place in batch.places], dtypes))
         return found
+
+
+def residuals_like(
+    gradients: Sequence[Tensor], slots: Sequence[Slot], dtype: torch.dtype | None
+) -> list[Tensor] | None:
+    """The residuals of gradients; ``None`` without error feedback."""
+    if dtype is None:
+        return None
+    return [slot.residual_like(gradient, dtype) for slot, gradient in zip(slots, gradients, strict=True)]
 
 
 def keep_residuals(residuals: Sequence[Tensor], found: Sequence[Tensor], is_finite: Tensor | None) -> None:

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.powersgd.checkpoint import State, pack, unpack
+from overlap.hooks.powersgd.checkpoint import Snapshot, State
 from overlap.hooks.stage import StageContext
 
 __all__ = ["Memory", "Slot", "Statistics", "current_stream", "hold"]
@@ -41,18 +41,15 @@ class Slot:
             ConfigurationError: the residual was loaded for a parameter of another shape.
         """
         found = self.residual
-        if found is None:
-            found = torch.empty_strided(gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device).zero_()
-        elif found.shape != gradient.shape:
+        if found is not None and found.shape != gradient.shape:
             raise ConfigurationError(
                 f"the residual of parameter {self.key} has shape {tuple(found.shape)}, but its gradient has "
                 f"{tuple(gradient.shape)}: the state of another model was loaded"
             )
-        elif found.stride() != gradient.stride() or found.dtype != dtype or found.device != gradient.device:
-            loaded = found
-            found = torch.empty_strided(gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device)
-            found.copy_(hold(loaded))
-        self.residual = found
+        wanted = gradient.stride(), dtype, gradient.device
+        if found is None or (found.stride(), found.dtype, found.device) != wanted:
+            made = torch.empty_strided(gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device)
+            found = self.residual = made.zero_() if found is None else made.copy_(hold(found))
         return found
 
     def check_factor(self, shape: tuple[int, int]) -> None:
@@ -78,15 +75,10 @@ class Statistics:
         self.numel_before += before
         self.numel_after += after
 
-    @property
-    def rate(self) -> float:
-        """How many times fewer elements are sent; 0 before anything was sent."""
-        return self.numel_before / self.numel_after if self.numel_after > 0 else 0.0
-
-    def restore(self, numel_before: int, numel_after: int) -> None:
-        """Go on from counts that were saved."""
-        self.numel_before, self.numel_after = numel_before, numel_after
-        self._next_report = None
+    def summary(self) -> tuple[float, int, int]:
+        """How many times fewer elements were sent (0 before anything was sent), those before and after."""
+        rate = self.numel_before / self.numel_after if self.numel_after > 0 else 0.0
+        return rate, self.numel_before, self.numel_after
 
     def report(self, step: int, every_steps: int) -> None:
         """Log a line when it is due."""
@@ -95,13 +87,8 @@ class Statistics:
         if step < self._next_report:
             return
         self._next_report = step + every_steps
-        _logger.info(
-            "PowerSGD after step %d: %d elements sent as %d, %.1f times fewer",
-            step,
-            self.numel_before,
-            self.numel_after,
-            self.rate,
-        )
+        rate, before, after = self.summary()
+        _logger.info("PowerSGD after step %d: %d elements sent as %d, %.1f times fewer", step, before, after, rate)
 
 
 @dataclass
@@ -153,16 +140,10 @@ class Memory:
             return bucket.fqns
         return tuple(self._numbers.setdefault(parameter, str(len(self._numbers))) for parameter in bucket.parameters)
 
-    def slots_of(self, keys: Iterable[str]) -> list[Slot]:
+    def slots_of(self, keys: tuple[str, ...]) -> list[Slot]:
         """The slots of parameters, made where there are none."""
-        found = []
-        for key in keys:
-            slot = self.slots.get(key)
-            if slot is None:
-                slot = self.slots[key] = Slot(key)
-            found.append(slot)
         self._unclaimed.difference_update(keys)
-        return found
+        return [self.slots.setdefault(key, Slot(key)) for key in keys]
 
     def bucket_slot(self, keys: tuple[str, ...]) -> Slot:
         """The slot of a bucket that is one matrix."""
@@ -182,7 +163,7 @@ class Memory:
     def state_dict(self) -> State:
         """See :meth:`PowerSGD.state_dict`."""
         group = None if self._context is None else self._context.group
-        return pack(
+        return Snapshot(
             residuals={key: slot.residual for key, slot in self.slots.items() if slot.residual is not None},
             factors={key: slot.factor for key, slot in self.slots.items() if slot.factor is not None},
             bucket_factors={key: slot.factor for key, slot in self.bucket_slots.items() if slot.factor is not None},
@@ -191,11 +172,11 @@ class Memory:
             bypassed=self.bypassed,
             numel=(self.statistics.numel_before, self.statistics.numel_after),
             saved_by=(group.rank(), group.size()) if group is not None else self._saved_by,
-        )
+        ).pack()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See :meth:`PowerSGD.load_state_dict`."""
-        loaded = unpack(state)
+        loaded = Snapshot.unpack(state)
         before = self.slots, self._saved_by
         self.slots = {
             key: Slot(key, loaded.residuals.get(key), loaded.factors.get(key), loaded.is_left)
@@ -213,7 +194,7 @@ class Memory:
         }
         self.steps = loaded.steps
         self.bypassed = loaded.bypassed
-        self.statistics.restore(*loaded.numel)
+        self.statistics = Statistics(*loaded.numel)
         self._unclaimed = set(self.slots)
 
     def _check(self, context: StageContext) -> None:

@@ -9,19 +9,18 @@ import torch
 
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.powersgd import checkpoint
 from overlap.hooks.powersgd.algorithm import PowerIteration
 from overlap.hooks.powersgd.bases import Bases
 from overlap.hooks.powersgd.bypass import Measurement, Trial, measure
+from overlap.hooks.powersgd.checkpoint import redistribute
 from overlap.hooks.powersgd.config import PowerSGDConfig
 from overlap.hooks.powersgd.layout import BucketLayout
-from overlap.hooks.powersgd.matrices import MatrixForm, PerParameter
+from overlap.hooks.powersgd.matrices import PerParameter
 from overlap.hooks.powersgd.memory import Memory, Slot, hold
 from overlap.hooks.stage import Stage, StageContext
 
 __all__ = ["PowerSGD"]
 
-_HALF = (torch.float16, torch.bfloat16)
 # DDP cuts its buckets anew after the first pass; in the second the new ones may allocate, so the third is measured.
 _MEASURED_STEP = 2
 
@@ -98,7 +97,7 @@ class PowerSGD(Stage):
         )
         self._set_up(config, Memory(), PerParameter())
 
-    def _set_up(self, config: PowerSGDConfig, memory: Memory, form: MatrixForm) -> None:
+    def _set_up(self, config: PowerSGDConfig, memory: Memory, form: PerParameter) -> None:
         self.config = config
         self._memory = memory
         self._form = form
@@ -161,12 +160,8 @@ class PowerSGD(Stage):
         bypassed = self._memory.bypassed or frozenset()
         key = (keys, bucket.buffer.numel(), bucket.buffer.device, bypassed)
         if (layout := self._layouts.get(key)) is None:
-            layout = self._layouts[key] = self._form.lay_out(
-                bucket,
-                rank=self.config.rank,
-                min_compression_rate=self.config.min_compression_rate,
-                exact={place for place, name in enumerate(keys) if name in bypassed},
-            )
+            exact = {place for place, name in enumerate(keys) if name in bypassed}
+            layout = self._layouts[key] = self._form.lay_out(bucket, self.config, exact)
         return layout
 
     async def _reduce(self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...], memory: Memory) -> int:
@@ -174,27 +169,19 @@ class PowerSGD(Stage):
         if not layout.batches:
             await self._all_reduce(bucket)
             return layout.numel
-        dtype = bucket.buffer.dtype
-        compute_dtype = torch.float32 if dtype in _HALF else dtype
+        dtypes = self.config.dtypes(bucket.buffer.dtype)
         iteration = PowerIteration(
             bucket=bucket,
             layout=layout,
-            matrices=self._form.matrices(
-                bucket,
-                layout,
-                keys,
-                memory,
-                compute_dtype=compute_dtype,
-                residual_dtype=(self.config.error_dtype or dtype) if self.config.error_feedback else None,
-            ),
+            matrices=self._form.matrices(bucket, layout, keys, memory, dtypes),
             bases=self._bases,
             step=self._step,
-            compute_dtype=compute_dtype,
+            compute_dtype=dtypes.compute,
             epsilon=self.config.epsilon,
         )
-        if not self.config.alternate:
-            return await iteration.both_factors()
-        return await (iteration.left_factors() if self._step % 2 == 0 else iteration.right_factors())
+        if self.config.alternate:
+            return await iteration.one_factor(is_left=self._step % 2 == 0)
+        return await iteration.both_factors()
 
     @property
     def _is_to_measure(self) -> bool:
@@ -224,8 +211,7 @@ class PowerSGD(Stage):
 
     def compression_stats(self) -> tuple[float, int, int]:
         """How many times fewer elements are sent, the elements before and those after compression, so far."""
-        statistics = self._memory.statistics
-        return statistics.rate, statistics.numel_before, statistics.numel_after
+        return self._memory.statistics.summary()
 
     @property
     def signature(self) -> str:
@@ -253,21 +239,7 @@ class PowerSGD(Stage):
         if state_dict:
             self._memory.load_state_dict(state_dict)
 
-    @staticmethod
-    def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
-        """The state for ``rank`` of ``ranks`` from those of other ranks, with the same sum of residuals.
-
-        New rank ``r`` gets the sum of the residuals of the old ranks ``r``, ``r + ranks``, ``r + 2 * ranks`` and so on.
-
-        Args:
-            states: of the old ranks, all of them or at least those named above (any one of them if there is none).
-            rank: this rank in the new group.
-            ranks: size of the new group.
-
-        Raises:
-            ConfigurationError: a state that is needed is missing, or states do not belong together.
-        """
-        return checkpoint.redistribute(states, rank=rank, ranks=ranks)
+    redistribute = staticmethod(redistribute)
 
     def __repr__(self) -> str:
         bypassed = self._memory.bypassed

@@ -11,15 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap.errors import ConfigurationError
-from overlap.hooks.bucket import Bucket
+from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.powersgd.config import PowerSGDConfig
-from overlap.hooks.powersgd.matrices import MatrixForm, PerParameter
+from overlap.hooks.powersgd.matrices import PerParameter
 from overlap.hooks.powersgd.memory import Memory
 from overlap.hooks.powersgd.reducer import PowerSGD
 from overlap.hooks.powersgd.whole_bucket import WholeBucket
 from overlap.hooks.stage import StageContext
 from overlap.hooks.stage_hook import StageHook
-from overlap.join import gradient_divisor
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -121,8 +120,7 @@ class PowerSGDState:
 
     def compression_stats(self) -> tuple[float, int, int]:
         """How many times fewer elements were sent, the elements before and those after compression."""
-        statistics = self.memory.statistics
-        return statistics.rate, statistics.numel_before, statistics.numel_after
+        return self.memory.statistics.summary()
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`PowerSGD.state_dict`."""
@@ -141,7 +139,7 @@ class PowerSGDState:
 class _HookPowerSGD(PowerSGD):
     """The stage of a state, on the state's process group."""
 
-    def __init__(self, state: PowerSGDState, form: MatrixForm) -> None:
+    def __init__(self, state: PowerSGDState, form: PerParameter) -> None:
         self._set_up(state.config(), state.memory, form)
         self._group = state.process_group
 
@@ -150,11 +148,11 @@ class _HookPowerSGD(PowerSGD):
 
     async def __call__(self, bucket: Bucket) -> None:
         if self._group is not None and self._group is not bucket.group:
-            bucket = replace(bucket, group=self._group, divisor=gradient_divisor(self._group))
+            bucket = on_group(bucket, self._group)
         await super().__call__(bucket)
 
 
-def _hook(name: str, doc: str, form: MatrixForm) -> StageHook:
+def _hook(name: str, doc: str, form: PerParameter) -> StageHook:
     def checked(state: Any) -> PowerSGDState:
         if isinstance(state, PowerSGDState):
             return state
@@ -165,13 +163,8 @@ def _hook(name: str, doc: str, form: MatrixForm) -> StageHook:
         name,
         group_of=lambda state: checked(state).process_group,
         doc=doc,
-        pickled_as=(_by_name, (name,)),
+        module=__name__,
     )
-
-
-def _by_name(name: str) -> StageHook:
-    hook: StageHook = globals()[name]
-    return hook
 
 
 powerSGD_hook = _hook(  # noqa: N816 (PyTorch's name)

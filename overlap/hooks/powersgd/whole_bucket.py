@@ -11,49 +11,32 @@ from torch import Tensor
 
 from overlap._torch.foreach import add_all
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.powersgd.layout import BucketLayout, FactorBatch, MatrixBatch, layout_of
-from overlap.hooks.powersgd.matrices import Factors, Matrices, keep_residuals
+from overlap.hooks.powersgd.config import Dtypes, PowerSGDConfig
+from overlap.hooks.powersgd.layout import BucketLayout, FactorBatch, MatrixBatch
+from overlap.hooks.powersgd.matrices import Factors, Matrices, PerParameter, keep_residuals, residuals_like
 from overlap.hooks.powersgd.memory import Memory, Slot
 
 __all__ = ["WholeBucket", "square_layout"]
 
 
-class WholeBucket:
+class WholeBucket(PerParameter):
     """A whole bucket is one matrix; where all its parameters are bypassed, it is reduced exactly."""
 
     name = "PowerSGD, whole buckets"
 
-    def lay_out(
-        self, bucket: Bucket, *, rank: int, min_compression_rate: float, exact: AbstractSet[int]
-    ) -> BucketLayout:
+    def lay_out(self, bucket: Bucket, config: PowerSGDConfig, exact: AbstractSet[int]) -> BucketLayout:
         if len(exact) < len(bucket.gradients):
-            return square_layout(bucket.buffer.numel(), rank=rank)
-        shapes = [gradient.shape for gradient in bucket.gradients]
-        return layout_of(shapes, rank=rank, min_compression_rate=min_compression_rate, exact=exact)
+            return square_layout(bucket.buffer.numel(), rank=config.rank)
+        return super().lay_out(bucket, config, exact)
 
     def matrices(
-        self,
-        bucket: Bucket,
-        layout: BucketLayout,
-        keys: tuple[str, ...],
-        memory: Memory,
-        *,
-        compute_dtype: torch.dtype,
-        residual_dtype: torch.dtype | None,
+        self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...], memory: Memory, dtypes: Dtypes
     ) -> list[Matrices]:
         (batch,) = layout.batches
         factor_slot = memory.bucket_slot(keys)
         if factor_slot.factor is not None and tuple(factor_slot.factor.shape) != (batch.rank, batch.cols):
             factor_slot.factor = None  # Of a bucket that was cut in another way.
-        square = _SquareMatrix(
-            batch,
-            factor_slot,
-            bucket,
-            memory.slots_of(keys),
-            compute_dtype=compute_dtype,
-            residual_dtype=residual_dtype,
-        )
-        return [square]
+        return [_SquareMatrix(batch, factor_slot, bucket, memory.slots_of(keys), dtypes)]
 
 
 def square_layout(numel: int, *, rank: int) -> BucketLayout:
@@ -72,38 +55,15 @@ def square_layout(numel: int, *, rank: int) -> BucketLayout:
 
 
 class _SquareMatrix(Matrices):
-    """The matrix of a whole bucket.
-
-    Args:
-        batch: of this matrix alone.
-        factor_slot: of its factor.
-        bucket: whose parameters' residuals are kept one by one, since buckets change.
-        slots: of its parameters.
-        compute_dtype: what products are computed in.
-        residual_dtype: of the residuals; ``None`` for no error feedback.
-    """
+    """The matrix of a whole bucket; its parameters' residuals are kept one by one, since buckets change."""
 
     def __init__(
-        self,
-        batch: MatrixBatch,
-        factor_slot: Slot,
-        bucket: Bucket,
-        slots: Sequence[Slot],
-        *,
-        compute_dtype: torch.dtype,
-        residual_dtype: torch.dtype | None,
+        self, batch: MatrixBatch, factor_slot: Slot, bucket: Bucket, slots: Sequence[Slot], dtypes: Dtypes
     ) -> None:
         super().__init__(batch, [factor_slot])
         self._bucket = bucket
-        self._compute_dtype = compute_dtype
-        self._residuals = (
-            None
-            if residual_dtype is None
-            else [
-                slot.residual_like(gradient, residual_dtype)
-                for slot, gradient in zip(slots, bucket.gradients, strict=True)
-            ]
-        )
+        self._compute_dtype = dtypes.compute
+        self._residuals = residuals_like(bucket.gradients, slots, dtypes.residual)
 
     def load(self) -> Tensor:
         buffer, side = self._bucket.buffer, self.batch.rows

@@ -62,15 +62,11 @@ class Quantize(Stage):
         self.bits = bits
         self.chunk = chunk
         self.rounding = rounding
+        self.error_feedback = error_feedback
         self._feedback = _ErrorFeedback() if error_feedback else None
         self._stochastic: StochasticRounding | None = None
         self._generator_state: Tensor | None = None
         self._is_attached = False
-
-    @property
-    def error_feedback(self) -> bool:
-        """Whether what a step leaves out is added in the next step."""
-        return self._feedback is not None
 
     def attach(self, context: StageContext) -> None:
         if self._feedback is not None and self._is_attached:

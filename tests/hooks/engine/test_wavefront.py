@@ -34,7 +34,7 @@ class Bucket:
 
 def _run(plans: list[list[str]]) -> list[str]:
     log: list[str] = []
-    wavefront: Wavefront[Bucket] = Wavefront()
+    wavefront = Wavefront()
     for index, plan in enumerate(plans):
         wavefront.arrive(Bucket("abcdefgh"[index], plan, log), is_last=index == len(plans) - 1)
     assert not wavefront.active
