@@ -8,22 +8,18 @@ from importlib.util import find_spec
 
 from overlap.errors import ConfigurationError
 
-__all__ = ["MissingExtraError", "require_extra", "whole_number"]
-
-
-class MissingExtraError(ConfigurationError):
-    """A command needs packages that are not installed."""
+__all__ = ["require_extra", "whole_number"]
 
 
 def require_extra(extra: str, *modules: str) -> None:
     """Checks that the modules can be imported, without importing them.
 
     Raises:
-        MissingExtraError: naming what is missing and the pip extra that brings it.
+        ConfigurationError: naming what is missing and the pip extra that brings it.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        raise MissingExtraError(f"{', '.join(missing)} not installed: pip install 'ddp-overlap[{extra}]'")
+        raise ConfigurationError(f"{', '.join(missing)} not installed: pip install 'ddp-overlap[{extra}]'")
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:

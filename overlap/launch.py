@@ -110,13 +110,12 @@ class World:
 
 
 @contextlib.contextmanager
-def init_ranks(device: str = "auto", *, backend: str | None = None, timeout_s: float = 600.0) -> Iterator[World]:
-    """Joins the default process group for the length of a `with` block.
+def init_ranks(device: str = "auto", *, timeout_s: float = 600.0) -> Iterator[World]:
+    """Joins the default process group for the length of a `with` block: of NCCL on CUDA, of Gloo on the CPU.
 
     Args:
         device: `"cpu"`, `"cuda"`, or `"auto"`: CUDA where every rank of this machine can have a GPU of its own.
             With `"cuda"` and fewer GPUs than ranks, ranks share them.
-        backend: by default `"nccl"` on CUDA and `"gloo"` on the CPU.
         timeout_s: how long a collective may wait for the other ranks.
 
     Raises:
@@ -130,17 +129,15 @@ def init_ranks(device: str = "auto", *, backend: str | None = None, timeout_s: f
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     chosen = choose_device(device, local_rank=local_rank, local_ranks=local_ranks)
-    backend = backend or ("nccl" if chosen.type == "cuda" else "gloo")
-    if chosen.type == "cuda":
+    on_cuda = chosen.type == "cuda"
+    backend = "nccl" if on_cuda else "gloo"
+    if on_cuda:
         torch.cuda.set_device(chosen)
-        if backend == "nccl" and local_ranks > torch.cuda.device_count():
+        if local_ranks > torch.cuda.device_count():
             for name, value in shared_gpu_env(local_rank).items():
                 os.environ.setdefault(name, value)
-    dist.init_process_group(
-        backend,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=chosen if backend == "nccl" else None,
-    )
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, timeout=limit, device_id=chosen if on_cuda else None)
     yield World(dist.get_rank(), dist.get_world_size(), chosen, backend)
     # Not closed after an exception: closing its connections would make the other ranks fail with "connection
     # closed" before this one has shown its traceback, and the process ends in any case.
@@ -211,7 +208,7 @@ def _watch(running: Sequence[_Rank], signalled: Sequence[int], deadline: float |
             _say(f"stopped by {signal.Signals(signalled[0]).name}")
             return 128 + signalled[0]
         if deadline is not None and time.monotonic() > deadline:
-            _say(f"out of time; still running: {_names(waiting)}")
+            _say(f"out of time; still running: {', '.join(f'rank {one.rank}' for one in waiting)}")
             for one in waiting:
                 _show_output(one)
             return _TIMED_OUT
@@ -292,10 +289,6 @@ def _how_it_ended(returncode: int) -> str:
     if returncode >= 0:
         return f"exited with code {returncode}"
     return f"died by {signal.Signals(-returncode).name}"
-
-
-def _names(ranks: Sequence[_Rank]) -> str:
-    return ", ".join(f"rank {one.rank}" for one in ranks)
 
 
 def _say(text: str) -> None:

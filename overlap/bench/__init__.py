@@ -12,6 +12,6 @@ variant     what a variant is;  variants: all of them, the one place to add a ro
 training_setup   what a variant is built from;  workload: the models and their data
 wire        bytes sent, read from the interface or the sockets
 collectives, simulated   bytes counted at the collective, and a link that only exists in arithmetic
-memory      peak memory;  floor: the least time that a step can take
+memory      peak memory;  proc: values from /proc;  floor: the least time that a step can take
 results     the rows;  report: the table;  plot: the picture
 """

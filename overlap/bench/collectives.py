@@ -6,7 +6,7 @@ over NVLink or a simulated link, is counted here, when the collective is issued.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -111,7 +111,7 @@ class CountingGroup(CustomGroup):  # type: ignore[misc]
         return self._count("send", "send", nbytes(*tensors), tensors, dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
-        return self.perform("recv", "barrier", 0, tensors, src, tag)
+        return self._count("recv", "barrier", 0, tensors, src, tag)
 
     def barrier(self, opts: Any = None) -> Any:
         return self._count("barrier", "barrier", 0, opts)
@@ -136,8 +136,7 @@ class ForwardingGroup(CountingGroup):
 
     def perform(self, name: str, kind: Kind, payload_bytes: int, *args: Any) -> Any:
         # Options that the caller left out are left to the backend's own default.
-        given: Sequence[Any] = args[:-1] if args[-1] is None else args
-        return getattr(self._inner, name)(*given)
+        return getattr(self._inner, name)(*(args[:-1] if args[-1] is None else args))
 
 
 def register_counted_backend(make: Callable[[Any, int, int, timedelta], Any]) -> None:

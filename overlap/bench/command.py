@@ -16,7 +16,8 @@ import torch
 
 from overlap._options import require_extra
 from overlap.bench.link import LinkError, ShapedLink
-from overlap.bench.settings import MODELS, OPTIMIZERS, LinkKind, RunConfig, Settings, SettingsError
+from overlap.bench.settings import MODELS, OPTIMIZERS, LinkKind, RunConfig, Settings
+from overlap.errors import ConfigurationError
 from overlap.launch import run_ranks, shared_gpu_env
 
 if TYPE_CHECKING:
@@ -67,11 +68,9 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         require_extra("demo", "torchvision")
     if options.show is not None:
         return _show(options)
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    names = [entry.name for entry in fields(Settings) if entry.name != "device"]
-    return bench(Settings(device=device, **{name: getattr(options, name) for name in names}))
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return bench(Settings(**{entry.name: getattr(options, entry.name) for entry in fields(Settings)}))
 
 
 def bench(settings: Settings) -> int:
@@ -103,7 +102,7 @@ def open_link(settings: Settings, stack: ExitStack) -> tuple[LinkKind, ShapedLin
     alone = settings.device == "cuda" and torch.cuda.device_count() < settings.ranks and not settings.share_gpu
     if settings.simulate or alone:
         if alone and settings.bandwidth_bytes_per_s is None:
-            raise SettingsError(
+            raise ConfigurationError(
                 f"ranks={settings.ranks} have {torch.cuda.device_count()} GPU: add --bandwidth to simulate the "
                 "link between them, or --share-gpu"
             )
@@ -136,7 +135,7 @@ def _show(options: argparse.Namespace) -> int:
     try:
         report = Report.load(options.show)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingsError(f"show={options.show!r} is not a report that --json saved: {error}") from None
+        raise ConfigurationError(f"show={options.show!r} is not a report that --json saved: {error}") from None
     _publish(report, Settings(plot=options.plot, markdown=options.markdown))
     return 0
 

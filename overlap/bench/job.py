@@ -7,9 +7,9 @@ and what a variant does to its process, down to `abort()`, ends with that proces
 from __future__ import annotations
 
 import ctypes
-import json
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import sys
@@ -38,7 +38,7 @@ class Outcome:
 
 
 def run_job(job: Callable[[IO[str]], Any], folder: Path, label: str, *, limit_s: float) -> Outcome:
-    """Calls `job(terminal)` in a child and returns what it returns, which must be JSON.
+    """Calls `job(terminal)` in a child and returns what it returns.
 
     The child's own output goes to `<label>.log` in `folder`; what it writes to `terminal` reaches the user.
     """
@@ -57,7 +57,8 @@ def run_job(job: Callable[[IO[str]], Any], folder: Path, label: str, *, limit_s:
         return Outcome(failure=_short(f"crashes: {name}: {_last_words(log)}"), at=time.time(), died=True)
     if not result.exists():
         return Outcome(failure=f"crashes: exit code {child.exitcode}", at=time.time(), died=True)
-    return Outcome(**json.loads(result.read_text()))
+    outcome: Outcome = pickle.loads(result.read_bytes())
+    return outcome
 
 
 def first_failure(outcomes: Sequence[Outcome]) -> int | None:
@@ -68,7 +69,7 @@ def first_failure(outcomes: Sequence[Outcome]) -> int | None:
 
     def consequences_last(rank: int) -> tuple[bool, bool, float]:
         one = outcomes[rank]
-        return not one.died, _is_consequence(one.failure or ""), one.at
+        return not one.died, any(words in (one.failure or "") for words in _CONSEQUENCES), one.at
 
     return min(failed, key=consequences_last)
 
@@ -89,7 +90,7 @@ def _run(job: Callable[[IO[str]], Any], result: Path, log: Path) -> None:
         outcome = Outcome(value=job(terminal))
     except Exception as error:
         outcome = Outcome(failure=_short(_in_words(error)), at=time.time())
-    result.write_text(json.dumps(outcome.__dict__))
+    result.write_bytes(pickle.dumps(outcome))
 
 
 def _in_words(error: Exception) -> str:
@@ -109,10 +110,6 @@ def _last_words(log: Path) -> str:
     words = (reasons or lines or ["no message"])[-1].removeprefix("what():").strip()
     # Where in Gloo's sources it was noticed says nothing to a reader of a table.
     return re.sub(r"^\[enforce fail at \S+\]\s*", "", words)
-
-
-def _is_consequence(text: str) -> bool:
-    return any(echo in text for echo in _CONSEQUENCES)
 
 
 def _short(text: str) -> str:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,8 +84,6 @@ class ShapedLink:
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= 250:
             raise ValueError(f"ranks={self.ranks} is out of range: the network holds 1 to 250 ranks")
-        if self.bandwidth_bytes_per_s <= 0:
-            raise ValueError(f"bandwidth_bytes_per_s={self.bandwidth_bytes_per_s} must be positive")
         self._owner = f"{_PREFIX}-{os.getpid()}-{_start_ticks(os.getpid())}"
 
     def namespace(self, rank: int) -> str:
@@ -205,7 +203,7 @@ def _pids_in(name: str) -> list[int]:
 
 def _quiet_namespace(name: str) -> None:
     """No IPv6 traffic to be counted, and a sender that neither probes nor forgets the link's speed."""
-    settings: Mapping[str, str] = {
+    settings = {
         "ipv6/conf/all/disable_ipv6": "1",
         "ipv6/conf/default/disable_ipv6": "1",
         "ipv4/tcp_slow_start_after_idle": "0",
@@ -239,11 +237,9 @@ def _ip(*words: str) -> str:
 
 
 def _tool(tool: str, *words: str) -> str:
-    program = _find(tool)
-    if program is None:
-        raise LinkError(f"`{tool}` is not installed (package iproute2)")
     # A session of its own: Ctrl-C at the terminal must not kill the command that is cleaning up.
-    done = subprocess.run([program, *words], check=False, capture_output=True, text=True, start_new_session=True)
+    command = [_find(tool) or tool, *words]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, start_new_session=True)
     if done.returncode != 0:
         raise LinkError(f"`{tool} {' '.join(words)}` failed: {done.stderr.strip()}")
     return done.stdout

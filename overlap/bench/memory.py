@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from overlap.bench.proc import proc_bytes
+
 _M_MMAP_THRESHOLD = -3
 _LARGE_BYTES = 64 * 1024
 
@@ -32,12 +34,12 @@ class MemoryMeter:
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
         # 5 sets the recorded peak back to what is resident now.
         Path("/proc/self/clear_refs").write_text("5")
-        self._before_bytes = _status_bytes("VmHWM")
+        self._before_bytes = proc_bytes("/proc/self/status", "VmHWM")
 
     def peak_bytes(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return _status_bytes("VmHWM") - self._before_bytes
+        return proc_bytes("/proc/self/status", "VmHWM") - self._before_bytes
 
 
 def available_bytes(device: torch.device, processes: int) -> int:
@@ -45,14 +47,4 @@ def available_bytes(device: torch.device, processes: int) -> int:
     if device.type == "cuda":
         sharing = -(-processes // torch.cuda.device_count())
         return int(torch.cuda.mem_get_info(device)[0]) // sharing
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 // processes
-    raise AssertionError("/proc/meminfo has no MemAvailable")
-
-
-def _status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/self/status has no {key}")
+    return proc_bytes("/proc/meminfo", "MemAvailable") // processes

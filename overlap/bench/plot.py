@@ -27,15 +27,8 @@ def save_plot(report: Report, path: str | Path) -> None:
     longest = max((row.p75_ms or 0.0 for row in rows), default=0.0) or 1.0
     for place, row in enumerate(rows):
         if row.median_ms is None or row.p25_ms is None or row.p75_ms is None:
-            axes.text(
-                longest * 0.01,
-                place,
-                _in_short(row),
-                va="center",
-                fontsize=9,
-                style="italic",
-                color="#a03030",
-            )
+            status = row.status if len(row.status) <= 72 else f"{row.status[:71]}…"
+            axes.text(longest * 0.01, place, status, va="center", fontsize=9, style="italic", color="#a03030")
             continue
         whiskers = [[row.median_ms - row.p25_ms], [row.p75_ms - row.median_ms]]
         axes.barh(place, row.median_ms, height=0.66, color=_color(row), zorder=2)
@@ -65,7 +58,3 @@ def _color(row: Row) -> str:
     if row.variant == COMPUTE_ONLY:
         return _COMPUTE
     return _OURS if row.variant.startswith("overlap-") else _THEIRS
-
-
-def _in_short(row: Row) -> str:
-    return row.status if len(row.status) <= 72 else f"{row.status[:71]}…"

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +20,7 @@ import tqdm
 
 from overlap._torchvision import load_torchvision
 from overlap.bench.file_exchange import FileExchange
-from overlap.bench.job import Outcome, die_with_parent, first_failure, run_job
+from overlap.bench.job import die_with_parent, first_failure, run_job
 from overlap.bench.measurements import Measurements
 from overlap.bench.registry import registry, with_baselines
 from overlap.bench.settings import RunConfig
@@ -60,7 +60,8 @@ class _Supervisor:
 
     def run(self) -> Measurements:
         measurements = Measurements()
-        values, failure = self._on_every_rank(PROFILE, self._profile, self._limit_s)
+        profile = _silent(profile_model, self._config, self._rank)
+        values, failure = self._on_every_rank(PROFILE, profile, self._limit_s)
         if failure is not None:
             raise RuntimeError(f"the model cannot be profiled: {failure.reason}")
         measurements.profiles = values
@@ -68,7 +69,8 @@ class _Supervisor:
         for name in bar:
             bar.set_description(f"trying {name}")
             start = time.monotonic()
-            values, failure = self._on_every_rank(name, partial(self._try, name), self._trial_limit_s(name))
+            job = _silent(try_variant, self._config, self._rank, name)
+            values, failure = self._on_every_rank(name, job, self._trial_limit_s(name))
             if failure is None:
                 measurements.trials[name] = values
                 self._longest_trial_s = max(self._longest_trial_s, time.monotonic() - start)
@@ -81,8 +83,8 @@ class _Supervisor:
 
     def _timing_groups(self, measurements: Measurements) -> list[tuple[str, ...]]:
         trials = measurements.trials
-        peaks = {name: max(int(one["peak_memory_bytes"]) for one in ranks) for name, ranks in trials.items()}
-        limit_bytes = min(int(one["memory_limit_bytes"]) for one in measurements.profiles)
+        peaks = {name: max(one.peak_memory_bytes for one in ranks) for name, ranks in trials.items()}
+        limit_bytes = min(one.memory_limit_bytes for one in measurements.profiles)
         baselines = partial(with_baselines, settings=self._config.settings)
         return timing_groups(peaks, limit_bytes, baselines, [name for name in peaks if registry()[name].timed_alone])
 
@@ -118,8 +120,8 @@ class _Supervisor:
         running = running_variant_path(self._config, self._rank)
         variant = running.read_text() if running.exists() else ""
         # A rank may see its end at once, and another only when its collective times out.
-        reported = self._files.exchange(f"{label}-outcome", [asdict(outcome), variant], timeout_s=limit_s + 30)
-        outcomes = [Outcome(**one) for one, _ in reported]
+        reported = self._files.exchange(f"{label}-outcome", (outcome, variant), timeout_s=limit_s + 30)
+        outcomes = [one for one, _ in reported]
         cause = first_failure(outcomes)
         if cause is None:
             return [one.value for one in outcomes], None
@@ -132,11 +134,10 @@ class _Supervisor:
         # A variant with long blocks takes more steps in its trial.
         return _LEAST_TRIAL_S + 3 * self._longest_trial_s * max(1.0, registry()[name].block_steps / 4)
 
-    def _profile(self, terminal: IO[str]) -> Any:
-        return profile_model(self._config, self._rank)
 
-    def _try(self, name: str, terminal: IO[str]) -> Any:
-        return try_variant(self._config, self._rank, name)
+def _silent(job: Callable[..., Any], *args: Any) -> Callable[[IO[str]], Any]:
+    """`job(*args)` for `run_job`; it shows nothing on the terminal."""
+    return lambda terminal: job(*args)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from overlap.bench.settings import Settings, SettingsError
+from overlap.bench.settings import Settings
 from overlap.bench.variant import COMPUTE_ONLY, Variant
 from overlap.bench.variants import averaging, compression, plain, uneven_inputs, updates
-
-__all__ = ["choose", "registry", "with_baselines"]
+from overlap.errors import ConfigurationError
 
 # In the order of the table.
 _MODULES = (plain, updates, compression, averaging, uneven_inputs)
@@ -32,7 +31,7 @@ def choose(settings: Settings, backend: str) -> tuple[str, ...]:
     known = registry()
     unknown = [name for name in settings.variants if name not in known]
     if unknown:
-        raise SettingsError(f"variants has {', '.join(unknown)}; known are {', '.join(known)}")
+        raise ConfigurationError(f"variants has {', '.join(unknown)}; known are {', '.join(known)}")
     asked = settings.variants or tuple(name for name, one in known.items() if backend in one.backends)
     return with_baselines(asked, settings)
 

@@ -32,7 +32,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
     for row in report.rows:
         if row.status != OK:
             console.print(f"{row.variant}: {row.status}", markup=False, highlight=False)
-    console.print(footnote(report), markup=False, highlight=False)
+    console.print(_footnote(report), markup=False, highlight=False)
 
 
 def markdown(report: Report) -> str:
@@ -43,24 +43,20 @@ def markdown(report: Report) -> str:
         cells = [cell.replace("|", "\\|") for cell in cells]
         bold = [f"**{cells[0]}**"] if row.variant.startswith(_OURS) else [cells[0]]
         lines.append(f"| {' | '.join(bold + cells[1:])} |")
-    return "\n".join([*lines, "", footnote(report).replace("\n", " "), ""])
+    return "\n".join([*lines, "", _footnote(report).replace("\n", " "), ""])
 
 
 def title(report: Report) -> str:
     """What was run, on one line; says "simulated" where the link is."""
     settings = report.settings
-    parts = [
-        settings["model"],
-        f"batch {settings['batch_size']}",
-        f"{settings['ranks']} ranks",
-        link_in_words(settings),
-    ]
+    ranks, batch_size = settings["ranks"], settings["batch_size"]
+    parts = [settings["model"], f"batch {batch_size}", f"{ranks} ranks", _link_in_words(settings)]
     if settings.get("gradient_as_bucket_view"):
         parts.append("gradients as views of the buckets")
     return ", ".join(parts)
 
 
-def link_in_words(settings: dict[str, Any]) -> str:
+def _link_in_words(settings: dict[str, Any]) -> str:
     measured = f"{8 * settings['measured_bytes_per_s'] / 1e9:.2g} Gbit/s measured"
     if settings["link"] == "simulated":
         return f"SIMULATED link of {settings['bandwidth']}, one process"
@@ -69,7 +65,7 @@ def link_in_words(settings: dict[str, Any]) -> str:
     return f"{'loopback' if settings['link'] == 'loopback' else 'NCCL'}, not shaped ({measured})"
 
 
-def footnote(report: Report) -> str:
+def _footnote(report: Report) -> str:
     machine = report.machine
     on = ", ".join(machine.get("gpus", ())) or f"{machine['cpu']}, {machine['cores']} cores"
     return (

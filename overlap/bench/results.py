@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ import torch
 
 from overlap.bench.floor import StepProfile, floor_ms
 from overlap.bench.measurements import Measurements
+from overlap.bench.proc import proc_bytes, proc_value
 from overlap.bench.registry import registry
 from overlap.bench.settings import FILES, RunConfig
-from overlap.bench.trial import ModelProfile
 from overlap.bench.variant import COMPUTE_ONLY
 
 OK = "ok"
@@ -68,8 +68,7 @@ class Report:
 
 
 def make_report(config: RunConfig, measurements: Measurements, machine: dict[str, Any]) -> Report:
-    profiles = [ModelProfile.from_json(one) for one in measurements.profiles]
-    link_bytes_per_s = min(one.link_bytes_per_s for one in profiles)
+    link_bytes_per_s = min(one.link_bytes_per_s for one in measurements.profiles)
     settings = {key: value for key, value in asdict(config.settings).items() if key not in FILES}
     settings |= {
         "variants": list(config.variants),
@@ -83,7 +82,7 @@ def make_report(config: RunConfig, measurements: Measurements, machine: dict[str
     bandwidth_bytes_per_s = link_bytes_per_s
     if config.link in ("namespaces", "simulated"):
         bandwidth_bytes_per_s = config.settings.bandwidth_bytes_per_s or link_bytes_per_s
-    slowest = max((one.step for one in profiles), key=lambda step: step.compute_ms)
+    slowest = max((one.step for one in measurements.profiles), key=lambda step: step.compute_ms)
     rows = tuple(_row(config, measurements, name, slowest, bandwidth_bytes_per_s) for name in config.variants)
     return Report(machine=machine, settings=settings, rows=rows)
 
@@ -97,7 +96,7 @@ def _row(
     if timing is None:
         return Row(variant=name, baseline=baseline, status=measurements.failures.get(name, "not run: out of time"))
     trials = measurements.trials[name]
-    sent_bytes = max(float(one["sent_bytes_per_step"]) for one in trials)
+    sent_bytes = max(one.sent_bytes_per_step for one in trials)
     p25_ms, median_ms, p75_ms = quartiles(timing[name])
     ratio = exposed_ms = floor = None
     if baseline in timing:
@@ -120,7 +119,7 @@ def _row(
         ratio=_rounded(ratio, 4),
         baseline=baseline,
         bytes_sent_per_step=round(sent_bytes),
-        peak_memory_bytes=max(int(one["peak_memory_bytes"]) for one in trials),
+        peak_memory_bytes=max(one.peak_memory_bytes for one in trials),
         exposed_ms=_rounded(exposed_ms),
         floor_ms=_rounded(floor),
         status=OK,
@@ -138,9 +137,9 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
 def describe_machine() -> dict[str, Any]:
     """What a reader needs to know to place absolute times."""
     machine: dict[str, Any] = {
-        "cpu": _first_value("/proc/cpuinfo", "model name") or platform.processor(),
+        "cpu": proc_value("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": os.cpu_count(),
-        "memory_bytes": int((_first_value("/proc/meminfo", "MemTotal") or "0").split()[0]) * 1024,
+        "memory_bytes": proc_bytes("/proc/meminfo", "MemTotal"),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -150,20 +149,6 @@ def describe_machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         machine["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return machine
-
-
-def _first_value(path: str, key: str) -> str | None:
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return None
-    values: Mapping[str, str] = dict(reversed([_split(line) for line in lines if ":" in line]))
-    return values.get(key)
-
-
-def _split(line: str) -> tuple[str, str]:
-    key, _, value = line.partition(":")
-    return key.strip(), value.strip()
 
 
 def _rounded(value: float | None, digits: int = 3) -> float | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, fields
+import pickle
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from overlap.bench.link import parse_bandwidth
 from overlap.errors import ConfigurationError
@@ -17,10 +17,6 @@ LinkKind = Literal["namespaces", "loopback", "simulated", "direct"]
 
 # Where results are saved; not part of what was run.
 FILES = ("json", "plot", "markdown")
-
-
-class SettingsError(ConfigurationError):
-    """An option's value is not one that the benchmark can run with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +65,19 @@ class Settings:
         for name in ("bucket_cap_mb", "time_limit_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise SettingsError(f"{name}={value} must be positive")
+                raise ConfigurationError(f"{name}={value} must be positive")
         if self.latency_us < 0:
-            raise SettingsError(f"latency_us={self.latency_us} must not be negative")
+            raise ConfigurationError(f"latency_us={self.latency_us} must not be negative")
         try:
             self.bandwidth_bytes_per_s  # noqa: B018 - parsing is the check
         except ValueError as error:
-            raise SettingsError(str(error)) from None
+            raise ConfigurationError(str(error)) from None
         if self.simulate and self.bandwidth is None:
-            raise SettingsError("simulate=True needs a bandwidth to simulate: add for example --bandwidth 10gbit")
+            raise ConfigurationError("simulate=True needs a bandwidth to simulate: add for example --bandwidth 10gbit")
         for name in FILES:
             path = getattr(self, name)
             if path is not None and not Path(path).resolve().parent.is_dir():
-                raise SettingsError(f"{name}={path!r} lies in a folder that does not exist: create it first")
+                raise ConfigurationError(f"{name}={path!r} lies in a folder that does not exist: create it first")
 
     @property
     def bandwidth_bytes_per_s(self) -> float | None:
@@ -89,11 +85,11 @@ class Settings:
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
         if getattr(self, name) not in allowed:
-            raise SettingsError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+            raise ConfigurationError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
 
     def _check_least(self, name: str, least: int) -> None:
         if getattr(self, name) < least:
-            raise SettingsError(f"{name}={getattr(self, name)} is too small: at least {least}")
+            raise ConfigurationError(f"{name}={getattr(self, name)} is too small: at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,15 +109,11 @@ class RunConfig:
         return 1 if self.link == "simulated" else self.settings.ranks
 
     def save(self) -> Path:
-        path = Path(self.folder) / "run.json"
-        path.write_text(json.dumps(asdict(self)))
+        path = Path(self.folder) / "run.pickle"
+        path.write_bytes(pickle.dumps(self))
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> RunConfig:
-        raw: dict[str, Any] = json.loads(Path(path).read_text())
-        names = {entry.name for entry in fields(Settings)}
-        settings = {key: value for key, value in raw.pop("settings").items() if key in names}
-        settings["variants"] = tuple(settings["variants"])
-        raw["variants"] = tuple(raw["variants"])
-        return cls(settings=Settings(**settings), **raw)
+        config: RunConfig = pickle.loads(Path(path).read_bytes())
+        return config

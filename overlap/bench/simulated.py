@@ -10,9 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,71 +19,50 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from overlap._torch.custom_group import FutureWork, HashStore, Store, spin
+from overlap._torch.custom_group import FutureWork, spin
 from overlap.bench.collectives import CountingGroup, Kind, sent_bytes
 
 SIMULATED_BACKEND = "overlap-simulated"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkSpeed:
-    """What a simulated collective costs: its bytes over `bandwidth_bytes_per_s`, and `latency_s`."""
-
-    bandwidth_bytes_per_s: float
-    latency_s: float
-
-    def __post_init__(self) -> None:
-        if self.bandwidth_bytes_per_s <= 0 or self.latency_s < 0:
-            raise ValueError(
-                f"bandwidth_bytes_per_s={self.bandwidth_bytes_per_s} must be positive and "
-                f"latency_s={self.latency_s} not negative"
-            )
-
-    def duration_s(self, kind: Kind, payload_bytes: int, ranks: int) -> float:
-        return sent_bytes(kind, payload_bytes, ranks) / self.bandwidth_bytes_per_s + self.latency_s
-
-
 class SimulatedGroup(CountingGroup):
     """A process group of `size` ranks in one process; see the module's docstring."""
 
-    def __init__(self, size: int, speed: LinkSpeed) -> None:
+    def __init__(self, size: int, *, bandwidth_bytes_per_s: float, latency_s: float) -> None:
         super().__init__(0, size)
-        self._speed = speed
+        self._bandwidth_bytes_per_s = bandwidth_bytes_per_s
+        self._latency_s = latency_s
 
     def getBackendName(self) -> str:  # noqa: N802 - the name that C++ looks up
         return SIMULATED_BACKEND
 
     def perform(self, name: str, kind: Kind, payload_bytes: int, *args: Any) -> Any:
-        duration_s = self._speed.duration_s(kind, payload_bytes, self._size)
-        result = _result_of(args[0])
+        duration_s = sent_bytes(kind, payload_bytes, self._size) / self._bandwidth_bytes_per_s + self._latency_s
+        result = args[0] if isinstance(args[0], list) else [args[0]] if isinstance(args[0], Tensor) else []
         device = next((tensor.device for tensor in _flatten(result)), torch.device("cpu"))
         channel = _cuda_channel(device) if device.type == "cuda" else _cpu_channel()
-        return FutureWork(channel.put(duration_s, self._effect(name, args), result))
+        return FutureWork(channel.put(duration_s, partial(self._act, name, *args), result))
 
-    def _effect(self, name: str, args: tuple[Any, ...]) -> Any:
+    def _act(self, name: str, *args: Any) -> None:
         """What the collective does to its tensors, given that every rank holds the same."""
-
-        def act() -> None:
-            if name in ("allreduce", "allreduce_coalesced"):
-                for tensor in args[0]:
-                    self._reduce(tensor, args[-1])
-            elif name == "allgather":
-                for outputs, tensor in zip(args[0], args[1], strict=True):
-                    for output in outputs:
-                        output.copy_(tensor)
-            elif name == "_allgather_base":
-                args[0].view(self._size, -1).copy_(args[1].reshape(1, -1).expand(self._size, -1))
-            elif name == "_reduce_scatter_base":
-                args[0].view(-1).copy_(args[1].reshape(self._size, -1)[0])
-                self._reduce(args[0], args[-1])
-            elif name == "reduce_scatter":
-                for output, parts in zip(args[0], args[1], strict=True):
-                    output.copy_(parts[0])
-                    self._reduce(output, args[-1])
-            elif name not in ("broadcast", "barrier"):
-                raise NotImplementedError(f"a simulated link has no {name}: it stands for ranks with equal data")
-
-        return act
+        if name in ("allreduce", "allreduce_coalesced"):
+            for tensor in args[0]:
+                self._reduce(tensor, args[-1])
+        elif name == "allgather":
+            for outputs, tensor in zip(args[0], args[1], strict=True):
+                for output in outputs:
+                    output.copy_(tensor)
+        elif name == "_allgather_base":
+            args[0].view(self._size, -1).copy_(args[1].reshape(1, -1).expand(self._size, -1))
+        elif name == "_reduce_scatter_base":
+            args[0].view(-1).copy_(args[1].reshape(self._size, -1)[0])
+            self._reduce(args[0], args[-1])
+        elif name == "reduce_scatter":
+            for output, parts in zip(args[0], args[1], strict=True):
+                output.copy_(parts[0])
+                self._reduce(output, args[-1])
+        elif name not in ("broadcast", "barrier"):
+            raise NotImplementedError(f"a simulated link has no {name}: it stands for ranks with equal data")
 
     def _reduce(self, tensor: Tensor, opts: Any) -> None:
         operation = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
@@ -170,56 +148,16 @@ def _cuda_channel(device: torch.device) -> _CudaChannel:
     return _CudaChannel(device)
 
 
-def _result_of(tensors: Any) -> list[Any]:
-    return tensors if isinstance(tensors, list) else [tensors] if isinstance(tensors, Tensor) else []
-
-
 def _flatten(tensors: Any) -> list[Tensor]:
     if isinstance(tensors, Tensor):
         return [tensors]
     return [tensor for entry in tensors for tensor in _flatten(entry)]
 
 
-class SingleProcessStore(Store):
-    """A store for one process that stands for `ranks`: its barriers count every arrival as all of them."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self._ranks = ranks
-        self._inner = HashStore()
-
-    def add(self, key: str, amount: int) -> int:
-        return self._inner.add(key, amount * self._ranks if "store_based_barrier" in key else amount)
-
-    def set(self, key: str, value: str) -> None:
-        self._inner.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        return self._inner.get(key)
-
-    def wait(self, *args: Any) -> None:
-        self._inner.wait(*args)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._inner.check(keys)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._inner.compare_set(key, expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        return self._inner.delete_key(key)
-
-    def num_keys(self) -> int:
-        return self._inner.num_keys()
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._inner.set_timeout(timeout)
-
-
-def register_simulated_backend(speed: LinkSpeed) -> None:
-    """Make `init_process_group(SIMULATED_BACKEND, store=SingleProcessStore(ranks))` join ranks by such a link."""
+def register_simulated_backend(*, bandwidth_bytes_per_s: float, latency_s: float) -> None:
+    """Make `init_process_group(SIMULATED_BACKEND, store=HashStore(), rank=0)` join ranks by such a link."""
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
-        return SimulatedGroup(size, speed)
+        return SimulatedGroup(size, bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)
 
     dist.Backend.register_backend(SIMULATED_BACKEND, create, devices=["cpu", "cuda"])

@@ -51,15 +51,8 @@ def time_variants(
             ready.append(_warmed_up(world, known[name]))
         samples: dict[str, list[float]] = {name: [] for name in names}
         order = random.Random(config.settings.seed)
-        rounds = tqdm(
-            range(config.settings.steps),
-            desc="timing",
-            unit="round",
-            file=terminal,
-            disable=rank != 0,
-            leave=False,
-        )
-        for number in rounds:
+        rounds = range(config.settings.steps)
+        for number in tqdm(rounds, desc="timing", unit="round", file=terminal, disable=rank != 0, leave=False):
             start = time.time()
             # The same shuffle on every rank: which variant follows which changes from round to round.
             for timed in order.sample(ready, len(ready)):

@@ -14,11 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap.bench.settings import Settings
 from overlap.bench.workload import Workload
 
-_LEARNING_RATE = 1e-4
-
-
-def _nothing() -> None:
-    """For a variant with nothing in flight between steps."""
+LEARNING_RATE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +27,7 @@ class TrainingLoop:
 
     step: Callable[[], None]
     block: Callable[[int], AbstractContextManager[object]] = nullcontext
-    finish: Callable[[], None] = _nothing
+    finish: Callable[[], None] = lambda: None
 
 
 @dataclass(kw_only=True)
@@ -72,10 +68,10 @@ class TrainingSetup:
     def optimizer(self, name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """The optimizer that rows with `name` use; a small step keeps random labels from blowing up the weights."""
         if name.startswith("sgd"):
-            return torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9, fused=name == "sgd-fused")
+            return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, fused=name == "sgd-fused")
         if name == "adamw":
-            return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, foreach=False)
-        return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True)
+            return torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=False)
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
     def plain_loop(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingLoop:
         """The training loop that everyone writes: zero, forward, backward, step."""
@@ -86,7 +82,3 @@ class TrainingSetup:
             optimizer.step()
 
         return TrainingLoop(step=step)
-
-    @property
-    def learning_rate(self) -> float:
-        return _LEARNING_RATE

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from overlap.bench.settings import Settings
 from overlap.bench.training_setup import TrainingLoop, TrainingSetup
-
-__all__ = ["COMPUTE_ONLY", "FloorKind", "Variant", "variant"]
 
 COMPUTE_ONLY = "compute-only"
 FloorKind = Literal["compute", "bucketed", "streamed"]
@@ -18,17 +16,26 @@ Build = Callable[[TrainingSetup], TrainingLoop]
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One row of the table; see `variant` for the fields."""
+    """One row of the table."""
 
+    # What it is called, in the table and on the command line.
     name: str
     build: Build
-    optimizer: str | None
-    baseline: str | None
-    floor: FloorKind
-    block_steps: int
-    lead_in_steps: int
-    timed_alone: bool
-    backends: tuple[str, ...]
+    # The one it steps with; by default that of `--optimizer`.
+    optimizer: str | None = None
+    # The variant its ratio is taken to; by default plain DDP with the same kind of optimizer.
+    baseline: str | None = None
+    # Which bound holds: "bucketed" where all buckets must be reduced before the step ends, "streamed" where
+    # communication may go on at any time, "compute" where there is none.
+    floor: FloorKind = "bucketed"
+    # Steps timed together, for a variant whose steps differ (one average in eight, say).
+    block_steps: int = 1
+    # Untimed steps before them, for one that leaves work in flight to the next step.
+    lead_in_steps: int = 0
+    # It may crash at any step, so it is timed with its baselines and no other variant.
+    timed_alone: bool = False
+    # Where it can run at all; what a backend merely refuses becomes a row that says so.
+    backends: tuple[str, ...] = ("gloo", "nccl")
 
     def optimizer_name(self, settings: Settings) -> str:
         return self.optimizer or settings.optimizer
@@ -41,42 +48,6 @@ class Variant:
         return f"ddp-{optimizer}" if optimizer.startswith("sgd") else "ddp-adamw-fused"
 
 
-def variant(
-    name: str,
-    *,
-    optimizer: str | None = None,
-    baseline: str | None = None,
-    floor: FloorKind = "bucketed",
-    block_steps: int = 1,
-    lead_in_steps: int = 0,
-    timed_alone: bool = False,
-    backends: tuple[str, ...] = ("gloo", "nccl"),
-) -> Callable[[Build], Variant]:
-    """Makes a variant of the decorated function, which builds the training loop from a `TrainingSetup`.
-
-    Args:
-        name: what the row is called, in the table and on the command line.
-        optimizer: the one it steps with; by default that of `--optimizer`.
-        baseline: the variant its ratio is taken to; by default plain DDP with the same kind of optimizer.
-        floor: which bound holds for it: `"bucketed"` where all buckets must be reduced before the step ends,
-            `"streamed"` where communication may go on at any time, `"compute"` where there is none.
-        block_steps: steps timed together, for a variant whose steps differ (one average in eight, say).
-        lead_in_steps: untimed steps before them, for one that leaves work in flight to the next step.
-        timed_alone: it may crash at any step, so it is timed with its baselines and no other variant.
-        backends: where it can run at all; what a backend merely refuses becomes a row that says so.
-    """
-
-    def make(build: Build) -> Variant:
-        return Variant(
-            name=name,
-            build=build,
-            optimizer=optimizer,
-            baseline=baseline,
-            floor=floor,
-            block_steps=block_steps,
-            lead_in_steps=lead_in_steps,
-            timed_alone=timed_alone,
-            backends=backends,
-        )
-
-    return make
+def variant(name: str, **fields: Any) -> Callable[[Build], Variant]:
+    """Makes a `Variant` with these fields of the decorated function, which builds its training loop."""
+    return lambda build: Variant(name=name, build=build, **fields)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlap._torch.custom_group import FileStore
+from overlap._torch.custom_group import FileStore, HashStore
 from overlap.bench.collectives import COUNTED_BACKEND, register_counted_backend
 from overlap.bench.file_exchange import FileExchange
 from overlap.bench.settings import RunConfig
-from overlap.bench.simulated import SIMULATED_BACKEND, LinkSpeed, SingleProcessStore, register_simulated_backend
+from overlap.bench.simulated import SIMULATED_BACKEND, register_simulated_backend
 from overlap.bench.training_setup import TrainingSetup
 from overlap.bench.workload import Workload, workload
 
@@ -35,10 +35,7 @@ class BenchWorld:
     def training_setup(self) -> TrainingSetup:
         """What one more variant is built from, with a group of its own; every rank must ask in the same order."""
         return TrainingSetup(
-            settings=self.config.settings,
-            workload=self.workload,
-            device=self.device,
-            group=dist.new_group(),
+            settings=self.config.settings, workload=self.workload, device=self.device, group=dist.new_group()
         )
 
     def wait_for_ranks(self, label: str) -> None:
@@ -73,15 +70,9 @@ def open_world(config: RunConfig, rank: int, name: str, *, count: bool = False) 
     if config.link == "simulated":
         assert settings.bandwidth_bytes_per_s is not None
         register_simulated_backend(
-            LinkSpeed(bandwidth_bytes_per_s=settings.bandwidth_bytes_per_s, latency_s=settings.latency_us / 1e6)
+            bandwidth_bytes_per_s=settings.bandwidth_bytes_per_s, latency_s=settings.latency_us / 1e6
         )
-        dist.init_process_group(
-            SIMULATED_BACKEND,
-            store=SingleProcessStore(settings.ranks),
-            rank=0,
-            world_size=settings.ranks,
-            timeout=limit,
-        )
+        dist.init_process_group(SIMULATED_BACKEND, store=HashStore(), rank=0, world_size=settings.ranks, timeout=limit)
     else:
         backend = "gloo" if device.type == "cpu" else "nccl"
         if count and backend == "nccl" and config.link == "direct":

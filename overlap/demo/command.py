@@ -76,14 +76,14 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         values.setdefault("epochs", _POWERSGD_EPOCHS)
     settings = Settings(**values)
     require_extra("demo", "torchvision", "sklearn", "matplotlib")
-    if (ranks := launched_ranks(asked_ranks)) is not None:
-        settings.steps_per_epoch(ranks)
+    launched = launched_ranks(asked_ranks)
+    ranks = launched or asked_ranks or _RANKS
+    settings.steps_per_epoch(ranks)  # Raises where there are too few images.
+    if launched:
         # Imported by the ranks alone: the process that starts them needs no model.
         from overlap.demo.experiment import run_experiment
 
         return run_experiment(settings)
-    ranks = asked_ranks or _RANKS
-    settings.steps_per_epoch(ranks)
     _check_machine(settings)
     return run_ranks(argv, ranks)
 

@@ -11,8 +11,6 @@ from overlap.launch import World, init_ranks
 
 __all__ = ["present", "run_experiment", "train_and_compare"]
 
-_FAILED = 1
-
 
 def run_experiment(settings: Settings) -> int:
     """Trains twice and returns the exit code: 0 if the two runs agree as far as they must."""
@@ -48,18 +46,15 @@ def _outcome(run: Run, digits: Digits, world: World) -> Outcome:
 
 def _heading(settings: Settings, world: World) -> str:
     size, steps = settings.image_size, settings.steps_per_epoch(world.size)
+    uneven = ""
+    if settings.uneven:
+        own_steps = ", ".join(str(settings.steps_of_rank(rank, world.size)) for rank in range(world.size))
+        uneven = f"\nuneven: ranks run {own_steps} steps an epoch, under Join"
     return (
         f"ResNet-18 on {settings.images} handwritten digits of {size}x{size} pixels, optimizer {settings.optimizer}\n"
         f"ranks: {world.size} on {world.device.type} ({world.backend}); epochs: {settings.epochs} of {steps} steps; "
-        f"batch: {settings.batch_size} images a rank" + _shares(settings, world)
+        f"batch: {settings.batch_size} images a rank{uneven}"
     )
-
-
-def _shares(settings: Settings, world: World) -> str:
-    if not settings.uneven:
-        return ""
-    steps = ", ".join(str(settings.steps_of_rank(rank, world.size)) for rank in range(world.size))
-    return f"\nuneven: ranks run {steps} steps an epoch, under Join"
 
 
 def present(report: Report) -> int:
@@ -70,4 +65,4 @@ def present(report: Report) -> int:
     if report.settings.json is not None:
         report.write_json(report.settings.json)
         print(f"Results: {report.settings.json}")
-    return 0 if report.passed else _FAILED
+    return 0 if report.passed else 1

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce
 
 from overlap.demo.train import Run
@@ -66,7 +65,7 @@ def _whole_state(zero: ZeroRedundancyOptimizer) -> dict[int, Any]:
 def largest_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
     if first.keys() != second.keys():
         return math.inf
-    return _max(_difference(first[name], second[name]) for name in first)
+    return max((_difference(first[name], second[name]) for name in first), default=0.0)
 
 
 def _difference(first: Any, second: Any) -> float:
@@ -75,15 +74,7 @@ def _difference(first: Any, second: Any) -> float:
     one, other = (torch.as_tensor(value).detach().to(torch.float64) for value in (first, second))
     if one.shape != other.shape:
         return math.inf
-    return _finite_max((one - other).abs())
-
-
-def _finite_max(values: Tensor) -> float:
-    if values.numel() == 0:
+    if one.numel() == 0:
         return 0.0
-    largest = float(values.max())  # NaN if there is one.
+    largest = float((one - other).abs().max())  # NaN if there is one.
     return largest if math.isfinite(largest) else math.inf
-
-
-def _max(values: Iterable[float]) -> float:
-    return max(values, default=0.0)

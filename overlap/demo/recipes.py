@@ -22,10 +22,6 @@ from overlap.optim import LocalSGD, OverlappedOptimizer, Step, ZeroRedundancyOpt
 __all__ = ["Recipe", "learning_rate", "overlapped", "plain"]
 
 
-def _nothing() -> None:
-    """For a recipe that leaves nothing to do."""
-
-
 @dataclass(frozen=True)
 class Recipe:
     """How one of the two runs trains."""
@@ -39,7 +35,7 @@ class Recipe:
     # The loop must clear the gradients; a registered chain does it by itself.
     zero_grad: bool
     # What is left to do when training is over, on every rank.
-    finish: Callable[[], None] = _nothing
+    finish: Callable[[], None] = lambda: None
 
 
 def plain(ddp: DistributedDataParallel, settings: Settings) -> Recipe:

@@ -49,21 +49,18 @@ class Settings:
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise ConfigurationError(f"optimizer is {self.optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
-        ways = [name for name, given in self._ways_to_send().items() if given]
+        ways_to_send = {
+            "--bf16-gradients": self.bf16_gradients,
+            "--powersgd": self.powersgd is not None,
+            "--quantize": self.quantize is not None,
+        }
+        ways = [name for name, given in ways_to_send.items() if given]
         if len(ways) > 1:
             raise ConfigurationError(f"{' and '.join(ways)} are ways to send gradients: give one of them")
         if self.zero and self.local_sgd is not None:
             raise ConfigurationError(
                 "--zero shares out one update, and with --local-sgd each rank makes its own: give one"
             )
-
-    def _ways_to_send(self) -> dict[str, bool]:
-        """The options that exclude each other, and which of them were given."""
-        return {
-            "--bf16-gradients": self.bf16_gradients,
-            "--powersgd": self.powersgd is not None,
-            "--quantize": self.quantize is not None,
-        }
 
     def steps_per_epoch(self, ranks: int) -> int:
         """How many batches every rank gets; images that do not fill a batch on each are left out.

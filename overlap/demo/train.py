@@ -24,7 +24,7 @@ from overlap.demo.recipes import Recipe, learning_rate, overlapped, plain
 from overlap.demo.settings import Settings
 from overlap.launch import World
 
-__all__ = ["Run", "accuracy", "mean_losses", "start_runs", "train"]
+__all__ = ["Run", "accuracy", "batches_of_epoch", "mean_losses", "start_runs", "train"]
 
 _CLASSES = 10
 
@@ -69,6 +69,13 @@ def train(runs: Sequence[Run], digits: Digits, settings: Settings, world: World)
         run.recipe.finish()
 
 
+def batches_of_epoch(digits: Digits, epoch: int, settings: Settings, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's batches."""
+    return shard(
+        digits, epoch=epoch, seed=settings.seed, rank=world.rank, ranks=world.size, batch_size=settings.batch_size
+    )
+
+
 def accuracy(run: Run, digits: Digits) -> float:
     """The share of the test split that this rank's model gets right."""
     model = run.ddp.module.eval()
@@ -111,24 +118,13 @@ def _start(
 def _train_epoch(run: Run, digits: Digits, epoch: int, settings: Settings, world: World, progress: tqdm[None]) -> None:
     steps = settings.steps_per_epoch(world.size)
     own_steps = settings.steps_of_rank(world.rank, world.size)
-    batches = itertools.islice(_batches(digits, epoch, settings, world), own_steps)
+    batches = itertools.islice(batches_of_epoch(digits, epoch, settings, world), own_steps)
     if not settings.uneven:
         _train_on(batches, run, progress)
         return
     with Join([run.ddp, run.recipe.optimizer, run.scheduler], lengths=own_steps) as join:
         _train_on(join.iterate(batches), run, progress)
     run.losses.extend([None] * (steps - own_steps))
-
-
-def _batches(digits: Digits, epoch: int, settings: Settings, world: World) -> Iterator[tuple[Tensor, Tensor]]:
-    return shard(
-        digits,
-        epoch=epoch,
-        seed=settings.seed,
-        rank=world.rank,
-        ranks=world.size,
-        batch_size=settings.batch_size,
-    )
 
 
 def _train_on(batches: Iterable[tuple[Tensor, Tensor]], run: Run, progress: tqdm[None]) -> None:

@@ -42,11 +42,9 @@ class Exchange:
 
     async def all_gather(self, outputs: Sequence[Tensor], input: Tensor) -> bool:
         """Each rank's ``input`` into ``outputs``, by rank."""
-        message, overflowed = await self._encoded(_flat(input))
-        gathered = _empty(self.group.size() * message.numel(), message)
-        await all_gather(gathered, message, group=self.group)
-        for one, output in zip(gathered.view(self.group.size(), -1), outputs, strict=True):
-            self._land(self.form.read(one, output.numel()), output)
+        gathered, overflowed = await self._gathered(_flat(input))
+        for values, output in zip(gathered, outputs, strict=True):
+            self._land(values, output)
         return overflowed
 
     async def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
@@ -71,20 +69,18 @@ class Exchange:
         flat = _flat(tensor)
         part_numel = -(-flat.numel() // ranks)
         padded = torch.nn.functional.pad(flat, (0, part_numel * ranks - flat.numel()))
-        total, overflowed = await self._reduced(padded.view(ranks, -1).unbind(), op)
-        result = torch.empty_like(padded)
-        overflowed |= await self.all_gather_parts(result.view(ranks, -1).unbind(), total)
-        self._land(result[: flat.numel()], tensor)
-        return overflowed
+        total, reduce_overflowed = await self._reduced(padded.view(ranks, -1).unbind(), op)
+        parts, gather_overflowed = await self._gathered(total)
+        self._land(torch.cat(parts)[: flat.numel()].to(tensor.dtype), tensor)
+        return reduce_overflowed or gather_overflowed
 
-    async def all_gather_parts(self, outputs: Sequence[Tensor], part: Tensor) -> bool:
-        """As :meth:`all_gather`, of results that are yet to be divided by the loss."""
-        message, overflowed = await self._encoded(part)
+    async def _gathered(self, values: Tensor) -> tuple[list[Tensor], bool]:
+        """The ``values`` of each rank, by rank, as they were sent."""
+        message, flag = self.form.encode(values)
+        overflowed = await self._agreed(flag)
         gathered = _empty(self.group.size() * message.numel(), message)
         await all_gather(gathered, message, group=self.group)
-        for one, output in zip(gathered.view(self.group.size(), -1), outputs, strict=True):
-            output.copy_(self.form.read(one, output.numel()))
-        return overflowed
+        return [self.form.read(one, values.numel()) for one in gathered.view(self.group.size(), -1)], overflowed
 
     async def _reduced(self, inputs: Sequence[Tensor], op: Any) -> tuple[Tensor, bool]:
         """The reduction of what ranks have for this one; this rank's own is not rounded."""
@@ -116,10 +112,6 @@ class Exchange:
             for peer, (message, numel) in enumerate(zip(received, numels, strict=True))
         ]
         return values, overflowed
-
-    async def _encoded(self, values: Tensor) -> tuple[Tensor, bool]:
-        message, flag = self.form.encode(values)
-        return message, await self._agreed(flag)
 
     async def _agreed(self, flag: Tensor) -> bool:
         if self.raises:

@@ -121,7 +121,10 @@ def _all_gather_into_tensor(exchange: Exchange, output_tensor: Tensor, input_ten
     ranks = exchange.group.size()
     _check_numel("output_tensor", output_tensor, ranks * input_tensor.numel())
     _check(output_tensor, input_tensor)
-    _check_contiguous("output_tensor", output_tensor)
+    if not output_tensor.is_contiguous():
+        raise ConfigurationError(
+            "output_tensor is not contiguous, so it cannot be split into views: give a contiguous one"
+        )
     return exchange.all_gather(output_tensor.view(ranks, -1).unbind(), input_tensor), [output_tensor]
 
 
@@ -198,19 +201,14 @@ def _check(*tensors: Tensor) -> None:
 
 
 def _check_list(exchange: Exchange, name: str, tensors: Sequence[Tensor]) -> None:
-    if len(tensors) != exchange.group.size():
-        ranks = exchange.group.size()
+    ranks = exchange.group.size()
+    if len(tensors) != ranks:
         raise ConfigurationError(f"{name} has {len(tensors)} tensors: give one for each of {ranks} ranks")
 
 
 def _check_numel(name: str, tensor: Tensor, numel: int) -> None:
     if tensor.numel() != numel:
         raise ConfigurationError(f"{name} has {tensor.numel()} elements, and needs {numel}")
-
-
-def _check_contiguous(name: str, tensor: Tensor) -> None:
-    if not tensor.is_contiguous():
-        raise ConfigurationError(f"{name} is not contiguous, so it cannot be split into views: give a contiguous one")
 
 
 def _check_op(op: Any) -> None:

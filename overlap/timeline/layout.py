@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from overlap.errors import ConfigurationError
 from overlap.timeline.report import Report
-from overlap.timeline.spans import Interval, intersection, lanes, without
-from overlap.timeline.steps import Activity, StepReport
+from overlap.timeline.spans import Interval, intersection, lanes, moved, without
+from overlap.timeline.steps import StepReport
 
 __all__ = ["LANE", "Bar", "Lane", "Panel", "panel_of"]
 
@@ -25,7 +26,6 @@ _MEANING_OF_PHASE = {
     "optimizer": "optimizer.step(), update",
 }
 _MEANING_OF_CODE = {"update": "optimizer.step(), update", "reduce": "code of the reducer"}
-_WITHOUT_A_WORD = ("finalization",)
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,11 @@ class Panel:
     title: str
     steps: tuple[StepReport, ...]
     """One for each rank that is shown."""
-    lanes: tuple[Lane, ...]
-    """Three for each of ``steps``."""
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Three for each of ``steps``."""
+        return tuple(_lanes(self))
 
     @property
     def height(self) -> float:
@@ -83,8 +86,7 @@ def panel_of(title: str, report: Report, number: int | None) -> Panel:
     if not steps:
         recorded = f"0 to {len(report.ranks[0]) - 1}" if report.ranks[0] else "none"
         raise ConfigurationError(f"step is {number}, and the steps that were recorded ({title}) are: {recorded}")
-    panel = Panel(title, steps, ())
-    return replace(panel, lanes=tuple(_lanes(panel)))
+    return Panel(title, steps)
 
 
 def _lanes(panel: Panel) -> Iterator[Lane]:
@@ -95,7 +97,12 @@ def _lanes(panel: Panel) -> Iterator[Lane]:
             ("communication", _communication_bars(step)),
             ("updates", _code_bars(step)),
         ):
-            placed = (_placed(bar, panel.shift_ms(step), top) for bar in bars if _is_visible(bar, step))
+            shift_ms = panel.shift_ms(step)
+            placed = (
+                replace(bar, interval=moved(bar.interval, shift_ms), top=top + bar.top)
+                for bar in bars
+                if _is_visible(bar, step)
+            )
             yield Lane(f"rank {step.rank}  {name}", top, tuple(placed))
             top += LANE + _GAP
         top += _RANK_GAP
@@ -104,7 +111,7 @@ def _lanes(panel: Panel) -> Iterator[Lane]:
 def _compute_bars(step: StepReport) -> Iterator[Bar]:
     for phase in step.phases:
         if phase.name in _MEANING_OF_PHASE:
-            word = "" if phase.name in _WITHOUT_A_WORD else phase.name
+            word = "" if phase.name == "finalization" else phase.name
             for part in without([phase], step.waits):
                 yield Bar(part, 0.0, LANE, _MEANING_OF_PHASE[phase.name], word)
     for part in intersection(step.waits, step.communication):
@@ -123,16 +130,12 @@ def _communication_bars(step: StepReport) -> Iterable[Bar]:
 
 def _code_bars(step: StepReport) -> Iterable[Bar]:
     bars = [
-        Bar(one, 0.0, LANE, _meaning_of_code(one), str(bucket.index))
+        Bar(one, 0.0, LANE, _MEANING_OF_CODE.get(one.kind, one.kind), str(bucket.index))
         for bucket in step.buckets
         for one in bucket.activities
         if not one.is_collective
     ]
     return _stacked([bar for bar in bars if _is_visible(bar, step)])
-
-
-def _meaning_of_code(activity: Activity) -> str:
-    return _MEANING_OF_CODE.get(activity.kind, activity.kind)
 
 
 def _stacked(bars: list[Bar]) -> list[Bar]:
@@ -144,8 +147,3 @@ def _stacked(bars: list[Bar]) -> list[Bar]:
 
 def _is_visible(bar: Bar, step: StepReport) -> bool:
     return bar.interval.duration_ms >= _LEAST_SHARE * step.step_ms
-
-
-def _placed(bar: Bar, shift_ms: float, top: float) -> Bar:
-    moved = Interval(bar.interval.start_ms + shift_ms, bar.interval.end_ms + shift_ms)
-    return replace(bar, interval=moved, top=top + bar.top)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Interval", "hull", "intersection", "length_ms", "lanes", "union", "without"]
+__all__ = ["Interval", "hull", "intersection", "length_ms", "lanes", "moved", "union", "without"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,11 @@ class Interval:
     def duration_ms(self) -> float:
         """How long it is."""
         return self.end_ms - self.start_ms
+
+
+def moved(interval: Interval, by_ms: float) -> Interval:
+    """The same stretch, later."""
+    return Interval(interval.start_ms + by_ms, interval.end_ms + by_ms)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -74,7 +74,7 @@ class Timeline:
             self._roles = roles_of(registration.stage)
             self._recorder = Recorder(clock_for(next(iter(data_parallel_parameters(self._ddp))).device))
             registration.observer = self._recorder
-            cleanup.callback(_stop_observing, registration)
+            cleanup.callback(setattr, registration, "observer", None)
             cleanup.enter_context(watching(self._ddp, self._recorder))
             self._cleanup = cleanup.pop_all()
         self._is_recording = True
@@ -147,7 +147,3 @@ class Timeline:
         report = self.report()
         if self._ddp.process_group.rank() == 0:
             save_reports({report.title: report}, path, step=step)
-
-
-def _stop_observing(registration: Registration) -> None:
-    registration.observer = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from overlap.timeline.report import Report
-from overlap.timeline.spans import Interval, lanes
+from overlap.timeline.spans import Interval, lanes, moved
 from overlap.timeline.steps import Activity, BucketReport, StepReport
 
 __all__ = ["save_trace", "trace_events"]
@@ -50,7 +50,7 @@ def _rank_events(steps: Sequence[StepReport], process: int) -> Iterator[dict[str
             if one.is_collective is is_collective
         ]
         # What overlaps without one being inside the other cannot be shown in one thread.
-        places = lanes([_moved(one, step.start_ms) for step, _, one in shown])
+        places = lanes([moved(one, step.start_ms) for step, _, one in shown])
         for place in range(max(places, default=-1) + 1):
             name = lane if place == 0 else f"{lane} ({place + 1})"
             yield _name("thread_name", process, _THREADS[lane] + place, name)
@@ -94,10 +94,6 @@ def _activity_facts(activity: Activity, bucket: BucketReport, step: StepReport) 
     if activity.is_collective:
         facts |= {"sent bytes": activity.sent_bytes, "gradient bytes": bucket.gradient_bytes}
     return facts
-
-
-def _moved(interval: Interval, by_ms: float) -> Interval:
-    return Interval(interval.start_ms + by_ms, interval.end_ms + by_ms)
 
 
 def _us(moment_ms: float) -> float:

@@ -46,13 +46,13 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     require_extra("demo", "torchvision", "sklearn", "matplotlib")
     if output.exists() and not output.is_dir():
         raise ConfigurationError(f"--output is {str(output)!r}, which is not a folder")
-    if (ranks := launched_ranks(asked_ranks)) is not None:
-        settings.steps_per_epoch(ranks)
+    launched = launched_ranks(asked_ranks)
+    ranks = launched or asked_ranks or _RANKS
+    settings.steps_per_epoch(ranks)  # Raises where there are too few images.
+    if launched:
         from overlap.trace.experiment import run_experiment
 
         return run_experiment(settings, steps=steps, output=output)
-    ranks = asked_ranks or _RANKS
-    settings.steps_per_epoch(ranks)
     return _run_on_link(argv, ranks, bandwidth)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from overlap.demo.data import Digits, load_digits, shard
+from overlap.demo.data import Digits, load_digits
 from overlap.demo.settings import Settings
-from overlap.demo.train import Run, start_runs
+from overlap.demo.train import Run, batches_of_epoch, start_runs
 from overlap.launch import World, init_ranks
 from overlap.timeline import Report, StepReport, Timeline, save_reports
 
@@ -29,7 +29,7 @@ def run_experiment(settings: Settings, *, steps: int, output: Path) -> int:
     with init_ranks(settings.device) as world:
         digits = load_digits(image_size=settings.image_size, images=settings.images, device=world.device)
         runs = start_runs(settings, world)
-        batches = [_batches(digits, settings, world) for _ in runs]
+        batches = [_endless_batches(digits, settings, world) for _ in runs]
         for run, own in zip(runs, batches, strict=True):
             _train(run, itertools.islice(own, _WARMUP_STEPS))
         turns: list[list[Report]] = [[] for _ in runs]
@@ -66,11 +66,9 @@ def _train(run: Run, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
         run.recipe.optimizer.step()
 
 
-def _batches(digits: Digits, settings: Settings, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+def _endless_batches(digits: Digits, settings: Settings, world: World) -> Iterator[tuple[Tensor, Tensor]]:
     for epoch in itertools.count():
-        yield from shard(
-            digits, epoch=epoch, seed=settings.seed, rank=world.rank, ranks=world.size, batch_size=settings.batch_size
-        )
+        yield from batches_of_epoch(digits, epoch, settings, world)
 
 
 def _present(reports: dict[str, Report], output: Path) -> None:

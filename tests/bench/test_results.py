@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from overlap.bench.measurements import Measurements
+from overlap.bench.floor import StepProfile
+from overlap.bench.measurements import Measurements, ModelProfile, Trial
 from overlap.bench.plot import save_plot
 from overlap.bench.report import print_report
 from overlap.bench.results import Report, Row, make_report, quartiles
@@ -29,17 +30,17 @@ def report(tmp_path: Path) -> Report:
     settings = Settings(bandwidth="1gbit")
     names = ("compute-only", "ddp-sgd", "torch-fp16", "overlap-fp16", "torch-powersgd-r4")
     config = RunConfig(settings=settings, variants=names, folder=str(tmp_path), link="namespaces", deadline=0.0)
-    step = {
-        "compute_ms": 50.0, "ready_ms": [30.0, 50.0], "bucket_bytes": [30, 10],
-        "update_ms": dict.fromkeys(("sgd", "adamw", "adamw-fused"), 4.0),
-    }  # fmt: skip
-    profile = {"step": step, "memory_limit_bytes": 10**9, "link_bytes_per_s": 1.2e8}
+    step = StepProfile(
+        compute_ms=50.0, ready_ms=(30.0, 50.0), bucket_bytes=(30, 10),
+        update_ms=dict.fromkeys(("sgd", "adamw", "adamw-fused"), 4.0),
+    )  # fmt: skip
+    profile = ModelProfile(step=step, memory_limit_bytes=10**9, link_bytes_per_s=1.2e8)
     measurements = Measurements(
         profiles=[profile, profile],
         trials={
             name: [
-                {"sent_bytes_per_step": sent, "peak_memory_bytes": 2 * sent, "step_ms": 1.0},
-                {"sent_bytes_per_step": sent + 10, "peak_memory_bytes": 2 * sent + 10, "step_ms": 1.0},
+                Trial(sent_bytes_per_step=sent, peak_memory_bytes=2 * sent),
+                Trial(sent_bytes_per_step=sent + 10, peak_memory_bytes=2 * sent + 10),
             ]
             for name, sent in [("compute-only", 0), ("ddp-sgd", 25_000_000), ("torch-fp16", 1), ("overlap-fp16", 1)]
         },

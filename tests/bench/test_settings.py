@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from overlap.bench.settings import RunConfig, Settings, SettingsError
+from overlap.bench.settings import RunConfig, Settings
+from overlap.errors import ConfigurationError
 
 
 def test_a_run_config_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
@@ -24,9 +25,11 @@ def test_a_run_config_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
         ({"warmup_steps": 1}, "warmup_steps=1 is too small: at least 3"),
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb=0.0"),
         ({"bandwidth": "1 parsec"}, "bandwidth='1 parsec' is not a speed"),
+        ({"bandwidth": "0gbit"}, "bandwidth='0gbit' is not a speed"),
+        ({"latency_us": -1.0}, "latency_us=-1.0 must not be negative"),
         ({"plot": "/nowhere/a.png"}, "plot='/nowhere/a.png' lies in a folder that does not exist"),
     ],
 )
 def test_bad_settings_name_field_and_value(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(ConfigurationError, match=said):
         Settings(**options)

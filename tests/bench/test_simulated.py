@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness import run_ranks
 from overlap.bench.collectives import counted_bytes
-from overlap.bench.simulated import SIMULATED_BACKEND, LinkSpeed, SingleProcessStore, register_simulated_backend
+from overlap.bench.simulated import SIMULATED_BACKEND, register_simulated_backend
 
 
 def simulate(rank: int, ranks: int, bandwidth_bytes_per_s: float) -> None:
-    register_simulated_backend(LinkSpeed(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=0.0))
-    dist.init_process_group(SIMULATED_BACKEND, store=SingleProcessStore(ranks), rank=0, world_size=ranks)
+    register_simulated_backend(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=0.0)
+    dist.init_process_group(SIMULATED_BACKEND, store=dist.HashStore(), rank=0, world_size=ranks)
 
 
 def _train(rank: int, world_size: int) -> dict[str, Any]:
@@ -118,9 +118,3 @@ def test_a_simulated_link_on_a_gpu_costs_its_time_beside_the_computation() -> No
     assert seen["total"] == 10_000_000
     assert seen["launched_s"] < 0.01
     assert seen["elapsed_s"] == pytest.approx(0.020, rel=0.15)
-
-
-@pytest.mark.parametrize(("field", "speed"), [("bandwidth", (0.0, 0.0)), ("latency", (1.0, -1.0))])
-def test_a_link_without_speed_is_refused(field: str, speed: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match=field):
-        LinkSpeed(bandwidth_bytes_per_s=speed[0], latency_s=speed[1])

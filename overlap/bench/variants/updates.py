@@ -8,7 +8,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from overlap import AllReduce, OverlappedOptimizer, Stage, Step, ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap.bench.training_setup import TrainingLoop, TrainingSetup
+from overlap.bench.training_setup import LEARNING_RATE, TrainingLoop, TrainingSetup
 from overlap.bench.variant import variant
 
 
@@ -18,7 +18,7 @@ def torch_hook_then_optimizer_adamw(setup: TrainingSetup) -> TrainingLoop:
     from torch.distributed.optim import as_functional_optim
 
     ddp = setup.ddp()
-    functional = as_functional_optim(torch.optim.AdamW, lr=setup.learning_rate)
+    functional = as_functional_optim(torch.optim.AdamW, lr=LEARNING_RATE)
     state = hooks._OptimizerHookState(functional)
     ddp.register_comm_hook(setup.group, hooks._hook_then_optimizer(default_hooks.allreduce_hook, state))
 
@@ -64,7 +64,7 @@ def _torch_zero(setup: TrainingSetup, kind: type[torch.optim.Optimizer], **optio
     from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
     ddp = setup.ddp()
-    zero = TorchZero(ddp.parameters(), kind, process_group=setup.group, lr=setup.learning_rate, **options)
+    zero = TorchZero(ddp.parameters(), kind, process_group=setup.group, lr=LEARNING_RATE, **options)
     return setup.plain_loop(ddp, zero)
 
 
@@ -78,7 +78,7 @@ def torch_zero_interleaved_adamw(setup: TrainingSetup) -> TrainingLoop:
         ddp.parameters(),
         torch.optim.AdamW,
         process_group=setup.group,
-        lr=setup.learning_rate,
+        lr=LEARNING_RATE,
         overlap_with_ddp=True,
     )
     ddp.register_comm_hook(None, hook_with_zero_step_interleaved(default_hooks.allreduce_hook, ddp, zero))
@@ -112,7 +112,7 @@ def _overlapped_zero(
 ) -> TrainingLoop:
     ddp = setup.ddp()
     zero = ZeroRedundancyOptimizer(
-        ddp.parameters(), kind, process_group=setup.group, overlap_with_ddp=True, lr=setup.learning_rate, **options
+        ddp.parameters(), kind, process_group=setup.group, overlap_with_ddp=True, lr=LEARNING_RATE, **options
     )
     chain(ZeroStep(zero, gather=gather)).register(ddp)
 
