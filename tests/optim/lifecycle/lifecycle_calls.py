@@ -1,0 +1,109 @@
+"""The calls that a training loop can make, and random sequences of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PARAMETERS = 6
+"""Of the model in lifecycle_forms."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a training loop. One that cannot be made where the loop stands is left out when a sequence runs."""
+
+    name: str
+    argument: Any = None
+
+    def __repr__(self) -> str:
+        return self.name if self.argument is None else f"{self.name}({self.argument})"
+
+
+@dataclass(frozen=True)
+class Sequence_:
+    """Calls, and whether the model has been trained before them, so that DDP has rebuilt its buckets."""
+
+    calls: tuple[Call, ...]
+    is_warm: bool
+
+    def __repr__(self) -> str:
+        return f"{'warm' if self.is_warm else 'cold'}: {', '.join(map(repr, self.calls))}"
+
+
+def draw(seed: str) -> Sequence_:
+    """A sequence that depends on ``seed`` alone."""
+    source = random.Random(seed)
+    length = source.randint(5, 25)
+    calls: list[Call] = []
+    while len(calls) < length:
+        calls += _train(source) if source.random() < 0.3 else [_call(source)]
+    if source.random() < 0.08:
+        calls.append(Call("incomplete_backward"))
+        calls += [_call(source, _AFTER_INCOMPLETE) for _ in range(source.randint(1, 4))]
+    return Sequence_(tuple(calls), is_warm=source.random() < 0.8)
+
+
+def _train(source: random.Random) -> list[Call]:
+    calls = [Call("forward"), Call("backward"), Call("step")]
+    return [Call("zero_grad", True), *calls] if source.random() < 0.2 else calls
+
+
+def _call(source: random.Random, weights: dict[str, int] | None = None) -> Call:
+    weights = weights or _WEIGHTS
+    (name,) = source.choices(list(weights), list(weights.values()))
+    argument = _ARGUMENTS.get(name)
+    return Call(name, None if argument is None else argument(source))
+
+
+_WEIGHTS = {
+    "forward": 16,
+    "backward": 16,
+    "no_sync": 6,
+    "step": 12,
+    "step_with_closure": 1,
+    "failing_step": 2,
+    "failing_backward": 4,
+    "zero_grad": 6,
+    "ddp_zero_grad": 4,
+    "edit": 4,
+    "own_gradient": 5,
+    "save": 2,
+    "load": 3,
+    "remove": 4,
+    "register": 5,
+    "set_lr": 2,
+    "evaluate": 1,
+}
+_AFTER_INCOMPLETE = {"step": 4, "zero_grad": 3, "ddp_zero_grad": 1, "load": 1, "remove": 2}
+
+_ARGUMENTS: dict[str, Callable[[random.Random], Any]] = {
+    "failing_backward": lambda source: source.choice(["first", "last", "update"]),
+    "zero_grad": lambda source: source.random() < 0.7,
+    "ddp_zero_grad": lambda source: source.random() < 0.7,
+    "edit": lambda source: source.choice(["all", *range(PARAMETERS)]),
+    "own_gradient": lambda source: source.randrange(PARAMETERS),
+    "set_lr": lambda source: source.choice([0.01, 0.02, 0.05]),
+    "register": lambda source: source.choice(["same", "new"]),
+}
+
+
+def shrink(calls: Sequence[Call], fails: Callable[[tuple[Call, ...]], bool], *, budget: int = 150) -> tuple[Call, ...]:
+    """The shortest part of ``calls`` found that still ``fails``: leaves out ever smaller pieces."""
+    kept = tuple(calls)
+    size = max(1, len(kept) // 2)
+    while budget > 0:
+        start, has_shrunk = 0, False
+        while start < len(kept) and budget > 0:
+            shorter = kept[:start] + kept[start + size :]
+            budget -= 1
+            if fails(shorter):
+                kept, has_shrunk = shorter, True
+            else:
+                start += size
+        if size == 1 and not has_shrunk:
+            break
+        size = max(1, size // 2)
+    return kept

@@ -1,0 +1,375 @@
+"""What a training loop on the library must do, told from plain DDP: independent of ``overlap.optim.lifecycle``.
+
+The oracle holds a plain DDP model with a plain optimizer, to which it makes the calls that the loop under test makes,
+and knows from what was documented which of them are errors, what becomes of ``.grad`` and when the update is made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lifecycle_calls import Call
+from lifecycle_forms import Form
+
+OK = frozenset({"ok"})
+REFUSED = frozenset({"TrainingLoopError"})
+RAISED = frozenset({"ArmedError"})
+# Ranks raise at the same place, but the first to do so ends the others' collectives.
+FAILED = frozenset({"ArmedError", "PeerError"})
+
+
+class Oracle:
+    """The reference side of one sequence, and what is expected of the other side.
+
+    ``phase`` is where the loop stands: off (nothing registered), idle, forward, reduced, applied, stepped, failed,
+    incomplete (a backward did not reach all parameters).
+    """
+
+    def __init__(self, form: Form, ddp: DistributedDataParallel, optimizer: Any) -> None:
+        self.form, self.ddp, self.optimizer = form, ddp, optimizer
+        self.parameters = list(ddp.parameters())
+        self.phase = "off"
+        self.marks: dict[int, str] = {}
+        """Of parameters whose gradient was applied: what became of it since: as left, edited, gone, replaced."""
+        self.means: set[int] = set()
+        """Parameters whose ``.grad`` is what the last backward left, perhaps edited."""
+        self.discarded: set[int] = set()
+        """Parameters whose mean the loop set to ``None`` by itself before ``step()``."""
+        self.has_garbage = False
+        """A backward failed: ``.grad`` is there, but its values are anything."""
+        self.is_unknown = False
+        """How many parameters were updated is not known."""
+        self.has_ended = False
+        """A backward was incomplete, so that DDP takes no other forward."""
+        self.loss: Tensor | None = None
+        self.synchronizes_next = False
+        """DDP waits for gradients: the next backward synchronizes, under ``no_sync``, too."""
+        self.saved = copy.deepcopy(optimizer.state_dict())
+
+    # Where calls can be made.
+
+    def allows(self, call: Call) -> bool:
+        """Whether a training loop can make this call here, as far as plain DDP goes."""
+        name = call.name
+        if self.has_ended:
+            ends = ("step", "zero_grad", "ddp_zero_grad", "load", "remove")
+            return name in ends and not (name == "remove" and self.phase == "off")
+        if name in ("backward", "failing_backward"):
+            if self.loss is None or (name == "failing_backward" and self.phase == "off"):
+                return False
+            return call.argument != "update" or bool(self.form.in_backward)
+        if name == "incomplete_backward":
+            return self.phase != "off"
+        if name == "own_gradient":
+            return not self.synchronizes_next  # DDP would take it for the backward that it waits for.
+        if name == "save":
+            return not self.is_unknown
+        if name == "set_lr":
+            return self.loss is None and self.phase in ("off", "idle", "stepped")
+        if name in ("remove", "register"):
+            return (self.phase == "off") == (name == "register")
+        return True
+
+    # What is expected.
+
+    def expected(self, call: Call) -> frozenset[str]:
+        """The outcomes of ``call`` that are right: ok, or the class of an error."""
+        return getattr(self, f"_expect_{call.name}", self._expect_success)(call)
+
+    def _expect_success(self, call: Call) -> frozenset[str]:
+        return OK
+
+    def _expect_forward(self, call: Call) -> frozenset[str]:
+        return REFUSED if self._forward_meets_edit() else OK
+
+    def _expect_backward(self, call: Call) -> frozenset[str]:
+        return REFUSED if self.phase == "applied" else OK
+
+    def _expect_failing_backward(self, call: Call) -> frozenset[str]:
+        return REFUSED if self.phase == "applied" else FAILED
+
+    def _expect_no_sync(self, call: Call) -> frozenset[str]:
+        if self._forward_meets_edit():
+            return REFUSED
+        return REFUSED if self.synchronizes_next and self.phase == "applied" else OK
+
+    def _expect_incomplete_backward(self, call: Call) -> frozenset[str]:
+        return self._expect_forward(call)
+
+    def _expect_step(self, call: Call) -> frozenset[str]:
+        if self.phase == "off":
+            return OK
+        if self.form.is_automatic or self.phase in ("failed", "incomplete"):
+            return REFUSED
+        local = self._local()
+        if self._step_meets_edit() or not local <= self.discarded:
+            return REFUSED
+        # Whether what the loop put in the place of a mean is applied, as by any optimizer, or refused is not promised.
+        return OK | REFUSED if local else OK
+
+    def _expect_failing_step(self, call: Call) -> frozenset[str]:
+        expected = self._expect_step(call)
+        calls_optimizer = self._pending() or self.form.is_automatic
+        return RAISED if expected == OK and calls_optimizer else expected
+
+    def _expect_step_with_closure(self, call: Call) -> frozenset[str]:
+        if self.phase == "off" or not self.form.is_automatic:
+            is_refused = self._forward_meets_edit() or self.phase == "applied"
+            return REFUSED if is_refused else OK
+        return REFUSED
+
+    def _expect_zero_grad(self, call: Call) -> frozenset[str]:
+        return REFUSED if self.phase == "applied" and not self.form.is_automatic else OK
+
+    def _expect_load(self, call: Call) -> frozenset[str]:
+        return REFUSED if self.phase == "applied" else OK
+
+    def _forward_meets_edit(self) -> bool:
+        if self.phase == "applied":
+            return any(mark != "as left" for mark in self.marks.values())
+        if self.phase == "stepped":
+            return any(mark == "edited" and self._is_nonzero(place) for place, mark in self.marks.items())
+        return False
+
+    def _step_meets_edit(self) -> bool:
+        if self.phase == "applied":
+            return any(mark != "as left" for mark in self.marks.values())
+        changed = ("edited", "replaced")
+        return any(mark in changed and self._is_nonzero(place) for place, mark in self.marks.items())
+
+    def _local(self) -> set[int]:
+        """Parameters with a gradient that ``step()`` would apply, but that is not the mean over ranks."""
+        if self.phase == "idle":
+            return set()
+        return {place for place in self._pending() if place not in self.means and self._is_nonzero(place)}
+
+    def _is_nonzero(self, place: int) -> bool:
+        gradient = self.parameters[place].grad
+        return gradient is not None and bool(gradient.any())
+
+    def _pending(self) -> list[int]:
+        """What ``step()`` would update."""
+        places = range(len(self.parameters))
+        return [place for place in places if self.parameters[place].grad is not None and place not in self.marks]
+
+    # Following: the same on plain DDP.
+
+    def follow(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        """Make the call on the reference, or what the error that it was on the other side leaves of it."""
+        getattr(self, f"_{call.name}")(call, outcome, batch)
+
+    def _forward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if self._begin_forward():
+            self.loss = loss_of(self.ddp, batch)
+            self.synchronizes_next = True
+
+    def _begin_forward(self) -> bool:
+        """What a forward does to gradients; false where it is refused, and the loop can go on."""
+        if self._forward_meets_edit():
+            self._take_edits_for_applied()
+            return False
+        if self.phase == "failed":
+            self._clear(range(len(self.parameters)))
+            self.has_garbage = False
+            self._forget()
+        elif self.phase in ("applied", "stepped"):
+            self._clear(place for place, mark in self.marks.items() if mark == "as left")
+            self.means -= set(self.marks)
+            self.marks, self.discarded = {}, set()
+        if self.phase in ("idle", "stepped", "failed"):
+            self.phase = "forward"
+        return True
+
+    def _take_edits_for_applied(self) -> None:
+        self.phase = "stepped"
+        self.marks = dict.fromkeys(self.marks, "as left")
+
+    def _backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        assert self.loss is not None
+        self.loss.backward()
+        self.loss, self.synchronizes_next = None, False
+        if self.phase == "off":
+            return
+        is_refused = self.phase == "applied"
+        self._forget()
+        if is_refused:
+            self.phase, self.has_garbage = "failed", True
+            return
+        places = range(len(self.parameters))
+        self.means = set(places)
+        self._update(self.form.in_backward)
+        self.marks = dict.fromkeys(self.form.in_backward, "as left")
+        in_step = "reduced" if self.form.is_deferred else "applied"
+        self.phase = "stepped" if self.form.is_automatic else in_step
+
+    def _failing_backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        assert self.loss is not None
+        self.loss.backward()
+        self.loss, self.synchronizes_next = None, False
+        self.is_unknown = self.phase != "applied" and self.form.updates_bucket_by_bucket and call.argument == "last"
+        self._forget()
+        self.phase, self.has_garbage = "failed", True
+
+    def _no_sync(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if not self._begin_forward():
+            return
+        with self.ddp.no_sync():
+            self.loss = loss_of(self.ddp, batch)
+            if self.synchronizes_next:
+                self._backward(call, outcome, batch)
+                return
+            for place in range(len(self.parameters)):
+                self._note_added(place)
+            self.loss.backward()
+            self.loss = None
+
+    def _incomplete_backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if not self._begin_forward():
+            return
+        loss_of(self.ddp, batch, is_partial=True).backward()
+        self.loss, self.has_ended = None, True
+        self.is_unknown = self.form.updates_bucket_by_bucket and self.phase != "applied"
+        self.phase = "failed" if self.phase == "applied" else "incomplete"
+        self._forget()
+
+    def _step(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if outcome != "ok":
+            if not self.form.is_automatic and self.phase in ("applied", "stepped") and self._step_meets_edit():
+                self._take_edits_for_applied()
+            return
+        pending = self._pending()
+        self._update(pending)
+        if self.phase not in ("off", "idle"):
+            self.marks |= dict.fromkeys((place for place in pending if place in self.means), "as left")
+        if self.phase in ("reduced", "applied"):
+            self.phase = "stepped"
+
+    def _failing_step(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if outcome != "ArmedError":
+            self._step(call, outcome, batch)
+            return
+        if self.phase != "off":
+            self._clip(self._pending())
+            self.phase = "failed"
+
+    def _step_with_closure(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if self.phase != "off" and self.form.is_automatic:
+            return
+        if self._forward_meets_edit():
+            self._forward(call, outcome, batch)
+            return
+        self._forward(call, outcome, batch)
+        self._backward(call, outcome, batch)
+        if self.phase != "failed":
+            self._step(call, outcome, batch)
+
+    def _zero_grad(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if outcome != "ok":
+            return
+        if self.form.is_automatic or self.phase == "off":
+            self._ddp_zero_grad(call, outcome, batch)
+            return
+        self.optimizer.zero_grad(call.argument)
+        self.has_garbage = False
+        self._forget()
+        if self.phase in ("reduced", "stepped", "failed"):
+            self.phase = "idle"
+
+    def _ddp_zero_grad(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        for place, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._note_change(place, "gone" if call.argument else "edited")
+        if call.argument:
+            self.discarded |= self.means - set(self.marks)
+            self.means &= set(self.marks)
+        self.ddp.zero_grad(call.argument)
+        self.has_garbage = False
+
+    def _edit(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        for place in chosen(call):
+            gradient = self.parameters[place].grad
+            if gradient is not None:
+                self._note_change(place, "edited")
+                gradient.mul_(0.5)
+
+    def _own_gradient(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        self._note_added(call.argument)
+        (self.parameters[call.argument] * 0.1).sum().backward()
+
+    def _note_added(self, place: int) -> None:
+        """Autograd adds to a gradient in place, or makes a new one."""
+        self._note_change(place, "replaced" if self.parameters[place].grad is None else "edited")
+
+    def _note_change(self, place: int, mark: str) -> None:
+        if place not in self.marks or (self.marks[place] == "replaced" and mark == "edited"):
+            return
+        self.marks[place] = mark
+
+    def _save(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        self.saved = copy.deepcopy(self.optimizer.state_dict())
+
+    def _load(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if outcome == "ok":
+            self.optimizer.load_state_dict(copy.deepcopy(self.saved))
+
+    def _set_lr(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = call.argument
+
+    def _evaluate(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        with torch.no_grad():
+            loss_of(self.ddp, batch)
+
+    def _remove(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if self.phase == "failed":
+            self._clear(range(len(self.parameters)))
+        self._clear(place for place, mark in self.marks.items() if mark != "replaced")
+        self.has_garbage = False
+        self._forget()
+        self.phase = "off"
+
+    def _register(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        self.phase = "idle"
+
+    # Gradients and the update.
+
+    def _forget(self) -> None:
+        self.marks, self.means, self.discarded = {}, set(), set()
+
+    def _clear(self, places: Iterable[int]) -> None:
+        for place in places:
+            self.parameters[place].grad = None
+
+    def _update(self, places: Iterable[int]) -> None:
+        """The optimizer's step on these parameters alone."""
+        chosen = set(places)
+        if not chosen:
+            return
+        self._clip(chosen)
+        hidden = {place: p.grad for place, p in enumerate(self.parameters) if place not in chosen}
+        self._clear(hidden)
+        self.optimizer.step()
+        for place, gradient in hidden.items():
+            self.parameters[place].grad = gradient
+        self.loss = None  # Autograd refuses a backward whose weights have been changed since its forward.
+
+    def _clip(self, places: Iterable[int]) -> None:
+        if self.form.clip is not None and self.phase != "off":
+            ordered = [self.parameters[place] for place in sorted(places)]
+            torch.nn.utils.clip_grad_norm_(ordered, self.form.clip)
+
+
+def loss_of(ddp: DistributedDataParallel, batch: tuple[Tensor, Tensor], *, is_partial: bool = False) -> Tensor:
+    """The loss of both sides."""
+    return torch.nn.functional.mse_loss(ddp(batch[0], is_partial), batch[1])
+
+
+def chosen(call: Call) -> Iterable[int]:
+    """The parameters that an edit changes."""
+    return range(6) if call.argument == "all" else [call.argument]
