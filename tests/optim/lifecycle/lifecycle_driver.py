@@ -240,11 +240,15 @@ class Player:
         self.played += 1
         found = None
         try:
+            difference = None
             for call in sequence.calls:
-                difference = run.make(call)
-                self.calls += 1
-                if (found := _on_any_rank(difference)) is not None:
+                # Where a rank waits for the others, all must still be at it.
+                if call.name in _MEETS and (found := _on_any_rank(difference)) is not None:
                     break
+                difference = difference or run.make(call)
+                self.calls += 1
+            else:
+                found = _on_any_rank(difference)
         finally:
             run.close()
         oracle = run.oracle
@@ -260,6 +264,11 @@ class Player:
             return self.play(dataclasses.replace(sequence, calls=calls)) is not None
 
         return dataclasses.replace(sequence, calls=shrink(sequence.calls, fails))
+
+
+_MEETS = frozenset(
+    {"forward", "backward", "no_sync", "failing_backward", "incomplete_backward", "step_with_closure", "register"}
+)
 
 
 def _on_any_rank(difference: str | None) -> str | None:

@@ -247,7 +247,7 @@ class Oracle:
         self._update(pending)
         if self.phase not in ("off", "idle"):
             self.marks |= dict.fromkeys((place for place in pending if place in self.means), "as left")
-        if self.phase in ("reduced", "applied"):
+        if self.phase in ("reduced", "applied") or self.marks:
             self.phase = "stepped"
 
     def _failing_step(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
