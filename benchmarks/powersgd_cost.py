@@ -74,8 +74,8 @@ def run(own_rank: int, options: argparse.Namespace) -> None:
                 ratio, least_ms = median_ms / base_ms, min(found_ms)
                 print(f"{what:9} {name:24} {median_ms:8.1f} ms  {ratio:5.2f} x compute  (least {least_ms:.1f})")
         for name, stage in stages.items():
-            if options.plans and hasattr(stage, "plan"):
-                print(name, stage.plan, sep="\n")
+            if options.layouts and isinstance(stage, overlap.PowerSGD):
+                print(name, stage.signature, sep="\n")
     dist.destroy_process_group()
 
 
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup-steps", type=int, default=4)
     parser.add_argument("--only", nargs="*", help="variants to run")
-    parser.add_argument("--plans", action="store_true", help="print what each bucket was made of")
+    parser.add_argument("--layouts", action="store_true", help="print what is sent of each bucket")
     options = parser.parse_args()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29731", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     mp.spawn(run, args=(options,), nprocs=options.ranks)

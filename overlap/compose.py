@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap.hooks import Chain, Stage, StageHook, as_stage, chain
-from overlap.hooks.adapters import CommHook, hook_name, is_hook
-from overlap.hooks.stage import to_stage
+from overlap.hooks import Chain, Stage, StageHook, chain
+from overlap.hooks.adapters import CommHook, hook_name, stage_from
 from overlap.optim import FunctionalOptimizer, Step
 
 __all__ = ["OptimizerHookState", "hook_then_optimizer"]
@@ -55,8 +54,7 @@ def hook_then_optimizer(hook: Stage | CommHook | Callable[..., Any], state: Opti
     update = state.stage()
 
     def build(hook_state: Any) -> Chain:
-        reducer = as_stage(hook, hook_state) if is_hook(hook) else to_stage(hook)
-        return chain(reducer, update)
+        return chain(stage_from(hook, hook_state), update)
 
     return StageHook(
         build,

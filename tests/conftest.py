@@ -1,4 +1,4 @@
-"""What every test session needs."""
+"""What every test session needs: a reason to skip GPU tests, and a fork server for the ranks."""
 
 from __future__ import annotations
 

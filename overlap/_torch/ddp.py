@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["before_final_sync", "data_parallel_parameters", "has_foreign_hook", "refusal", "set_gradient_sync"]
+__all__ = ["GradientSync", "before_final_sync", "data_parallel_parameters", "has_foreign_hook", "refusal"]
 
 
 def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
@@ -54,14 +54,24 @@ def refusal(ddp: DistributedDataParallel) -> str | None:
     return None
 
 
-def set_gradient_sync(ddp: DistributedDataParallel, enabled: bool) -> None:
-    """Let the next forward, with buffers, and its backward go with (or without) the other ranks, as ``no_sync`` does.
+class GradientSync:
+    """Lets forwards and backwards of ``ddp`` go with or without the other ranks, buffers included, as ``no_sync`` does.
 
     Private in all but name: the first attribute is what ``no_sync`` sets for a block of code, and a training loop has
     no block that is as long as a phase of it. The second follows the first one forward later, by DDP itself.
     """
-    ddp.require_backward_grad_sync = enabled
-    ddp.require_forward_param_sync = enabled
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._is_off = False
+
+    def switch(self, *, is_on: bool) -> None:
+        """For the next forward and its backward; leaves it to ``no_sync`` where it was never off."""
+        ddp = self._ddp()
+        if ddp is not None and (self._is_off or not is_on):
+            ddp.require_backward_grad_sync = is_on
+            ddp.require_forward_param_sync = is_on
+        self._is_off = not is_on
 
 
 def before_final_sync(ddp: DistributedDataParallel, callback: Callable[[], None]) -> Callable[[], None]:

@@ -8,15 +8,15 @@ from typing import Any
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Notifying", "divides_by_count_in_vain", "notify", "set_config"]
+__all__ = ["NotifyingConfig", "notify", "set_join_config", "torch_join_divides_by_count"]
 
 
-class Notifying:
-    """Stands in for the configuration that PyTorch's ``Join`` gives a joinable.
+class NotifyingConfig:
+    """Takes the place of the configuration that PyTorch's ``Join`` gives a joinable.
 
     DDP, PyTorch's sharded optimizer and other joinables call PyTorch's static ``Join.notify_join_context(self)``, which
-    asks this object whether the joinable is the first of its Join, once a call. To be asked is to be notified; the
-    answer is no, since the first one alone issues PyTorch's collectives.
+    asks this object once per call whether the joinable is the first of its Join. Being asked is the notification; the
+    answer is always no, since only the first joinable issues PyTorch's collectives.
     """
 
     enable = True
@@ -31,10 +31,10 @@ class Notifying:
         return False
 
 
-def divides_by_count_in_vain(ddp: DistributedDataParallel) -> bool:
-    """Whether PyTorch's ``Join`` is to divide by the ranks that have inputs, which it does in no hook."""
+def torch_join_divides_by_count(ddp: DistributedDataParallel) -> bool:
+    """Whether ``ddp`` is in PyTorch's ``Join`` with ``divide_by_initial_world_size=False``, which hooks do not see."""
     config = ddp._join_config
-    return bool(config.enable) and not isinstance(config, Notifying) and not ddp._divide_by_initial_world_size
+    return bool(config.enable) and not isinstance(config, NotifyingConfig) and not ddp._divide_by_initial_world_size
 
 
 def notify(joinable: Joinable) -> Any:
@@ -42,8 +42,8 @@ def notify(joinable: Joinable) -> Any:
     return Join.notify_join_context(joinable)
 
 
-def set_config(joinable: Joinable, config: Any) -> Any:
-    """Give ``joinable`` another configuration; returns the one before. Private: it has no public setter."""
+def set_join_config(joinable: Joinable, config: Any) -> Any:
+    """Set the configuration of ``joinable``; returns the one before. Private: there is no public setter."""
     before = joinable._join_config
     joinable._join_config = config
     return before

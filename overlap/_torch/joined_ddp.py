@@ -16,7 +16,7 @@ from overlap._torch.c10d import bucket_gradients
 
 __all__ = ["JoinedDDP", "missing_names"]
 
-# Overridden in an instance while a Join is in force: what DDP asks of all ranks where a Join knows the answer.
+# Overridden in an instance while a Join is active: what DDP asks all ranks where the Join knows the answer.
 _FIND_COMMON_RANK = "_find_common_rank"
 _CHECK_GLOBAL_SYNC = "_check_global_requires_backward_grad_sync"
 _USED = (
@@ -37,13 +37,13 @@ _USED_OF_REDUCER = (
 
 
 def missing_names(ddp: DistributedDataParallel) -> list[str]:
-    """The private names that a Join needs and this version of PyTorch lacks."""
+    """The private names that a Join needs and that this version of PyTorch lacks."""
     missing = [name for name in _USED if not hasattr(ddp, name)]
     return missing + [f"reducer.{name}" for name in _USED_OF_REDUCER if not hasattr(ddp.reducer, name)]
 
 
 class _Count(Work):
-    """For DDP's reducer: work that is done, and whose result is what to divide by, asked for when it is needed."""
+    """For DDP's reducer: completed work whose result, the number to divide by, is computed when it is asked for."""
 
     def __init__(self, count: Callable[[], int]) -> None:
         super().__init__()
@@ -59,25 +59,25 @@ class _Count(Work):
 
 
 class JoinedDDP:
-    """A model under a Join. Everything private that it touches is DDP's own code for joining."""
+    """A model under a Join. All private names that it uses belong to DDP's own code for joining."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
         self._count: _Count | None = None
 
-    def enter(self, authority: Callable[[], int], before_module: Callable[[], None]) -> None:
-        """Answer for DDP what it would ask all ranks by a collective.
+    def enter(self, buffer_source: Callable[[], int], before_module: Callable[[], None]) -> None:
+        """Answer what DDP would ask all ranks by a collective.
 
         Args:
-            authority: the rank whose buffers all take over.
+            buffer_source: gives the rank whose buffers the others take over.
             before_module: called in each forward, when DDP is about to call the wrapped module.
         """
-        setattr(self._ddp, _FIND_COMMON_RANK, lambda rank, condition: authority())
-        # What it finds out by a collective only joined ranks use.
+        setattr(self._ddp, _FIND_COMMON_RANK, lambda rank, condition: buffer_source())
+        # Only PyTorch's joined ranks use what DDP finds out by this collective.
         setattr(self._ddp, _CHECK_GLOBAL_SYNC, lambda is_joined_rank: before_module())
 
     def leave(self) -> None:
-        """Let DDP ask again."""
+        """Let DDP ask all ranks again."""
         for name in (_FIND_COMMON_RANK, _CHECK_GLOBAL_SYNC):
             if name in vars(self._ddp):
                 delattr(self._ddp, name)
@@ -87,7 +87,7 @@ class JoinedDDP:
     def divide_by(self, count: Callable[[], int]) -> None:
         """Let DDP's own reduction, where no hook is registered, divide by ``count()`` in the next backward.
 
-        What is given to the reducer is kept: C++ calls methods of the Python object.
+        This object keeps what is given to the reducer: C++ calls methods of the Python object.
         """
         if self._count is None:
             self._count = _Count(count)
@@ -107,12 +107,12 @@ class JoinedDDP:
 
     @property
     def has_buffer_hook(self) -> bool:
-        """Whether buffers are synchronized by a hook of the user's."""
+        """Whether a hook of the user synchronizes the buffers."""
         return hasattr(self._ddp, "buffer_hook")
 
     @torch.no_grad()
     def replay_forward(self, *, records_gradients: bool, buffers_from: int | None, synchronizes: bool) -> None:
-        """The collectives of a forward that the other ranks run."""
+        """Issue the collectives of a forward that the other ranks run."""
         ddp = self._ddp
         if records_gradients and ddp.reducer._rebuild_buckets():
             ddp._has_rebuilt_buckets = True
@@ -123,7 +123,7 @@ class JoinedDDP:
 
     @torch.no_grad()
     def replay_backward(self) -> None:
-        """The collectives of a backward that the other ranks run; leaves the mean of their gradients in ``.grad``."""
+        """Issue the collectives of a backward that the other ranks run; ``.grad`` then holds the mean of gradients."""
         ddp = self._ddp
         if ddp.reducer._rebuild_buckets():
             ddp._has_rebuilt_buckets = True
@@ -137,7 +137,7 @@ class JoinedDDP:
         for bucket in buckets:
             for parameter, gradient in zip(bucket.parameters(), bucket_gradients(bucket), strict=True):
                 _set_gradient(parameter, gradient if used is None or id(parameter) in used else None)
-        # Known once in a training: the next forward rebuilds the buckets in the order in which gradients came.
+        # Needed once: the next forward rebuilds the buckets in the order in which gradients came.
         ddp.reducer._push_all_rebuilt_params()
 
     def _used_by_others(self) -> set[int] | None:
@@ -146,7 +146,7 @@ class JoinedDDP:
         if not ddp.find_unused_parameters or ddp.static_graph:
             return None
         used = ddp.reducer._get_local_used_map()
-        # It holds what the last pass found, and this rank used nothing.
+        # It still holds what the last pass found, but this rank used nothing.
         used.zero_()
         dist.all_reduce(used, group=ddp.process_group)
         trained, _ = ddp._build_params_for_reducer()

@@ -12,10 +12,10 @@ __all__ = ["AllGather", "AllReduce", "NoReduction"]
 
 
 class AllReduce(Stage):
-    """The mean of the gradients over ranks, by one all-reduce a bucket.
+    """The mean of the gradients over ranks, by one all-reduce per bucket.
 
-    Equal to plain DDP bit for bit at any number of ranks: like DDP, each rank multiplies its gradient by
-    ``1 / divisor`` first, which also keeps a sum of half-precision gradients within their range.
+    Equal to plain DDP bit for bit at any number of ranks: as in DDP, each rank multiplies its gradient by
+    ``1 / divisor`` first, so that a sum of half-precision gradients does not overflow.
 
     Issues: one all-reduce of ``(numel,)`` in the bucket's dtype. Changes: ``bucket.buffer``.
 
@@ -29,10 +29,10 @@ class AllReduce(Stage):
 
 
 class AllGather(Stage):
-    """The mean of the gradients over ranks, by gathering all of them and adding up in ranks' order on each.
+    """The mean of the gradients over ranks: each rank gathers all of them and sums them in the order of ranks.
 
-    Moves ``W/2`` times what an all-reduce does and takes ``W`` buckets of memory; good for comparing what a reduction's
-    order of summation changes, since here it is the same for every element.
+    Sends ``W/2`` times as much as an all-reduce and takes ``W`` buckets of memory. Every element is summed in the same
+    order, so it shows what the order of summation in another reducer changes.
 
     Issues: one all-gather of ``(numel,)`` in the bucket's dtype. Changes: ``bucket.buffer``.
     """
@@ -46,7 +46,7 @@ class AllGather(Stage):
 
 
 class NoReduction(Stage):
-    """Leaves each rank's own gradient as it is; to measure what communication costs, or to reduce by other means."""
+    """Leaves each rank's own gradient as it is, to measure the cost of communication or to reduce by other means."""
 
     async def __call__(self, bucket: Bucket) -> None:
         return

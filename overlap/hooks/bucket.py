@@ -40,7 +40,7 @@ class Bucket:
     is_replay: bool = False
     """Whether this rank has run out of inputs and takes part with zeros, so the pass is no backward of its own."""
     is_mean: bool = False
-    """Whether a reducer has been at work, so that ``buffer`` holds the mean and no longer this rank's own gradients."""
+    """Whether ``buffer`` holds the mean over ranks; else it holds this rank's own gradients, and in a replay zeros."""
     raw: GradBucket | None = field(default=None)
     """DDP's own object, for stages that hand it on to a hook; ``None`` where the buffer is not DDP's."""
     fqns: tuple[str, ...] | None = None

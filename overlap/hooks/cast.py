@@ -1,31 +1,32 @@
-"""Gradients sent in fewer bits."""
+"""Gradients sent in another dtype."""
 
 from __future__ import annotations
 
 import torch
 
 from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.hooks.adapters import to_stage
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.stage import Role, Stage, to_stage
+from overlap.hooks.stage import Role, Stage
 
 __all__ = ["Cast"]
 
 
 class Cast(Stage):
-    """Lets another reducer work on the bucket in ``dtype``: half the bytes of fp32 for ``float16`` and ``bfloat16``.
+    """Runs another reducer on the bucket in ``dtype``: half the bytes of fp32 for ``float16`` and ``bfloat16``.
 
-    The cast rounds to nearest; ``float16`` has values up to 65,504 and turns larger ones into ``inf``, ``bfloat16`` has
-    the range of fp32 and 8 bits of precision. A bucket that is in ``dtype`` already passes as it is.
+    The cast rounds to nearest. ``float16`` turns values above 65,504 into ``inf``; ``bfloat16`` has the range of fp32
+    and 8 bits of precision. A bucket that is already in ``dtype`` is not copied.
 
     Args:
         dtype: a real floating-point dtype.
-        inner: the reducer, ``AllReduce()`` by default; another ``Cast``, too.
+        inner: the reducer, ``AllReduce()`` by default; may be another ``Cast``.
 
     Issues: what ``inner`` issues, in ``dtype``. Changes: ``bucket.buffer``. Memory: one bucket in ``dtype``.
 
     Raises:
-        ConfigurationError: ``dtype`` is no real floating-point dtype, or ``inner`` no reducer.
+        ConfigurationError: ``dtype`` is not a real floating-point dtype, or ``inner`` is not a reducer.
         UnsupportedError: a bucket of complex gradients, in ``backward()``.
 
     >>> Cast(torch.bfloat16, AllReduce())

@@ -9,16 +9,16 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap.errors import ConfigurationError
-from overlap.hooks.adapters import as_stage, is_hook
+from overlap.hooks.adapters import stage_from
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.engine.registration import Registration, register
-from overlap.hooks.stage import Stage, to_stage
+from overlap.hooks.stage import Stage
 
 __all__ = ["Chain", "chain"]
 
 
 class Chain(Stage):
-    """Stages that a bucket goes through in turn; made by :func:`chain`."""
+    """Stages that run one after another on each bucket; made by :func:`chain`."""
 
     def __init__(self, *stages: Stage) -> None:
         self._stages = stages
@@ -47,16 +47,16 @@ class Chain(Stage):
             bucket = stage.passed(bucket)
 
     def register(self, ddp: DistributedDataParallel) -> Registration:
-        """Let this chain take the gradients of ``ddp``; see :func:`overlap.register`."""
+        """Run this chain on the gradients of ``ddp``; see :func:`overlap.register`."""
         return register(ddp, self)
 
     def state_dict(self) -> dict[str, Any]:
-        """What each stage remembers on this rank, by its place in the chain."""
+        """The state of each stage on this rank, by its place in the chain."""
         states = {str(place): stage.state_dict() for place, stage in enumerate(self._stages)}
         return {place: state for place, state in states.items() if state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` of a chain of the same stages gave."""
+        """Load what :meth:`state_dict` of a chain of the same stages returned."""
         places = {str(place) for place in range(len(self._stages))}
         if unknown := sorted(set(state_dict) - places):
             raise ConfigurationError(f"state of stages {unknown} for a chain of {len(self._stages)} stages: {self!r}")
@@ -68,22 +68,22 @@ class Chain(Stage):
 
 
 def chain(*stages: Stage | Callable[..., Any]) -> Chain:
-    """Make one stage of several: a reducer, then at most one update, then at most one averager.
+    """One stage made of several: a reducer, then at most one update, then at most one averager.
 
     Args:
         stages: stages, ``async`` callables of a bucket, or DDP communication hooks ``(state, bucket) -> Future``
-            (their state is ``None``; for another one pass ``as_stage(hook, state)``). Chains are taken apart.
+            (called with ``None`` as their state; for another state pass ``as_stage(hook, state)``). The stages of a
+            chain are taken one by one.
 
     Raises:
-        ConfigurationError: something is no stage, or the order does not fit.
+        ConfigurationError: something is not a stage, or the stages are not in this order.
 
     >>> from overlap import AllReduce, chain
     >>> chain(AllReduce())
     chain(AllReduce())
     """
     flat: list[Stage] = []
-    for thing in stages:
-        stage = as_stage(thing) if is_hook(thing) else to_stage(thing)
+    for stage in map(stage_from, stages):
         flat.extend(stage.stages if isinstance(stage, Chain) else [stage])
     if not flat:
         raise ConfigurationError("chain() needs at least one stage, such as chain(AllReduce(), Step(optimizer))")
@@ -95,7 +95,7 @@ def chain(*stages: Stage | Callable[..., Any]) -> Chain:
             )
     if not flat[0].reduces:
         raise ConfigurationError(
-            f"{flat[0]!r} needs a reducer before it, or every rank would use gradients of its own: "
+            f"{flat[0]!r} needs a reducer before it, or every rank would use its own gradients: "
             f"chain(AllReduce(), {flat[0]!r})"
         )
     return Chain(*flat)

@@ -1,13 +1,13 @@
-"""Gradients averaged over all ranks at first, and over few of them or none from some step on.
+"""Averages gradients over all ranks at first, and later over a subgroup or not at all.
 
-The reducing half of post-local SGD (Lin et al. 2018, https://arxiv.org/abs/1808.07217); the averaging of parameters is
-the other half, and is in :mod:`overlap.optim`.
+This is half of post-local SGD (Lin et al. 2018, https://arxiv.org/abs/1808.07217); the other half, averaging
+parameters, is in :mod:`overlap.optim`.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,24 +15,24 @@ import torch.distributed as dist
 
 from overlap._torch.c10d import GradBucket
 from overlap.errors import ConfigurationError
-from overlap.hooks.adapters import StageHook
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.stage import Stage
+from overlap.hooks.stage_hook import StageHook
 from overlap.join import gradient_divisor
 
-__all__ = ["PostLocal", "PostLocalSGDState", "check_member", "machine_group", "post_localSGD_hook"]
+__all__ = ["PostLocal", "PostLocalSGDState", "check_subgroup", "machine_group", "post_localSGD_hook"]
 
 
 class PostLocalSGDState:
-    """When gradients stop being averaged over all ranks, and over which they are averaged then.
+    """When gradients stop being averaged over all ranks, and over which ranks they are averaged from then on.
 
     Args:
-        process_group: all ranks; the model's own group (registered with DDP itself: the default one) where ``None``.
+        process_group: all ranks; where ``None`` the model's group (registered with DDP itself: the default group).
         subgroup: the ranks that go on averaging gradients; where ``None`` those of ``process_group`` that are on the
             same machine, in a group that is made when it is first needed.
         start_localSGD_iter: backward passes before that.
-        post_local_gradient_allreduce: ``False`` leaves each rank its own gradient from then on.
+        post_local_gradient_allreduce: ``False`` averages no gradients from then on.
 
     Raises:
         ConfigurationError: ``start_localSGD_iter`` is below 0, or this rank is not in ``subgroup``.
@@ -46,9 +46,11 @@ class PostLocalSGDState:
         post_local_gradient_allreduce: bool = True,
     ) -> None:
         if isinstance(start_localSGD_iter, bool) or not isinstance(start_localSGD_iter, int) or start_localSGD_iter < 0:
-            raise ConfigurationError(f"start_localSGD_iter is a whole number from 0 on, got {start_localSGD_iter!r}")
+            raise ConfigurationError(
+                f"start_localSGD_iter must be a whole number of at least 0, got {start_localSGD_iter!r}"
+            )
         if subgroup is not None:
-            check_member(subgroup)
+            check_subgroup(subgroup)
         self.process_group = process_group
         self.subgroup = subgroup
         self.start_localSGD_iter = start_localSGD_iter
@@ -62,15 +64,15 @@ class PostLocalSGDState:
         return self.iter >= self.start_localSGD_iter
 
     def maybe_increase_iter(self, bucket: Bucket | GradBucket) -> None:
-        """Count a backward pass, when its last bucket comes."""
+        """Count a backward pass when its last bucket arrives."""
         is_last = bucket.is_last if isinstance(bucket, Bucket) else bucket.is_last()
         if is_last and not self.is_local:
             self.iter += 1
 
     def group_of_pass(self) -> dist.ProcessGroup | None:
-        """The ranks that the next local pass averages over, ``None`` for this rank alone.
+        """The ranks that the next local pass averages over; ``None`` if it averages nothing.
 
-        Issues, the first time without a ``subgroup``: what making a group takes, on every rank of the job.
+        Issues, the first time without a ``subgroup``: the collectives of making a group, on every rank of the job.
         """
         if not self.post_local_gradient_allreduce:
             return None
@@ -80,25 +82,32 @@ class PostLocalSGDState:
 
 
 class PostLocal(Stage):
-    """A reducer that is at work on all ranks until local SGD starts, and on a subgroup or not at all afterwards.
+    """Reduces over all ranks until local SGD starts, and then over a subgroup or not at all.
 
     Args:
-        state: says when that is; several stages may not share one.
+        state: says when local SGD starts, and which ranks are the subgroup; several stages must not share one.
         inner: the reducer, :class:`AllReduce` where ``None``.
+        is_local: says whether the next backward pass is local; by default ``state`` counts passes.
 
-    Issues: what ``inner`` issues, on ``state.process_group`` (the model's where ``None``), then on its subgroup, or
+    Issues: what ``inner`` issues, on ``state.process_group`` (the model's where ``None``), then on the subgroup, or
     nothing.
+
+    Raises:
+        ConfigurationError: ``inner`` is not a reducer.
 
     >>> from overlap.hooks import PostLocal, PostLocalSGDState
     >>> PostLocal(PostLocalSGDState(None, None, start_localSGD_iter=1000))
     PostLocal(AllReduce(), from step 1000)
     """
 
-    def __init__(self, state: PostLocalSGDState, inner: Stage | None = None) -> None:
+    def __init__(
+        self, state: PostLocalSGDState, inner: Stage | None = None, *, is_local: Callable[[], bool] | None = None
+    ) -> None:
         self._state = state
+        self._asks_is_local = is_local
         self.inner = AllReduce() if inner is None else inner
         if not self.inner.reduces:
-            raise ConfigurationError(f"PostLocal takes a reducer, and {self.inner!r} is none")
+            raise ConfigurationError(f"PostLocal takes a reducer, and {self.inner!r} is not a reducer")
         self._is_local = False
         self._group: dist.ProcessGroup | None = None
 
@@ -111,8 +120,8 @@ class PostLocal(Stage):
         return f"PostLocal({self.inner.signature}, from step {self._state.start_localSGD_iter})"
 
     def before_backward(self, *, is_replay: bool) -> None:
-        # For all buckets of the pass, and here, where groups may be made.
-        self._is_local = self._state.is_local
+        # Decided once for all buckets of the pass, and here, because making a group is a collective.
+        self._is_local = self._state.is_local if self._asks_is_local is None else self._asks_is_local()
         self._group = self._state.group_of_pass() if self._is_local else self._state.process_group
 
     async def __call__(self, bucket: Bucket) -> None:
@@ -120,14 +129,18 @@ class PostLocal(Stage):
             await self.inner(replace(bucket, group=self._group, divisor=gradient_divisor(self._group)))
         elif not self._is_local:
             await self.inner(bucket)
-        self._state.maybe_increase_iter(bucket)
+        if self._asks_is_local is None:
+            self._state.maybe_increase_iter(bucket)
+
+    def passed(self, bucket: Bucket) -> Bucket:
+        return replace(bucket, is_mean=self._group is not None or not self._is_local)
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``inner`` remembers; ``state.iter`` is its owner's to save."""
+        """That of ``inner``; ``state.iter`` is not in it."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` returned."""
         self.inner.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
@@ -141,7 +154,7 @@ def _post_local(state: Any) -> Stage:
 def _checked(state: Any) -> PostLocalSGDState:
     if not isinstance(state, PostLocalSGDState):
         raise ConfigurationError(
-            f"the state of post_localSGD_hook is a PostLocalSGDState, got {type(state).__name__}: "
+            f"the state of post_localSGD_hook must be a PostLocalSGDState, got {type(state).__name__}; make one, as in "
             "PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1000)"
         )
     return state
@@ -160,22 +173,32 @@ post_localSGD_hook = StageHook(  # noqa: N816 (PyTorch's name)
 )
 
 
-def check_member(subgroup: object) -> None:
-    """Raises: ConfigurationError: this rank is not in ``subgroup``."""
+def check_subgroup(subgroup: object, group: dist.ProcessGroup | None = None) -> None:
+    """Check that this rank is in ``subgroup``, and that all its ranks are in ``group``, where one is given.
+
+    Raises:
+        ConfigurationError: it is not a process group, or ranks do not fit.
+    """
+    if isinstance(subgroup, str):
+        raise ConfigurationError(f'subgroup must be a process group, "machine" or None, got {subgroup!r}')
     if not isinstance(subgroup, dist.ProcessGroup) or dist.get_rank(subgroup) < 0:
         raise ConfigurationError(
-            f"rank {dist.get_rank()} is not in the subgroup that it was given ({subgroup!r}); each rank gives the one "
-            "it is in, as in `subgroup, _ = torch.distributed.new_subgroups(group_size)`"
+            f"rank {dist.get_rank()} is not in the subgroup that it was given ({subgroup!r}); give each rank the one "
+            "that it is in, as in `subgroup, _ = torch.distributed.new_subgroups(group_size)`"
         )
+    if group is None:
+        return
+    if strangers := sorted(set(dist.get_process_group_ranks(subgroup)) - set(dist.get_process_group_ranks(group))):
+        raise ConfigurationError(f"ranks {strangers} of the subgroup are not in the model's process group")
 
 
 def machine_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The ranks of ``group`` (the default one where ``None``) that are on this machine, as a new group.
 
-    Issues, on every rank: one gather of host names on ``group``, and what making the groups takes.
+    Issues, on every rank: one gather of host names on ``group``, and the collectives of making groups.
 
     Raises:
-        ConfigurationError: ``group`` is not of all ranks of the job, who must make groups together.
+        ConfigurationError: ``group`` lacks ranks of the job, which must make groups together.
     """
     whole: dist.ProcessGroup = group if group is not None else dist.group.WORLD  # type: ignore[assignment]
     if whole.size() != dist.get_world_size():

@@ -1,9 +1,9 @@
 """Hooks under the names, and with the states, of ``torch.distributed.algorithms.ddp_comm_hooks``.
 
-Each can be given to ``ddp.register_comm_hook``, to :func:`overlap.register`, to :func:`overlap.chain` and to
-:func:`overlap.hook_then_optimizer`. Their state is a process group, or ``None`` for the model's own (for the default
-group, where the hook was registered with DDP itself, which does not tell). It is looked at when the first bucket
-comes, so hooks can be configured before ``init_process_group``.
+Each can be passed to ``ddp.register_comm_hook``, :func:`overlap.register`, :func:`overlap.chain` and
+:func:`overlap.hook_then_optimizer`. The state is a process group, or ``None`` for the model's own group (for the
+default group, if the hook is registered with DDP itself, which does not tell). It is read when the first bucket
+arrives, so hooks can be configured before ``init_process_group``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
-from overlap.hooks.adapters import CommHook, StageHook, as_stage, hook_name
+from overlap.hooks.adapters import CommHook, as_stage, hook_name
 from overlap.hooks.allreduce import AllGather, AllReduce, NoReduction
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cast import Cast
 from overlap.hooks.quantize.gathered import GatherQuantized
 from overlap.hooks.stage import Stage
+from overlap.hooks.stage_hook import StageHook
 from overlap.join import gradient_divisor
 
 __all__ = [
@@ -38,7 +39,7 @@ __all__ = [
 
 
 class _OnGroup(Stage):
-    """A reducer on a process group that the user names, whatever the model trains on."""
+    """A reducer on the process group that the hook's state names, whatever the model's own group is."""
 
     def __init__(self, inner: Stage, group: dist.ProcessGroup) -> None:
         self._inner = inner
@@ -74,12 +75,12 @@ def _group_hook(name: str, make: Callable[[], Stage], doc: str) -> StageHook:
 
 
 allreduce_hook = _group_hook(
-    "allreduce_hook", AllReduce, "The mean over ranks by one all-reduce a bucket; see :class:`AllReduce`."
+    "allreduce_hook", AllReduce, "The mean over ranks by one all-reduce per bucket; see :class:`AllReduce`."
 )
 allgather_then_aggregate_hook = _group_hook(
     "allgather_then_aggregate_hook",
     AllGather,
-    "The mean over ranks by one all-gather a bucket; see :class:`AllGather`.",
+    "The mean over ranks by one all-gather per bucket; see :class:`AllGather`.",
 )
 fp16_compress_hook = _group_hook(
     "fp16_compress_hook",
@@ -89,7 +90,7 @@ fp16_compress_hook = _group_hook(
 bf16_compress_hook = _group_hook(
     "bf16_compress_hook",
     lambda: Cast(torch.bfloat16),
-    "The mean over ranks, sent in ``bfloat16``, on any backend that reduces it, Gloo included; see :class:`Cast`.",
+    "The mean over ranks, sent in ``bfloat16``, on any backend that can reduce it, also Gloo; see :class:`Cast`.",
 )
 noop_hook = StageHook(
     lambda state: NoReduction(),
@@ -100,7 +101,7 @@ noop_hook = StageHook(
 quantization_pertensor_hook = _group_hook(
     "quantization_pertensor_hook",
     lambda: GatherQuantized(None),
-    "The mean over ranks, gathered in 8 bits with one scale a bucket; see :class:`GatherQuantized`.",
+    "The mean over ranks, gathered in 8 bits with one scale per bucket; see :class:`GatherQuantized`.",
 )
 quantization_perchannel_hook = _group_hook(
     "quantization_perchannel_hook",
@@ -110,12 +111,12 @@ quantization_perchannel_hook = _group_hook(
 
 
 def fp16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
-    """A hook that runs ``hook`` on the bucket in ``float16`` and casts the result back; its state goes to ``hook``."""
+    """A hook that runs ``hook`` on the bucket in ``float16`` and casts the result back; ``hook`` gets its state."""
     return _cast_hook(hook, torch.float16, fp16_compress_wrapper)
 
 
 def bf16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
-    """A hook that runs ``hook`` on the bucket in ``bfloat16`` and casts the result back; its state goes to ``hook``."""
+    """A hook that runs ``hook`` on the bucket in ``bfloat16`` and casts the result back; ``hook`` gets its state."""
     return _cast_hook(hook, torch.bfloat16, bf16_compress_wrapper)
 
 

@@ -1,4 +1,4 @@
-"""Who still takes part in a step."""
+"""Ranks with different numbers of batches: which of them take part in a step, and how the others follow."""
 
 from overlap.join.context import Join
 from overlap.join.divisor import gradient_divisor

@@ -1,11 +1,11 @@
-"""The block in which ranks may run out of inputs at different times."""
+"""``Join``: the block in which ranks may run out of inputs at different times."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,25 +18,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from overlap._torch.c10d import group_timeout
 from overlap._torch.join import notify
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError, PeerError, TrainingLoopError
-from overlap.join.course import Course
-from overlap.join.ddp import DDPMember
+from overlap.join.active import active_join, clear_active_join, set_active_join
+from overlap.join.adapters import JoinableAdapter, JoinHookAdapter, OptimizerAdapter, SchedulerAdapter
+from overlap.join.ddp import DDPAdapter
+from overlap.join.event_log import EventLog
 from overlap.join.failures import FailureStore
-from overlap.join.in_force import in_force, leave, take_force
+from overlap.join.iterations import Iterations
 from overlap.join.loading import batches
-from overlap.join.member import HookMember, Member, OptimizerMember, SchedulerMember
-from overlap.join.script import Script
+from overlap.join.options import JoinOptions, OnExhausted, check_on_exhausted
+from overlap.join.session import JoinSession
 
 __all__ = ["Join"]
 
-OnExhausted = Literal["shadow", "stop", "raise"]
-_WAYS = ("shadow", "stop", "raise")
-
-# How many Joins this process has entered on a group: the same on every rank, so it can name the keys they meet under.
+# How many Joins this process has entered on a group: the same number on every rank, so it names their keys.
 _entered: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 class Join:
-    """Lets ranks have different numbers of batches: who has run out goes on taking part, with zeros.
+    """Lets ranks have different numbers of batches: one that has run out goes on taking part, with gradients of zero.
 
     ::
 
@@ -46,35 +45,36 @@ class Join:
                 optim.step()
                 scheduler.step()
 
-    On ranks that have run out, what the others do is done again: buckets go through the registered hook with gradients
-    of zero, hooks of joinables run once for each call that notified the Join, schedulers and plain optimizers step. At
-    the end every rank has the parameters and buffers of the highest of those that ran longest.
+    Ranks that have run out replay what the others do: buckets go through the registered hook with gradients of zero,
+    hooks of joinables run once for each call that notified the Join, schedulers and plain optimizers step. At the end
+    every rank has the parameters and buffers of the highest of those that ran longest.
 
     An iteration is a batch of :meth:`iterate`; without it, a forward that records gradients, of the model that runs
     first. Where every rank knows how many it will run (``lengths``, or a loader with a length given to
-    :meth:`iterate`), they tell each other when the block begins, and no iteration pays for joining. Otherwise each
-    iteration has one all-reduce of as many numbers as there are ranks, under way while the batch before it is computed
-    (:meth:`iterate`) or the forward (without).
+    :meth:`iterate`), they exchange these numbers when the block begins, and iterations issue no collective for joining.
+    Otherwise each iteration issues one all-reduce of as many int64 as there are ranks, under way during the previous
+    batch (:meth:`iterate`) or the forward (without).
 
     Args:
         joinables: models, optimizers and other joinables of one process group; also plain ``torch.optim.Optimizer`` and
             LR schedulers, which then step on joined ranks as they do on active ones.
-        enable: whether to do anything.
+        enable: ``False`` makes the block do nothing.
         throw_on_early_termination: the same as ``on_exhausted="raise"``.
         lengths: how many iterations this rank will run.
         on_exhausted: what happens when the first rank runs out: ``"shadow"`` lets the others go on, ``"stop"`` ends
             :meth:`iterate` on all ranks at the same iteration, ``"raise"`` raises on all ranks.
-        weight_by_samples: weigh the ranks' gradients by the samples in their batches, so that the mean is over samples:
+        weight_by_samples: weight gradients by the samples in each rank's batch, so that the mean is over samples:
             ``True`` takes the first dimension of a batch's first tensor, a callable is given the batch. Needs
-            :meth:`iterate`, and the all-reduce an iteration.
+            :meth:`iterate`, and issues the all-reduce in every iteration.
         **kwargs: given to every ``join_hook``. DDP's is ``divide_by_initial_world_size`` (default ``True``): ``False``
             divides by the number of ranks that still have inputs, under every reducer.
 
     Raises:
-        ConfigurationError: no joinable, several process groups, an argument out of range, or ranks that disagree.
+        ConfigurationError: no joinable, several process groups, an argument out of range, or other arguments than on
+            rank 0.
         UnsupportedError: a model with collectives in forward, and ranks that may run out of inputs before others.
         TrainingLoopError: this rank ran more or fewer iterations than it said, or ``on_exhausted="raise"``.
-        PeerError: another rank failed; names it.
+        PeerError: another rank failed; the message has its number.
     """
 
     def __init__(
@@ -88,65 +88,62 @@ class Join:
         weight_by_samples: bool | Callable[[Any], int] = False,
         **kwargs: Any,
     ) -> None:
-        self._on_exhausted = _check_way(on_exhausted, throws=throw_on_early_termination)
+        on_exhausted = check_on_exhausted(on_exhausted, throws=throw_on_early_termination)
         if lengths is not None and (isinstance(lengths, bool) or not isinstance(lengths, int) or lengths < 0):
             raise ConfigurationError(f"lengths is this rank's number of iterations, len(loader) say, got {lengths!r}")
         if lengths is not None and weight_by_samples:
-            raise ConfigurationError("weight_by_samples asks in every iteration anyway: leave lengths out")
+            raise ConfigurationError("weight_by_samples exchanges the samples in every iteration: leave lengths out")
+        self._options = JoinOptions(
+            on_exhausted=on_exhausted,
+            divides_by_count=not kwargs.get("divide_by_initial_world_size", True),
+            counts_samples=bool(weight_by_samples),
+        )
         self._lengths, self._enable, self._samples = lengths, enable, weight_by_samples
-        self._divides_by_count = not kwargs.get("divide_by_initial_world_size", True)
-        self._members = _members(joinables, kwargs, shadows=enable and self._on_exhausted == "shadow")
+        self._adapters = _adapters(joinables, kwargs, shadows=enable and on_exhausted == "shadow")
         self._group, self._device = _group_and_device(joinables)
-        self._course: Course | None = None
+        self._session: JoinSession | None = None
 
     @staticmethod
     def notify_join_context(joinable: base.Joinable) -> Any:
-        """Tell the Join in force, ours or PyTorch's, that ``joinable`` is about to issue an iteration's collectives."""
+        """Tell the active Join, ours or PyTorch's, that ``joinable`` is about to issue an iteration's collectives."""
         return notify(joinable)
 
     def __enter__(self) -> Self:
         if not self._enable:
             return self
-        if in_force(self._group) is not None:
-            raise TrainingLoopError("a Join is in force on this process group already: leave its block first")
+        if active_join(self._group) is not None:
+            raise TrainingLoopError("a Join is already active on this process group: leave its block first")
         key = str(next(_entered.setdefault(self._group, itertools.count())))
-        script = Script(self._group, key, group_timeout(self._group, self._device))
-        lengths = self._meet(script)
-        self._course = course = Course(
-            self._group,
-            self._device,
-            script,
-            self._members,
-            on_exhausted=self._on_exhausted,
-            divides_by_count=self._divides_by_count,
-            counts_samples=bool(self._samples),
-        )
-        if lengths is not None:
-            course.know(lengths)
-        take_force(self._group, course)
+        log = EventLog(self._group, key, group_timeout(self._group, self._device))
+        lengths = self._exchange_lengths(log)
+        iterations = Iterations(self._group, self._device, log, self._options, lengths=lengths)
+        self._session = session = JoinSession(log, iterations, self._adapters)
+        set_active_join(self._group, session)
         try:
-            for member in self._members:
-                member.enter(course)
+            for adapter in self._adapters:
+                adapter.enter(session)
         except BaseException as error:
-            script.failures.report(error)
+            log.failures.report(error)
             self._leave()
             raise
         return self
 
-    def _meet(self, script: Script) -> list[int] | None:
-        """Compare what ranks were given; every rank's length, where they know."""
-        mine = [[type(member).__name__ for member in self._members], self._on_exhausted, self._lengths is None]
-        told = script.exchange("Join", [mine, self._lengths])
-        for rank, (theirs, _) in enumerate(told):
-            if theirs != told[0][0]:
+    def _exchange_lengths(self, log: EventLog) -> list[int] | None:
+        """Compare what the ranks were given; returns the length of every rank, where they are known."""
+        kinds = [type(adapter).__name__ for adapter in self._adapters]
+        given = [kinds, self._options.on_exhausted, self._lengths is None]
+        exchanged = log.exchange("Join", [given, self._lengths])
+        first, _ = exchanged[0]
+        for rank, (other, _) in enumerate(exchanged):
+            if other != first:
                 raise ConfigurationError(
-                    f"rank {rank} enters Join with {theirs} (joinables, on_exhausted, whether without lengths), "
-                    f"but rank 0 with {told[0][0]}; every rank must be given the same"
+                    f"rank {rank} enters Join with {other} (joinables, on_exhausted, whether without lengths), "
+                    f"but rank 0 with {first}; every rank must be given the same"
                 )
-        return None if self._lengths is None else [length for _, length in told]
+        return None if self._lengths is None else [length for _, length in exchanged]
 
     def iterate(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of ``loader``, looking one ahead where its length is not known; once in a block.
+        """The batches of ``loader``; looks one ahead where its length is not known. Once in a block.
 
         Raises:
             TrainingLoopError: outside of the block, a second time, after a forward, or where the loader has more or
@@ -155,73 +152,64 @@ class Join:
         if not self._enable:
             yield from loader
             return
-        if self._course is None:
+        if self._session is None:
             raise TrainingLoopError("join.iterate belongs inside of the block: with Join([...]) as join: ...")
-        yield from batches(self._course, loader, self._samples)
+        yield from batches(self._session.iterations, loader, self._samples)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        course = self._course
-        if course is None:
+        session = self._session
+        if session is None:
             return
         try:
             if error is not None:
-                _raise_cause(error, course.failures)
+                _raise_cause(error, session.failures)
             else:
-                self._finish(course)
+                self._finish(session)
         except BaseException as raised:
             error = raised
             raise
         finally:
-            # What another rank caused is its own to report, and that inputs are exhausted every rank finds out.
-            if error is not None and not isinstance(error, PeerError) and not course.has_thrown:
-                course.failures.report(error)
+            # A PeerError was reported by the rank that caused it; exhausted inputs are raised on every rank.
+            if error is not None and not isinstance(error, PeerError) and not session.iterations.has_raised_on_all:
+                session.failures.report(error)
             self._leave()
 
-    def _finish(self, course: Course) -> None:
-        is_last_joiner = course.finish()
-        for member in self._members:
-            member.post(is_last_joiner=is_last_joiner)
+    def _finish(self, session: JoinSession) -> None:
+        is_last_joiner = session.finish()
+        for adapter in self._adapters:
+            adapter.post(is_last_joiner=is_last_joiner)
 
     def _leave(self) -> None:
-        self._course = None
-        leave(self._group)
-        for member in self._members:
-            member.leave()
+        self._session = None
+        clear_active_join(self._group)
+        for adapter in self._adapters:
+            adapter.leave()
 
 
-def _check_way(way: OnExhausted | None, *, throws: bool) -> OnExhausted:
-    if way is None:
-        return "raise" if throws else "shadow"
-    if way not in _WAYS:
-        raise ConfigurationError(f"on_exhausted is one of {', '.join(_WAYS)}, got {way!r}")
-    if throws and way != "raise":
-        raise ConfigurationError(f"throw_on_early_termination=True is on_exhausted='raise', but that is {way!r}")
-    return way
-
-
-def _members(joinables: Sequence[Any], kwargs: dict[str, Any], *, shadows: bool) -> list[Member]:
+def _adapters(joinables: Sequence[Any], kwargs: dict[str, Any], *, shadows: bool) -> list[JoinableAdapter]:
     if not joinables:
         raise ConfigurationError("Join needs at least one joinable, such as a DistributedDataParallel model")
-    members: list[Member] = []
-    for joinable in joinables:
-        if isinstance(joinable, DistributedDataParallel):
-            members.append(DDPMember(joinable, joinable.join_hook(**kwargs), shadows=shadows))
-        elif isinstance(joinable, base.Joinable):
-            members.append(HookMember(joinable, joinable.join_hook(**kwargs)))
-        elif isinstance(joinable, LRScheduler):
-            members.append(SchedulerMember(joinable))
-        elif isinstance(joinable, Optimizer):
-            members.append(OptimizerMember(joinable))
-        else:
-            raise ConfigurationError(
-                f"{type(joinable).__name__} is no Joinable (and no optimizer or LR scheduler): Join takes models in "
-                "DistributedDataParallel and subclasses of overlap.Joinable"
-            )
-    for index, member in enumerate(members):
-        member.index = index
-    return members
+    adapters = [_adapter(joinable, kwargs, shadows=shadows) for joinable in joinables]
+    for index, adapter in enumerate(adapters):
+        adapter.index = index
+    return adapters
+
+
+def _adapter(joinable: Any, kwargs: dict[str, Any], *, shadows: bool) -> JoinableAdapter:
+    if isinstance(joinable, DistributedDataParallel):
+        return DDPAdapter(joinable, joinable.join_hook(**kwargs), shadows=shadows)
+    if isinstance(joinable, base.Joinable):
+        return JoinHookAdapter(joinable, joinable.join_hook(**kwargs))
+    if isinstance(joinable, LRScheduler):
+        return SchedulerAdapter(joinable)
+    if isinstance(joinable, Optimizer):
+        return OptimizerAdapter(joinable)
+    raise ConfigurationError(
+        f"{type(joinable).__name__} is not a Joinable (nor an optimizer or LR scheduler): Join takes models in "
+        "DistributedDataParallel and subclasses of overlap.Joinable"
+    )
 
 
 def _group_and_device(joinables: Sequence[Any]) -> tuple[dist.ProcessGroup, torch.device]:
@@ -235,7 +223,7 @@ def _group_and_device(joinables: Sequence[Any]) -> tuple[dist.ProcessGroup, torc
 
 
 def _raise_cause(error: BaseException, failures: FailureStore) -> None:
-    """Where ``error`` is a collective that did not come back for a rank that failed, raise what names the rank."""
+    """Raise a PeerError where ``error`` is a collective that did not complete, and another rank reported a failure."""
     is_collective = isinstance(error, CollectiveError) or (
         isinstance(error, RuntimeError) and not isinstance(error, OverlapError)
     )

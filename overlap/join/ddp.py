@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,26 +12,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from overlap._torch.c10d import issued
-from overlap._torch.join import Notifying, set_config
+from overlap._torch.join import NotifyingConfig, set_join_config
 from overlap._torch.joined_ddp import JoinedDDP, missing_names
 from overlap.errors import UnsupportedError
-from overlap.join.member import Member
+from overlap.join.adapters import JoinableAdapter, Session
 
-if TYPE_CHECKING:
-    from overlap.join.course import Course
-
-__all__ = ["DDPMember"]
+__all__ = ["DDPAdapter"]
 
 _LOCKSTEP = (
     'use Join(..., on_exhausted="stop"), which keeps all ranks in step, with `for batch in join.iterate(loader)`'
 )
 
 
-class DDPMember(Member):
-    """Two acts: a forward (rebuilt buckets, buffers), and the backward of gradients that are synchronized.
+class DDPAdapter(JoinableAdapter):
+    """Watches forwards (rebuilt buckets, buffers) and, apart from them, backwards that synchronize gradients.
 
-    They are told apart so that joined ranks replay what happened: forwards without a backward, one backward of several
-    forwards, accumulation under ``no_sync``.
+    So joined ranks replay what happened: forwards without a backward, one backward of several forwards, accumulation
+    under ``no_sync``.
     """
 
     precedence = 2
@@ -42,7 +39,7 @@ class DDPMember(Member):
         self._config: Any = None
         self._expects_backward = False
         self._handles: list[RemovableHandle] = []
-        self._hears = False
+        self._watches_backward = False
         self._issued: int | None = None
         self._checks_forward = shadows
         self._weight = 1.0
@@ -63,30 +60,31 @@ class DDPMember(Member):
                     f"cannot answer; {_LOCKSTEP}"
                 )
         if self._joined.has_buffer_hook:
-            raise UnsupportedError(f"buffers of this model are synchronized by a hook of its own; {_LOCKSTEP}")
+            raise UnsupportedError(f"a hook that was registered on the model synchronizes its buffers; {_LOCKSTEP}")
 
-    def enter(self, course: Course) -> None:
+    def enter(self, session: Session) -> None:
         hook = self._joined.hook_name
-        if course.divides_by_count and hook is not None and not hook.startswith("overlap"):
+        if session.options.divides_by_count and hook is not None and not hook.startswith("overlap"):
             raise UnsupportedError(
                 f"the hook {hook} divides by the number of all ranks whatever Join is told; register one of "
                 "overlap.hooks, or leave out divide_by_initial_world_size=False"
             )
-        self._config = set_config(self._ddp, Notifying(lambda: self._on_forward(course)))
-        self._joined.enter(lambda: course.authority, self._before_module)
+        self._config = set_join_config(self._ddp, NotifyingConfig(lambda: self._on_forward(session)))
+        self._joined.enter(lambda: session.buffer_source, self._before_module)
         self._handles.append(self._ddp.register_forward_hook(self._after_module))
-        if course.counts_samples:
-            # At the parameters: outputs may depend on each other, and be in containers of any kind.
+        if session.options.counts_samples:
+            # On parameters, not on outputs: those may depend on each other, and be in containers of any kind.
             self._handles += [parameter.register_hook(self._weigh) for parameter in self._trained]
 
     def leave(self) -> None:
         if self._config is not None:
-            set_config(self._ddp, self._config)
+            set_join_config(self._ddp, self._config)
             self._config = None
         self._joined.leave()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._expects_backward = self._watches_backward = False
 
     def replay(self, detail: Any) -> None:
         records_gradients, buffers_from, synchronizes = detail
@@ -100,29 +98,29 @@ class DDPMember(Member):
     def post(self, *, is_last_joiner: bool) -> None:
         self._hook.post_hook(is_last_joiner)
 
-    def _on_forward(self, course: Course) -> None:
+    def _on_forward(self, session: Session) -> None:
         ddp = self._ddp
         records_gradients = torch.is_grad_enabled()
         has_buffers = bool(ddp.will_sync_module_buffers())
         if not (records_gradients or has_buffers):
-            return  # A forward that issues no collective is each rank's own.
+            return  # Without collectives there is nothing to replay.
         synchronizes = records_gradients and bool(ddp.require_backward_grad_sync)
 
         def detail() -> list[Any]:
-            return [records_gradients, course.authority if has_buffers else None, synchronizes]
+            return [records_gradients, session.buffer_source if has_buffers else None, synchronizes]
 
-        may_wait = not (has_buffers or self._joined.may_rebuild)
-        course.on_act(self, detail, begins_iteration=records_gradients, may_wait=may_wait)
+        delay_write = not (has_buffers or self._joined.may_rebuild)
+        session.on_event(self, detail, begins_iteration=records_gradients, delay_write=delay_write)
         if records_gradients:
-            self._weight = course.weight
+            self._weight = session.gradient_weight
         if synchronizes:
             self._expects_backward = True
-            if course.divides_by_count and self._joined.hook_name is None:
-                self._joined.divide_by(lambda: course.count)
-        if course.hears_backward and not self._hears:
-            self._hears = True
+            if session.options.divides_by_count and self._joined.hook_name is None:
+                self._joined.divide_by(lambda: session.count)
+        if session.needs_backward_events and not self._watches_backward:
+            self._watches_backward = True
             self._handles.append(
-                torch.autograd.graph.register_multi_grad_hook(self._trained, self._on_gradient(course), mode="any")
+                torch.autograd.graph.register_multi_grad_hook(self._trained, self._on_gradient(session), mode="any")
             )
 
     @property
@@ -132,12 +130,12 @@ class DDPMember(Member):
     def _weigh(self, gradient: Tensor) -> Tensor:
         return gradient if self._weight == 1.0 else gradient * self._weight
 
-    def _on_gradient(self, course: Course) -> Callable[[Tensor], None]:
+    def _on_gradient(self, session: Session) -> Callable[[Tensor], None]:
         def on_first_gradient(gradient: Tensor) -> None:
-            # Under no_sync, and in further parts of a checkpointed backward, there is nothing to tell.
+            # Not under no_sync, and only once where a checkpointed backward runs in parts.
             if self._expects_backward:
                 self._expects_backward = False
-                course.on_backward(self)
+                session.on_backward(self)
 
         return on_first_gradient
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from overlap.join.in_force import in_force
+from overlap.join.active import active_join
 
 __all__ = ["gradient_divisor"]
 
@@ -13,8 +13,8 @@ def gradient_divisor(group: dist.ProcessGroup) -> int:
     """The number by which a sum of gradients over ``group`` is divided.
 
     That is the group's size, or under ``Join(..., divide_by_initial_world_size=False)`` the number of ranks that still
-    have inputs. It is the same on every rank, those that have none included. Every reducer divides by
-    ``bucket.divisor``, and that comes from here alone.
+    have inputs. It is the same on every rank, also on those without inputs. Every reducer divides by
+    ``bucket.divisor``, which is set from here alone.
     """
-    join = in_force(group)
+    join = active_join(group)
     return group.size() if join is None else join.divisor

@@ -8,15 +8,15 @@ import weakref
 import torch.distributed as dist
 
 from overlap._torch.c10d import PrefixStore, group_store
-from overlap.join.in_force import in_force
+from overlap.join.active import active_join
 
 __all__ = ["FailureStore"]
 
 
 class FailureStore:
-    """Where a rank writes that it failed, for the others to read when a collective does not come back.
+    """Where a rank writes that it failed, for the others to read when a collective does not complete.
 
-    One failures serves one set of channels, or one Join; it lives in the store that the process group was made with.
+    Each set of channels, and each Join, has one of its own, in the store that the process group was made with.
     """
 
     def __init__(self, group: dist.ProcessGroup, key: str) -> None:
@@ -31,16 +31,16 @@ class FailureStore:
             self._store.set(f"failure/{place}", f"rank {self._rank}: {_one_line(error)}")
 
     def read(self) -> str | None:
-        """The first failure that a rank of the group reported here or under the Join in force, its rank named."""
+        """The first failure that a rank reported here or in the group's active Join, with the number of the rank."""
         with contextlib.suppress(Exception):
             if self._store.check(["failure/1"]):
                 return self._store.get("failure/1").decode()
         group = self._group()
-        join = None if group is None else in_force(group)
+        join = None if group is None else active_join(group)
         return None if join is None or join.failures is self else join.failures.read()
 
     def agree(self, plan: str) -> str | None:
-        """Compare ``plan`` with rank 0's; the other's plan where they differ."""
+        """Compare ``plan`` with rank 0's: ``None`` where they are equal, else rank 0's."""
         if self._rank == 0:
             self._store.set("plan", plan)
             return None

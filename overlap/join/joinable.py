@@ -13,13 +13,10 @@ __all__ = ["JoinHook", "Joinable"]
 
 
 class JoinHook(base.JoinHook):
-    """What a rank that has run out of inputs does in the place of its training loop.
-
-    Also a hook of PyTorch's ``Join``.
-    """
+    """What a rank that has run out of inputs does instead of its training loop; also a hook of PyTorch's ``Join``."""
 
     def main_hook(self) -> None:
-        """Issue the collectives of one call that notified the Join, as the ranks with inputs issue them."""
+        """Issue the collectives of one call that notified the Join, the same as ranks with inputs issue."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Called once on every rank, when all have run out of inputs.
@@ -30,7 +27,7 @@ class JoinHook(base.JoinHook):
 
 
 class Joinable(base.Joinable):
-    """Something that issues collectives once or more an iteration; also a ``Joinable`` of PyTorch's ``Join``.
+    """Issues collectives, once or more per iteration; also a ``Joinable`` of PyTorch's ``Join``.
 
     Before those collectives it calls ``Join.notify_join_context(self)``. A subclass calls ``Joinable.__init__``.
     """
@@ -41,18 +38,18 @@ class Joinable(base.Joinable):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> base.JoinHook:
-        """The hook for one Join.
+        """Make the hook for one Join.
 
         Args:
-            **kwargs: what the Join was given besides its own arguments, the same for all its joinables.
+            **kwargs: the keyword arguments of the Join that are not its own, the same for all joinables.
         """
 
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """Where a tensor for the Join's own collectives must lie."""
+        """The device of tensors for the Join's own collectives."""
 
     @property
     @abstractmethod
     def join_process_group(self) -> dist.ProcessGroup:
-        """The ranks; the same for all joinables of one Join."""
+        """The process group; the same for all joinables of one Join."""

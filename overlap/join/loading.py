@@ -1,4 +1,4 @@
-"""Batches under a Join."""
+"""The batches of a loader, each of which begins an iteration."""
 
 from __future__ import annotations
 
@@ -8,50 +8,54 @@ from typing import Any
 from torch import Tensor
 
 from overlap.errors import ConfigurationError, TrainingLoopError
-from overlap.join.course import Course
-from overlap.join.roster import Known, Polled
+from overlap.join.iterations import Iterations
+from overlap.join.participation import KnownParticipation, PolledParticipation
 
 __all__ = ["batches"]
 
 _NONE = object()
 
 
-def batches(course: Course, loader: Iterable[Any], samples: bool | Callable[[Any], int]) -> Iterator[Any]:
-    """The batches of ``loader``, each at the beginning of an iteration of ``course``."""
-    roster = course.begin_iterating(_length(loader))
-    if isinstance(roster, Known):
-        yield from _known(course, roster, loader)
+def batches(iterations: Iterations, loader: Iterable[Any], samples: bool | Callable[[Any], int]) -> Iterator[Any]:
+    """The batches of ``loader``; ends where this rank runs out, or with ``on_exhausted="stop"`` where any does."""
+    participation = iterations.begin_loader(_length(loader))
+    if isinstance(participation, KnownParticipation):
+        yield from _known(iterations, participation, loader)
     else:
-        yield from _ahead(course, roster, loader, samples)
-    course.end_iterating()
+        yield from _ahead(iterations, participation, loader, samples)
+    iterations.end_loader()
 
 
-def _known(course: Course, roster: Known, loader: Iterable[Any]) -> Iterator[Any]:
-    said = roster.lengths[course.rank]
-    stops = course.on_exhausted == "stop"
+def _known(iterations: Iterations, participation: KnownParticipation, loader: Iterable[Any]) -> Iterator[Any]:
+    rank, said = iterations.rank, participation.lengths[iterations.rank]
+    stops = iterations.options.on_exhausted == "stop"
     upcoming = iter(loader)
-    for number in range(min(roster.lengths) if stops else said):
+    for number in range(min(participation.lengths) if stops else said):
         batch = next(upcoming, _NONE)
         if batch is _NONE:
-            raise TrainingLoopError(f"the loader of rank {course.rank} has {number} batches, but it said {said}")
-        course.begin_known()
+            raise TrainingLoopError(f"the loader of rank {rank} has {number} batches, but it said {said}")
+        iterations.begin_known()
         yield batch
     if not stops and next(upcoming, _NONE) is not _NONE:
-        raise TrainingLoopError(f"the loader of rank {course.rank} has more than the {said} batches that it said")
+        raise TrainingLoopError(f"the loader of rank {rank} has more than the {said} batches that it said")
 
 
 def _ahead(
-    course: Course, roster: Polled, loader: Iterable[Any], samples: bool | Callable[[Any], int]
+    iterations: Iterations,
+    participation: PolledParticipation,
+    loader: Iterable[Any],
+    samples: bool | Callable[[Any], int],
 ) -> Iterator[Any]:
+    stops = iterations.options.on_exhausted == "stop"
     batches = iter(loader)
     upcoming = next(batches, _NONE)
-    roster.tell(_samples(upcoming, samples))
+    participation.announce(_samples(upcoming, samples))
     while True:
-        course.begin_polled()
-        if upcoming is _NONE or (roster.missing and course.on_exhausted == "stop"):
+        iterations.begin_announced()
+        if upcoming is _NONE or (participation.missing and stops):
             return
         batch, upcoming = upcoming, next(batches, _NONE)
-        course.tell(_samples(upcoming, samples))
+        iterations.announce_next(_samples(upcoming, samples))
         yield batch
 
 

@@ -316,14 +316,14 @@ class UpdateLifecycle:
             self._refuse(outcome)
         self._refuse_edits(keeps_new_tensors=False)
 
-    def check_reduced(self, pending: Iterable[Tensor]) -> None:
+    def check_reduced(self, pending: Iterable[Tensor], *, applies_what_the_user_set: bool = True) -> None:
         """Raises: TrainingLoopError: a gradient that ``step()`` would apply is this rank's own, and not the mean."""
-        if self.phase is Phase.IDLE:
+        if self.phase is Phase.IDLE and applies_what_the_user_set:
             return  # No forward came before: the user set these gradients, to have the optimizer make its state, say.
         local = [p for p in pending if p in self.names and not self.has_reduced(p) and _any(p.grad)]
         if local:
             raise TrainingLoopError(
-                f"{self.form.step} would apply gradients that were not reduced over ranks ({self.names[local[0]]} and "
+                f"{self.form.step} cannot apply gradients that were not reduced over ranks ({self.names[local[0]]} and "
                 f"{len(local) - 1} others): the backward ran under no_sync(), or did not reach every parameter"
             )
 

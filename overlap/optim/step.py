@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, StageContext, whole_pass
-from overlap.join.in_force import in_force
+from overlap.join.active import active_join
 from overlap.optim.clipping import GradientNorms
 from overlap.optim.functional import FunctionalOptimizer
 from overlap.optim.lifecycle import Phase
@@ -152,6 +152,8 @@ class Step(UpdateStage):
             self.norms.clear()
 
     async def __call__(self, bucket: Bucket) -> None:
+        if bucket.is_replay and not bucket.is_mean:
+            return  # Zeros of a rank that has run out of inputs: other ranks' gradients have not been added to them.
         if self._functional is not None and self._functional.adopts:
             self._functional.adopt(bucket.parameters)
             self.optimizer.stepper.refresh()
@@ -178,7 +180,7 @@ class Step(UpdateStage):
         if self.norms is not None:
             self.norms.take([parameter for parameter, _ in mine], [gradient for _, gradient in mine])
         # A rank that replays has no step() of its own to wait for, and learns here what the others' .grad tells them.
-        is_told = self._finds_unused is not False and in_force(bucket.group) is not None
+        is_told = self._finds_unused is not False and active_join(bucket.group) is not None
         if not (self.is_automatic or bucket.is_replay or is_told):
             return
         if bucket.is_replay and self._finds_unused and not (self.is_automatic or is_told):

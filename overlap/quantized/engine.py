@@ -18,7 +18,7 @@ from overlap.errors import CollectiveError, QuantizationOverflowError
 from overlap.hooks.collectives import Channels
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
 from overlap.hooks.engine.executors import HostExecutor
-from overlap.hooks.engine.runtime import Worker
+from overlap.hooks.engine.worker import Worker
 from overlap.quantized.algorithms import Collective
 
 __all__ = ["QuantizedWork", "run"]

@@ -21,7 +21,7 @@ _MODULES = (
 
 for _name in _MODULES:
     # A module that is broken or absent must fail in the rank that needs it, where the error has a name;
-    # so must one that warns, where `python -W error` passes its options on to the server.
+    # so must one that warns, since `python -W error` passes its options on to the server.
     with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
         importlib.import_module(_name)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from .errors import UnpicklableError
 
-# Warnings that PyTorch's own code raises and no test can avoid: (message, category, reason).
+# Warnings that PyTorch's own code gives and no test can avoid: (message, category, reason).
 UPSTREAM_WARNINGS: tuple[tuple[str, type[Warning], str], ...] = ()
 
 
@@ -53,7 +53,7 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank sends back, first its result and at the end None; or an exception with its traceback."""
+    """What a rank sends: first its result and at the end None, or an exception with its traceback."""
 
     value: Any
     exception: BaseException | None = None
@@ -147,7 +147,7 @@ def _redirect_output(log: Path) -> None:
 
 
 def _watch(spec: RankSpec) -> None:
-    """Stacks on request, on a crash, and an end by itself if the parent is gone: none of it needs the GIL."""
+    """Dumps stacks on request and on a crash, and exits when the parent is gone; none of it needs the GIL."""
     stacks = spec.stacks.open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable(file=sys.stderr, all_threads=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class WorldError(Exception):
-    """Some rank of a world failed; the message says which one and why, then what the others did."""
+    """A rank of a world failed; the message says which one and why, then what the others did."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
 """Small models for parity tests, each with its data.
 
-DDP caps its first bucket at 1 MiB only if `bucket_cap_mb` is left out; given `BUCKET_CAP_MB` all buckets
-close at 1 KiB. Without `find_unused_parameters` the first iteration still sees one bucket a dtype, and the
-rebuild after it makes the many: at least `MIN_BUCKETS`, which the harness's own tests check for every case.
+DDP caps its first bucket at 1 MiB only if `bucket_cap_mb` is left out; with `BUCKET_CAP_MB` all buckets
+close at 1 KiB. Without `find_unused_parameters` the first iteration still has one bucket per dtype; the
+rebuild after it makes at least `MIN_BUCKETS`, which the harness's own tests check for every case.
 """
 
 from __future__ import annotations

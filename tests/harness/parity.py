@@ -26,8 +26,8 @@ def assert_parity(
     NaN, or with `exact=False` and a `reason` within `atol + rtol * abs(reference)`; integers and booleans
     stay exact.
 
-    Raises `ValueError` for a comparison that cannot fail or has no reason: nothing in it, a tensor compared
-    with itself, or a tolerance without its why.
+    Raises `ValueError` for a comparison that cannot fail (nothing to compare, a tensor compared with itself)
+    and for a tolerance without a reason.
     """
     __tracebackhide__ = True  # pytest would print both structures in full
     tolerance = _tolerance(exact=exact, rtol=rtol, atol=atol, reason=reason)
@@ -47,7 +47,7 @@ def assert_parity(
 
 
 class _Structure:
-    """A pair that already differs in kind; stands in for the leaf that would have been compared."""
+    """A pair that differs in kind or length: stands in for the leaves that cannot be compared."""
 
     def __init__(self, difference: str) -> None:
         self.difference = difference
@@ -76,7 +76,7 @@ def _pairs(ours: Any, theirs: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
         if not isinstance(theirs, Mapping):
             yield path, _kinds(ours, theirs), None
             return
-        # Keys that only one side has come last: a value that differs in both says more.
+        # Keys that only one side has come last: a value that differs says more.
         for key in (key for key in ours if key in theirs):
             yield from _pairs(ours[key], theirs[key], f"{path}[{key!r}]")
         if ours.keys() != theirs.keys():
@@ -140,7 +140,7 @@ def _tensor_difference(
     distance = (ours.to(wide) - theirs.to(wide)).abs()
     rtol, atol = tolerance if ours.is_floating_point() or ours.is_complex() else (0.0, 0.0)
     wrong &= ~(distance <= atol + rtol * theirs.to(wide).abs())
-    # An infinite reference allows any distance under rtol, yet nothing but itself is near it.
+    # Under rtol an infinite reference would allow any distance, yet only infinity is close to it.
     wrong |= theirs.isinf() & (ours != theirs)
     if not wrong.any():
         return None

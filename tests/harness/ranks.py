@@ -22,7 +22,7 @@ import cloudpickle
 from ._rank import RankSpec, Report, rank_main
 from .errors import RankDied, RankFailed, RankHung, WorldError
 
-# Peers of a rank that fails see their connections break an instant later; this long we look for the cause.
+# Peers of a rank that fails see their connections break; the cause may be reported this much later.
 _BLAME_S = 0.5
 _STACKS_S = 2.0
 _LEAVE_S = 10.0
@@ -61,8 +61,8 @@ def run_ranks(
 
     Raises `RankFailed`, `RankDied` or `RankHung`, each a `WorldError` with `.rank`, as soon as one rank
     raises or dies, or when `timeout_s` is over; the other ranks are ended. With `return_exceptions` nothing
-    is raised: every rank is waited for, and its exception (for a death `RankDied`, for a hang `RankHung`)
-    stands in its place.
+    is raised: every rank is waited for, and the result of one that failed is its exception (`RankDied` for a
+    death, `RankHung` for a hang).
     """
     start_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -217,7 +217,7 @@ def _with_the_others(blamed: _Rank, world: list[_Rank]) -> WorldError:
         if rank is blamed:
             continue
         if rank.failure is None:
-            said = f"rank {rank.spec.rank} " + ("was done" if rank.reports else "was ended with it")
+            said = f"rank {rank.spec.rank} " + ("had finished" if rank.reports else "was still running and was ended")
         else:
             said = str(rank.failure) if hung else f"rank {rank.spec.rank}: {_last_line(rank)}"
         error.args = (f"{error.args[0]}\n\n{said}",)
@@ -248,7 +248,7 @@ def _signal_name(code: int) -> str:
 
 
 def start_server() -> None:
-    """Starts the fork server, once a session, with what it has to see at import."""
+    """Starts the fork server, once per session, with the environment that its imports need."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([f"{__package__}._preload"])
     with _environment(
         {

@@ -1,4 +1,4 @@
-"""Proof that the code under test ran: a parity that holds because a stage was skipped is no parity."""
+"""Proof that the code under test ran: a parity that holds because a stage was skipped proves nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def bucket_calls(stage: type) -> Iterator[list[int]]:
-    """While it is open, the bucket index of every call of a stage of this class in this process is listed."""
+    """Lists the bucket index of every call of a stage of this class in this process, until it is closed."""
     original = stage.__call__
     indices: list[int] = []
 

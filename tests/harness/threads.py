@@ -1,7 +1,7 @@
-"""Ranks as threads of this process: for the combinations that are too many for processes.
+"""Ranks as threads of this process: for combinations that are too many for processes.
 
-Collectives complete before they return, so a thread world cannot show a missing wait or a race; what runs
-here runs in a process world too. Ranks share torch's global random generator: draw from your own.
+Collectives complete before they return, so threads cannot show a missing wait or a race; what runs here must
+also run in processes. Ranks share torch's global random generator: use one of your own.
 
 Private API, all of it here:
 - `multi_threaded_pg`: the process group whose ranks are threads, which nothing public offers;
@@ -38,7 +38,7 @@ def run_threads(
 ) -> list[Any]:
     """Calls `fn(rank, world_size, *args)` in `world_size` threads and returns the results by rank.
 
-    The default group is a threaded one, for CPU tensors; DDP works on it, and so do threads that `fn` starts.
+    The default group is a threaded one, for CPU tensors; DDP works on it, also in threads that `fn` starts.
     Arguments are shared between the ranks: copy what a rank changes.
 
     Raises `RankFailed` for the first rank that raised, `RankHung` with every rank's stack when `timeout_s` is
@@ -102,7 +102,7 @@ def _join(ranks: list[_Rank], timeout_s: float) -> RankFailed | RankHung | None:
         if late and not any(rank.error for rank in ranks):
             return _hung(ranks, timeout_s)
         if late and time.monotonic() > deadline + 5:
-            break  # a failed rank is known, and one that no termination reaches is not worth the wait
+            break  # a rank has failed, and one that does not end when it is released is not worth the wait
         if any(rank.error for rank in ranks):
             _release()
     failed = sorted((rank for rank in ranks if rank.error), key=lambda rank: rank.failed_at_s)

@@ -1,4 +1,4 @@
-"""One training loop for the reference and the candidate, which writes down every step."""
+"""One training loop for the reference and the candidate, which records every step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Step = Callable[[nn.Module, Any, Batch, Loss], Tensor]
 
 @dataclass(frozen=True)
 class Record:
-    """All that one step left behind, cloned. `gradients` is None unless asked for."""
+    """Clones of all that one step left behind. `gradients` is None unless asked for."""
 
     step: int
     loss: Tensor
@@ -35,7 +35,7 @@ def wrap(model: nn.Module, **ddp_options: Any) -> DistributedDataParallel:
 
 
 def plain_step(ddp: nn.Module, optimizer: Any, batch: Batch, loss_of: Loss) -> Tensor:
-    """The loop as everyone writes it, `zero_grad` first."""
+    """The usual loop, with `zero_grad` first."""
     optimizer.zero_grad()
     return overlapped_step(ddp, optimizer, batch, loss_of)
 
@@ -59,11 +59,11 @@ def train(
     gradients: bool = False,
     min_buckets: int = 2,
 ) -> list[Record]:
-    """Trains over `batches` and returns a record a step, taken after the scheduler's step.
+    """Trains over `batches` and returns one record per step, taken after the scheduler's step.
 
-    `scheduler` makes one for the optimizer, as `lambda o: StepLR(o, 2, 0.5)` does; left out, the rate falls
-    at every step, so that an update with a stale one shows. `gradients` also records `.grad` as it is after
-    the step. From three steps on, when DDP has rebuilt its buckets, there must be `min_buckets` of them.
+    `scheduler` makes a scheduler for the optimizer, as `lambda o: StepLR(o, 2, 0.5)` does; by default the rate
+    falls at every step, so that an update with a stale rate shows. `gradients` also records `.grad` as it is
+    after the step. After three steps or more, when DDP has rebuilt its buckets, it must have `min_buckets`.
     """
     schedule = (scheduler or _falling_rate)(optimizer)
     records = []

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness import assert_parity
 from harness.models import Case, mean_squared_error
 from overlap import Join
 
 BATCHES = (6, 3, 4, 0)
-# How a Join learns who has inputs.
-WAYS = ("forwards", "lengths", "loader", "stream")
+# How a Join learns which ranks have inputs.
+TOLD_BY = ("forwards", "lengths", "loader", "stream")
 Body = Callable[[Any, Any, Any, float], None]
 
 
@@ -30,23 +31,23 @@ def overlapped_body(ddp: Any, optimizer: Any, batch: Any, scale: float) -> None:
 
 
 @contextlib.contextmanager
-def joined(joinables: list[Any], batches: list[Any], way: str | None, **options: Any) -> Iterator[Iterable[Any]]:
-    """The batches under a Join that is told in one of ``WAYS``."""
-    if way == "lengths":
+def joined(joinables: list[Any], batches: list[Any], told_by: str, **options: Any) -> Iterator[Iterable[Any]]:
+    """The batches under a Join that learns in one of the ways in ``TOLD_BY`` which ranks have inputs."""
+    if told_by == "lengths":
         options["lengths"] = len(batches)
     with Join(joinables, **options) as join:
-        if way in ("forwards", "lengths"):
+        if told_by in ("forwards", "lengths"):
             yield batches
         else:
-            yield join.iterate(batches if way == "loader" else iter(batches))
+            yield join.iterate(batches if told_by == "loader" else iter(batches))
 
 
-def uneven(
+def train_unevenly(
     ddp: Any,
     optimizer: Any,
     case: Case,
     rank: int,
-    way: str,
+    told_by: str,
     *,
     body: Body = plain_body,
     joinables: list[Any] | None = None,
@@ -54,31 +55,35 @@ def uneven(
     counts: tuple[int, ...] = BATCHES,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train as long as this rank has batches; what is left behind."""
+    """Train under a Join as long as this rank has batches; a snapshot after it."""
     batches = [case.batch(step, rank) for step in range(counts[rank])]
-    things = [ddp, optimizer] if joinables is None else joinables
-    with joined(things, batches, way, **options) as iterated:
+    with joined([ddp, optimizer] if joinables is None else joinables, batches, told_by, **options) as iterated:
         for batch in iterated:
             body(ddp, optimizer, batch, 1.0)
             if scheduler is not None:
                 scheduler.step()
-    return left(ddp, optimizer)
+    return snapshot(ddp, optimizer)
 
 
-def even(
+def train_with_zero_loss(
     ddp: Any, optimizer: Any, case: Case, rank: int, *, body: Body, counts: tuple[int, ...] = BATCHES
 ) -> dict[str, Any]:
-    """The same without any Join: a rank that has run out goes on with a loss of zero."""
+    """The same without a Join: a rank that has run out goes on with a loss of zero."""
     world_size = torch.distributed.get_world_size()
     for step in range(max(counts[:world_size])):
         body(ddp, optimizer, case.batch(step, rank), 1.0 if step < counts[rank] else 0.0)
-    return left(ddp, optimizer)
+    return snapshot(ddp, optimizer)
 
 
-def left(ddp: Any, optimizer: Any) -> dict[str, Any]:
+def snapshot(ddp: Any, optimizer: Any) -> dict[str, Any]:
     """Copies of what must be the same on every rank."""
     state = optimizer.state_dict() if optimizer is not None else {}
     copied: dict[str, Any] = torch.utils._pytree.tree_map_only(
         Tensor, lambda tensor: tensor.detach().clone(), {"model": ddp.module.state_dict(), "optimizer": state}
     )
     return copied
+
+
+def assert_same_on_every_rank(results: list[Any], *, what: str) -> None:
+    for rank, other in enumerate(results[1:], start=1):
+        assert_parity(other, results[0], what=f"{what}: rank {rank} against rank 0")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from join_loops import WAYS, joined
+import pytest
+from join_loops import TOLD_BY, joined
 from torch.distributed.algorithms.join import Join as TorchJoin
 
 from harness import run_ranks, wrap
@@ -13,7 +14,7 @@ from harness.models import BATCH_NORM, MLP, Case, mean_squared_error
 from overlap import AllReduce, chain
 
 _STEPS = 8
-# The first backward is of one bucket, and the forward after it makes them anew.
+# The first backward is of one bucket, and the forward after it rebuilds them.
 _SETTLED = 2
 
 
@@ -37,31 +38,48 @@ def _model(case: Case, *, registered: bool) -> Any:
     return ddp
 
 
-def _count(rank: int, world_size: int, steps: int, cases: tuple[Case, ...]) -> dict[str, float]:
-    extra = {}
-    for case in cases:
-        batches = [case.batch(step, rank) for step in range(_STEPS)]
-        own = batches if rank == 0 else batches[:steps]
-        for registered in (False, True):
-            name = f"{case}, {registered=}"
-            plain = _per_iteration(_model(case, registered=registered), batches)
-            assert plain > 0 or registered, "buckets are reduced on the model's own group where nothing is registered"
-            for way in WAYS:
-                ddp = _model(case, registered=registered)
-                with joined([ddp], own, way) as iterated:
-                    extra[f"{name}, {way}"] = _per_iteration(ddp, iterated) - plain
+def _count(rank: int, world_size: int, steps: int, case: Case) -> dict[str, list[float]]:
+    """What each way of joining costs on top of plain training, where rank 1 has ``steps`` batches."""
+    batches = [case.batch(step, rank) for step in range(_STEPS)]
+    own = batches if rank == 0 else batches[:steps]
+    extra: dict[str, list[float]] = {told_by: [] for told_by in (*TOLD_BY, "PyTorch")}
+    for registered in (False, True):
+        plain = _per_iteration(_model(case, registered=registered), batches)
+        assert plain > 0 or registered, "buckets are reduced on the model's own group where nothing is registered"
+        for told_by in TOLD_BY:
             ddp = _model(case, registered=registered)
-            if not registered:
-                with TorchJoin([ddp]):
-                    extra[f"{name}, PyTorch"] = _per_iteration(ddp, own) - plain
+            with joined([ddp], own, told_by) as iterated:
+                extra[told_by].append(_per_iteration(ddp, iterated) - plain)
+        if not registered:
+            ddp = _model(case, registered=False)
+            with TorchJoin([ddp]):
+                extra["PyTorch"].append(_per_iteration(ddp, own) - plain)
     return extra
 
 
-def test_collectives_an_iteration() -> None:
-    # Even, and one rank that runs out on the way.
-    for steps, cases in ((_STEPS, (MLP,)), (5, (MLP, BATCH_NORM))):
-        extra = run_ranks(_count, 2, steps, cases)[0]
-        for name, number in extra.items():
-            known = name.endswith(("lengths", "loader"))
-            theirs = 3 if "batch_norm" in name else 2
-            assert number == (theirs if name.endswith("PyTorch") else 0 if known else 1), name
+@pytest.fixture(
+    scope="module", params=[(_STEPS, MLP), (5, MLP), (5, BATCH_NORM)], ids=["even", "uneven", "uneven-batch-norm"]
+)
+def extra(request: pytest.FixtureRequest) -> tuple[Case, dict[str, list[float]]]:
+    """The case, and the collectives per iteration that joining adds, without and with a registered chain."""
+    steps, case = request.param
+    return case, run_ranks(_count, 2, steps, case)[0]
+
+
+@pytest.mark.parametrize("told_by", ["lengths", "loader"])
+def test_known_lengths_cost_no_collective(extra: tuple[Case, dict[str, list[float]]], told_by: str) -> None:
+    assert extra[1][told_by] == [0, 0]
+
+
+@pytest.mark.parametrize("told_by", ["forwards", "stream"])
+def test_unknown_lengths_cost_one_collective_per_iteration(
+    extra: tuple[Case, dict[str, list[float]]], told_by: str
+) -> None:
+    assert extra[1][told_by] == [1, 1]
+
+
+def test_pytorchs_join_costs_two_collectives_and_three_with_buffers(
+    extra: tuple[Case, dict[str, list[float]]],
+) -> None:
+    case, costs = extra
+    assert costs["PyTorch"] == [3 if case is BATCH_NORM else 2]

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from join_loops import BATCHES, WAYS, left, overlapped_body, plain_body, uneven
+from join_loops import (
+    BATCHES,
+    TOLD_BY,
+    assert_same_on_every_rank,
+    overlapped_body,
+    plain_body,
+    snapshot,
+    train_unevenly,
+)
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join as TorchJoin
 
@@ -30,6 +38,7 @@ from overlap import (
 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+OPTIMIZERS = (ADAMW, MOMENTUM)
 SUMMATION = "Gloo's ring and what gathers add up in different orders"
 FALLING = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.8)
 
@@ -60,7 +69,7 @@ def _clipped_body(ddp: Any, optimizer: Any, batch: Any, scale: float) -> None:
 
 
 def _reference(case: Case, rank: int, make: Any, *, update: str, hook: Any = None, **options: Any) -> dict[str, Any]:
-    """Plain DDP under PyTorch's Join; the optimizer's state is right on the rank that runs longest alone."""
+    """Plain DDP under PyTorch's Join; only on the rank that runs longest is the optimizer's state right."""
     ddp = wrap(case.model(), **case.ddp_options())
     if hook is not None:
         ddp.register_comm_hook(None, hook)
@@ -71,7 +80,7 @@ def _reference(case: Case, rank: int, make: Any, *, update: str, hook: Any = Non
         for step in range(BATCHES[rank]):
             body(ddp, optimizer, case.batch(step, rank), 1.0)
             scheduler.step()
-    return left(ddp, optimizer)
+    return snapshot(ddp, optimizer)
 
 
 def _check(ours: dict[str, Any], reference: dict[str, Any], rank: int, world_size: int, what: str) -> None:
@@ -83,130 +92,121 @@ def _check(ours: dict[str, Any], reference: dict[str, Any], rank: int, world_siz
         assert_parity(ours, reference, what=what, exact=False, rtol=2e-3, atol=2e-4, reason=SUMMATION)
 
 
-def _all_chains(rank: int, world_size: int, ways: tuple[str, ...]) -> list[Any]:
-    """Every reducer and update, each with the next of the ways."""
+def _chained(
+    rank: int, world_size: int, reducer: str, update: str, divides: bool, told_by: tuple[str, ...]
+) -> list[Any]:
+    """A chain of ``reducer`` and ``update``, under a Join told in each of ``told_by``."""
+    options = {"divide_by_initial_world_size": divides}
+    hook = _rounded if reducer == "bf16" else None
+    make = OPTIMIZERS[_number(reducer, update) % 2]
+    reference = _reference(MLP, rank, make, update=update, hook=hook, **options)
     results = []
-    for number, (reducer, update) in enumerate((r, u) for r in REDUCERS for u in UPDATES):
-        both = (True, False) if world_size == 2 else (number % 2 == 0,)
-        for divides in both if reducer != "bf16" else (True,):
-            options = {"divide_by_initial_world_size": divides}
-            hook = _rounded if reducer == "bf16" else None
-            make = MOMENTUM if number % 2 else ADAMW
-            reference = _reference(MLP, rank, make, update=update, hook=hook, **options)
-            for way in ways[number % 2 :: 2]:
-                ddp = wrap(MLP.model(), **MLP.ddp_options())
-                optimizer = OverlappedOptimizer(make(ddp.parameters()))
-                scheduler = FALLING(optimizer)
-                chain(REDUCERS[reducer](), Step(optimizer, **UPDATES[update])).register(ddp)
-                ours = uneven(
-                    ddp,
-                    optimizer,
-                    MLP,
-                    rank,
-                    way,
-                    body=overlapped_body,
-                    joinables=[ddp, optimizer, scheduler],
-                    scheduler=scheduler,
-                    **options,
-                )
-                what = f"{reducer}, {update}, {way}, {divides=}, {world_size} ranks"
-                _check(ours, reference, rank, world_size, what)
-                results.append((what, {**ours, "scheduler": scheduler.state_dict()["last_epoch"]}))
+    for told in told_by:
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer = OverlappedOptimizer(make(ddp.parameters()))
+        scheduler = FALLING(optimizer)
+        chain(REDUCERS[reducer](), Step(optimizer, **UPDATES[update])).register(ddp)
+        ours = train_unevenly(
+            ddp,
+            optimizer,
+            MLP,
+            rank,
+            told,
+            body=overlapped_body,
+            joinables=[ddp, optimizer, scheduler],
+            scheduler=scheduler,
+            **options,
+        )
+        _check(ours, reference, rank, world_size, f"{told}, {world_size} ranks")
+        results.append((told, {**ours, "scheduler": scheduler.state_dict()["last_epoch"]}))
     return results
 
 
-def _same_on_every_rank(results: list[list[Any]]) -> None:
-    for per_rank in zip(*results, strict=True):
-        what, first = per_rank[0]
-        for rank, (_, other) in enumerate(per_rank[1:], start=1):
-            assert_parity(other, first, what=f"{what}: rank {rank} against rank 0")
+def _number(reducer: str, update: str) -> int:
+    """Counts the combinations, so that each next one takes the next choice of what is not combined with all."""
+    return list(REDUCERS).index(reducer) * len(UPDATES) + list(UPDATES).index(update)
 
 
-def test_every_reducer_and_update_at_2_ranks() -> None:
-    _same_on_every_rank(run_ranks(_all_chains, 2, WAYS, timeout_s=100))
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize(
+    ("reducer", "divides"),
+    # PyTorch's hook, with which bf16 is compared, divides by all ranks.
+    [(name, divides) for name in REDUCERS for divides in (True, False) if divides or name != "bf16"],
+    ids=lambda value: {True: "by-all-ranks", False: "by-active-ranks"}.get(value, value),
+)
+def test_chains_equal_plain_ddp_at_2_ranks(reducer: str, divides: bool, update: str) -> None:
+    told_by = TOLD_BY[_number(reducer, update) % 2 :: 2]
+    assert_same_on_every_rank(run_ranks(_chained, 2, reducer, update, divides, told_by), what="2 ranks")
 
 
-def test_every_reducer_and_update_at_4_ranks() -> None:
-    _same_on_every_rank(run_ranks(_all_chains, 4, ("loader", "stream"), timeout_s=100))
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("reducer", REDUCERS)
+def test_chains_equal_plain_ddp_at_4_ranks(reducer: str, update: str) -> None:
+    number = _number(reducer, update)
+    told_by = ("loader", "stream")[number % 2]
+    divides = reducer == "bf16" or number % 2 == 0
+    assert_same_on_every_rank(run_ranks(_chained, 4, reducer, update, divides, (told_by,)), what="4 ranks")
 
 
-def _other_optimizers(rank: int, world_size: int, case: Case) -> list[Any]:
-    """A plain optimizer, one stepped in backward alone, and sharded ones, ours and PyTorch's."""
-    results = []
-    for divides in (True, False) if case is MLP else (False,):
-        options = {"divide_by_initial_world_size": divides}
-        reference = _reference(case, rank, ADAMW, update="plain", **options)
-        for way in WAYS:
-            what = f"{case}, {way}, {divides=}"
-            ddp = wrap(case.model(), **case.ddp_options())
-            optimizer = ADAMW(ddp.parameters())
-            scheduler = FALLING(optimizer)
-            joinables = [ddp, optimizer, scheduler]
-            ours = uneven(ddp, optimizer, case, rank, way, joinables=joinables, scheduler=scheduler, **options)
-            _check(ours, reference, rank, world_size, f"plain, {what}")
-            results.append((f"plain, {what}", ours))
-
-            ddp = wrap(case.model(), **case.ddp_options())
-            optimizer = ADAMW(ddp.parameters())
-            scheduler = FALLING(optimizer)
-            chain(AllReduce(), Step(optimizer, deferred=way == "stream")).register(ddp)
-            ours = uneven(
-                ddp,
-                optimizer,
-                case,
-                rank,
-                way,
-                body=lambda ddp, optimizer, batch, scale: torch.nn.functional.mse_loss(
-                    ddp(*batch.inputs), batch.target
-                ).backward(),
-                joinables=[ddp, scheduler],
-                scheduler=scheduler,
-                **options,
-            )
-            _check(ours, reference, rank, world_size, f"automatic, {what}")
-            results.append((f"automatic, {what}", ours))
-
-            ddp = wrap(case.model(), **case.ddp_options())
-            zero: Any = ZeroRedundancyOptimizer(
-                ddp.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.1, overlap_with_ddp=way != "loader"
-            )
-            if way != "loader":
-                chain(ZeroStep(zero, deferred=way == "lengths")).register(ddp)
-            scheduler = FALLING(zero)
-            ours = _model_of(ddp, zero, case, rank, way, scheduler, options, clears=way == "loader")
-            _check(ours, {"model": reference["model"]}, rank, world_size, f"sharded, {what}")
-            results.append((f"sharded, {what}", ours))
-
-            ddp = wrap(case.model(), **case.ddp_options())
-            zero = _torch_zero(ddp.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.1)
-            scheduler = FALLING(zero)
-            ours = _model_of(ddp, zero, case, rank, way, scheduler, options, clears=True)
-            _check(ours, {"model": reference["model"]}, rank, world_size, f"PyTorch's sharded, {what}")
-            results.append((f"PyTorch's sharded, {what}", ours))
-    return results
+def _plain(ddp: Any, case: Case, rank: int, told_by: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A plain optimizer."""
+    optimizer = ADAMW(ddp.parameters())
+    scheduler = FALLING(optimizer)
+    joinables = [ddp, optimizer, scheduler]
+    return train_unevenly(ddp, optimizer, case, rank, told_by, joinables=joinables, scheduler=scheduler, **options)
 
 
-def _model_of(
-    ddp: Any, zero: Any, case: Case, rank: int, way: str, scheduler: Any, options: dict[str, Any], *, clears: bool
+def _automatic(ddp: Any, case: Case, rank: int, told_by: str, options: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer that is stepped in backward alone."""
+    optimizer = ADAMW(ddp.parameters())
+    scheduler = FALLING(optimizer)
+    chain(AllReduce(), Step(optimizer, deferred=told_by == "stream")).register(ddp)
+
+    def body(ddp: Any, optimizer: Any, batch: Any, scale: float) -> None:
+        torch.nn.functional.mse_loss(ddp(*batch.inputs), batch.target).backward()
+
+    joinables = [ddp, scheduler]
+    return train_unevenly(
+        ddp, optimizer, case, rank, told_by, body=body, joinables=joinables, scheduler=scheduler, **options
+    )
+
+
+def _sharded(ddp: Any, case: Case, rank: int, told_by: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Our ZeroRedundancyOptimizer."""
+    is_plain = told_by == "loader"
+    zero = ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.1, overlap_with_ddp=not is_plain
+    )
+    if not is_plain:
+        chain(ZeroStep(zero, deferred=told_by == "lengths")).register(ddp)
+    return _train_sharded(ddp, zero, case, rank, told_by, options, clears=is_plain)
+
+
+def _pytorchs_sharded(ddp: Any, case: Case, rank: int, told_by: str, options: dict[str, Any]) -> dict[str, Any]:
+    """PyTorch's ZeroRedundancyOptimizer."""
+    with warnings.catch_warnings(action="ignore"):  # Importing it scripts functions, which is deprecated.
+        from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+    make: Any = TorchZero
+    zero = make(ddp.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    return _train_sharded(ddp, zero, case, rank, told_by, options, clears=True)
+
+
+def _train_sharded(
+    ddp: Any, zero: Any, case: Case, rank: int, told_by: str, options: dict[str, Any], *, clears: bool
 ) -> dict[str, Any]:
-    uneven(
+    scheduler = FALLING(zero)
+    train_unevenly(
         ddp,
         _Stateless(zero),
         case,
         rank,
-        way,
+        told_by,
         body=plain_body if clears else overlapped_body,
         joinables=[ddp, zero, scheduler],
         scheduler=scheduler,
         **options,
     )
-    return {"model": left(ddp, None)["model"]}
-
-
-def _torch_zero(*args: Any, **kwargs: Any) -> Any:
-    with warnings.catch_warnings(action="ignore"):  # Importing it scripts functions, which is deprecated.
-        from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-    return TorchZero(*args, **kwargs)
+    return {"model": snapshot(ddp, None)["model"]}
 
 
 class _Stateless:
@@ -219,6 +219,31 @@ class _Stateless:
         return {}
 
 
-@pytest.mark.parametrize("case", [MLP, BATCH_NORM], ids=str)
-def test_other_optimizers(case: Case) -> None:
-    _same_on_every_rank(run_ranks(_other_optimizers, 2, case, timeout_s=100))
+OTHER_OPTIMIZERS: dict[str, Callable[..., dict[str, Any]]] = {
+    "plain": _plain,
+    "automatic": _automatic,
+    "sharded": _sharded,
+    "PyTorch's sharded": _pytorchs_sharded,
+}
+
+
+def _other_optimizer(rank: int, world_size: int, name: str, case: Case, divides: bool) -> list[Any]:
+    options = {"divide_by_initial_world_size": divides}
+    reference = _reference(case, rank, ADAMW, update="plain", **options)
+    results = []
+    for told_by in TOLD_BY:
+        ddp = wrap(case.model(), **case.ddp_options())
+        ours = OTHER_OPTIMIZERS[name](ddp, case, rank, told_by, options)
+        _check(ours, {key: reference[key] for key in ours}, rank, world_size, told_by)
+        results.append((told_by, ours))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("case", "divides"),
+    [(MLP, True), (MLP, False), (BATCH_NORM, False)],
+    ids=["by-all-ranks", "by-active-ranks", "batch-norm-by-active-ranks"],
+)
+@pytest.mark.parametrize("name", OTHER_OPTIMIZERS)
+def test_other_optimizers_equal_plain_ddp(name: str, case: Case, divides: bool) -> None:
+    assert_same_on_every_rank(run_ranks(_other_optimizer, 2, name, case, divides), what=name)

@@ -15,9 +15,15 @@ from overlap import AllGather, AllReduce, ConfigurationError, Join, Step, chain
 
 # Samples of each rank's batches.
 _SIZES = ((4, 4, 1), (4, 2), (3, 3, 3, 5))
+# What reduces gradients, and how samples are counted.
+REDUCERS: dict[str, tuple[Any, Any]] = {
+    "no hook": (None, True),
+    "all-reduce": (AllReduce, True),
+    "all-gather": (AllGather, lambda batch: len(batch[0])),
+}
 
 
-class _Tells(nn.Module):
+class _ReturnsLoss(nn.Module):
     """Returns what its loss is made of, too: outputs that depend on each other, in an object of its own."""
 
     def __init__(self) -> None:
@@ -35,41 +41,55 @@ def _batch(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 16, generator=generator), torch.randn(size, 16, generator=generator)
 
 
-def _weighed(rank: int, world_size: int) -> None:
+def _train_on_all_samples(world_size: int) -> nn.Module:
+    """One process, whose batches are those of all ranks together."""
+    model = _ReturnsLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for number in range(max(map(len, _SIZES[:world_size]))):
+        present = [_batch(rank, number) for rank in range(world_size) if number < len(_SIZES[rank])]
+        optimizer.zero_grad()
+        x, y = (torch.cat(parts) for parts in zip(*present, strict=True))
+        model(x, y).loss.backward()
+        optimizer.step()
+    return model
+
+
+def _weighted(rank: int, world_size: int, reducer: str, divides: bool) -> None:
+    kind, samples = REDUCERS[reducer]
+    ddp = wrap(_ReturnsLoss(), **MLP.ddp_options())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    if kind is not None:
+        chain(kind(), Step(optimizer)).register(ddp)
+    joinables = [ddp] if kind is not None else [ddp, optimizer]
     batches = [_batch(rank, number) for number in range(len(_SIZES[rank]))]
-    for divides in (True, False):
-        for kind, samples in ((None, True), (AllReduce, True), (AllGather, lambda batch: len(batch[0]))):
-            reference = _Tells()
-            plain = torch.optim.SGD(reference.parameters(), lr=0.5)
-            ddp = wrap(_Tells(), **MLP.ddp_options())
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
-            if kind is not None:
-                chain(kind(), Step(optimizer)).register(ddp)
-            joinables = [ddp] if kind is not None else [ddp, optimizer]
-            with Join(joinables, weight_by_samples=samples, divide_by_initial_world_size=divides) as join:
-                for x, y in join.iterate(batches):
-                    ddp(x, y).loss.backward()
-                    if kind is None:
-                        optimizer.step()
-                        optimizer.zero_grad()
-            for number in range(max(map(len, _SIZES[:world_size]))):
-                present = [_batch(r, number) for r in range(world_size) if number < len(_SIZES[r])]
-                plain.zero_grad()
-                x, y = (torch.cat(parts) for parts in zip(*present, strict=True))
-                reference(x, y).loss.backward()
-                plain.step()
-            for ours, theirs in zip(ddp.parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    with Join(joinables, weight_by_samples=samples, divide_by_initial_world_size=divides) as join:
+        for x, y in join.iterate(batches):
+            ddp(x, y).loss.backward()
+            if kind is None:
+                optimizer.step()
+                optimizer.zero_grad()
+    for ours, theirs in zip(ddp.parameters(), _train_on_all_samples(world_size).parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_the_mean_is_over_samples() -> None:
-    run_ranks(_weighed, 3)
+@pytest.mark.parametrize("divides", [True, False], ids=["by-all-ranks", "by-active-ranks"])
+@pytest.mark.parametrize("reducer", REDUCERS)
+def test_the_mean_is_over_samples(reducer: str, divides: bool) -> None:
+    run_ranks(_weighted, 3, reducer, divides)
 
 
-def _wrong(rank: int, world_size: int) -> None:
+def _uncountable(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     with pytest.raises(ConfigurationError, match="found None samples"), Join([ddp], weight_by_samples=True) as join:
         list(join.iterate(["a batch of words"]))
+
+
+def test_samples_that_cannot_be_counted_are_refused() -> None:
+    run_ranks(_uncountable, 2)
+
+
+def _without_iterate(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
     with (
         pytest.raises(ConfigurationError, match=r"needs `for batch in join\.iterate"),
         Join([ddp], weight_by_samples=True),
@@ -77,5 +97,5 @@ def _wrong(rank: int, world_size: int) -> None:
         ddp(torch.zeros(1, 16))
 
 
-def test_samples_that_cannot_be_counted() -> None:
-    run_ranks(_wrong, 2)
+def test_counting_samples_needs_iterate() -> None:
+    run_ranks(_without_iterate, 2)

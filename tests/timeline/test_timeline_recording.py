@@ -326,7 +326,7 @@ def test_what_fails_inside_leaves_nothing_behind() -> None:
 
 def _refuses(rank: int, world_size: int) -> None:
     ddp = _model()
-    with pytest.raises(RegistrationError, match="Linear is no DistributedDataParallel model"):
+    with pytest.raises(RegistrationError, match="Linear is not a DistributedDataParallel model"):
         Timeline(torch.nn.Linear(2, 2)).__enter__()  # type: ignore[arg-type]
     timeline = Timeline(ddp)
     with pytest.raises(TrainingLoopError, match="when its `with` block is over"):

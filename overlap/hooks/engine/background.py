@@ -1,4 +1,4 @@
-"""Work outside of a backward pass: parameters on their way into the next forward, averages on their way meanwhile."""
+"""Work outside of a backward pass, such as averaging or gathering parameters while training goes on."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ import torch.distributed as dist
 
 from overlap._torch.device import has_streams
 from overlap.hooks.collectives import Operation
-from overlap.hooks.engine.executors import BACKGROUND_LANES, executor_for
-from overlap.hooks.engine.task import Executor, Subject, Task
+from overlap.hooks.engine.executors import BACKGROUND_LANES, Executor, executor_for
+from overlap.hooks.engine.observer import Subject
+from overlap.hooks.engine.task import Task
 
-__all__ = ["Completion", "Item", "background", "run_on_group"]
+__all__ = ["Completion", "Item", "run_items", "run_on_group"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Item:
-    """A piece of background work, as profiles and error messages name it; a bucket will do, too."""
+    """One piece of background work, as profiles and error messages name it. A bucket can be used as well."""
 
     index: int
     step: int = -1
-    """The backward pass that it follows, where it belongs to one."""
+    """The backward pass that it belongs to; -1 where it belongs to none."""
 
     def describe(self) -> str:
-        """What an error message calls it."""
+        """The item's name in error messages."""
         return f"part {self.index}"
 
 
@@ -36,16 +37,16 @@ T = TypeVar("T", bound=Subject)
 Work = Callable[[T], Coroutine[Operation, Any, None]]
 
 
-def background(items: Sequence[T], work: Work[T], executor: Executor) -> None:
-    """Run ``work(item)`` for each of ``items`` to its end, two of them at a time.
+def run_items(items: Sequence[T], work: Work[T], executor: Executor) -> None:
+    """Run ``work(item)`` for each of ``items`` to the end, two items at a time.
 
-    The order of collectives depends on the items' order alone: the first of each goes out behind the first of the one
-    before, and before that one's others.
+    The order of collectives depends only on the order of items: an item's first collective is launched after the first
+    of the item before, and before the others of that item.
     """
     active: deque[Task] = deque()
     try:
         for place, item in enumerate(items):
-            task = Task(item, [("background", work(item))], executor, _nothing, lane=place % BACKGROUND_LANES)
+            task = Task(item, [("background", work(item))], executor, lambda: None, lane=place % BACKGROUND_LANES)
             active.append(task)
             task.advance()
             if len(active) == BACKGROUND_LANES:
@@ -64,21 +65,17 @@ def _finish(active: deque[Task]) -> None:
     active.popleft()
 
 
-def _nothing() -> None:
-    pass
-
-
 @torch.no_grad()
 def run_on_group(items: Sequence[T], work: Work[T], *, group: dist.ProcessGroup, device: torch.device) -> None:
-    """:func:`background` on the calling thread and on ``group`` itself; the current stream may use the results."""
+    """:func:`run_items` on the calling thread and on ``group`` itself; the current stream may use the results."""
     executor = executor_for(group, device)
     executor.begin_background()
-    background(items, work, executor)
+    run_items(items, work, executor)
     executor.wait_for_pass()
 
 
 class Completion:
-    """Says that a piece of background work is done: :meth:`set` where it runs, :meth:`wait` where it is needed."""
+    """An event for background work: :meth:`set` where the work runs, :meth:`wait` where its result is needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -87,14 +84,14 @@ class Completion:
         self._error: BaseException | None = None
 
     def set(self) -> None:
-        """The work is done, or on an accelerator will be when the current stream has come this far."""
+        """The work is done; on an accelerator, when the current stream has finished what is queued so far."""
         if has_streams(self._device):
             self._event = torch.get_device_module(self._device).Event()
             self._event.record()
         self._is_set.set()
 
     def fail(self, error: BaseException) -> None:
-        """The work will not be done; :meth:`wait` raises ``error``."""
+        """The work has failed, unless it is done already: :meth:`wait` raises ``error``."""
         if not self._is_set.is_set():
             self._error = error
             self._is_set.set()

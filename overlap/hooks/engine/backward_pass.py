@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import torch
@@ -11,58 +11,54 @@ import torch
 from overlap.errors import UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
-from overlap.hooks.engine.task import Executor, Task
+from overlap.hooks.engine.executors import Executor
+from overlap.hooks.engine.task import Task
 from overlap.hooks.engine.wavefront import Wavefront
 from overlap.hooks.stage import Stage
 
-__all__ = ["BackwardPass"]
+__all__ = ["BackwardPass", "BucketFuture"]
 
 BucketFuture = torch.futures.Future[torch.Tensor]
 
 
 class BackwardPass:
-    """Drives the buckets of one backward pass.
+    """Runs the stages on the buckets of one backward pass.
 
-    The futures always complete with the buckets' buffers, whatever happens: a hook that raises, or a future that
-    fails, leaves DDP's reducer half finished and the model unusable. The first error is kept in ``error`` instead, to
-    be raised when backward is over.
+    The futures always complete with the buckets' buffers: if a hook raised, or a future failed, DDP's reducer would
+    stay half finished and the model unusable. Instead the first error is kept in ``error``, to be raised when backward
+    is over.
     """
 
-    def __init__(
-        self, step: int, stage: Stage, executor: Executor, on_failure: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, step: int, stage: Stage, executor: Executor) -> None:
         self.step = step
         self.error: BaseException | None = None
         self._stage = stage
         self._executor = executor
-        self._on_failure = on_failure
         self._wavefront: Wavefront[Task] = Wavefront()
         self._unfinished: dict[int, tuple[BucketFuture, torch.Tensor]] = {}
-        # The worker fails a pass while the training thread adds buckets to it.
+        # The worker may fail the pass while the training thread adds buckets to it.
         self._lock = threading.Lock()
 
     def admit(self, bucket: Bucket, future: BucketFuture) -> Task | None:
-        """Take a bucket in, on the training thread; ``None`` once the pass has failed and nothing more is to run."""
+        """Accept a bucket, on the training thread; ``None`` if the pass has failed and nothing more is to run."""
         with self._lock:
-            if self.error is None:
-                self._unfinished[bucket.index] = (future, bucket.buffer)
-            else:
+            if self.error is not None:
                 future.set_result(bucket.buffer)
                 return None
-        task = Task(
-            bucket, self._parts(bucket), self._executor, lambda: self._complete(bucket.index), lane=bucket.index
-        )
+            self._unfinished[bucket.index] = (future, bucket.buffer)
+        index = bucket.index
+        task = Task(bucket, self._parts(bucket), self._executor, lambda: self._complete(index), lane=index)
         if self._stage.starts_on_autograd_thread:
             task.start()
         return task
 
     def drive(self, task: Task, *, is_last: bool) -> None:
-        """Let a bucket arrive in the wavefront, on the thread that drives the stages."""
+        """Add a bucket to the wavefront, on the thread that runs the stages."""
         if self.error is not None:
             task.close()
             return
         try:
-            # After a failure the ranks meet anew, in every pass: one that fails again is then heard again.
+            # After a failure the ranks connect again in every pass, so that a second failure is reported too.
             self._executor.channels.open()
             self._wavefront.arrive(task, is_last=is_last)
         except BaseException as error:
@@ -70,9 +66,9 @@ class BackwardPass:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """End the pass: close what runs, hand every bucket back to DDP as it is, keep the first error.
+        """End the pass: keep the first error, close what runs, return every bucket to DDP as it is.
 
-        Called on the thread that drives the stages, or before the first bucket.
+        Called on the thread that runs the stages, or before the first bucket.
         """
         with self._lock:
             if self.error is not None:
@@ -82,19 +78,19 @@ class BackwardPass:
         for task in self._wavefront.active:
             task.close()
         self._executor.wait_for_pass()
-        self._on_failure(error)
+        self._executor.channels.fail(error)
         for future, buffer in unfinished.values():
             future.set_result(buffer)
 
     def wait(self) -> None:
-        """Block until every bucket that was taken in is through."""
+        """Block until every accepted bucket is done."""
         with self._lock:
             futures = [future for future, _ in self._unfinished.values()]
         for future in futures:
             future.wait()
 
     def _parts(self, bucket: Bucket) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
-        """Each stage of the chain in its turn."""
+        """The label and the coroutine of each stage of the chain."""
         for stage in self._stage.sequence:
             yield repr(stage), _run(stage, bucket)
             bucket = stage.passed(bucket)

@@ -1,7 +1,8 @@
-"""What carries the collectives of one registration, and how its ranks tell each other of failures."""
+"""The connections that carry the collectives of one registration, and how its ranks report failures to each other."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -12,17 +13,17 @@ import torch
 import torch.distributed as dist
 
 from overlap._torch.c10d import Channel, GlooChannel, GroupChannel, backend_name
-from overlap.errors import ConfigurationError
+from overlap.errors import CollectiveError, ConfigurationError
 from overlap.join.failures import FailureStore
 
 __all__ = ["GroupChannels", "PrivateChannels"]
 
 _SETTLING_S = 1.0
-# On the model's own group, away from the messages of whoever else uses it.
+# Messages on the model's own group have tags far from those of other users of the group.
 _FIRST_TAG = 1 << 20
 
-# How many channels this process has made on a group. Ranks register and fail together, so the count is the same on
-# all of them and can name the keys under which they meet.
+# How many channels this process has made on each group. Ranks register and fail together, so the count is the same on
+# all of them and can serve as the key under which they meet.
 _made: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
@@ -31,13 +32,16 @@ def _next_key(group: dist.ProcessGroup) -> str:
 
 
 class GroupChannels:
-    """The model's process group itself, for stages that run on the training thread."""
+    """The model's process group itself, for stages that run on the training thread.
+
+    The group belongs to the user, so there is nothing to open or to close.
+    """
+
+    failures: FailureStore | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._tags = itertools.count(_FIRST_TAG)
-
-    failures: FailureStore | None = None
 
     def of(self, group: dist.ProcessGroup | None) -> Channel:
         return GroupChannel(self._group if group is None else group)
@@ -46,21 +50,24 @@ class GroupChannels:
         return next(self._tags)
 
     def open(self) -> None:
-        """Nothing to make: the group is there."""
+        pass
+
+    def fail(self, error: BaseException) -> None:
+        pass
 
     def abort(self) -> None:
-        """Nothing to give up: the group is the user's."""
+        pass
 
     def settle(self) -> None:
-        """Nothing was given up."""
+        pass
 
 
 class PrivateChannels:
-    """Connections of a worker thread's own, one set for each process group that its stages use.
+    """Separate connections for a worker thread, one set for each process group that its stages use.
 
-    What a worker issues must never interleave with collectives of the training thread (DDP's buffers, the user's
-    metrics) on the same connections, since nothing orders the two threads. Channels are made on first use by all
-    ranks of the group, in the worker's order, which is the same on every rank.
+    Nothing orders the worker and the training thread, so their collectives (the stages' here; DDP's buffers and the
+    user's metrics there) must not share connections. A channel is made on first use by all ranks of the group, in the
+    worker's order, which is the same on every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -72,10 +79,16 @@ class PrivateChannels:
 
     @staticmethod
     def can_serve(group: dist.ProcessGroup) -> bool:
-        """Whether collectives of CPU tensors on ``group`` can go over connections of our own."""
+        """Whether collectives of CPU tensors on ``group`` can use separate connections."""
         return backend_name(group, torch.device("cpu")) == "gloo"
 
     def of(self, group: dist.ProcessGroup | None) -> Channel:
+        """The channel to the ranks of ``group``, the model's own where ``None``.
+
+        Raises:
+            ConfigurationError: ``group`` does not have Gloo for the CPU.
+            CollectiveError: another rank did not connect in time.
+        """
         group = self._group if group is None else group
         channel = self._channels.get(group)
         if channel is None:
@@ -94,24 +107,34 @@ class PrivateChannels:
         return next(self._tags)
 
     def open(self) -> None:
-        """Connect with the other ranks now."""
+        """Connect to the other ranks of the model's group now, unless connected."""
         self.of(None)
 
-    def settle(self) -> None:
-        """Wait until nothing that was aborted can write to its tensors any more, before they are filled anew.
-
-        An operation that has data still adds it up; that takes moments. One that waits for data will have none, since
-        its connections are closed, and may wait for the group's timeout: that one is left to itself.
-        """
-        deadline_s = time.monotonic() + _SETTLING_S
-        while self._closing:
-            self._closing.pop().join(max(0.0, deadline_s - time.monotonic()))
+    def fail(self, error: BaseException) -> None:
+        """Report ``error`` to the other ranks, then close the connections, so that nobody waits for a timeout."""
+        # A failure that another rank caused is reported by that rank.
+        if not isinstance(error, CollectiveError):
+            with contextlib.suppress(Exception):
+                self.open()  # If the last pass failed too, the ranks have not connected again yet.
+            if self.failures is not None:
+                self.failures.report(error)
+        self.abort()
 
     def abort(self) -> None:
-        """Give up what is in flight; the other ranks see their connections close. The next use connects anew."""
+        """Abandon what is in flight; the other ranks see their connections close. The next use connects again."""
         for channel in self._channels.values():
             if (closing := channel.abort()) is not None:
                 self._closing.append(closing)
         self._channels.clear()
         self._tags = itertools.count()
         self.failures = None
+
+    def settle(self) -> None:
+        """Wait until nothing that was aborted can still write to its tensors, before they are used again.
+
+        An operation that has received its data still adds it up, which takes moments. One that waits for data will
+        receive none, since its connections are closed; it may wait for the group's timeout, so it is not waited for.
+        """
+        deadline_s = time.monotonic() + _SETTLING_S
+        while self._closing:
+            self._closing.pop().join(max(0.0, deadline_s - time.monotonic()))

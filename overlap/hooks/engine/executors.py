@@ -1,8 +1,9 @@
-"""What a stage's code runs in, and what it means there to wait for a collective."""
+"""Where a stage's code runs, and what it means there to wait for a collective."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -13,29 +14,51 @@ import torch.distributed as dist
 from overlap._torch.device import has_streams
 from overlap.errors import CollectiveError, PeerError
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
-from overlap.hooks.engine.task import Observer
+from overlap.hooks.engine.observer import Observer
 
-__all__ = ["BACKGROUND_LANES", "HostExecutor", "StreamExecutor", "executor_for"]
+__all__ = ["BACKGROUND_LANES", "Executor", "HostExecutor", "StreamExecutor", "executor_for"]
 
 BACKGROUND_LANES = 2
-"""Of two, one packs or unpacks while the other is on its way; more would only take more memory."""
+"""While one packs or unpacks, the other communicates; more lanes would only take more memory."""
 
-# How long a thread waits for a collective before it looks whether another rank has reported a failure.
+# How long a thread waits for a collective before it checks whether another rank has reported a failure.
 _PATIENCE = timedelta(seconds=1)
 
 
-class HostExecutor:
-    """CPU tensors: to wait is to block the thread, with an eye on the other ranks."""
+class Executor(ABC):
+    """Runs code in lanes: on an accelerator lanes run side by side, on the CPU there is no difference between them."""
 
     def __init__(self, channels: GroupChannels | PrivateChannels) -> None:
         self.channels = channels
         self.observer: Observer | None = None
 
+    @abstractmethod
     def begin(self, lane: int) -> None:
-        """Nothing to order: what was called before is done."""
+        """Let ``lane`` start after what the caller has done so far."""
 
     def begin_background(self) -> None:
-        """As :meth:`begin`."""
+        """Let the lanes of background work start after what the caller has done so far."""
+        for lane in range(BACKGROUND_LANES):
+            self.begin(lane)
+
+    @abstractmethod
+    def scope(self, lane: int) -> AbstractContextManager[Any]:
+        """The context for the code of a task in ``lane``."""
+
+    @abstractmethod
+    def wait(self, work: dist.Work) -> None:
+        """Make what follows in the scope wait for ``work``."""
+
+    @abstractmethod
+    def wait_for_pass(self) -> None:
+        """Make what follows in the scope wait for what has run in all other scopes so far."""
+
+
+class HostExecutor(Executor):
+    """For CPU tensors: to wait is to block the thread, and to look whether another rank has failed."""
+
+    def begin(self, lane: int) -> None:
+        """Nothing to do: what the caller has called is done."""
 
     def scope(self, lane: int) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -62,34 +85,28 @@ class HostExecutor:
                     ) from error
 
     def wait_for_pass(self) -> None:
-        """Code runs in the order in which it is called: what every bucket did so far is done."""
+        """Nothing to do: what has been called is done."""
 
 
-class StreamExecutor:
-    """Accelerator tensors: a side stream a bucket; to wait is to make that stream wait, never the host.
+class StreamExecutor(Executor):
+    """For accelerator tensors: each lane is a side stream; to wait is to make that stream wait, never the host.
 
-    Collectives are launched and waited for with the bucket's stream current, so the process group's own stream and
-    ours order each other by events. What a stage allocates belongs to its stream, and the works keep what they move
-    alive until they are waited for; bucket buffers and parameters outlive the pass.
+    Collectives are launched and waited for with the lane's stream current, so events order it and the process group's
+    own stream. What a stage allocates belongs to the lane's stream, and a work keeps its tensors alive until it is
+    waited for; bucket buffers and parameters outlive the pass.
     """
 
     def __init__(self, channels: GroupChannels, device: torch.device) -> None:
-        self.channels = channels
-        self.observer: Observer | None = None
+        super().__init__(channels)
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._streams: list[Any] = []
 
     def begin(self, lane: int) -> None:
-        """Let the lane's stream start behind what the current stream (autograd's) has queued: the gradients."""
+        """Let the lane's stream start after what the current stream has queued: in backward, the gradients."""
         while len(self._streams) <= lane:
             self._streams.append(self._module.Stream(device=self._device))
         self._streams[lane].wait_stream(self._module.current_stream(self._device))
-
-    def begin_background(self) -> None:
-        """Let the streams of background work start behind what the current stream has queued."""
-        for lane in range(BACKGROUND_LANES):
-            self.begin(lane)
 
     def scope(self, lane: int) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self._module.stream(self._streams[lane])
@@ -105,7 +122,7 @@ class StreamExecutor:
                 current.wait_stream(stream)
 
 
-def executor_for(group: dist.ProcessGroup, device: torch.device) -> HostExecutor | StreamExecutor:
-    """Runs stages' code on the calling thread, on ``group`` itself."""
+def executor_for(group: dist.ProcessGroup, device: torch.device) -> Executor:
+    """An executor whose collectives run on ``group`` itself, for code on the calling thread."""
     channels = GroupChannels(group)
     return StreamExecutor(channels, device) if has_streams(device) else HostExecutor(channels)

@@ -1,4 +1,4 @@
-"""Putting a stage in the place of DDP's own reduction, and taking it out again."""
+"""Replacing DDP's own reduction by a stage, and going back to it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
-from overlap._torch.join import divides_by_count_in_vain
+from overlap._torch.join import torch_join_divides_by_count
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
-from overlap.hooks.adapters import BucketFuture, as_stage, is_hook
+from overlap.hooks.adapters import is_hook, stage_from
+from overlap.hooks.context import StageContext
+from overlap.hooks.engine.backward_pass import BucketFuture
+from overlap.hooks.engine.observer import Observer
 from overlap.hooks.engine.runtime import Runtime
-from overlap.hooks.engine.task import Observer
-from overlap.hooks.stage import Stage, StageContext, to_stage
+from overlap.hooks.stage import Stage
 
 __all__ = ["Registration", "register", "registration_of"]
 
 
 class _Dispatcher:
-    """The one hook that a DDP instance ever gets from us.
+    """The hook that is registered with a DDP instance, once.
 
-    DDP takes a hook once and for ever. This one passes buckets on to the registration that is in force, and reduces as
-    DDP itself would when there is none, so a registration can be removed and another made.
+    DDP takes one hook and keeps it forever. This one passes buckets to the current registration; without one it reduces
+    as DDP itself does. So a registration can be removed and replaced.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -41,7 +43,7 @@ class _Dispatcher:
         return self._reduce(bucket)
 
     def __reduce__(self) -> Any:
-        return _Dispatcher, ()  # A copy of the model is another model: nothing is registered with it.
+        return _Dispatcher, ()  # Nothing is registered with a copy of the model.
 
     def _reduce(self, bucket: GradBucket) -> BucketFuture:
         buffer = bucket.buffer().mul_(1 / dist.get_world_size(self._group))
@@ -55,7 +57,7 @@ _dispatchers: weakref.WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = 
 
 
 class _BeforeForward:
-    """Runs ahead of each forward of a model; does nothing in a copy of the model."""
+    """Runs before each forward of a model; does nothing in a copy of the model."""
 
     def __init__(self, runtime: Runtime | None = None) -> None:
         self._runtime = runtime
@@ -63,7 +65,7 @@ class _BeforeForward:
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
         if self._runtime is None or not torch.is_grad_enabled():
             return
-        if isinstance(module, DistributedDataParallel) and divides_by_count_in_vain(module):
+        if isinstance(module, DistributedDataParallel) and torch_join_divides_by_count(module):
             raise UnsupportedError(
                 "divide_by_initial_world_size=False does nothing under PyTorch's Join once a hook is registered; use "
                 "`with overlap.Join([ddp], divide_by_initial_world_size=False)`"
@@ -74,12 +76,12 @@ class _BeforeForward:
         return _BeforeForward, ()
 
 
-# What it does to `.grad` is no part of a compiled forward.
+# What stages do there does not belong to a compiled forward.
 _before_forward: Callable[[Runtime], None] = torch.compiler.disable(Runtime.before_forward)
 
 
 class Registration:
-    """A stage at work in a model; :meth:`remove` takes it out, and the model reduces as plain DDP again."""
+    """A stage registered with a model; after :meth:`remove` the model reduces as plain DDP again."""
 
     def __init__(self, runtime: Runtime, dispatcher: _Dispatcher, ddp: DistributedDataParallel) -> None:
         self.runtime = runtime
@@ -89,12 +91,12 @@ class Registration:
 
     @property
     def stage(self) -> Stage:
-        """What was registered."""
+        """The registered stage."""
         return self.runtime.stage
 
     @property
     def observer(self) -> Observer | None:
-        """Told of every piece of work in a backward pass, where set."""
+        """Is told of everything that happens in a backward pass, if set."""
         return self.runtime.observer
 
     @observer.setter
@@ -107,7 +109,7 @@ class Registration:
         return self._dispatcher.registration is self
 
     def remove(self) -> None:
-        """Take the stage out, on every rank between two steps; a second call does nothing."""
+        """Remove the stage; call it on every rank, between two steps. A second call does nothing."""
         if not self.is_active:
             return
         self._dispatcher.registration = None
@@ -119,10 +121,10 @@ class Registration:
 
 
 def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], state: Any = None) -> Registration:
-    """Let ``stage`` take the gradients of ``ddp``, in place of DDP's own all-reduce.
+    """Run ``stage`` on the gradients of ``ddp``, in place of DDP's own all-reduce.
 
-    Every rank of the model's process group calls this, in the same order as its other collective calls, before a
-    backward. On CPU tensors with Gloo it opens connections of its own to the group's ranks.
+    Every rank of the model's process group must call this, before a backward and in the same order with its other
+    collective calls. On CPU tensors with Gloo it opens separate connections to the ranks of the group.
 
     Args:
         ddp: the wrapped model.
@@ -130,31 +132,28 @@ def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], st
         state: the first argument of a hook; ``None`` for a stage.
 
     Returns:
-        The registration. It need not be kept: it lasts as long as the model.
+        The registration. It lasts as long as the model and need not be kept.
 
     Raises:
-        RegistrationError: the model has a hook already, or cannot take one.
-        ConfigurationError: the stage is none, has no reducer, or refuses the model.
+        RegistrationError: the model already has a hook, or cannot take one.
+        ConfigurationError: ``stage`` is not a stage, has no reducer, or refuses the model.
         CollectiveError: another rank registers something else.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise RegistrationError(
-            f"{type(ddp).__name__} is no DistributedDataParallel model; wrap it first: "
+            f"{type(ddp).__name__} is not a DistributedDataParallel model; wrap it first: "
             "ddp = DistributedDataParallel(model)"
         )
-    if is_hook(stage):
-        made = as_stage(stage, state)
-    else:
-        made = to_stage(stage)
-        if state is not None:
-            raise ConfigurationError(f"a stage keeps its own state, but register was given {state!r} for {made!r}")
+    made = stage_from(stage, state)
+    if state is not None and not is_hook(stage):
+        raise ConfigurationError(f"a stage keeps its own state, but register was given {state!r} for {made!r}")
     if not made.reduces and not any(child.reduces for child in made.children):
         raise ConfigurationError(f"{made!r} has no reducer; register chain(AllReduce(), {made!r})")
     dispatcher = _dispatcher_of(ddp)
     if dispatcher.registration is not None:
         raise RegistrationError(
             f"this model has {dispatcher.registration.stage!r} registered already; "
-            "call .remove() on what register returned first, or make one chain of both"
+            "first call .remove() on what register returned, or make one chain of both"
         )
     named = data_parallel_parameters(ddp)
     context = StageContext(
@@ -175,7 +174,7 @@ def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], st
 
 
 def registration_of(ddp: DistributedDataParallel) -> Registration | None:
-    """What is registered with ``ddp`` at present."""
+    """The current registration of ``ddp``."""
     dispatcher = _dispatchers.get(ddp)
     return None if dispatcher is None else dispatcher.registration
 

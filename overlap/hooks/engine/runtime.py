@@ -1,10 +1,8 @@
-"""The hook that DDP calls, and the thread that drives stages of CPU tensors."""
+"""Runs one stage for one model, from one backward pass to the next."""
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
+import hashlib
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -14,50 +12,31 @@ import torch
 
 from overlap._torch.autograd import after_backward, in_backward
 from overlap._torch.c10d import GradBucket
+from overlap._torch.device import has_streams
 from overlap.errors import CollectiveError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
-from overlap.hooks.engine.background import background
+from overlap.hooks.context import StageContext
+from overlap.hooks.engine.background import run_items
 from overlap.hooks.engine.backward_pass import BackwardPass, BucketFuture
-from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
-from overlap.hooks.engine.executors import HostExecutor, StreamExecutor
-from overlap.hooks.engine.task import Observer, Subject
-from overlap.hooks.stage import Stage, StageContext, walk
+from overlap.hooks.engine.channels import PrivateChannels
+from overlap.hooks.engine.executors import Executor, HostExecutor, executor_for
+from overlap.hooks.engine.observer import Observer, Subject
+from overlap.hooks.engine.worker import Worker
+from overlap.hooks.stage import Stage, walk
 from overlap.join import gradient_divisor
 
-__all__ = ["Runtime", "Worker"]
+__all__ = ["Runtime"]
 
 T = TypeVar("T", bound=Subject)
 
 
-class Worker:
-    """A thread that runs what it is given, in order."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # A daemon, and one that refers to the queue alone: neither the interpreter's end nor the model's waits for it.
-        threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True).start()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
-
-    def stop(self) -> None:
-        self._jobs.put(None)
-
-
-@torch.no_grad()
-def _run(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # Not kept alive until the next one comes: it holds a model's parameters.
-
-
 class Runtime:
-    """Drives one stage for one model.
+    """Runs one stage for one model.
 
-    On CPU tensors a worker thread drives the stages, so that waiting does not hold up autograd, over connections of
-    its own. On accelerators, and where the process group has no Gloo, they run on autograd's thread, where the order
-    of collectives is the program's own.
+    On CPU tensors with Gloo a worker thread runs the stage over separate connections, so that waiting does not hold up
+    autograd. On accelerators, and with other backends, it runs on autograd's thread, where the order of collectives is
+    the program's own.
     """
 
     def __init__(self, stage: Stage, context: StageContext) -> None:
@@ -68,25 +47,22 @@ class Runtime:
         self._is_open = False
         self._attached: list[Stage] = []
         self._worker: Worker | None = None
-        self._executor: HostExecutor | StreamExecutor
-        if context.device.type == "cpu":
-            if PrivateChannels.can_serve(context.group):
-                self._executor = HostExecutor(PrivateChannels(context.group))
-                self._worker = Worker(f"overlap-{id(self):x}")
-                self._stop_worker = weakref.finalize(self, self._worker.stop)
-            else:
-                self._executor = HostExecutor(GroupChannels(context.group))
+        self._executor: Executor
+        if not has_streams(context.device) and PrivateChannels.can_serve(context.group):
+            self._executor = HostExecutor(PrivateChannels(context.group))
+            self._worker = Worker(f"overlap-{id(self):x}")
+            self._stop_worker = weakref.finalize(self, self._worker.stop)
         else:
-            self._executor = StreamExecutor(GroupChannels(context.group), context.device)
+            self._executor = executor_for(context.group, context.device)
 
     @property
     def stage(self) -> Stage:
-        """What this runtime drives."""
+        """The stage that this runtime runs."""
         return self._stage
 
     @property
     def observer(self) -> Observer | None:
-        """Is told of every piece of work, where set."""
+        """Is told of everything that happens, if set."""
         return self._executor.observer
 
     @observer.setter
@@ -94,11 +70,11 @@ class Runtime:
         self._executor.observer = observer
 
     def open(self) -> None:
-        """Attach the stages, connect with the other ranks and make sure that they run the same plan.
+        """Attach the stages, connect to the other ranks and check that they run the same stages.
 
         Raises:
             ConfigurationError: a stage refuses the model.
-            CollectiveError: another rank did not come, or registered something else.
+            CollectiveError: another rank did not connect in time, or registered something else.
         """
         for stage in walk(self._stage):
             stage.attach(self._context)
@@ -108,7 +84,7 @@ class Runtime:
         channels.open()
         if (failures := channels.failures) is None:
             return
-        plan = f"{self._stage.signature} for {self._context.describe()}"
+        plan = f"{self._stage.signature} for {_model_in_words(self._context)}"
         if (other := failures.agree(plan)) is not None:
             error = CollectiveError(
                 f"rank {self._context.group.rank()} registers {plan}, but rank 0 registers {other}; "
@@ -118,7 +94,7 @@ class Runtime:
             raise error
 
     def close(self) -> None:
-        """Detach the stages and end the thread and its connections."""
+        """Detach the stages, end the thread and close its connections."""
         for stage in self._attached:
             stage.detach()
         self._attached.clear()
@@ -127,20 +103,20 @@ class Runtime:
         self._executor.channels.abort()
 
     def before_forward(self) -> None:
-        """To be called before a forward that records gradients."""
+        """Called before a forward that records gradients."""
         for stage in walk(self._stage):
             stage.before_forward()
 
     def on_bucket(self, raw: GradBucket) -> BucketFuture:
-        """Take in a bucket, as DDP's hook: on autograd's thread, in buckets' order."""
+        """The hook that DDP calls for each bucket, in order: on autograd's thread, or on the training thread when a
+        rank without inputs takes part with zeros (a replay, outside of any backward)."""
         is_replay = not in_backward()
         if self._pass is None or raw.index() == 0:
             self._pass = self._begin(is_replay=is_replay)
         current = self._pass
-        bucket = self._bucket(raw, is_replay=is_replay)
-        future: BucketFuture = torch.futures.Future(
-            devices=None if self._context.device.type == "cpu" else [self._context.device]
-        )
+        bucket = self._bucket(raw, step=current.step, is_replay=is_replay)
+        device = self._context.device
+        future: BucketFuture = torch.futures.Future(devices=[device] if has_streams(device) else None)
         if (observer := self.observer) is not None:
             observer.arrived(bucket)
         self._executor.begin(bucket.index)
@@ -161,17 +137,17 @@ class Runtime:
         *,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """Run ``work`` on each of ``items`` behind all that was begun before; returns at once where a worker runs it.
+        """Run ``work`` on each of ``items`` after all work begun before; with a worker thread, returns at once.
 
-        Called on the training thread, between backward passes, at the same place on every rank.
+        Called on the training thread between backward passes, at the same place on every rank.
         """
         self._executor.begin_background()
 
         def job() -> None:
             try:
-                background(items, work, self._executor)
+                run_items(items, work, self._executor)
             except BaseException as error:
-                self._on_failure(error)
+                self._executor.channels.fail(error)
                 on_failure(error)
 
         self._submit(job)
@@ -188,10 +164,10 @@ class Runtime:
             stale = self._pass
             self._submit(lambda: stale.fail(RuntimeError("a new backward began before all buckets had come")))
             stale.wait()
-        begun = BackwardPass(self._steps, self._stage, self._executor, self._on_failure)
+        begun = BackwardPass(self._steps, self._stage, self._executor)
         self._steps += 1
         try:
-            if not self._is_open:  # Registered as a hook: this is the first that we see of the model.
+            if not self._is_open:  # Registered as a hook: the model was not known before its first bucket.
                 self.open()
             for stage in walk(self._stage):
                 stage.before_backward(is_replay=is_replay)
@@ -201,7 +177,7 @@ class Runtime:
         return begun
 
     def _finish(self, finished: BackwardPass) -> None:
-        """On the training thread, when DDP has set the gradients."""
+        """Called on the training thread when DDP has set the gradients; raises the error of a failed pass."""
         self._pass = None
         error = finished.error
         for stage in walk(self._stage):
@@ -212,21 +188,9 @@ class Runtime:
             self._executor.channels.settle()
             raise error
 
-    def _on_failure(self, error: BaseException) -> None:
-        """Tell the other ranks, then cut the connections, so that they need not run into their timeout."""
-        channels = self._executor.channels
-        # What another rank caused is its own to report.
-        if not isinstance(error, CollectiveError):
-            with contextlib.suppress(Exception):
-                channels.open()  # Where the last pass failed too, the others are met only here.
-            if channels.failures is not None:
-                channels.failures.report(error)
-        channels.abort()
-
-    def _bucket(self, raw: GradBucket, *, is_replay: bool) -> Bucket:
+    def _bucket(self, raw: GradBucket, *, step: int, is_replay: bool) -> Bucket:
         parameters = tuple(raw.parameters())
         names = self._context.names
-        assert self._pass is not None
         return Bucket(
             index=raw.index(),
             is_last=raw.is_last(),
@@ -234,8 +198,17 @@ class Runtime:
             parameters=parameters,
             group=self._context.group,
             divisor=gradient_divisor(self._context.group),
-            step=self._pass.step,
+            step=step,
             is_replay=is_replay,
             raw=raw,
             fqns=None if names is None else tuple(names.get(parameter, "unknown") for parameter in parameters),
         )
+
+
+def _model_in_words(context: StageContext) -> str:
+    """The same text on every rank, if the model's parameters are the same."""
+    if context.names is None:
+        return "a model"
+    layout = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in context.names.items()]
+    digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
+    return f"a model of {len(layout)} parameters (names, shapes and dtypes: {digest})"

@@ -1,92 +1,28 @@
-"""One bucket's way through the stages, and what drives it."""
+"""One bucket on its way through the stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
-import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
-from overlap.hooks.bucket import Bucket
-from overlap.hooks.collectives import Channels, Operation, WholePass
+from overlap.hooks.collectives import Operation, WholePass
+from overlap.hooks.engine.executors import Executor
+from overlap.hooks.engine.observer import Subject
 
-__all__ = ["Executor", "Observer", "Subject", "Task"]
-
-
-class Subject(Protocol):
-    """What a task works on: a bucket of a backward pass, or an item of background work."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def step(self) -> int: ...
-
-    def describe(self) -> str: ...
-
-
-class Observer(Protocol):
-    """Is told what happens in a pass, as it happens: on the thread and, on accelerators, with the stream current where
-    it happens. ``label`` is the stage's ``repr``."""
-
-    def arrived(self, bucket: Bucket) -> None:
-        """DDP handed a bucket over: all its gradients are there."""
-        ...
-
-    def running(self, subject: Subject, label: str) -> None:
-        """Code of a stage is about to run, up to its next operation."""
-        ...
-
-    def ran(self, subject: Subject, label: str) -> None:
-        """It has run."""
-        ...
-
-    def launched(self, subject: Subject, label: str, operation: Operation) -> None:
-        """A stage's operation was started, or was found to be under way."""
-        ...
-
-    def waiting(self, subject: Subject, operation: Operation) -> None:
-        """An operation is about to be waited for."""
-        ...
-
-    def finished(self, subject: Subject, operation: Operation) -> None:
-        """It has been waited for, and did not fail."""
-        ...
-
-
-class Executor(Protocol):
-    """Where code runs and what it means to wait."""
-
-    @property
-    def channels(self) -> Channels: ...
-
-    @property
-    def observer(self) -> Observer | None: ...
-
-    def scope(self, lane: int) -> AbstractContextManager[Any]:
-        """The context (stream) for the code of a task in ``lane``."""
-        ...
-
-    def wait(self, work: dist.Work) -> None:
-        """Make what follows in the scope wait for ``work``."""
-        ...
-
-    def wait_for_pass(self) -> None:
-        """Make what follows in the scope wait for what ran in every other scope so far."""
-        ...
+__all__ = ["Task"]
 
 
 class Task:
-    """The coroutines that a bucket (or an item of background work) goes through, and what it waits for.
+    """Runs the stages' coroutines for one bucket (or item of background work) from one operation to the next.
 
     Args:
-        subject: what they work on.
-        parts: each stage's label and its coroutine, in their order; taken when the one before is through.
+        subject: the bucket or item.
+        parts: the label and the coroutine of each stage, in order; each is taken when the one before is done.
         executor: where they run.
-        on_done: called when the last one is through.
-        lane: tasks of different lanes may run side by side on an accelerator, those of one lane one after another.
+        on_done: called when the last one is done.
+        lane: on an accelerator, tasks in different lanes may run side by side; tasks in one lane run in order.
     """
 
     def __init__(
@@ -116,7 +52,7 @@ class Task:
     def start(self) -> None:
         """Run to the first operation without launching it, for stages that start on autograd's thread.
 
-        What the stage raises is kept for :meth:`advance`: only the thread that drives the pass may end it.
+        If the stage raises, :meth:`advance` raises it: only the thread that drives the pass may end the pass.
         """
         try:
             with self._executor.scope(self._lane):
@@ -129,7 +65,7 @@ class Task:
         if self._start_error is not None:
             raise self._start_error
         with self._executor.scope(self._lane):
-            # A stage that started on autograd's thread may have an operation that is yet to be launched, or be through.
+            # After start(), the stage may already be done, or have an operation that is not launched yet.
             if not self.is_done and (self._pending is None or self._is_launched):
                 self._resume(self._outcome())
             if self._pending is not None:
@@ -138,13 +74,13 @@ class Task:
                 self._on_done()
 
     def close(self) -> None:
-        """Abandon the coroutine; its ``finally`` blocks run."""
+        """Abandon the coroutine: its ``finally`` blocks run."""
         self.is_done = True
         self._pending = None
         self._coroutine.close()
 
     def _resume(self, value: Any) -> None:
-        """Run to the next operation; an exception as ``value`` is raised inside the stage."""
+        """Run to the next operation. ``value`` is what the stage gets; an exception is raised inside the stage."""
         self._is_launched = False
         try:
             operation = self._next_operation(value)
@@ -159,7 +95,7 @@ class Task:
                 self._note_launched(operation)
 
     def _next_operation(self, value: Any) -> Operation | None:
-        """What this stage or one after it awaits next; ``None`` when the last is through."""
+        """What this stage or a later one awaits next; ``None`` when the last one is done."""
         while True:
             try:
                 return self._segment(value)
@@ -196,7 +132,7 @@ class Task:
             observer.launched(self.subject, self._label, operation)
 
     def _outcome(self) -> Any:
-        """Wait for what is in flight: its result, or the exception with which it failed."""
+        """Wait for the pending operation: its result, or the exception with which it failed."""
         operation = self._pending
         if operation is None:
             return None

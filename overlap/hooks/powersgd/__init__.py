@@ -1,13 +1,13 @@
 """PowerSGD: gradients sent as factors of low rank.
 
-``config`` says what is wanted, ``plan`` what becomes of each gradient (pure, from shapes), ``round`` is the
-algorithm of one bucket; it multiplies ``operands``, makes bases by ``orthogonalize`` and starts from
-``factors``. ``memory`` lasts from step to step, ``checkpoint`` saves it. ``stage`` puts it all behind one
-call a bucket, ``torch_names`` behind PyTorch's.
+``reducer`` is the stage. ``algorithm`` is the arithmetic of one bucket, as in the paper; it multiplies ``matrices``,
+orthogonalizes by ``orthogonalize`` and starts from ``bases``. ``layout`` says, from shapes alone, what is compressed
+and where factors lie. ``memory`` lasts from step to step, ``checkpoint`` saves it. ``bypass`` measures where
+compression pays. ``torch_names`` has PyTorch's names for all this, with ``whole_bucket`` for its batched hook.
 """
 
 from overlap.hooks.powersgd.config import PowerSGDConfig
-from overlap.hooks.powersgd.stage import PowerSGD
+from overlap.hooks.powersgd.reducer import PowerSGD
 from overlap.hooks.powersgd.torch_names import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 
 __all__ = ["PowerSGD", "PowerSGDConfig", "PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]

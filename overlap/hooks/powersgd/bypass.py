@@ -1,4 +1,4 @@
-"""Measuring whether compression pays on this link."""
+"""``bypass="auto"``: measuring whether compression pays on this link."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from overlap.hooks.collectives import all_reduce
 __all__ = ["Measurement", "Trial", "measure"]
 
 _logger = logging.getLogger(__name__)
-# The first run of each kind warms caches and buffers up, and what older buckets still have to do ends
-# meanwhile.
+# The first run of each kind warms up caches and buffers, and work of earlier buckets ends meanwhile.
 _REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A bucket to measure: on copies, so that nothing of the training run changes."""
+    """A bucket to measure, on copies, so that the training run is not changed."""
 
     keys: tuple[str, ...]
     """Its parameters that would be compressed."""
@@ -32,7 +31,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a bucket takes either way, the mean over ranks."""
+    """The time that a bucket takes either way, the mean over ranks."""
 
     keys: tuple[str, ...]
     send_ms: float
@@ -51,8 +50,8 @@ class Measurement:
 async def measure(trials: Iterable[Trial], *, group: dist.ProcessGroup, device: torch.device) -> list[Measurement]:
     """Time each bucket's reduction both ways, with the link to itself.
 
-    The times are averaged over ranks by a collective, so every rank comes to the same decision. This is the
-    one place that waits for an accelerator on the host.
+    The times are averaged over ranks by an all-reduce, so every rank comes to the same decision. This is the only place
+    where the host waits for an accelerator.
     """
     all_keys, own_ms = [], []
     for trial in trials:

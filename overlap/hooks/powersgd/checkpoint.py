@@ -1,4 +1,4 @@
-"""PowerSGD's memory as tensors and plain values, and at another number of ranks."""
+"""PowerSGD's memory as tensors and plain values, and its redistribution to another number of ranks."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def unpack(state: Mapping[str, Any]) -> Loaded:
     """Check the form of a state and copy its tensors.
 
     Raises:
-        ConfigurationError: it is no state of PowerSGD.
+        ConfigurationError: it is not a state of PowerSGD.
     """
     if not isinstance(state, Mapping) or set(state) != _KEYS or state["version"] != _VERSION:
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-        raise ConfigurationError(f"this is no state of PowerSGD (version {_VERSION}): {found}")
+        raise ConfigurationError(f"this is not a state of PowerSGD (version {_VERSION}): {found}")
     rank, ranks = state["rank"], state["ranks"]
     return Loaded(
         residuals={key: residual.clone() for key, residual in state["residuals"].items()},
@@ -94,12 +94,12 @@ def unpack(state: Mapping[str, Any]) -> Loaded:
 def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> State:
     """The state of ``rank`` of ``ranks``, from the states of another number of ranks.
 
-    Only the sum of residuals over ranks matters to what is learned, and that stays the same: new rank ``r``
-    gets the sum of those of the old ranks ``r``, ``r + ranks``, ``r + 2 * ranks`` and so on, or none.
-    Everything else is the same on all ranks.
+    Only the sum of residuals over ranks matters to what is learned, and that stays the same: new rank ``r`` gets the
+    sum of those of the old ranks ``r``, ``r + ranks``, ``r + 2 * ranks`` and so on, or none. All else is the same on
+    all ranks.
 
     Args:
-        states: of the old ranks, all of them or at least those named above (where there is none: any one).
+        states: of the old ranks, all of them or at least those named above (any one of them if there is none).
         rank: this rank in the new group.
         ranks: size of the new group.
 
@@ -107,12 +107,12 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
         ConfigurationError: a state that is needed is missing, or states do not belong together.
     """
     if not 0 <= rank < ranks:
-        raise ConfigurationError(f"rank={rank} is no rank of {ranks}")
+        raise ConfigurationError(f"rank={rank} is out of range for ranks={ranks}: it is 0 to {ranks - 1}")
     if not states:
         raise ConfigurationError("states is empty: give the states that the old ranks saved")
     loaded = [unpack(state) for state in states]
     if any(one.saved_by is None for one in loaded):
-        raise ConfigurationError("a state tells no rank: it was saved before its PowerSGD was registered")
+        raise ConfigurationError("a state does not say its rank: it was saved before its PowerSGD was registered")
     by_rank = {one.saved_by[0]: one for one in loaded if one.saved_by is not None}
     first = loaded[0]
     assert first.saved_by is not None

@@ -1,7 +1,8 @@
-"""What PowerSGD remembers of each parameter."""
+"""What PowerSGD remembers from pass to pass: residuals and factors by parameter name, and counters."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +14,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.checkpoint import State, pack, unpack
-from overlap.hooks.powersgd.statistics import Statistics
-from overlap.hooks.powersgd.streams import hold
 from overlap.hooks.stage import StageContext
 
-__all__ = ["Memory", "Slot"]
+__all__ = ["Memory", "Slot", "Statistics", "current_stream", "hold"]
+
+# A name that users set levels for; it is documented.
+_logger = logging.getLogger("overlap.hooks.powersgd.statistics")
 
 
 @dataclass
@@ -26,20 +28,24 @@ class Slot:
 
     key: str
     residual: Tensor | None = None
-    """What compression left out of this rank's gradients so far; shaped and strided as the gradient."""
+    """What compression has left out of this rank's gradients; shaped and strided as the gradient."""
     factor: Tensor | None = None
     """The mean factor ``(rank, length)`` to start from, the same on every rank."""
     is_left: bool = False
-    """Whether ``factor`` is a left one; both occur in turn where factors alternate."""
+    """Whether ``factor`` is a left one; where factors alternate, it is in every other step."""
 
     def residual_like(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """The residual, made if there is none, in the layout of ``gradient``."""
+        """The residual in the layout of ``gradient``, made of zeros if there is none.
+
+        Raises:
+            ConfigurationError: the residual was loaded for a parameter of another shape.
+        """
         found = self.residual
         if found is None:
             found = torch.empty_strided(gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device).zero_()
         elif found.shape != gradient.shape:
             raise ConfigurationError(
-                f"the residual of parameter {self.key} has shape {tuple(found.shape)}, but its gradient "
+                f"the residual of parameter {self.key} has shape {tuple(found.shape)}, but its gradient has "
                 f"{tuple(gradient.shape)}: the state of another model was loaded"
             )
         elif found.stride() != gradient.stride() or found.dtype != dtype or found.device != gradient.device:
@@ -50,7 +56,7 @@ class Slot:
         return found
 
     def check_factor(self, shape: tuple[int, int]) -> None:
-        """Raises: ConfigurationError: the factor is of another shape."""
+        """Raises: ConfigurationError: the factor has another shape."""
         if self.factor is not None and tuple(self.factor.shape) != shape:
             raise ConfigurationError(
                 f"the factor of parameter {self.key} has shape {tuple(self.factor.shape)}, but here (rank, "
@@ -60,15 +66,54 @@ class Slot:
 
 
 @dataclass
+class Statistics:
+    """Counts elements before and after compression, over all buckets of all compressed steps."""
+
+    numel_before: int = 0
+    numel_after: int = 0
+    _next_report: int | None = None
+
+    def count(self, before: int, after: int) -> None:
+        """A bucket of ``before`` elements was sent as ``after``."""
+        self.numel_before += before
+        self.numel_after += after
+
+    @property
+    def rate(self) -> float:
+        """How many times fewer elements are sent; 0 before anything was sent."""
+        return self.numel_before / self.numel_after if self.numel_after > 0 else 0.0
+
+    def restore(self, numel_before: int, numel_after: int) -> None:
+        """Go on from counts that were saved."""
+        self.numel_before, self.numel_after = numel_before, numel_after
+        self._next_report = None
+
+    def report(self, step: int, every_steps: int) -> None:
+        """Log a line when it is due."""
+        if self._next_report is None:
+            self._next_report = step
+        if step < self._next_report:
+            return
+        self._next_report = step + every_steps
+        _logger.info(
+            "PowerSGD after step %d: %d elements sent as %d, %.1f times fewer",
+            step,
+            self.numel_before,
+            self.numel_after,
+            self.rate,
+        )
+
+
+@dataclass
 class Memory:
     """The slots of a model's parameters, by name, and the counters that go with them.
 
-    By name means by fully qualified name; where only a hook is registered and names are not known, parameters
-    are numbered in the order in which their gradients first come, which depends on the model alone.
+    The name is the fully qualified one. Where only a hook is registered, names are not known; parameters are then
+    numbered in the order in which their gradients first come, which depends on the model alone.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
-    # Where a bucket is one matrix, its factor belongs to no one parameter.
+    # Where a whole bucket is one matrix, its factor belongs to several parameters.
     bucket_slots: dict[str, Slot] = field(default_factory=dict)
     steps: int = 0
     """Backward passes begun."""
@@ -80,7 +125,7 @@ class Memory:
         self._numbers: Any = WeakIdKeyDictionary()
         self._context: StageContext | None = None
         self._saved_by: tuple[int, int] | None = None
-        # Loaded for parameters that have not come yet.
+        # Loaded for parameters whose gradients have not come yet.
         self._unclaimed: set[str] = set()
 
     def attach(self, context: StageContext) -> None:
@@ -92,24 +137,24 @@ class Memory:
         if self._context is not None and self._context.names is not None:
             raise ConfigurationError(
                 "this PowerSGD is registered already, and its memory serves one model: "
-                "remove() that registration first, or make one for each model"
+                "remove() that registration first, or make one PowerSGD for each model"
             )
         self._check(context)
         self._numbers = WeakIdKeyDictionary()
         self._context = context
 
     def detach(self) -> None:
-        """Be free for another model."""
+        """Stop serving the model, so that another one can be attached."""
         self._context = None
 
     def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
-        """What the slots of the bucket's parameters are called."""
+        """The names of the slots of the bucket's parameters."""
         if bucket.fqns is not None:
             return bucket.fqns
         return tuple(self._numbers.setdefault(parameter, str(len(self._numbers))) for parameter in bucket.parameters)
 
     def slots_of(self, keys: Iterable[str]) -> list[Slot]:
-        """The slots of parameters, made where they are new."""
+        """The slots of parameters, made where there are none."""
         found = []
         for key in keys:
             slot = self.slots.get(key)
@@ -172,12 +217,12 @@ class Memory:
         self._unclaimed = set(self.slots)
 
     def _check(self, context: StageContext) -> None:
-        """Refuse what was loaded where it is another rank's or another model's."""
+        """Raises: ConfigurationError: what was loaded is another rank's or another model's."""
         here = context.group.rank(), context.group.size()
         if self._saved_by is not None and self._saved_by != here:
             raise ConfigurationError(
                 f"the state was saved by rank {self._saved_by[0]} of {self._saved_by[1]}, but this is rank "
-                f"{here[0]} of {here[1]}, and residuals are each rank's own: load this rank's file, or make "
+                f"{here[0]} of {here[1]}, and each rank has its own residuals: load this rank's file, or make "
                 f"its state with PowerSGD.redistribute(states, rank={here[0]}, ranks={here[1]})"
             )
         if context.names is None:
@@ -193,7 +238,7 @@ class Memory:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Neither parameters nor process groups travel; pickling serves PowerSGDState.
+        # Parameters and process groups are not pickled; pickling serves PowerSGDState.
         return {"state": self.state_dict()}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
@@ -207,3 +252,20 @@ def _foreign(keys: Iterable[str]) -> str:
         f"the state has parameters that the model does not have ({', '.join(listed[:5])}"
         f"{', ...' if len(listed) > 5 else ''}): it is the state of another model"
     )
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that work is queued on now; ``None`` where there are no streams."""
+    if device.type in ("cpu", "meta"):
+        return None
+    return torch.get_device_module(device).current_stream(device)
+
+
+def hold(tensor: Tensor) -> Tensor:
+    """Keep the memory of ``tensor`` from being reused before the current stream has done with it.
+
+    For tensors that one bucket's stream has made and another's uses, as happens after DDP cuts its buckets anew.
+    """
+    if (stream := current_stream(tensor.device)) is not None:
+        tensor.record_stream(stream)
+    return tensor

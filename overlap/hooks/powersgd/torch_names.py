@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap.errors import ConfigurationError
-from overlap.hooks.adapters import StageHook
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.config import PowerSGDConfig
+from overlap.hooks.powersgd.matrices import MatrixForm, PerParameter
 from overlap.hooks.powersgd.memory import Memory
-from overlap.hooks.powersgd.stage import PowerSGD
+from overlap.hooks.powersgd.reducer import PowerSGD
+from overlap.hooks.powersgd.whole_bucket import WholeBucket
 from overlap.hooks.stage import StageContext
+from overlap.hooks.stage_hook import StageHook
 from overlap.join import gradient_divisor
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
@@ -28,9 +30,9 @@ class PowerSGDState:
     """Options and memory of :func:`powerSGD_hook`, for one model.
 
     The arguments are PyTorch's and mean the same; what :class:`PowerSGD` adds comes by keyword.
-    ``start_powerSGD_iter`` may be anything from 0 on, since memory does not depend on buckets. Pickling
-    leaves the process group out (set it again, or leave it ``None`` for the model's own), and is for the same
-    rank of the same number of ranks.
+    ``start_powerSGD_iter`` may be 0 or more, since memory does not depend on buckets. Pickling leaves the process group
+    out (set it again, or leave it ``None`` for the model's own); load the pickle on the same rank of the same number of
+    ranks.
 
     Args:
         process_group: what to reduce over; the model's own where ``None``.
@@ -83,7 +85,7 @@ class PowerSGDState:
             )
         self._options = options
         self.memory = Memory()
-        self.config()  # To tell what is wrong here, and not in the first backward.
+        self.config()  # Raises here, and not in the first backward.
 
     def config(self) -> PowerSGDConfig:
         """The options under the names of :class:`PowerSGD`."""
@@ -139,8 +141,8 @@ class PowerSGDState:
 class _HookPowerSGD(PowerSGD):
     """The stage of a state, on the state's process group."""
 
-    def __init__(self, state: PowerSGDState, *, is_square: bool) -> None:
-        self._set_up(state.config(), state.memory, is_square=is_square)
+    def __init__(self, state: PowerSGDState, form: MatrixForm) -> None:
+        self._set_up(state.config(), state.memory, form)
         self._group = state.process_group
 
     def attach(self, context: StageContext) -> None:
@@ -152,14 +154,14 @@ class _HookPowerSGD(PowerSGD):
         await super().__call__(bucket)
 
 
-def _hook(name: str, doc: str, *, is_square: bool) -> StageHook:
+def _hook(name: str, doc: str, form: MatrixForm) -> StageHook:
     def checked(state: Any) -> PowerSGDState:
         if isinstance(state, PowerSGDState):
             return state
         raise ConfigurationError(f"the state of {name} is an overlap.PowerSGDState, got {type(state).__name__}")
 
     return StageHook(
-        lambda state: _HookPowerSGD(checked(state), is_square=is_square),
+        lambda state: _HookPowerSGD(checked(state), form),
         name,
         group_of=lambda state: checked(state).process_group,
         doc=doc,
@@ -175,15 +177,15 @@ def _by_name(name: str) -> StageHook:
 powerSGD_hook = _hook(  # noqa: N816 (PyTorch's name)
     "powerSGD_hook",
     "Reduces each gradient as two factors of low rank: :class:`PowerSGD`, with a :class:`PowerSGDState`.",
-    is_square=False,
+    PerParameter(),
 )
 batched_powerSGD_hook = _hook(  # noqa: N816
     "batched_powerSGD_hook",
     """Reduces each bucket as the two factors of one square matrix, filled up with zeros.
 
-    Two small collectives a bucket whatever is in it, biases included, at a loss of accuracy: the rows of such
-    a matrix have nothing to do with the model. State as for ``powerSGD_hook``; ``min_compression_rate`` does
-    nothing, as in PyTorch. Factors begin anew where DDP cuts its buckets anew; residuals go on.
+    Two small collectives per bucket whatever is in it, biases included, at a loss of accuracy: the rows of such a
+    matrix have nothing to do with the model. The state is that of ``powerSGD_hook``; ``min_compression_rate`` does
+    nothing, as in PyTorch. Where DDP cuts its buckets anew, factors start anew; residuals are kept.
     """,
-    is_square=True,
+    WholeBucket(),
 )

@@ -3,7 +3,7 @@
 from overlap.hooks.quantize.codec import ChunkCodec, Rounding, StochasticRounding, nearest
 from overlap.hooks.quantize.exchange import QuantizedSum
 from overlap.hooks.quantize.gathered import GatherQuantized
-from overlap.hooks.quantize.stage import Quantize
+from overlap.hooks.quantize.reducer import Quantize
 
 __all__ = [
     "ChunkCodec",

@@ -1,10 +1,11 @@
-"""Chunks of numbers as small integers with one scale, the step between them, each.
+"""Chunks of numbers as small integers; each chunk has one scale, the step between two integers.
 
 The scheme of QSGD (Alistarh et al., 2017), with a chunk's largest magnitude in place of its norm: a value ``x`` of a
-chunk whose largest magnitude is ``peak`` becomes the integer next to ``x * top / peak``, in ``-top .. top``, and comes
-back as ``integer * step``, where ``step`` is ``peak / top`` in fp32. Whole steps come back exactly, zero among them,
-and the largest values and a constant chunk but for fp32's last place; others are off by half a step at most (a whole
-one, where rounding is stochastic). A chunk that holds a value that is not finite comes back with none that is.
+chunk whose largest magnitude is ``peak`` becomes the integer nearest to ``x * top / peak``, in ``-top .. top``, and is
+decoded as ``integer * step``, where ``step`` is ``peak / top`` in fp32. Multiples of a step, zero among them, are
+decoded exactly; the largest values and constant chunks up to fp32's last place; other values with an error of at most
+half a step (a whole step with stochastic rounding). If a chunk holds a value that is not finite, none of its decoded
+values is finite.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from overlap.errors import ConfigurationError
 __all__ = ["ALIGNMENT", "BITS", "ChunkCodec", "Rounding", "StochasticRounding", "nearest"]
 
 BITS = (4, 8)
-# Of chunks, in values: halves of a chunk pair up in 4 bits, and steps stay aligned behind any payload.
+# A chunk is a multiple of so many values: in 4 bits its halves share bytes, and the next message stays aligned.
 ALIGNMENT = 8
 _STEP_BYTES = 4
-# Values at a time on a CPU: what lies between two passes over them stays in the cache.
+# Values at a time on a CPU, so that they stay in the cache between two passes over them.
 _BLOCK_NUMEL = 256 * 1024
 
 Rounding = Callable[[Tensor, int], Tensor]
-"""Rounds a tensor of magnitudes up to the second argument to integers, in place."""
+"""Rounds a tensor to integers in place; its magnitudes are at most the second argument."""
 
 
 def nearest(values: Tensor, top: int) -> Tensor:
@@ -37,9 +38,9 @@ def nearest(values: Tensor, top: int) -> Tensor:
 
 
 class StochasticRounding:
-    """Up or down with the probability that makes the mean right, so that errors of many steps cancel out.
+    """Up or down, with probabilities that make the expected value exact, so that errors of many steps cancel out.
 
-    Draws from a generator of its own, not from the global one that the model's dropout uses.
+    Uses its own generator, not the global one that the model's dropout uses.
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
@@ -53,10 +54,10 @@ class StochasticRounding:
 
 @dataclass(frozen=True)
 class ChunkCodec:
-    """How ``numel`` values become one message of bytes, and come back.
+    """Encodes ``numel`` values as one message of bytes, and decodes it.
 
-    A message holds the step of each chunk in fp32, then the chunks' integers; in 4 bits each byte holds a value of the
-    first and one of the second half of its chunk.
+    A message holds the step of each chunk in fp32, then the chunks' integers. In 4 bits each byte holds one value of
+    the first half of its chunk and one of the second half.
     """
 
     bits: int
@@ -65,10 +66,10 @@ class ChunkCodec:
 
     @classmethod
     def fit(cls, numel: int, *, bits: int, chunk: int) -> ChunkCodec:
-        """The codec for at least ``numel`` values, in even chunks of at most ``chunk``.
+        """The codec for at least ``numel`` values, in chunks of equal size, at most ``chunk``.
 
         Raises:
-            ConfigurationError: ``bits`` is not 4 or 8, or ``chunk`` no positive multiple of 8.
+            ConfigurationError: ``bits`` is not 4 or 8, or ``chunk`` is not a positive multiple of 8.
 
         >>> ChunkCodec.fit(1000, bits=8, chunk=512)
         ChunkCodec(bits=8, chunks=2, chunk_numel=504)
@@ -92,7 +93,7 @@ class ChunkCodec:
 
     @property
     def top(self) -> int:
-        """The largest integer, which stands for a chunk's largest magnitude."""
+        """The largest integer; a chunk's largest magnitude is encoded as it."""
         return int(2 ** (self.bits - 1) - 1)
 
     def encode(self, values: Tensor, message: Tensor, rounding: Rounding = nearest) -> None:
@@ -101,9 +102,9 @@ class ChunkCodec:
             scratch = chunk_values.abs()
             peak = scratch.amax(dim=1, keepdim=True)
             torch.div(peak, self.top, out=step)
-            # Rounded up, the step of the largest numbers would make infinity of them.
+            # If the step were rounded up, the largest numbers would be decoded as infinity.
             step.copy_(torch.where(step * self.top > peak, step.nextafter(torch.zeros_like(step)), step))
-            # A peak of zero, or one that is hardly more, must not make infinitely many steps.
+            # A peak of zero, or of a denormal number, must not give an infinite factor.
             steps = (self.top / peak).clamp_(max=torch.finfo(torch.float32).max)
             rounded = rounding(torch.mul(chunk_values, steps, out=scratch), self.top)
             if self.bits == 8:
@@ -113,7 +114,7 @@ class ChunkCodec:
                 torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=payload)
 
     def decode(self, message: Tensor, out: Tensor, op: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
-        """Write the values that ``message`` holds into ``out``, fp32 of shape ``(numel,)``, or do ``op`` to it."""
+        """Write the values in ``message`` to ``out``, fp32 of shape ``(numel,)``, or apply ``op`` to both in place."""
         for chunk_values, step, payload in self._blocks(out, message):
             decoded = chunk_values if op is None else torch.empty_like(chunk_values)
             if self.bits == 8:
@@ -127,7 +128,7 @@ class ChunkCodec:
                 op(chunk_values, decoded)
 
     def _blocks(self, values: Tensor, message: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Views of some chunks at a time: values ``(n, chunk_numel)``, steps ``(n, 1)``, integers ``(n, bytes)``."""
+        """Views of a few chunks at a time: values ``(n, chunk_numel)``, steps ``(n, 1)``, integers ``(n, bytes)``."""
         if self.chunks == 0:
             return
         step_bytes = self.chunks * _STEP_BYTES

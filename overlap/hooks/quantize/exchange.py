@@ -1,8 +1,8 @@
-"""A sum over ranks whose traffic is quantized, and does not grow with the number of ranks.
+"""A sum over ranks in quantized messages, whose traffic does not grow with the number of ranks.
 
-Each rank owns an equal part of the values. It sends every other rank the part that is theirs, quantized, adds up in
-fp32 what it receives for its own, and the sums are quantized once more and gathered. A rank sends what an all-reduce
-of so many bits would: ``2 (W-1)/W`` values and their scales.
+Each rank owns an equal part of the values. It sends each other rank that rank's part, quantized, sums in fp32 what it
+receives for its own part, quantizes the sum, and the sums are gathered. A rank sends as many values as in an
+all-reduce, ``2 (W-1)/W`` of them, and their scales.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["QuantizedSum"]
 
 @dataclass(frozen=True)
 class QuantizedSum:
-    """How the ranks of ``group`` add up so many values in so few bits."""
+    """Sums values over the ranks of ``group``."""
 
     codec: ChunkCodec
-    """Of one rank's part."""
+    """Encodes one rank's part."""
     rounding: Rounding
     group: dist.ProcessGroup
 
@@ -38,13 +38,12 @@ class QuantizedSum:
         return cls(codec, rounding, group)
 
     async def __call__(self, values: Tensor, *, out: Tensor) -> None:
-        """Put the sum over ranks of ``values`` into ``out``, equal in every bit on all ranks.
+        """Write the sum of ``values`` over ranks to ``out``, the same on all ranks bit for bit.
 
         Args:
-            values: what this rank adds, fp32 of shape ``(numel,)``; overwritten. It is left with what this rank held
-                and did not pass on, whose sum over ranks is what the result lacks: the rounding of what it sent and,
-                in its own part, of the sum.
-            out: of the same shape; may be ``values`` itself, and then what the result lacks is not computed.
+            values: this rank's summand, fp32 of shape ``(numel,)``; overwritten with the rounding errors that this rank
+                made, in what it sent and in the sum of its own part. Their sum over ranks is the error of the result.
+            out: of the same shape; may be ``values`` itself, and then the rounding errors are not computed.
 
         Issues: a send and a receive of ``1/W`` of the values with every other rank, and an all-gather of as much.
         """
@@ -77,12 +76,12 @@ class QuantizedSum:
             self._put_back(parts, values)
 
     def _parts(self, values: Tensor) -> list[Tensor]:
-        """``values`` by rank: views of it where parts are whole, copies with zeros behind where they are not."""
+        """``values`` by rank: views of it, or copies padded with zeros where a part is not full."""
         numel = self.codec.numel
         return [view if view.numel() == numel else pad(view, (0, numel - view.numel())) for view in self._views(values)]
 
     def _put_back(self, parts: list[Tensor], values: Tensor) -> None:
-        """Copy into ``values`` those of its ``parts`` that are copies."""
+        """Copy back to ``values`` those ``parts`` that are copies."""
         for view, part in zip(self._views(values), parts, strict=True):
             if view.numel() < part.numel():
                 view.copy_(part[: view.numel()])

@@ -1,4 +1,4 @@
-"""Gradients gathered in 8 bits: what PyTorch's quantization hooks do, with traffic that grows with the ranks."""
+"""Gradients gathered in 8 bits, as PyTorch's quantization hooks do; the traffic grows with the number of ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ _PARAMETERS_BYTES = 8
 
 
 class GatherQuantized(Stage):
-    """The mean over ranks of gradients in unsigned 8-bit integers, each with a scale and a zero point for all or many.
+    """The mean over ranks of gradients sent as unsigned 8-bit integers, with a scale and a zero point per chunk.
 
-    ``x`` becomes ``round(x / scale) + zero_point``, where 0 to 255 spans the smallest and the largest value, and zero;
-    so a value is off by half a scale at most, and zero is exact. Where a value is not finite, all that share its scale
-    come out as NaN.
+    ``x`` becomes ``round(x / scale) + zero_point``, where the range 0 to 255 covers the smallest value, the largest
+    value and zero. The error is at most half a scale, and zero is exact. If a value is not finite, all values that
+    share its scale become NaN.
 
     Args:
         chunk: how many values share a scale; the whole bucket where ``None``.
 
-    Issues: one all-gather of ``numel`` bytes, padded to whole chunks, and 8 bytes a scale. Changes: ``bucket.buffer``.
+    Issues: one all-gather of ``numel`` bytes, padded to whole chunks, and 8 bytes per scale. Changes:
+    ``bucket.buffer``.
     """
 
     def __init__(self, chunk: int | None) -> None:
@@ -60,7 +61,7 @@ class GatherQuantized(Stage):
 
 
 def _in_chunks(buffer: Tensor, chunk: int) -> Tensor:
-    """``buffer`` in fp32, shape ``(chunks, chunk)``, with zeros behind it."""
+    """``buffer`` in fp32, padded with zeros to shape ``(chunks, chunk)``."""
     count = -(-buffer.numel() // chunk)
     return torch.nn.functional.pad(buffer.float(), (0, count * chunk - buffer.numel())).view(count, chunk)
 
@@ -69,7 +70,7 @@ def _encode(chunks: Tensor) -> Tensor:
     """A message of scales and zero points, fp32 of shape ``(chunks, 2)``, then the integers."""
     low, high = torch.aminmax(chunks, dim=1, keepdim=True)
     low, high = low.clamp(max=0), high.clamp(min=0)
-    # Halved, so that the difference of the largest numbers is one; never zero, so that nothing is divided by it.
+    # Halved, so that the difference of the largest numbers does not overflow; never zero, since it is a divisor.
     scale = ((high / 2 - low / 2) / (_TOP / 2)).clamp(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     zero_point = (-(low / scale).round()).clamp(0, _TOP)
@@ -79,8 +80,8 @@ def _encode(chunks: Tensor) -> Tensor:
 
 def _add_decoded(message: Tensor, total: Tensor, divisor: int) -> None:
     end = len(total) * _PARAMETERS_BYTES
-    # A copy, which is aligned as a message amid others need not be.
+    # A copy, because a message between others may not be aligned.
     scale, zero_point = message[:end].clone().view(torch.float32).view(-1, 2).split(1, dim=1)
     integers = message[end:].view_as(total)
-    # Divided before the sum, so that a sum of large values stays in range.
+    # Divided before the sum, so that a sum of large values does not overflow.
     total.add_((integers.float() - zero_point) * (scale / divisor))

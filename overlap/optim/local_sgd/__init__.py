@@ -1,10 +1,14 @@
 """Local SGD: averaging parameters now and then instead of gradients at every step."""
 
-from overlap.optim.local_sgd.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
-from overlap.optim.local_sgd.averaging import average_parameters
-from overlap.optim.local_sgd.controller import LocalSGD
-from overlap.optim.local_sgd.post_local import PostLocalSGDOptimizer
-from overlap.optim.local_sgd.stage import Average
+from overlap.optim.local_sgd.average import average_parameters
+from overlap.optim.local_sgd.optimizer import LocalSGD
+from overlap.optim.local_sgd.stages import Average
+from overlap.optim.local_sgd.torch_names import (
+    HierarchicalModelAverager,
+    ModelAverager,
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+)
 
 __all__ = [
     "Average",

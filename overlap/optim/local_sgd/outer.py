@@ -1,8 +1,9 @@
-"""The outer optimizer: a step with what a whole round changed, as its gradient.
+"""Outer optimizers, SlowMo and DiLoCo: they step with what a whole round changed as their gradient.
 
-With the parameters ``x`` that all ranks had when the round began, and the mean ``m`` of what they have at its end, the
-outer gradient is ``x - m``. SGD with rate 1 gives the plain average; SGD with momentum is SlowMo (Wang et al. 2019,
-https://arxiv.org/abs/1910.00643); Nesterov's is DiLoCo (Douillard et al. 2023, https://arxiv.org/abs/2311.08105).
+If all ranks began the round at the parameters ``x``, and ``m`` is the mean of what they have at its end, the outer
+gradient is ``x - m``. SGD with rate 1 gives the plain average, SGD with momentum is SlowMo (Wang et al. 2019,
+https://arxiv.org/abs/1910.00643), and Nesterov momentum is DiLoCo (Douillard et al. 2023,
+https://arxiv.org/abs/2311.08105).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from overlap._torch.foreach import copy_all, subtract_from_
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.subset import SubsetStepper, check_optimizer
 
-__all__ = ["MakeOptimizer", "Outer"]
+__all__ = ["MakeOptimizer", "OuterOptimizer"]
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 
-class Outer:
-    """Holds what all ranks had when the round began, and steps it.
+class OuterOptimizer:
+    """Keeps a copy of what all ranks had when the round began, and steps it.
 
     Args:
         make: makes the optimizer of a list of tensors.
@@ -33,16 +34,17 @@ class Outer:
 
     Raises:
         ConfigurationError: ``make`` does not make an optimizer that steps without a closure.
+        UnsupportedError: a parameter is complex.
     """
 
     def __init__(self, make: MakeOptimizer, parameters: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
         if isinstance(make, Optimizer) or not callable(make):
             raise ConfigurationError(
-                f"outer makes an optimizer from parameters, got {type(make).__name__}: "
+                f"outer must be a function that makes an optimizer of tensors, got {type(make).__name__}; give "
                 "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
             )
         if any(parameter.is_complex() for parameter in parameters.values()):
-            raise UnsupportedError("outer does not step complex parameters; leave it out to average them")
+            raise UnsupportedError("outer does not step complex parameters; leave outer out, and they are averaged")
         self._parameters = dict(parameters)
         self.anchors = {name: _widened(parameter.detach().clone(), dtype) for name, parameter in parameters.items()}
         """The parameters at the beginning of the round, by name."""
@@ -51,30 +53,27 @@ class Outer:
         except (TypeError, ValueError) as error:
             if isinstance(error, ConfigurationError):
                 raise
-            raise ConfigurationError(f"outer could not be made of the model's parameters: {error}") from error
+            raise ConfigurationError(f"outer could not be made from the model's parameters: {error}") from error
         self._stepper = SubsetStepper(self.optimizer)
         self.is_anchored = False
 
-    def anchor(self) -> None:
-        """Begin at what the parameters are now."""
+    def set_anchors(self) -> None:
+        """Begin a round at the parameters as they are now."""
         copy_all(list(self.anchors.values()), [parameter.detach() for parameter in self._parameters.values()])
         self.is_anchored = True
 
     def restart(self) -> None:
-        """Forget the past; a round begins at what the parameters are at the next step."""
+        """Clear the optimizer's state; the next step begins a round at the parameters as they are then."""
         self.optimizer.state.clear()
         self.is_anchored = False
 
-    def gradients_in(self, names: Sequence[str]) -> list[Tensor]:
-        """Tensors that hold the parameters, to be averaged and given to :meth:`step`: their own storage, if it fits."""
-        return [
-            p.detach() if p.dtype == self.anchors[name].dtype else p.detach().to(self.anchors[name].dtype)
-            for name, p in ((name, self._parameters[name]) for name in names)
-        ]
+    def to_average(self, names: Sequence[str]) -> list[Tensor]:
+        """The parameters, to be averaged in place and given to :meth:`step`; copies only where the dtype differs."""
+        return [self._parameters[name].detach().to(self.anchors[name].dtype) for name in names]
 
     @torch.no_grad()
     def step(self, names: Sequence[str], means: Sequence[Tensor]) -> list[Tensor]:
-        """One step of some parameters, from the means over ranks, which are overwritten; returns their new values."""
+        """Step some parameters, given their means over ranks, which are overwritten; returns the new values."""
         anchors = [self.anchors[name] for name in names]
         subtract_from_(means, anchors)
         self._stepper.begin()
@@ -82,7 +81,7 @@ class Outer:
         return anchors
 
     def write(self, names: Sequence[str]) -> None:
-        """Let the parameters be what was stepped."""
+        """Copy the new values into the parameters."""
         copy_all([self._parameters[name].detach() for name in names], [self.anchors[name] for name in names])
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Optimizer state shared out among the ranks."""
+"""ZeRO: each rank keeps a part of the optimizer's state and updates a part of every parameter."""
 
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
-from overlap.optim.zero.stage import ZeroStep
 from overlap.optim.zero.torch_names import hook_with_zero_step, hook_with_zero_step_interleaved
+from overlap.optim.zero.zero_step import ZeroStep
 
 __all__ = ["ZeroRedundancyOptimizer", "ZeroStep", "hook_with_zero_step", "hook_with_zero_step_interleaved"]

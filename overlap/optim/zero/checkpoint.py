@@ -1,175 +1,161 @@
-"""The state in the plain optimizer's form: all of it on one rank, and this rank's part of it again."""
+"""The state in the form for ``torch.distributed.checkpoint``: every rank writes its part.
+
+A value with one element for every element of a parameter is saved in pieces, one per rank, as plain tensors whose names
+say which elements they hold: ``3/exp_avg/0:512``. A reader with another number of ranks finds the pieces that overlap
+with what it owns, and reads only these.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from overlap.errors import ConfigurationError
-from overlap.optim.zero.groups import options_of
-from overlap.optim.zero.shards import Shard, flatten
+from overlap.optim.zero.parameter_groups import options_of
+from overlap.optim.zero.sharding import Shard, flatten
+from overlap.optim.zero.state import ShardedState, is_by_element
 
-if TYPE_CHECKING:
-    from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
+__all__ = ["load_pieces", "pieces_to_save"]
 
-__all__ = ["MASTER", "consolidate", "install", "is_by_element", "load_plain", "state_of"]
-
-MASTER = "master_param"
-"""Where a parameter's wider copy is kept among its state."""
-
-# State that is one number a parameter in optimizers of PyTorch; of a parameter without dimensions its shape does not
-# tell.
-_BY_PARAMETER = ("step", "mu_product", "eta", "mu")
-
-_BLOCK_BYTES = 16 * 2**20
+_MANIFEST = "manifest"
 
 
-def state_of(zero: ZeroRedundancyOptimizer, shard: Shard) -> dict[str, Any]:
-    """This rank's state of one parameter, its master included."""
-    if shard.own is None:
-        return {}
-    state = dict(zero.optim.state.get(shard.own, {}))
-    if shard.has_master:
-        state[MASTER] = shard.own
-    return state
+def pieces_to_save(sharded: ShardedState) -> dict[str, Any]:
+    """This rank's part of the state by name, as views if possible."""
+    saved: dict[str, Any] = {_MANIFEST: _to_tensor(_manifest(sharded))}
+    for index, shard in enumerate(sharded.shards.values()):
+        start, end = (0, shard.parameter.numel()) if shard.is_whole else shard.range
+        for key, value in sharded.of(shard).items():
+            if not is_by_element(shard, key, value):
+                saved[f"{index}/{key}"] = value
+            # An empty piece is written only if there is no other one to show that the value exists.
+            elif start < end or (shard.parameter.numel() == 0 and sharded.process_group.rank() == 0):
+                saved[f"{index}/{key}/{start}:{end}"] = _in_order_of_memory(shard, value)
+    return saved
 
 
-def is_by_element(shard: Shard, key: str, value: Any) -> bool:
-    """Whether a state value has an element for each that this rank owns."""
-    has_shape = isinstance(value, Tensor) and shard.own is not None and value.shape == shard.own.shape
-    return has_shape and key not in _BY_PARAMETER
-
-
-def consolidate(zero: ZeroRedundancyOptimizer, to: int) -> dict[str, Any] | None:
-    """Gather the state on rank ``to``, block by block; ``None`` on the others."""
-    if not 0 <= to < zero.world_size:
-        raise ConfigurationError(f"consolidate_state_dict(to={to}): ranks of the group are 0 to {zero.world_size - 1}")
-    zero.wait()
-    state: dict[int, dict[str, Any]] = {}
-    for block in _blocks(list(zero.shards.values())):
-        mine = [_on_cpu(state_of(zero, shard)) for _, shard in block]
-        gathered: list[Any] | None = [None] * zero.world_size if zero.rank == to else None
-        dist.gather_object(mine, gathered, group=zero.process_group, group_dst=to)
-        if gathered is None:
-            continue
-        for (index, shard), parts in zip(block, zip(*gathered, strict=True), strict=True):
-            if any(parts):
-                state[index] = _assemble(shard, parts)
-    if zero.rank != to:
-        return None
-    return {"state": state, "param_groups": _packed_groups(zero)}
-
-
-def _blocks(shards: Sequence[Shard]) -> Iterator[list[tuple[int, Shard]]]:
-    block: list[tuple[int, Shard]] = []
-    for index, shard in enumerate(shards):
-        block.append((index, shard))
-        if sum(member.parameter.nbytes for _, member in block) >= _BLOCK_BYTES:
-            yield block
-            block = []
-    if block:
-        yield block
-
-
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    # Cloned, because pickling a view takes all of its memory along.
-    return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-
-
-def _assemble(shard: Shard, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of a whole parameter, from what each rank has."""
-    present = [part for part in parts if part]
-    if shard.is_whole:
-        return dict(present[0])
-    assembled: dict[str, Any] = {}
-    for key, first in present[0].items():
-        values = [part.get(key) for part in parts]
-        if key in _BY_PARAMETER or not all(
-            isinstance(value, Tensor) and value.shape == (end - start,)
-            for value, (start, end) in zip(values, shard.ranges, strict=True)
-        ):
-            assembled[key] = first
-            continue
-        whole = torch.empty_like(shard.parameter, dtype=first.dtype, device="cpu", requires_grad=False)
-        flat = flatten(whole)
-        for value, (start, end) in zip(values, shard.ranges, strict=True):
-            assert isinstance(value, Tensor), "checked above"
-            flat[start:end] = value
-        assembled[key] = whole
-    return assembled
-
-
-def _packed_groups(zero: ZeroRedundancyOptimizer) -> list[dict[str, Any]]:
-    packed: list[dict[str, Any]] = []
-    index = 0
-    for group in zero.param_groups:
-        count = len(group["params"])
-        others = {key: value for key, value in group.items() if key != "params"}
-        packed.append({**others, "params": list(range(index, index + count))})
-        index += count
-    return packed
-
-
-def load_plain(zero: ZeroRedundancyOptimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load this rank's part of a plain optimizer's state."""
-    if not {"state", "param_groups"} <= set(state_dict):
-        raise ConfigurationError(f"this is no state_dict of an optimizer: it has {sorted(map(str, state_dict))}")
-    groups = state_dict["param_groups"]
-    given = [len(group["params"]) for group in groups]
-    expected = [len(group["params"]) for group in zero.param_groups]
-    if given != expected:
-        raise ConfigurationError(
-            f"the state_dict has groups of {given} parameters, but this ZeroRedundancyOptimizer has {expected}"
-        )
-    keys = [key for group in groups for key in group["params"]]
-    states: dict[int, dict[str, Any]] = {}
-    for key, shard in zip(keys, zero.shards.values(), strict=True):
-        if key in state_dict["state"] and shard.own is not None:
-            states[id(shard)] = {k: _part(shard, k, v) for k, v in state_dict["state"][key].items()}
-    install(zero, states, [options_of(group) for group in groups])
-
-
-def _part(shard: Shard, key: str, value: Any) -> Any:
-    if not isinstance(value, Tensor):
+def _in_order_of_memory(shard: Shard, value: Tensor) -> Tensor:
+    if not shard.is_whole:
         return value
-    if shard.is_whole or value.shape != shard.parameter.shape or key in _BY_PARAMETER:
-        # Another optimizer may load the same dict, and both count steps in place.
-        return value.clone()
+    return flatten(torch.empty_like(shard.parameter, dtype=value.dtype, requires_grad=False).copy_(value))
+
+
+def _manifest(sharded: ShardedState) -> dict[str, Any]:
+    return {
+        "options": [options_of(group) for group in sharded.param_groups],
+        "groups": [len(group["params"]) for group in sharded.param_groups],
+        "shapes": [list(shard.parameter.shape) for shard in sharded.shards.values()],
+        "strides": [list(shard.parameter.stride()) for shard in sharded.shards.values()],
+    }
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One saved value, or one piece of a value."""
+
+    name: str
+    index: int
+    key: str
+    start: int | None
+    end: int | None
+    metadata: Any
+
+    @classmethod
+    def parse(cls, name: str, prefix: str, metadata: Any) -> _Entry:
+        index, key, *span = name.removeprefix(prefix).split("/")
+        start, end = map(int, span[0].split(":")) if span else (None, None)
+        return cls(name, int(index), key, start, end, metadata)
+
+    def target(self) -> Any:
+        """The tensor to read into."""
+        if isinstance(self.metadata, TensorStorageMetadata):
+            return torch.empty(self.metadata.size, dtype=self.metadata.properties.dtype)
+        return None
+
+
+def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
+    """Read the state of what this rank owns now, saved by any number of ranks."""
+    reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
+    prefix = f"{key}." if key else ""
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"{checkpoint} is not a checkpoint saved by torch.distributed.checkpoint") from error
+    place = saved.get(prefix + _MANIFEST)
+    if not isinstance(place, TensorStorageMetadata):
+        raise ConfigurationError(
+            f"{checkpoint} has no {prefix + _MANIFEST!r}: no sharded_state_dict() was saved under key={key!r}"
+        )
+    found: dict[str, Any] = {prefix + _MANIFEST: torch.empty(place.size, dtype=torch.uint8)}
+    load(found, storage_reader=reader, process_group=sharded.process_group)
+    manifest = _from_tensor(found[prefix + _MANIFEST])
+    shards = list(sharded.shards.values())
+    _check(sharded, manifest)
+    entries = [
+        _Entry.parse(name, prefix, metadata)
+        for name, metadata in saved.items()
+        if name.startswith(prefix) and name != prefix + _MANIFEST and "/" in name.removeprefix(prefix)
+    ]
+    entries = [entry for entry in entries if shards[entry.index].own is not None]
+    wanted = [entry for entry in entries if _is_needed(entry, shards[entry.index])]
+    values: dict[str, Any] = {entry.name: entry.target() for entry in wanted}
+    load(values, storage_reader=reader, process_group=sharded.process_group)
+    sharded.replace(_join(entries, values, shards), manifest["options"])
+
+
+def _is_needed(entry: _Entry, shard: Shard) -> bool:
+    if entry.start is None or entry.end is None:
+        return True
     start, end = shard.range
-    like_parameter = torch.empty_like(shard.parameter, dtype=value.dtype, device=value.device, requires_grad=False)
-    return flatten(like_parameter.copy_(value))[start:end].clone()
+    return entry.start < end and start < entry.end
 
 
-@torch.no_grad()
-def install(
-    zero: ZeroRedundancyOptimizer, states: Mapping[int, dict[str, Any]], options: Sequence[Mapping[str, Any]]
-) -> None:
-    """Give the inner optimizer the parts of state of its chunks, by ``id`` of the shard, and the groups their options.
+def _join(entries: Sequence[_Entry], values: Mapping[str, Any], shards: Sequence[Shard]) -> dict[int, dict[str, Any]]:
+    """The state of what this rank owns of each shard, put together from pieces."""
+    states: dict[int, dict[str, Any]] = {}
+    for entry in entries:
+        shard = shards[entry.index]
+        state = states.setdefault(id(shard), {})
+        if entry.start is None or entry.end is None:
+            state[entry.key] = values[entry.name]
+            continue
+        if entry.key not in state:
+            assert shard.own is not None, "entries are only of shards of which this rank has a part"
+            state[entry.key] = torch.empty_like(shard.own, dtype=entry.metadata.properties.dtype, device="cpu")
+        if entry.name in values:
+            start, end = shard.range
+            first, last = max(start, entry.start), min(end, entry.end)
+            flat = flatten(state[entry.key])
+            flat[first - start : last - start] = values[entry.name][first - entry.start : last - entry.start]
+    return states
 
-    What is missing is as in a new optimizer of its class only where the optimizer makes it at its first step.
-    """
-    zero.wait()
-    by_chunk = {id(shard.own): shard for shard in zero.shards.values() if shard.own is not None}
-    packed = zero.optim.state_dict()
-    order = [chunk for group in zero.optim.param_groups for chunk in group["params"]]
-    packed["state"] = {}
-    for place, chunk in enumerate(order):
-        shard = by_chunk[id(chunk)]
-        state = dict(states.get(id(shard), {}))
-        master = state.pop(MASTER, None)
-        if master is not None and shard.has_master:
-            chunk.copy_(master.view_as(chunk))
-        elif shard.has_master:
-            chunk.copy_(shard.shaped(shard.views[shard.rank]))
-        shard.note_written()
-        if state:
-            packed["state"][place] = state
-    for group, given in zip(packed["param_groups"], options, strict=True):
-        group.update(given)
-    zero.optim.load_state_dict(packed)
-    for ours, inner in zip(zero.param_groups, zero.optim.param_groups, strict=True):
-        ours.update(options_of(inner))
+
+def _check(sharded: ShardedState, manifest: Mapping[str, Any]) -> None:
+    mine = _manifest(sharded)
+    if manifest["groups"] != mine["groups"]:
+        raise ConfigurationError(
+            f"the checkpoint has groups of {manifest['groups']} parameters, but this optimizer has {mine['groups']}"
+        )
+    for what in ("shapes", "strides"):
+        for shard, saved, here in zip(sharded.shards.values(), manifest[what], mine[what], strict=True):
+            if saved != here:
+                raise ConfigurationError(f"{shard.name}: its {what[:-1]} in the checkpoint is {saved}, here {here}")
+
+
+def _to_tensor(value: Any) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _from_tensor(tensor: Tensor) -> Any:
+    return torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)

@@ -1,15 +1,15 @@
-"""Who owns which elements: arithmetic on sizes, without tensors.
+"""Which rank owns which elements: arithmetic on sizes, without tensors.
 
 [Note: ownership]
 
-A parameter is cut into one range of its elements a rank, in the order in which they lie in memory. Ranges depend on
-the parameters' sizes and on the number of ranks alone, never on DDP's buckets, so buckets can be rebuilt, and state
-saved by one number of ranks can be read by another.
+A parameter is cut into one range of elements per rank, in the order of its memory. Ranges depend only on the sizes of
+the parameters and on the number of ranks, never on DDP's buckets. So buckets can be rebuilt, and a state that was saved
+at one number of ranks can be loaded at another.
 
 By *element*, every rank owns an equal part of every parameter. Ranges start at multiples of 16 elements, so that a
-vectorized kernel treats each element as it would in the whole tensor and results stay bit for bit those of the plain
-optimizer. What does not divide evenly goes to the ranks that own least so far: over a whole model the ranks' totals
-differ by some dozens of elements. By *parameter*, one rank owns all of a parameter, the largest ones given out first.
+vectorized kernel treats each element as it would in the whole tensor, and results equal those of the plain optimizer
+bit for bit. What does not divide evenly goes to the ranks that own least so far: over a whole model the totals of the
+ranks differ by some dozens of elements. By *parameter*, one rank owns all of a parameter; the largest are given first.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Range = tuple[int, int]
 
 
 class Partition(Protocol):
-    """Gives out ranges; remembers what it gave, to keep ranks even."""
+    """Gives ranges to ranks, and remembers what it gave, to keep the ranks even."""
 
     is_whole: bool
     """Whether a parameter is never cut."""
 
     def assign(self, numels: Sequence[int], pools: Sequence[Hashable]) -> list[tuple[Range, ...]]:
-        """One range a rank for each parameter; ranks are kept even within each pool (state of the same size)."""
+        """One range per rank for each parameter; ranks are kept even within each pool (state of the same size)."""
         ...
 
 
@@ -55,7 +55,7 @@ class ByElement:
         each, extra = divmod(-(-numel // _BLOCK_NUMEL), self._ranks)
         ranges: list[Range] = [(numel, numel)] * self._ranks
         start = 0
-        # Who owns least comes first, where the larger ranges are.
+        # The ranks that own least come first, where the larger ranges are.
         for place, rank in enumerate(sorted(range(self._ranks), key=lambda rank: (owned[rank], rank))):
             end = min(start + (each + (place < extra)) * _BLOCK_NUMEL, numel)
             ranges[rank] = (start, end)
@@ -98,10 +98,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the parameters of a bucket lie in the two orders that a sharded update needs.
+    """The parameters of a bucket in the two orders that a sharded update needs.
 
-    *Flat*: parameter after parameter, as DDP's bucket has them. *Packed*: rank after rank, so that what a rank owns is
-    one segment that a collective can send; segments are padded to one length where ``is_even``.
+    *Flat*: parameter after parameter, as in DDP's bucket. *Packed*: rank after rank, so that what a rank owns is one
+    segment that a collective can send; segments are padded to one length if ``is_even``.
     """
 
     ranges: tuple[tuple[Range, ...] | None, ...]
@@ -149,7 +149,7 @@ class Layout:
 
     @cached_property
     def packed_cuts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Lengths that cut a packed buffer up, and which of the cuts the pieces are, in their order."""
+        """The lengths that cut a packed buffer, and the places of the pieces among the cuts, in the pieces' order."""
         lengths: list[int] = []
         chosen: list[int] = []
         for rank in range(self.ranks):

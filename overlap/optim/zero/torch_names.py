@@ -1,4 +1,4 @@
-"""The sharded update under PyTorch's names."""
+"""The sharded update under the names of PyTorch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap.errors import ConfigurationError
-from overlap.hooks import Chain, Stage, StageHook, as_stage, chain
-from overlap.hooks.adapters import CommHook, is_hook
-from overlap.hooks.stage import to_stage
+from overlap.hooks import Chain, Stage, StageHook, chain
+from overlap.hooks.adapters import CommHook, stage_from
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
-from overlap.optim.zero.stage import ZeroStep
+from overlap.optim.zero.zero_step import ZeroStep
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
@@ -27,19 +26,19 @@ def hook_with_zero_step(
 
     The same as ``chain(hook, ZeroStep(zero, deferred=True, automatic=True))``, in the form that
     ``ddp.register_comm_hook(hook_state, ...)`` takes; ``hook_state`` is what ``hook`` gets as its state. The loop calls
-    no ``zero.step()`` (a call does nothing) and calls ``zero_grad()`` as ever. No iteration goes without an update.
+    no ``zero.step()`` (a call does nothing) and calls ``zero_grad()`` as usual. Every iteration makes an update.
 
-    With an all-reduce as ``hook`` a step sends half as much again as DDP's; ``chain(ZeroStep(zero)).register(ddp)``
-    sends what DDP's sends.
+    With an all-reduce as ``hook`` a step sends 1.5 times as much as DDP's; ``chain(ZeroStep(zero)).register(ddp)``
+    sends as much as DDP's.
 
     Args:
         hook: a communication hook or a reducer.
-        ddp: the model; it must train all that ``zero`` has.
+        ddp: the model; it must have all parameters of ``zero``.
         zero: made with ``overlap_with_ddp=True``.
-        shard_buckets: taken for compatibility: every bucket is shared out anyway.
+        shard_buckets: accepted for compatibility; every bucket is always divided among the ranks.
 
     Raises:
-        ConfigurationError: ``zero`` does not overlap, or has other parameters than ``ddp``.
+        ConfigurationError: ``zero`` was not made with ``overlap_with_ddp=True``, or has others than ``ddp``.
     """
     return _hook(hook, ddp, zero, deferred=True, name="hook_with_zero_step")
 
@@ -77,8 +76,7 @@ def _hook(
         )
 
     def build(hook_state: Any) -> Chain:
-        reducer = as_stage(hook, hook_state) if is_hook(hook) else to_stage(hook)
-        return chain(reducer, update)
+        return chain(stage_from(hook, hook_state), update)
 
     group = ddp.process_group
     return StageHook(build, f"{name}({getattr(hook, '__name__', repr(hook))})", group_of=lambda hook_state: group)

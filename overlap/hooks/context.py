@@ -1,0 +1,48 @@
+"""What a stage learns about the model that it is registered with."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from overlap.hooks.collectives import Operation
+
+__all__ = ["Background", "StageContext"]
+
+
+class Background(Protocol):
+    """Runs ``work`` on each of ``items`` outside of a backward pass; see :mod:`overlap.hooks.engine.background`."""
+
+    def __call__(
+        self,
+        items: Sequence[Any],
+        work: Callable[[Any], Coroutine[Operation, Any, None]],
+        *,
+        on_failure: Callable[[BaseException], None],
+    ) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageContext:
+    """What a stage may know about the model before the first bucket arrives.
+
+    It does not refer to the model itself: DDP's reducer owns the hook, so the cycle could never be collected.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    """Device of the model's parameters (of the first bucket, where only a hook is registered)."""
+    names: Mapping[torch.Tensor, str] | None
+    """Fully qualified name of each parameter that DDP reduces; ``None`` where only a hook is registered."""
+    finds_unused: bool | None
+    """Whether DDP accepts parameters without a gradient (``find_unused_parameters`` or ``static_graph``)."""
+    module: weakref.ref[torch.nn.Module] | None = None
+    """The wrapped module; ``None`` where only a hook is registered."""
+    background: Background | None = None
+    """Runs work outside of a backward pass, on the same connections and after all work begun before; never ``None`` in
+    :meth:`Stage.attach`."""

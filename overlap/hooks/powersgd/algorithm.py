@@ -1,0 +1,192 @@
+"""PowerSGD's arithmetic: how one bucket is compressed, sent and put together.
+
+One step of subspace iteration on the mean over ranks of M = gradient + residual, without ever forming that mean
+(Vogels, Karimireddy, Jaggi, 2019)::
+
+    P = M Q               with the Q of the step before
+    P = all-reduce(P)
+    P = orthogonalize(P)
+    Q = M^T P
+    Q = all-reduce(Q)
+    output = P Q^T
+
+The alternating form, ACP-SGD (Zhang et al., 2023), computes only one of the two per step, with the other one,
+orthogonalized, from the step before as the basis: one all-reduce instead of two. The code calls P left factors and Q
+right ones, and stores both with their directions in rows.
+
+[Note: the residual of a rank]
+
+Each rank keeps what its *own* coefficients leave out: M minus basis times own coefficients. Coefficients are linear in
+M, so with ``divisor * output`` the residuals add up over ranks to all that went in, whatever the divisor is, and no
+rank's residual can grow by what the others do: it is at most its own M without the part in the basis. A rank that has
+joined goes on in the same way with a gradient of zero, until its residual is given away.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.collectives import all_reduce
+from overlap.hooks.powersgd.bases import Bases
+from overlap.hooks.powersgd.layout import BucketLayout
+from overlap.hooks.powersgd.matrices import Matrices
+from overlap.hooks.powersgd.orthogonalize import orthonormalize
+
+__all__ = ["PowerIteration"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PowerIteration:
+    """The compressed reduction of one bucket in one step."""
+
+    bucket: Bucket
+    layout: BucketLayout
+    matrices: Sequence[Matrices]
+    """Of each batch of the layout."""
+    bases: Bases
+    step: int
+    """Counted from the first compressed one."""
+    compute_dtype: torch.dtype
+    epsilon: float
+    """Added to the length that each direction of a basis is divided by."""
+
+    async def both_factors(self) -> int:
+        """PowerSGD: reduce the bucket by two all-reduces; gives the number of elements that were sent."""
+        old_q = self._start(is_left=False)
+        self._begin()
+        p = await self._mean(self._multiply(old_q), with_exact=True)
+        p_finite = self._zero_non_finite(p, is_left=True)
+        self._orthogonalize(p, is_left=True)
+        own_q = self._multiply_transposed(p)
+        q = await self._mean(own_q, with_exact=False)
+        is_finite = _both(p_finite, self._zero_non_finite(q, is_left=False))
+        self._finish(own=(p, own_q), mean=(p, q), is_finite=is_finite)
+        self._keep(q, is_left=False, old=old_q, is_finite=is_finite)
+        return self.layout.left_numel + self.layout.right_numel + self.layout.exact_numel
+
+    async def left_factors(self) -> int:
+        """ACP-SGD: reduce the bucket by one all-reduce, of P only; gives the number of elements that were sent."""
+        q = self._start(is_left=False)
+        self._orthogonalize(q, is_left=False)
+        self._begin()
+        own_p = self._multiply(q)
+        p = await self._mean(own_p, with_exact=True)
+        is_finite = self._zero_non_finite(p, is_left=True)
+        self._finish(own=(own_p, q), mean=(p, q), is_finite=is_finite)
+        self._keep(p, is_left=True, old=None, is_finite=is_finite)
+        return self.layout.left_numel + self.layout.exact_numel
+
+    async def right_factors(self) -> int:
+        """ACP-SGD, every other step: as :meth:`left_factors`, but of Q only."""
+        p = self._start(is_left=True)
+        self._orthogonalize(p, is_left=True)
+        self._begin()
+        own_q = self._multiply_transposed(p)
+        q = await self._mean(own_q, with_exact=True)
+        is_finite = self._zero_non_finite(q, is_left=False)
+        self._finish(own=(p, own_q), mean=(p, q), is_finite=is_finite)
+        self._keep(q, is_left=False, old=None, is_finite=is_finite)
+        return self.layout.right_numel + self.layout.exact_numel
+
+    def _start(self, *, is_left: bool) -> Tensor:
+        flat = self._empty(is_left=is_left)
+        self.bases.start(self.matrices, is_left=is_left, step=self.step, out=flat)
+        return flat
+
+    def _begin(self) -> None:
+        """M = gradient + residual."""
+        for each in self.matrices:
+            each.begin()
+
+    def _multiply(self, right: Tensor) -> Tensor:
+        """P = M Q, of this rank's matrices."""
+        flat = self._empty(is_left=True)
+        for each in self.matrices:
+            each.multiply(each.batch.right(right), out=each.batch.left(flat))
+        return flat
+
+    def _multiply_transposed(self, left: Tensor) -> Tensor:
+        """Q = M^T P, of this rank's matrices."""
+        flat = self._empty(is_left=False)
+        for each in self.matrices:
+            each.multiply_transposed(each.batch.left(left), out=each.batch.right(flat))
+        return flat
+
+    async def _mean(self, factors: Tensor, *, with_exact: bool) -> Tensor:
+        """The mean of the factors over ranks, by one all-reduce; changes ``factors`` to what was sent of them.
+
+        ``with_exact``: the uncompressed gradients go in the same all-reduce.
+        """
+        dtype = self.bucket.buffer.dtype
+        exact = self._exact if with_exact else []
+        sent = torch.cat([factors.to(dtype), *(gradient.reshape(-1) for gradient in exact)])
+        sent.mul_(1 / self.bucket.divisor)
+        if dtype != self.compute_dtype:
+            # What rounding to the bucket's dtype loses is not sent, so it has to stay in the residual.
+            factors.copy_(sent[: factors.numel()]).mul_(self.bucket.divisor)
+        await all_reduce(sent, group=self.bucket.group)
+        reduced = sent[factors.numel() :].split([gradient.numel() for gradient in exact])
+        for gradient, part in zip(exact, reduced, strict=True):
+            gradient.copy_(part.view_as(gradient))
+        return sent[: factors.numel()].to(self.compute_dtype)
+
+    @cached_property
+    def _exact(self) -> list[Tensor]:
+        """The gradients that are not compressed."""
+        return [self.bucket.gradients[place] for place in self.layout.exact]
+
+    def _zero_non_finite(self, flat: Tensor, *, is_left: bool) -> list[Tensor] | None:
+        """Zero the factors of matrices that are not finite, and tell which are; ``None`` on a CPU if all are finite.
+
+        A non-finite element makes its whole row of products non-finite. The factors are already the same on all ranks,
+        and so is the answer. All that follows can work with zeros.
+        """
+        if flat.device.type == "cpu" and bool(torch.isfinite(flat).all()):
+            return None
+        found = []
+        for each in self.matrices:
+            factors = each.batch.factors(flat, is_left=is_left)
+            is_finite = torch.isfinite(factors).flatten(1).all(dim=1)
+            factors.copy_(torch.where(is_finite[:, None, None], factors, 0.0))
+            found.append(is_finite)
+        return found
+
+    def _orthogonalize(self, flat: Tensor, *, is_left: bool) -> None:
+        for batch in self.layout.factors(is_left=is_left):
+            rows = batch.of(flat)
+            spare = functools.partial(
+                self.bases.directions.draw, batch.rank, batch.length, dtype=flat.dtype, device=flat.device
+            )
+            rows.copy_(orthonormalize(rows, spare, epsilon=self.epsilon))
+
+    def _finish(
+        self, *, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor], is_finite: list[Tensor] | None
+    ) -> None:
+        """Output = P Q^T of the mean factors; residual = M - P Q^T of this rank's own."""
+        for place, each in enumerate(self.matrices):
+            each.finish(
+                (each.batch.left(own[0]), each.batch.right(own[1])),
+                (each.batch.left(mean[0]), each.batch.right(mean[1])),
+                None if is_finite is None else is_finite[place],
+            )
+
+    def _keep(self, mean: Tensor, *, is_left: bool, old: Tensor | None, is_finite: list[Tensor] | None) -> None:
+        batches = self.layout.factors(is_left=is_left)
+        self.bases.keep(self.matrices, mean, batches, is_left=is_left, old=old, is_finite=is_finite)
+
+    def _empty(self, *, is_left: bool) -> Tensor:
+        numel = self.layout.left_numel if is_left else self.layout.right_numel
+        return torch.empty(numel, dtype=self.compute_dtype, device=self.bucket.buffer.device)
+
+
+def _both(first: list[Tensor] | None, second: list[Tensor] | None) -> list[Tensor] | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return [one & other for one, other in zip(first, second, strict=True)]

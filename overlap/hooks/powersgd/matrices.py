@@ -1,0 +1,271 @@
+"""The matrices of a bucket, gradient plus residual each: what is multiplied, and where the results go.
+
+[Note: where the gradient plus its residual lives]
+
+The matrix that is compressed, gradient plus residual, is computed in the gradient's own memory: the bucket is
+overwritten by the output in the end anyway, and the residual stays as it was until the step is known to be finite. So a
+matrix in the bucket's own precision takes no workspace at all. Where several of one shape are multiplied by one kernel,
+or where half precision is computed in ``float32``, a copy is made for each product and dropped before the stage waits
+for a collective: workspace never exceeds the bucket that is being compressed, however many buckets are in flight.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from overlap._torch.foreach import add_all, copy_all
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.powersgd.layout import BucketLayout, MatrixBatch, layout_of
+from overlap.hooks.powersgd.memory import Memory, Slot
+
+__all__ = ["Factors", "LargeMatrix", "Matrices", "MatrixForm", "PerParameter", "StackedMatrices", "keep_residuals"]
+
+# Elements of a block of rows that stays in a CPU's cache from one kernel to the next.
+_BLOCK_NUMEL = 200 * 1024
+# On a CPU, copying larger matrices together takes longer than one more kernel.
+_CPU_BATCH_NUMEL = 16 * 1024
+# Left factors (count, rank, rows) and right ones (count, rank, cols), whose product approximates the matrices.
+Factors = tuple[Tensor, Tensor]
+
+
+class Matrices(ABC):
+    """The matrices M of one batch.
+
+    Args:
+        batch: where their factors lie.
+        factor_slots: what is remembered of their factors, one slot per matrix.
+    """
+
+    def __init__(self, batch: MatrixBatch, factor_slots: Sequence[Slot]) -> None:
+        self.batch = batch
+        self.factor_slots = factor_slots
+
+    def begin(self) -> None:  # noqa: B027 (most have nothing to prepare)
+        """Add the residual to the gradient where that is done in place; called once, before any product."""
+
+    @abstractmethod
+    def load(self) -> Tensor:
+        """Gradient plus residual, ``(count, rows, cols)``; may be overwritten from :meth:`finish` on."""
+
+    def multiply(self, right: Tensor, *, out: Tensor) -> None:
+        """P = M Q: left factors ``(count, rank, rows)`` from right ones ``(count, rank, cols)``."""
+        torch.bmm(right, self.load().mT, out=out)
+
+    def multiply_transposed(self, left: Tensor, *, out: Tensor) -> None:
+        """Q = M^T P: right factors ``(count, rank, cols)`` from left ones ``(count, rank, rows)``."""
+        torch.bmm(left, self.load(), out=out)
+
+    @abstractmethod
+    def finish(self, own: Factors, mean: Factors, is_finite: Tensor | None) -> None:
+        """Write ``mean`` into the gradients and what ``own`` leaves out into the residuals.
+
+        ``is_finite``, shape ``(count,)``, tells which matrices were finite on all ranks; the others come out as NaN
+        and keep their residuals. ``None``: all of them.
+        """
+
+
+class StackedMatrices(Matrices):
+    """Gradients of one shape; one alone, in the precision of the computation, needs no copy.
+
+    Args:
+        batch: as for :class:`Matrices`.
+        gradients: shaped as their parameters.
+        slots: of their parameters.
+        compute_dtype: what products are computed in.
+        residual_dtype: of the residuals; ``None`` for no error feedback.
+    """
+
+    def __init__(
+        self,
+        batch: MatrixBatch,
+        gradients: Sequence[Tensor],
+        slots: Sequence[Slot],
+        *,
+        compute_dtype: torch.dtype,
+        residual_dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(batch, slots)
+        self._gradients = [_as_matrix(gradient) for gradient in gradients]
+        self._compute_dtype = compute_dtype
+        self._has_sum = gradients[0].dtype == compute_dtype
+        self._is_new = [slot.residual is None for slot in slots]
+        self._residuals = (
+            None
+            if residual_dtype is None
+            else [
+                _as_matrix(slot.residual_like(gradient, residual_dtype))
+                for slot, gradient in zip(slots, gradients, strict=True)
+            ]
+        )
+
+    def begin(self) -> None:
+        if self._has_sum and self._residuals is not None and not all(self._is_new):
+            add_all(self._gradients, self._residuals)
+
+    def load(self) -> Tensor:
+        if self._has_sum:
+            return self._gradients[0][None] if len(self._gradients) == 1 else torch.stack(self._gradients)
+        matrices = torch.stack(self._gradients).to(self._compute_dtype)
+        if self._residuals is not None:
+            add_all(matrices.unbind(), self._residuals)
+        return matrices
+
+    def finish(self, own: Factors, mean: Factors, is_finite: Tensor | None) -> None:
+        matrices = self.load()
+        if self._residuals is not None:
+            first = self._residuals[0]
+            if is_finite is None and len(self._residuals) == 1 and first.dtype == matrices.dtype:
+                torch.baddbmm(matrices, own[0].mT, own[1], alpha=-1, out=first[None])
+            else:
+                matrices.baddbmm_(own[0].mT, own[1], alpha=-1)
+                keep_residuals(self._residuals, matrices.unbind(), is_finite)
+        output = torch.bmm(mean[0].mT, mean[1], out=matrices)
+        if is_finite is not None:
+            output.masked_fill_(~is_finite[:, None, None], torch.nan)
+        if output.data_ptr() != self._gradients[0].data_ptr():
+            copy_all(self._gradients, output.unbind())
+
+
+class LargeMatrix(StackedMatrices):
+    """One matrix too large for a CPU's caches, taken in blocks of rows: its memory is read once, not twice.
+
+    Its gradient has the dtype of the computation and of the residual.
+    """
+
+    def __init__(self, batch: MatrixBatch, gradient: Tensor, slot: Slot, *, residual_dtype: torch.dtype | None) -> None:
+        super().__init__(batch, [gradient], [slot], compute_dtype=gradient.dtype, residual_dtype=residual_dtype)
+        rows, cols = self._gradients[0].shape
+        self._block_rows = max(1, _BLOCK_NUMEL * rows // (rows * cols))
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """The residual is added with the first product."""
+
+    def multiply(self, right: Tensor, *, out: Tensor) -> None:
+        if self._residuals is None or self._has_begun or self._is_new[0]:
+            super().multiply(right, out=out)
+            return
+        self._has_begun = True
+        columns = out[0].split(self._block_rows, dim=1)
+        for matrix, residual, column in zip(*self._split(), columns, strict=True):
+            torch.mm(right[0], matrix.add_(residual).t(), out=column)
+
+    def multiply_transposed(self, left: Tensor, *, out: Tensor) -> None:
+        if not self._has_begun:
+            super().begin()
+            self._has_begun = True
+        super().multiply_transposed(left, out=out)
+
+    def finish(self, own: Factors, mean: Factors, is_finite: Tensor | None) -> None:
+        if self._residuals is None or is_finite is not None:
+            super().finish(own, mean, is_finite)
+            return
+        parts = (factors[0].t().split(self._block_rows) for factors in (own[0], mean[0]))
+        for matrix, residual, own_left, mean_left in zip(*self._split(), *parts, strict=True):
+            torch.addmm(matrix, own_left, own[1][0], alpha=-1, out=residual)
+            torch.mm(mean_left, mean[1][0], out=matrix)
+
+    def _split(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        assert self._residuals is not None
+        return self._gradients[0].split(self._block_rows), self._residuals[0].split(self._block_rows)
+
+
+class MatrixForm(Protocol):
+    """How a bucket becomes matrices."""
+
+    name: str
+    """What the stage is called in this form."""
+
+    def lay_out(
+        self, bucket: Bucket, *, rank: int, min_compression_rate: float, exact: AbstractSet[int]
+    ) -> BucketLayout:
+        """The layout of a bucket; gradients at the places ``exact`` are not to be compressed."""
+
+    def matrices(
+        self,
+        bucket: Bucket,
+        layout: BucketLayout,
+        keys: tuple[str, ...],
+        memory: Memory,
+        *,
+        compute_dtype: torch.dtype,
+        residual_dtype: torch.dtype | None,
+    ) -> list[Matrices]:
+        """The matrices of each batch of ``layout``; ``keys`` are what ``memory`` calls the bucket's parameters."""
+
+
+class PerParameter:
+    """Each gradient is a matrix of its own."""
+
+    name = "PowerSGD"
+
+    def lay_out(
+        self, bucket: Bucket, *, rank: int, min_compression_rate: float, exact: AbstractSet[int]
+    ) -> BucketLayout:
+        return layout_of(
+            [gradient.shape for gradient in bucket.gradients],
+            rank=rank,
+            min_compression_rate=min_compression_rate,
+            exact=exact,
+            batch_numel=_CPU_BATCH_NUMEL if bucket.buffer.device.type == "cpu" else math.inf,
+        )
+
+    def matrices(
+        self,
+        bucket: Bucket,
+        layout: BucketLayout,
+        keys: tuple[str, ...],
+        memory: Memory,
+        *,
+        compute_dtype: torch.dtype,
+        residual_dtype: torch.dtype | None,
+    ) -> list[Matrices]:
+        slots = memory.slots_of(keys)
+        found: list[Matrices] = []
+        for batch in layout.batches:
+            gradients = [bucket.gradients[place] for place in batch.places]
+            own_slots = [slots[place] for place in batch.places]
+            first = gradients[0]
+            is_large = first.device.type == "cpu" and first.numel() > _BLOCK_NUMEL and len(gradients) == 1
+            if is_large and first.dtype == compute_dtype and residual_dtype in (None, compute_dtype):
+                found.append(LargeMatrix(batch, first, own_slots[0], residual_dtype=residual_dtype))
+            else:
+                found.append(
+                    StackedMatrices(
+                        batch, gradients, own_slots, compute_dtype=compute_dtype, residual_dtype=residual_dtype
+                    )
+                )
+        return found
+
+
+def keep_residuals(residuals: Sequence[Tensor], found: Sequence[Tensor], is_finite: Tensor | None) -> None:
+    """Overwrite the residuals of finite matrices, without asking on the host which ones are finite."""
+    if residuals[0].dtype == torch.float16:
+        # Two gradients that cancel in the mean can leave more than it holds, and infinity would stay for ever.
+        limit = torch.finfo(torch.float16).max
+        found = [new.clamp_(-limit, limit) for new in found]
+    if is_finite is None:
+        copy_all(residuals, found)
+        return
+    for residual, new, finite in zip(residuals, found, is_finite.unbind(), strict=True):
+        residual.copy_(torch.where(finite, new, residual))
+
+
+def _as_matrix(gradient: Tensor) -> Tensor:
+    """A view ``(rows, cols)`` of a gradient of two or more dimensions, as it lies in memory.
+
+    In memory formats such as channels-last the columns of a row are in another order than in the shape, which is the
+    same on all ranks and changes no product.
+    """
+    if gradient.ndim == 2:
+        return gradient
+    rows = gradient.shape[0]
+    cols = gradient.numel() // rows
+    return gradient.as_strided((rows, cols), (cols, 1))

@@ -1,0 +1,284 @@
+"""The stage that reduces gradients as factors of low rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from overlap.hooks.allreduce import AllReduce
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.powersgd import checkpoint
+from overlap.hooks.powersgd.algorithm import PowerIteration
+from overlap.hooks.powersgd.bases import Bases
+from overlap.hooks.powersgd.bypass import Measurement, Trial, measure
+from overlap.hooks.powersgd.config import PowerSGDConfig
+from overlap.hooks.powersgd.layout import BucketLayout
+from overlap.hooks.powersgd.matrices import MatrixForm, PerParameter
+from overlap.hooks.powersgd.memory import Memory, Slot, hold
+from overlap.hooks.stage import Stage, StageContext
+
+__all__ = ["PowerSGD"]
+
+_HALF = (torch.float16, torch.bfloat16)
+# DDP cuts its buckets anew after the first pass; in the second the new ones may allocate, so the third is measured.
+_MEASURED_STEP = 2
+
+
+class PowerSGD(Stage):
+    """The mean of the gradients over ranks, approximately: sent as factors of low rank, 10 to 200 times less.
+
+    Each gradient of two or more dimensions, as a matrix ``n x m``, becomes two factors ``n x rank`` and ``m x rank``
+    where that is at least ``min_compression_rate`` times less; the others, vectors above all, are reduced exactly. What
+    the factors leave out stays on its rank and is added to the next gradient, so it arrives later.
+
+    Memory is kept by parameter name, so nothing depends on how DDP cuts its buckets, and compression can begin at once.
+    A gradient with a non-finite element comes out as NaN on every rank and leaves the memory as it was.
+
+    Args:
+        rank: columns of the factors; 1 to 4 in most cases, up to 32 for language models.
+        start_step: backward passes that are reduced exactly before compression begins.
+        min_compression_rate: compress only what gets at least this many times smaller; 0 for every matrix.
+        error_feedback: keep what was left out and add it to the next gradient.
+        warm_start: start from the factors of the step before.
+        alternate: send left and right factors in turn, one per step: half the data, one collective instead of two.
+        error_dtype: dtype of what is kept, ``torch.bfloat16`` for half the memory; ``None``: the gradient's.
+        bypass: ``"auto"`` measures in the third compressed pass whether compressing and sending a bucket takes longer
+            than sending it, and if so reduces it exactly from then on. It measures with copies, which take the memory
+            of two buckets once.
+        seed: of the random directions from which factors start, the same on every rank.
+        epsilon: added to the length that each direction of a basis is divided by. 0 is exact and safe.
+        log_every_steps: steps between two lines of statistics in the log.
+
+    Issues, per bucket: an all-reduce of all left factors and the uncompressed gradients, then one of all right factors;
+    with ``alternate`` only one all-reduce, of either factors and the uncompressed gradients; in the bucket's dtype.
+    Where nothing is compressed, one all-reduce of the bucket. Changes: ``bucket.buffer``. Keeps: one residual of the
+    gradient's size and one factor per compressed parameter. Workspace: at most the bucket that is being compressed.
+
+    Raises:
+        ConfigurationError: an option is out of range, or a loaded state does not fit the model.
+
+    T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization. NeurIPS 2019 (arXiv 1905.13727). With ``alternate``: L. Zhang, L. Zhang, S. Shi, X. Chu, B.
+    Li: Evaluation and Optimization of Gradient Compression for Distributed Deep Learning (ACP-SGD). ICDCS
+    2023.
+
+    >>> PowerSGD(rank=4, start_step=1000)
+    PowerSGD(rank=4, start_step=1000)
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int = 2,
+        start_step: int = 0,
+        min_compression_rate: float = 2.0,
+        error_feedback: bool = True,
+        warm_start: bool = True,
+        alternate: bool = False,
+        error_dtype: torch.dtype | None = None,
+        bypass: Literal["auto"] | None = None,
+        seed: int = 0,
+        epsilon: float = 0.0,
+        log_every_steps: int = 10_000,
+    ) -> None:
+        config = PowerSGDConfig(
+            rank=rank,
+            start_step=start_step,
+            min_compression_rate=min_compression_rate,
+            error_feedback=error_feedback,
+            warm_start=warm_start,
+            alternate=alternate,
+            error_dtype=error_dtype,
+            bypass=bypass,
+            seed=seed,
+            epsilon=epsilon,
+            log_every_steps=log_every_steps,
+        )
+        self._set_up(config, Memory(), PerParameter())
+
+    def _set_up(self, config: PowerSGDConfig, memory: Memory, form: MatrixForm) -> None:
+        self.config = config
+        self._memory = memory
+        self._form = form
+        self._bases = Bases(seed=config.seed, warm_start=config.warm_start)
+        self._all_reduce = AllReduce()
+        self._layouts: dict[tuple[object, ...], BucketLayout] = {}
+        self._this_pass: list[tuple[Bucket, tuple[str, ...], BucketLayout]] = []
+        self._last_pass: list[tuple[tuple[str, ...], BucketLayout]] = []
+        self._measured: list[Measurement] = []
+
+    def attach(self, context: StageContext) -> None:
+        self._memory.attach(context)
+        # They are of another model, or of passes that not every rank has seen, and ranks compare signatures next.
+        self._last_pass.clear()
+        self._measured.clear()
+
+    def detach(self) -> None:
+        self._memory.detach()
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        # Counted here and not at the end, so that ranks agree on it even if one of them fails.
+        self._memory.steps += 1
+        self._this_pass.clear()
+
+    def after_backward(self, *, failed: bool) -> str | None:
+        self._last_pass = [(keys, layout) for _, keys, layout in self._this_pass]
+        self._this_pass.clear()
+        if failed:
+            # Ranks may have stopped at different buckets, and bases that differ among them give different outputs.
+            if self.config.alternate:
+                self._memory.forget_factors()
+            return f"{self!r}: what compression had left out of this pass's gradients may be lost"
+        if self._step >= 0:
+            self._memory.check_claimed()
+            self._memory.statistics.report(self._memory.steps - 1, self.config.log_every_steps)
+        return None
+
+    @property
+    def _step(self) -> int:
+        """Of the current pass, counted from the first compressed one; negative before that."""
+        return self._memory.steps - 1 - self.config.start_step
+
+    async def __call__(self, bucket: Bucket) -> None:
+        # Also before compression begins, because parameters without names are numbered in the first pass.
+        keys = self._memory.keys_of(bucket)
+        # A buffer of complex gradients holds them as pairs of real numbers.
+        is_real = bucket.buffer.is_floating_point() and not bucket.parameters[0].is_complex()
+        if self._step < 0 or not is_real or bucket.buffer.numel() == 0:
+            await self._all_reduce(bucket)
+            return
+        layout = self._layout_of(keys, bucket)
+        self._this_pass.append((bucket, keys, layout))
+        _release(bucket, layout, self._memory.slots_of(keys))
+        sent = await self._reduce(bucket, layout, keys, self._memory)
+        self._memory.statistics.count(layout.numel, sent)
+        if bucket.is_last and self._is_to_measure:
+            await self._measure(bucket)
+
+    def _layout_of(self, keys: tuple[str, ...], bucket: Bucket) -> BucketLayout:
+        bypassed = self._memory.bypassed or frozenset()
+        key = (keys, bucket.buffer.numel(), bucket.buffer.device, bypassed)
+        if (layout := self._layouts.get(key)) is None:
+            layout = self._layouts[key] = self._form.lay_out(
+                bucket,
+                rank=self.config.rank,
+                min_compression_rate=self.config.min_compression_rate,
+                exact={place for place, name in enumerate(keys) if name in bypassed},
+            )
+        return layout
+
+    async def _reduce(self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...], memory: Memory) -> int:
+        """Reduce the bucket; gives the number of elements that were sent."""
+        if not layout.batches:
+            await self._all_reduce(bucket)
+            return layout.numel
+        dtype = bucket.buffer.dtype
+        compute_dtype = torch.float32 if dtype in _HALF else dtype
+        iteration = PowerIteration(
+            bucket=bucket,
+            layout=layout,
+            matrices=self._form.matrices(
+                bucket,
+                layout,
+                keys,
+                memory,
+                compute_dtype=compute_dtype,
+                residual_dtype=(self.config.error_dtype or dtype) if self.config.error_feedback else None,
+            ),
+            bases=self._bases,
+            step=self._step,
+            compute_dtype=compute_dtype,
+            epsilon=self.config.epsilon,
+        )
+        if not self.config.alternate:
+            return await iteration.both_factors()
+        return await (iteration.left_factors() if self._step % 2 == 0 else iteration.right_factors())
+
+    @property
+    def _is_to_measure(self) -> bool:
+        return self.config.bypass == "auto" and self._memory.bypassed is None and self._step >= _MEASURED_STEP
+
+    async def _measure(self, bucket: Bucket) -> None:
+        """Decide which buckets of this pass are sent as they are from the next one on."""
+        # One at a time, so that the copies of one are freed before the next are made.
+        trials = (self._trial(seen, keys, layout) for seen, keys, layout in self._this_pass if layout.batches)
+        self._measured = await measure(trials, group=bucket.group, device=bucket.buffer.device)
+        self._memory.bypassed = frozenset(key for found in self._measured if not found.compresses for key in found.keys)
+
+    def _trial(self, bucket: Bucket, keys: tuple[str, ...], layout: BucketLayout) -> Trial:
+        memory = Memory()
+
+        def copy() -> Bucket:
+            # Fresh zeros: the same work as with gradients, and nothing that could overflow.
+            return bucket.with_buffer(torch.zeros_like(bucket.buffer))
+
+        async def send() -> None:
+            await self._all_reduce(copy())
+
+        async def compress() -> None:
+            await self._reduce(copy(), layout, keys, memory)
+
+        return Trial(tuple(key for place, key in enumerate(keys) if place not in layout.exact), send, compress)
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """How many times fewer elements are sent, the elements before and those after compression, so far."""
+        statistics = self._memory.statistics
+        return statistics.rate, statistics.numel_before, statistics.numel_after
+
+    @property
+    def signature(self) -> str:
+        """The options; after a pass also a line per bucket: what is sent of it, in elements, and what was measured."""
+        lines = [repr(self)]
+        for index, (keys, layout) in enumerate(self._last_pass):
+            found = [one for one in self._measured if not set(one.keys).isdisjoint(keys)]
+            lines.append("; ".join([f"bucket {index}, {layout}", *map(str, found)]))
+        return "\n".join(lines)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A snapshot of what this rank remembers; each rank saves its own.
+
+        It holds only tensors and plain values, so ``torch.load(..., weights_only=True)`` loads it.
+        """
+        return self._memory.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a copy of what :meth:`state_dict` gave on this rank, before or after registering.
+
+        Raises:
+            ConfigurationError: the state is another model's or another rank's; for another number of ranks, see
+                :meth:`redistribute`. If the stage is not yet registered, registering raises it.
+        """
+        if state_dict:
+            self._memory.load_state_dict(state_dict)
+
+    @staticmethod
+    def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
+        """The state for ``rank`` of ``ranks`` from those of other ranks, with the same sum of residuals.
+
+        New rank ``r`` gets the sum of the residuals of the old ranks ``r``, ``r + ranks``, ``r + 2 * ranks`` and so on.
+
+        Args:
+            states: of the old ranks, all of them or at least those named above (any one of them if there is none).
+            rank: this rank in the new group.
+            ranks: size of the new group.
+
+        Raises:
+            ConfigurationError: a state that is needed is missing, or states do not belong together.
+        """
+        return checkpoint.redistribute(states, rank=rank, ranks=ranks)
+
+    def __repr__(self) -> str:
+        bypassed = self._memory.bypassed
+        decided = f", {len(bypassed)} parameters bypassed" if bypassed else ""
+        return f"{self._form.name}({self.config}{decided})"
+
+
+def _release(bucket: Bucket, layout: BucketLayout, slots: Sequence[Slot]) -> None:
+    """Add what is kept of parameters that are no longer compressed to their gradients, and drop it."""
+    for place in layout.exact:
+        if (residual := slots[place].residual) is not None:
+            bucket.gradients[place].add_(hold(residual))
+            slots[place].residual = None
+        slots[place].factor = None

@@ -1,0 +1,54 @@
+"""An optimizer that steps the one that it wraps, and averages parameters afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from overlap._torch.optimizer import mark_stepped, unhooked_step
+from overlap.errors import ConfigurationError
+from overlap.optim.grad_scaler import LossScale
+from overlap.optim.proxy import OptimizerProxy
+
+__all__ = ["AveragingOptimizer"]
+
+
+class AveragingOptimizer(OptimizerProxy):
+    """A proxy whose ``step`` calls :meth:`step_wrapped`, and then averages even where that skipped its update."""
+
+    def __init__(self, optim: Optimizer) -> None:
+        if not isinstance(optim, Optimizer):
+            what = f"the class {optim.__name__}" if isinstance(optim, type) else repr(optim)
+            raise ConfigurationError(
+                f"{type(self).__name__} takes an optimizer, got {what}; make it first, as in "
+                "torch.optim.SGD(ddp.parameters(), lr=0.1)"
+            )
+        super().__init__(optim)
+
+    @property
+    def optim(self) -> Optimizer:
+        """The optimizer that updates parameters."""
+        return self.optimizer
+
+    def step_wrapped(self, closure: Callable[[], Any] | None) -> Any:
+        """One step of the wrapped optimizer, which ``GradScaler`` may unscale or skip; returns the closure's result."""
+        loss_scale = LossScale.given_to(self)
+        if loss_scale.is_supported_by(self.optimizer):
+            with loss_scale.passed_to(self.optimizer):
+                return self._step(closure)
+        if loss_scale.skips_step():
+            return None
+        loss_scale.unscale_([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        # The step hooks of the wrapped optimizer are this one's, and run around the whole.
+        step = unhooked_step(type(self.optimizer))
+        result = step(self.optimizer) if closure is None else step(self.optimizer, closure)  # type: ignore[call-arg]
+        mark_stepped(self.optimizer)
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigurationError(f"{type(self).__name__} belongs to its process group; save its state_dict() instead")

@@ -1,0 +1,172 @@
+"""Averagers and the optimizer of post-local SGD, under PyTorch's names."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from overlap.errors import ConfigurationError
+from overlap.optim.local_sgd.average import average_parameters
+from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
+from overlap.optim.local_sgd.schedule import check_hierarchy, check_whole_number, due_group, make_groups
+
+__all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager", "PostLocalSGDOptimizer"]
+
+Params = Iterable[Tensor] | Iterable[dict[str, Tensor]]
+
+_USELESS = (
+    "averaging parameters after every step sends as much as averaging gradients, without overlapping it with backward: "
+    "plain DDP is faster"
+)
+
+
+class ModelAverager(ABC):
+    """Averages parameters at some steps of the training loop.
+
+    Args:
+        process_group: the ranks to average over; the default group where ``None``.
+
+    Raises:
+        ConfigurationError: ``torch.distributed`` is not initialized.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_initialized():
+            raise ConfigurationError("averaging needs torch.distributed.init_process_group first")
+        self.process_group: dist.ProcessGroup = process_group if process_group is not None else dist.group.WORLD  # type: ignore[assignment]
+        self.step = 0
+        """Calls of :meth:`average_parameters` so far."""
+
+    @abstractmethod
+    def average_parameters(self, params: Params) -> None:
+        """Count a training step, and average ``params`` if it is time; to be called after the optimizer's step."""
+
+
+class PeriodicModelAverager(ModelAverager):
+    """Averages in the first call after ``warmup_steps`` calls, and in every ``period``-th call from there.
+
+    Parameters are averaged in place, whether or not they have a gradient; see :func:`average_parameters`.
+
+    Args:
+        period: calls from one average to the next.
+        warmup_steps: calls before the first average.
+        process_group: the ranks to average over; the default group where ``None``.
+
+    Issues, when it is time: one all-reduce for each 8 MB of parameters, on ``process_group``.
+
+    Raises:
+        ConfigurationError: ``period`` is below 1, or ``warmup_steps`` below 0.
+    """
+
+    def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
+        self.period = check_whole_number("period", period, least=1)
+        self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
+        super().__init__(process_group)
+        if period == 1:
+            warnings.warn(_USELESS, UserWarning, stacklevel=2)
+
+    def average_parameters(self, params: Params) -> None:
+        """Average ``params``, parameters or groups of them, if it is time; counts the call."""
+        if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
+            average_parameters(params, self.process_group)
+        self.step += 1
+
+
+class HierarchicalModelAverager(ModelAverager):
+    """Averages often within small groups and less often within large ones (Lin et al. 2018, arXiv 1808.07217).
+
+    Of the periods that divide the number of calls so far, the longest decides which group averages. Each group has
+    consecutive ranks.
+
+    Args:
+        period_group_size_dict: the group size for each period, both ascending; the last size is that of
+            ``process_group``.
+        warmup_steps: calls before the first average.
+        process_group: all ranks that average; the default group where ``None``. Every rank of the job is in it.
+
+    Issues: at construction, the collectives of making groups; when it is time, one all-reduce for each 8 MB of
+    parameters on one group.
+
+    Raises:
+        ConfigurationError: periods or sizes are below 1, do not ascend, or sizes do not divide each other; or
+            ``process_group`` lacks ranks of the job.
+    """
+
+    def __init__(
+        self,
+        period_group_size_dict: Mapping[int, int] | None = None,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
+        super().__init__(process_group)
+        sizes = check_hierarchy("period_group_size_dict", period_group_size_dict or {}, self.process_group)
+        self.period_process_group_dict = make_groups(sizes, self.process_group)
+        """This rank's group for each period."""
+        if max(sizes) == 1:
+            warnings.warn(_USELESS, UserWarning, stacklevel=2)
+
+    def average_parameters(self, params: Params) -> None:
+        """Average ``params``, parameters or groups of them, if it is time; counts the call."""
+        if self.step >= self.warmup_steps:
+            group = due_group(self.period_process_group_dict, self.step)
+            if group is not None:
+                average_parameters(params, group)
+        self.step += 1
+
+
+class PostLocalSGDOptimizer(AveragingOptimizer):
+    """Steps an optimizer, then lets an averager average its parameters if it is time (arXiv 1808.07217).
+
+    As with PyTorch's, register ``post_localSGD_hook`` with DDP, and give its state and the averager the same start;
+    :class:`LocalSGD` does all of that from one counter. ``param_groups``, ``state``, ``defaults`` and step hooks are
+    the wrapped optimizer's. A step that ``GradScaler`` skips still averages when it is time.
+
+    Args:
+        optim: the optimizer, not a class.
+        averager: says when to average, and over which ranks.
+
+    Issues: what ``averager`` issues, in :meth:`step`.
+
+    Raises:
+        ConfigurationError: ``optim`` is not an optimizer, or ``averager`` is not a ModelAverager.
+    """
+
+    def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
+        if not hasattr(averager, "average_parameters") or not hasattr(averager, "step") or isinstance(averager, type):
+            raise ConfigurationError(
+                f"PostLocalSGDOptimizer takes a ModelAverager, got {averager!r}; make one, as in "
+                "PeriodicModelAverager(period=8, warmup_steps=1000)"
+            )
+        super().__init__(optim)
+        self.averager = averager
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update, then average if it is time; returns the closure's result."""
+        loss = self.step_wrapped(closure)
+        self.averager.average_parameters(self.param_groups)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, with the averager's ``step`` beside it."""
+        return {**self.optim.state_dict(), "step": self.averager.step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` or the plain optimizer gave; warns where there is no ``step``."""
+        self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != "step"})
+        if "step" not in state_dict:
+            warnings.warn(
+                "the state has no step of an averager: it starts again from step 0, its warm-up included",
+                UserWarning,
+                stacklevel=2,
+            )
+        self.averager.step = state_dict.get("step", 0)
+
+    def __repr__(self) -> str:
+        return f"PostLocalSGDOptimizer({self.optim!r})"

@@ -1,0 +1,219 @@
+"""What this rank owns: its part of every parameter, as tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from overlap._torch.autograd import version
+from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.optim.zero.parameter_groups import check_same_on_all_ranks, device_of, names_of, pool_of
+from overlap.optim.zero.partition import ByElement, ByParameter, Partition, Range
+
+__all__ = ["Ownership", "Shard", "flatten"]
+
+# Optimizers that look at a tensor as a whole: its rows and columns, or its norm.
+_NEED_WHOLE_TENSORS = ("Adafactor", "Muon", "LBFGS")
+
+
+class Ownership:
+    """Divides parameters among the ranks of a group, one parameter group after another. See [Note: ownership].
+
+    Raises:
+        ConfigurationError: ``partition`` or ``master_dtype`` is not one that exists.
+        UnsupportedError: the optimizer needs whole tensors, and ``partition`` cuts them.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        cls: type[Optimizer],
+        partition: str,
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        if partition not in ("element", "parameter"):
+            raise ConfigurationError(f"partition is 'element' or 'parameter', got {partition!r}")
+        if partition == "element" and any(base.__name__ in _NEED_WHOLE_TENSORS for base in cls.__mro__):
+            raise UnsupportedError(f"{cls.__name__} needs whole tensors: use partition='parameter'")
+        if master_dtype is not None and not (isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point):
+            raise ConfigurationError(
+                f"master_dtype is a floating-point dtype such as torch.float32, got {master_dtype!r}"
+            )
+        self.shards: dict[int, Shard] = {}
+        """The shard of each parameter, by ``id`` of the parameter, in the groups' order."""
+        self.group = group
+        self._settings = (partition, str(master_dtype))
+        self._master_dtype = master_dtype
+        ranks = group.size()
+        self._partition: Partition = ByParameter(ranks) if partition == "parameter" else ByElement(ranks)
+
+    def add(self, groups: list[dict[str, Any]], *, first_group: int) -> list[dict[str, Any]]:
+        """Make the shards of new groups; returns the groups of chunks for this rank's optimizer.
+
+        Issues: one gather of a few bytes per parameter.
+
+        Raises:
+            ConfigurationError: a parameter is there twice, or the ranks have different ones.
+            UnsupportedError: a parameter cannot be cut.
+        """
+        names = names_of(groups, first_group=first_group)
+        pairs = [(place, p) for place, group in enumerate(groups, start=first_group) for p in group["params"]]
+        known = {key: shard.name for key, shard in self.shards.items()}
+        for name, (_, parameter) in zip(names, pairs, strict=True):
+            if id(parameter) in known:
+                raise ConfigurationError(f"{name} is the same as {known[id(parameter)]}; pass each parameter once")
+            known[id(parameter)] = name
+        device_of([*(shard.parameter for shard in self.shards.values()), *(parameter for _, parameter in pairs)])
+        check_same_on_all_ranks(groups, names, self.group, self._settings)
+        ranges = self._partition.assign([p.numel() for _, p in pairs], [pool_of(place, p) for place, p in pairs])
+        made = [
+            Shard(
+                parameter,
+                owned,
+                self.group.rank(),
+                name=name,
+                is_whole=self._partition.is_whole,
+                master_dtype=self._master_dtype,
+            )
+            for name, (_, parameter), owned in zip(names, pairs, ranges, strict=True)
+        ]
+        self.shards.update((id(shard.parameter), shard) for shard in made)
+        return [self._chunks(group) for group in groups]
+
+    def _chunks(self, group: dict[str, Any]) -> dict[str, Any]:
+        others = {key: value for key, value in group.items() if key != "param_names"}
+        return {
+            **others,
+            "params": [own for p in group["params"] if (own := self.shards[id(p)].own) is not None],
+        }
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks own about the same part of each bucket, so that segments can be padded to one length."""
+        return not self._partition.is_whole
+
+    @property
+    def device(self) -> torch.device:
+        """The parameters' device."""
+        return device_of([shard.parameter for shard in self.shards.values()])
+
+
+class Shard:
+    """One parameter, flat in the order of its memory, and the part of it that this rank's optimizer steps.
+
+    ``own`` is a view of the parameter, so stepping it changes the parameter and costs no memory. With a wider
+    ``master_dtype`` it is a copy in that dtype, which :meth:`publish` rounds into the parameter. It is ``None`` if the
+    optimizer sees whole tensors and another rank owns this one.
+    """
+
+    def __init__(
+        self,
+        parameter: Tensor,
+        ranges: tuple[Range, ...],
+        rank: int,
+        *,
+        name: str,
+        is_whole: bool,
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        if not _is_dense(parameter):
+            raise UnsupportedError(
+                f"{name} of shape {tuple(parameter.shape)} and strides {parameter.stride()} has gaps or overlaps in "
+                "memory, so it cannot be cut into chunks: make it .contiguous()"
+            )
+        self.parameter = parameter
+        self.name = name
+        self.ranges = ranges
+        self.rank = rank
+        self.is_whole = is_whole
+        flat = flatten(parameter)
+        self.views = tuple(flat[start:end] for start, end in ranges)
+        """The parameter's own memory, cut by rank."""
+        self._pointer = parameter.data_ptr()
+        self.has_master = master_dtype is not None and _is_wider(master_dtype, parameter.dtype)
+        self.own: Tensor | None = None
+        if not is_whole or rank == max(range(len(ranges)), key=lambda other: ranges[other][1] - ranges[other][0]):
+            view = self.shaped(self.views[rank])
+            self.own = view.to(master_dtype) if self.has_master else view
+        self._seen_version = version(parameter)
+
+    @property
+    def range(self) -> Range:
+        """The elements that this rank owns."""
+        return self.ranges[self.rank]
+
+    def foreign_element(self) -> int | None:
+        """The place of an element that this rank does not own, in the order of memory."""
+        start, end = self.range
+        return 0 if start > 0 else (end if end < self.parameter.numel() else None)
+
+    def shaped(self, piece: Tensor) -> Tensor:
+        """This rank's flat piece in the shape in which the optimizer sees it."""
+        if not self.is_whole:
+            return piece
+        return piece.as_strided(self.parameter.size(), self.parameter.stride(), int(piece.storage_offset()))
+
+    def gradient(self) -> Tensor:
+        """This rank's part of ``.grad``, flat; a view of it if its memory is laid out as the parameter's."""
+        grad = self.parameter.grad
+        assert grad is not None, "asked of parameters with a gradient"
+        if grad.is_sparse:
+            raise UnsupportedError(f"the gradient of {self.name} is sparse: build the embedding with sparse=False")
+        if grad.stride() != self.parameter.stride():
+            grad = torch.empty_like(self.parameter, dtype=grad.dtype).copy_(grad)
+        start, end = self.range
+        return flatten(grad)[start:end]
+
+    def refresh(self) -> None:
+        """Take note of a parameter that was moved to other memory, or changed by other code."""
+        if self.parameter.data_ptr() != self._pointer:
+            self._follow()
+        if self.has_master and version(self.parameter) != self._seen_version and self.own is not None:
+            view = self.shaped(self.views[self.rank])
+            # An element that the master still rounds to was not changed, and the master is more exact.
+            kept = self.own.to(view.dtype) == view
+            self.own.copy_(torch.where(kept, self.own, view.to(self.own.dtype)))
+            self._seen_version = version(self.parameter)
+
+    def _follow(self) -> None:
+        # By `.data`, as the parameter itself was moved: values are the same, so the version must not change.
+        flat = flatten(self.parameter)
+        for view, (start, end) in zip(self.views, self.ranges, strict=True):
+            view.data = flat[start:end]
+        if self.own is not None and not self.has_master:
+            self.own.data = self.shaped(self.views[self.rank])
+        self._pointer = self.parameter.data_ptr()
+
+    def publish(self) -> None:
+        """Round the master, if there is one, into the parameter."""
+        if self.has_master and self.own is not None:
+            self.shaped(self.views[self.rank]).copy_(self.own)
+
+    def note_written(self) -> None:
+        """The update itself has written the parameter."""
+        self._seen_version = version(self.parameter)
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """A flat view of ``tensor``, whose memory has no gaps, in the order of its memory."""
+    detached = tensor.detach()
+    return detached.as_strided((tensor.numel(),), (1,), int(detached.storage_offset()))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+def _is_wider(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    return narrow.is_floating_point and wide.itemsize > narrow.itemsize

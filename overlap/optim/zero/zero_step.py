@@ -1,0 +1,327 @@
+"""The stage that makes the sharded update, in backward or after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap._torch.optimizer import mark_stepped
+from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
+from overlap.hooks import Bucket, StageContext, all_reduce, whole_pass
+from overlap.optim.grad_scaler import LossScale
+from overlap.optim.lifecycle import Phase
+from overlap.optim.unused import used_on_any_rank
+from overlap.optim.update_stage import UpdateStage
+from overlap.optim.zero.bucket_shards import BucketShards, shards_of_bucket
+from overlap.optim.zero.exchange import Gather
+from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
+from overlap.optim.zero.parameter_groups import check_covered, check_same_group
+from overlap.optim.zero.prefetch import ParameterPrefetch
+from overlap.optim.zero.sharded_gradients import FiniteVote, ShardedNorm
+from overlap.optim.zero.sharding import Shard
+
+__all__ = ["ZeroStep"]
+
+Pairs = list[tuple[Shard, Tensor]]
+"""Shards with the gradients of what this rank owns of them."""
+
+_PARTLY_UPDATED = (
+    "some parameters may have been updated by then, and not gathered on every rank: load a checkpoint before going on, "
+    "or use ZeroStep(zero, deferred=True), which updates all or none"
+)
+
+
+class ZeroStep(UpdateStage):
+    """Each rank updates its part of a bucket's parameters and gathers the others' parts.
+
+    If it is first in its chain, the stage reduce-scatters the bucket itself, and sends as much as DDP's all-reduce.
+    After a reducer, each rank updates its part with the reducer's result.
+
+    *Interleaved* (default): each bucket is updated as soon as it is reduced, while backward computes the next ones.
+    *Deferred* (``deferred=True``, or ``clip_grad_norm``): all buckets are updated at once in ``zero.step()``, as
+    clipping by the global norm and ``GradScaler`` need. Call ``zero.step()`` once for each synchronized backward in
+    either case.
+
+    After backward ``.grad`` holds the mean where this rank owns it, and elsewhere this rank's own gradient divided by
+    ``W`` (after a reducer: the reducer's result). It is cleared before the model's next forward.
+
+    Args:
+        zero: the optimizer; the model must have all its trainable parameters. Other parameters of the model are
+            averaged and keep their ``.grad``.
+        deferred: update in ``zero.step()``.
+        clip_grad_norm: scale the averaged gradients to at most this global norm first; implies ``deferred``.
+        norm_type: the type of the norm; ``float("inf")`` for the maximum.
+        gather: ``"backward"`` waits for new parameters before backward (or a deferred ``zero.step()``) returns;
+            ``"forward"`` gathers them during the next forward, whose modules wait for what they need. Call
+            ``zero.wait()`` before you read parameters in any other way.
+        automatic: backward does everything, a deferred update with its last bucket; the loop calls no ``step()``.
+
+    Issues, per bucket: one reduce-scatter, if first; one all-gather; if DDP looks for unused parameters, one all-reduce
+    of one byte per parameter. Deferred and first: one all-reduce of a number per backward, so that all ranks know of a
+    gradient that is not finite.
+
+    Raises:
+        ConfigurationError: an argument is out of range, or (at registration) the optimizer has parameters that the
+            model does not have.
+        TrainingLoopError: in ``backward``, if ``zero.step()`` was not called after the backward before.
+    """
+
+    def __init__(
+        self,
+        zero: ZeroRedundancyOptimizer,
+        *,
+        deferred: bool | None = None,
+        clip_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        gather: str = "backward",
+        automatic: bool = False,
+    ) -> None:
+        if not isinstance(zero, ZeroRedundancyOptimizer):
+            raise ConfigurationError(
+                f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for an optimizer that every "
+                "rank holds in full use chain(AllReduce(), Step(optimizer))"
+            )
+        if gather not in ("backward", "forward"):
+            raise ConfigurationError(f"gather is 'backward' or 'forward', got {gather!r}")
+        super().__init__(
+            deferred=deferred,
+            automatic=automatic,
+            clip_grad_norm=clip_grad_norm,
+            norm_type=norm_type,
+            step="zero.step()",
+            deferred_form="ZeroStep(zero, deferred=True)",
+            adds_up=False,
+            clears=self._owns_gradient_of,
+        )
+        self.zero = zero
+        self._prefetch = ParameterPrefetch() if gather == "forward" else None
+        self._vote = FiniteVote()
+        self._shards_by_bucket: dict[tuple[int, ...], BucketShards | None] = {}
+        self._used: set[int] = set()
+        # Of the last backward: its buckets in their order, and what is to be applied to the shards of each.
+        self._gathers: list[Gather] = []
+        self._held: dict[int, Pairs] = {}
+
+    @property
+    def signature(self) -> str:
+        return f"{self!r} by {self.zero.partition}"
+
+    @property
+    def reduces(self) -> bool:
+        return True
+
+    def attach(self, context: StageContext) -> None:
+        zero = self.zero
+        if zero.stage is not None and zero.stage is not self:
+            raise RegistrationError("this ZeroRedundancyOptimizer is registered already; .remove() that registration")
+        check_same_group(context.group, zero.process_group)
+        shards = zero.shards.values()
+        if context.names is not None:
+            check_covered(context.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
+        super().attach(context)
+        if context.names is None:
+            self.lifecycle.names = {shard.parameter: shard.name for shard in shards}
+        if self._prefetch is not None:
+            try:
+                self._prefetch.attach(context, zero.shards.keys())
+            except BaseException:
+                super().detach()
+                raise
+        zero.stage = self
+
+    def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Raises: ConfigurationError: the model does not train one of ``parameters``."""
+        if self.context is not None and self.context.names is not None:
+            check_covered(self.context.names, parameters, names)
+
+    def detach(self) -> None:
+        super().detach()
+        if self.zero.stage is self:
+            self.zero.stage = None
+        if self._prefetch is not None:
+            self._prefetch.detach()
+
+    def forget_shards(self) -> None:
+        """The shards have changed."""
+        self._shards_by_bucket.clear()
+
+    def _owns_gradient_of(self, parameter: Tensor) -> bool:
+        return id(parameter) in self.zero.shards
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        self.wait()
+        if is_replay and not self.zero.is_joining and (self.updates_in_step or self._prefetch is not None):
+            raise TrainingLoopError(f"{self!r} acts outside of backward, too: use `with Join([ddp, zero])`")
+        super().before_backward(is_replay=is_replay)
+        self._gathers, self._held = [], {}
+        self._vote.begin()
+        self.zero.begin()
+
+    async def __call__(self, bucket: Bucket) -> None:
+        if bucket.parameters[0].is_complex() and not bucket.buffer.is_complex():
+            # DDP's buffer holds complex gradients as pairs of real numbers; a shard's elements are the complex ones.
+            bucket = replace(bucket, buffer=torch.view_as_complex(bucket.buffer.view(-1, 2)))
+        shards = self._shards_of(bucket)
+        self.lifecycle.note_reduced(bucket.parameters)
+        if shards is not None:
+            self._gathers.append(Gather(index=bucket.index, step=bucket.step, shards=shards))
+            await self._exchange_gradients(bucket, shards)
+        elif not bucket.is_mean:
+            bucket.buffer.mul_(1 / bucket.divisor)
+            await all_reduce(bucket.buffer, group=bucket.group)
+        if self.updates_in_step:
+            if not bucket.is_mean:
+                await self._vote.cast(bucket)
+            return
+        if self.is_deferred:
+            await self._update_together(bucket)
+        else:
+            self.zero.update(self._held.pop(bucket.index, []))
+        if shards is not None:
+            self.lifecycle.note_applied(shard.parameter for shard in shards)
+            if self._prefetch is None:
+                await self.zero.exchange.gather(shards, bucket.group)
+
+    async def _exchange_gradients(self, bucket: Bucket, shards: BucketShards) -> None:
+        if not bucket.is_mean:
+            await self.zero.exchange.reduce(bucket, shards)
+        finds_unused = None if self.context is None else self.context.finds_unused
+        parameters = [shard.parameter for shard in shards]
+        used = await used_on_any_rank(bucket, parameters, finds_unused, used_before=self._used)
+        kept = {id(shard) for shard, is_used in zip(shards, used, strict=True) if is_used}
+        self._used.difference_update(map(id, parameters))
+        self._used.update(id(shard.parameter) for shard in shards if id(shard) in kept)
+        gradients = shards.gradients(bucket.buffer)
+        pairs = [pair for pair in zip(shards.owned, gradients, strict=True) if id(pair[0]) in kept]
+        if self.updates_in_step:
+            self._vote.look([gradient for _, gradient in pairs])
+            # DDP sets no .grad on a rank that replays, and its buffers are gone afterwards.
+            pairs = [(shard, gradient.clone()) for shard, gradient in pairs] if bucket.is_replay else []
+        self._held[bucket.index] = pairs
+
+    async def _update_together(self, bucket: Bucket) -> None:
+        await whole_pass()
+        if bucket.is_last:
+            pairs = self._all_held()
+            if self.clipping is not None:
+                norm = ShardedNorm(self.clipping, [gradient for _, gradient in pairs], bucket.buffer.device)
+                await all_reduce(norm.partial, op=norm.op, group=bucket.group)
+                norm.clip_()
+            self.zero.update(pairs)
+        await whole_pass()
+
+    def _all_held(self) -> Pairs:
+        held, self._held = self._held, {}
+        return [pair for pairs in held.values() for pair in pairs]
+
+    def _shards_of(self, bucket: Bucket) -> BucketShards | None:
+        key = tuple(map(id, bucket.parameters))
+        if key not in self._shards_by_bucket:
+            zero = self.zero
+            is_even = zero.partition == "element"
+            # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
+            zero.exchange.workspace.trim()
+            self._shards_by_bucket[key] = shards_of_bucket(
+                bucket.parameters, zero.shards, rank=zero.rank, is_even=is_even
+            )
+        return self._shards_by_bucket[key]
+
+    def after_backward(self, *, failed: bool) -> str | None:
+        if failed:
+            was_under_way = self.lifecycle.phase is Phase.BACKWARD
+            self.lifecycle.on_failure()
+            self.zero.exchange.workspace.forget()
+            return _PARTLY_UPDATED if was_under_way and not self.is_deferred else None
+        if self.updates_in_step:
+            self._vote.tell(self.zero.shards.values())
+            self.lifecycle.on_reduced()
+            return None
+        if self._prefetch is not None:
+            self._gather()
+        self.lifecycle.on_reduced(Phase.STEPPED if self.lifecycle.is_replay else None)
+        if self.is_automatic:
+            mark_stepped(self.zero)
+        return None
+
+    def _gather(self) -> None:
+        """Outside of a backward: bring what each rank owns to all, the first layers' parameters first."""
+        prefetch = self._prefetch or ParameterPrefetch()
+        assert self.context is not None, "gathers run while the stage is attached"
+        # The last bucket has the first layers, which the next forward needs first.
+        prefetch.begin(self.context, list(reversed(self._gathers)), self.zero.exchange)
+        # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook
+        # does.
+        if self._prefetch is None or (self.zero.is_joining and not self.lifecycle.is_replay):
+            prefetch.wait()
+
+    def step(self, loss_scale: LossScale) -> None:
+        """What is left of a step after backward, on the training thread."""
+        if self.updates_in_step:
+            self.wait()
+        elif loss_scale.is_used:
+            raise TrainingLoopError(
+                "GradScaler decides after backward whether to step, but the parameters were updated in backward; "
+                "use ZeroStep(zero, deferred=True) with it"
+            )
+        lifecycle, parameters = self.lifecycle, [shard.parameter for shard in self.zero.shards.values()]
+        lifecycle.check_step()
+        pending = [p for p in parameters if p.grad is not None and not lifecycle.has_applied(p)]
+        lifecycle.check_reduced(pending, applies_what_the_user_set=False)
+        if lifecycle.phase is Phase.REDUCED and not loss_scale.skips_step():
+            self._update_in_step(loss_scale)
+        lifecycle.on_step(parameters)
+
+    def step_replayed(self) -> None:
+        """The same, on a rank that has run out of inputs; nothing where the others only accumulate."""
+        lifecycle = self.lifecycle
+        if lifecycle.phase is Phase.REDUCED and lifecycle.is_replay:
+            self._update_in_step(LossScale())
+            lifecycle.on_step(shard.parameter for shard in self.zero.shards.values())
+        self.wait()
+
+    @torch.no_grad()
+    def _update_in_step(self, loss_scale: LossScale) -> None:
+        try:
+            pairs = self._pairs_of_step()
+            gradients = [gradient for _, gradient in pairs]
+            loss_scale.unscale_(gradients)
+            if self.clipping is not None:
+                norm = ShardedNorm(self.clipping, gradients, self.zero.join_device)
+                dist.all_reduce(norm.partial, op=norm.op, group=self.zero.process_group)
+                norm.clip_()
+            self.zero.update(pairs)
+            self._gather()
+        except BaseException:
+            self.lifecycle.on_failure()
+            raise
+
+    def _pairs_of_step(self) -> Pairs:
+        """What ``step()`` applies: parts of ``.grad``, or what was held on a rank that has none."""
+        if self.lifecycle.is_replay:
+            return self._all_held()
+        return [
+            (shard, shard.gradient())
+            for shard in self.zero.shards.values()
+            if shard.own is not None
+            and shard.parameter.grad is not None
+            and self.lifecycle.has_reduced(shard.parameter)
+        ]
+
+    def wait(self) -> None:
+        """Wait for gathers that run during the next forward."""
+        if self._prefetch is not None:
+            self._prefetch.wait()
+
+    def __repr__(self) -> str:
+        parts = [type(self.zero.optim).__name__, "deferred" if self.is_deferred else "interleaved"]
+        if self.clipping is not None:
+            parts.append(f"clip_grad_norm={self.clipping.max_norm} of norm {self.clipping.norm_type:g}")
+        if self._prefetch is not None:
+            parts.append("gather in forward")
+        if self.is_automatic:
+            parts.append("automatic")
+        return f"ZeroStep({', '.join(parts)})"

@@ -1,0 +1,108 @@
+"""`assert_parity` passes what is the same, names what differs, and refuses comparisons that cannot fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harness import assert_parity
+
+LOOSE: dict[str, Any] = {"what": "w", "exact": False, "atol": 0.1, "reason": "another order of summation"}
+
+
+def test_the_same_passes() -> None:
+    value = {"a": [torch.tensor([1.0, float("nan")])], "b": (0.9, float("nan"), None, "x", True, 3)}
+    assert_parity({**value, "a": [value["a"][0].clone()]}, value, what="values")
+
+
+@pytest.mark.parametrize(
+    ("candidate", "reference", "message"),
+    [
+        (
+            [torch.ones(2), torch.tensor([1.0, 2.5])],
+            [torch.ones(2), torch.tensor([1.0, 2.0])],
+            "[1]: max abs ",
+        ),
+        (torch.tensor([1.0]), torch.tensor([float("nan")]), "max abs difference"),
+        (torch.tensor([float("inf")]), torch.tensor([1.0]), "max abs difference inf"),
+        (torch.tensor([1]), torch.tensor([2]), "max abs difference 1"),
+        (torch.tensor([True]), torch.tensor([False]), "1 of 1 differ"),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64), "dtype torch.float32 against torch.float64"),
+        (torch.ones(2), torch.ones(1, 2), "shape (2,) against (1, 2)"),
+        (torch.ones(1), 1.0, "Tensor against float"),
+        ({"a": 1}, {"a": 1, "b": 2}, "lacks [\"'b'\"] and adds []"),
+        ({"a": 1, "c": 2}, {"a": 1}, "lacks [] and adds [\"'c'\"]"),
+        ([1, 2], [1], "length 2 against 1"),
+        ([1], {"a": 1}, "list against dict"),
+        ({"a": {"b": 1.5}}, {"a": {"b": 1.0}}, "['a']['b']: 1.5 against 1.0, difference 0.5"),
+        (1, 1.0, "int against float"),
+        ("x", "y", "'x' against 'y'"),
+        ({"a": None}, {"a": torch.ones(1)}, "NoneType against Tensor"),
+    ],
+)
+def test_a_difference_is_named(candidate: Any, reference: Any, message: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        assert_parity(candidate, reference, what="the answer")
+    assert str(caught.value).startswith("the answer should be exactly equal")
+    assert message in str(caught.value)
+
+
+def test_the_first_difference_is_measured_and_the_others_are_counted() -> None:
+    candidate = {"a": torch.tensor([1.0, 2.5, 0.0]), "b": torch.ones(1)}
+    reference = {"a": torch.tensor([1.25, 2.0, 0.0]), "b": torch.zeros(1)}
+    with pytest.raises(AssertionError) as caught:
+        assert_parity(candidate, reference, what="w")
+    assert "['a']: max abs difference 0.5, 2 of 3 elements, first at (0,): 1.0 against 1.25" in str(caught.value)
+    assert "(1 more differ)" in str(caught.value)
+
+
+def test_a_tolerance_allows_floats_to_differ() -> None:
+    assert_parity(torch.tensor([1.05]), torch.tensor([1.0]), **LOOSE)
+    assert_parity([1.05], [1.0], **LOOSE)
+
+
+def test_a_tensor_beyond_the_tolerance_fails_with_its_reason() -> None:
+    with pytest.raises(AssertionError, match="another order of summation"):
+        assert_parity(torch.tensor([1.2]), torch.tensor([1.0]), **LOOSE)
+
+
+def test_a_float_beyond_the_tolerance_fails() -> None:
+    with pytest.raises(AssertionError):
+        assert_parity([1.2], [1.0], **LOOSE)
+
+
+def test_a_tolerance_does_not_hold_for_integers() -> None:
+    with pytest.raises(AssertionError):
+        assert_parity(torch.tensor([2]), torch.tensor([1]), **{**LOOSE, "atol": 5})
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1.0])
+def test_nothing_is_within_a_tolerance_of_infinity(value: float) -> None:
+    with pytest.raises(AssertionError):
+        assert_parity(torch.tensor([value]), torch.tensor([float("inf")]), **{**LOOSE, "rtol": 1.0})
+
+
+@pytest.mark.parametrize("options", [{"exact": False, "atol": 0.1}, {"atol": 0.1}, {"rtol": 0.1, "reason": "r"}])
+def test_a_tolerance_needs_its_reason(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="reason"):
+        assert_parity(torch.ones(1), torch.zeros(1), what="w", **options)
+
+
+def test_a_tolerance_of_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        assert_parity(torch.ones(1), torch.zeros(1), what="w", exact=False, reason="r")
+
+
+@pytest.mark.parametrize("nothing", [{}, [], [{}], torch.ones(0)])
+def test_nothing_to_compare_is_an_error(nothing: Any) -> None:
+    with pytest.raises(ValueError, match="nothing to compare"):
+        assert_parity(nothing, nothing, what="w")
+
+
+def test_a_tensor_compared_with_itself_is_an_error() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="compared with itself"):
+        assert_parity(model.state_dict(), model.state_dict(), what="w")

@@ -1,0 +1,195 @@
+"""What goes in comes out, now or later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from overlap import Cast, PowerSGD, PowerSGDState, Stage, batched_powerSGD_hook
+
+from .checks import EPS, check_step, gradients, memory, world_of
+from .lockstep import World
+
+shape = st.lists(st.integers(1, 8), min_size=1, max_size=3).map(tuple)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    shapes=st.lists(shape, min_size=1, max_size=5),
+    ranks=st.integers(1, 4),
+    rank=st.integers(1, 6),
+    rate=st.sampled_from([0.0, 1.0, 2.0]),
+    dtype=st.sampled_from(list(EPS)),
+    seed=st.integers(0, 1000),
+    scale=st.sampled_from([1e-3, 1.0, 1e2]),
+    warm_start=st.booleans(),
+    alternate=st.booleans(),
+    error_dtype=st.sampled_from([None, torch.bfloat16, torch.float32]),
+    start_step=st.integers(0, 2),
+    epsilon=st.sampled_from([0.0, 1e-6]),
+    kind=st.sampled_from(["plain", "cast", "square"]),
+    names=st.booleans(),
+    left_group=st.integers(0, 2),
+)
+def test_what_comes_in_comes_out_now_or_later(
+    shapes: list[tuple[int, ...]],
+    ranks: int,
+    rank: int,
+    rate: float,
+    dtype: torch.dtype,
+    seed: int,
+    scale: float,
+    warm_start: bool,
+    alternate: bool,
+    error_dtype: torch.dtype | None,
+    start_step: int,
+    epsilon: float,
+    kind: str,
+    names: bool,
+    left_group: int,
+) -> None:
+    alternate = alternate and warm_start
+
+    def make() -> Stage:
+        if kind == "square":
+            state = PowerSGDState(
+                None,
+                rank,
+                start_step,
+                warm_start=warm_start,
+                orthogonalization_epsilon=epsilon,
+                alternate=alternate,
+                error_dtype=error_dtype,
+            )
+            return batched_powerSGD_hook.stage(state)
+        stage = PowerSGD(
+            rank=rank,
+            start_step=start_step,
+            min_compression_rate=rate,
+            warm_start=warm_start,
+            alternate=alternate,
+            error_dtype=error_dtype,
+            epsilon=epsilon,
+        )
+        return Cast(torch.float16, stage) if kind == "cast" else stage
+
+    world = World([make() for _ in range(ranks)], shapes, names=names, divisor=max(1, ranks - left_group))
+    used = [dtype, error_dtype or dtype, torch.float16 if kind == "cast" else dtype]
+    tolerance = 64 * max(EPS[one] for one in used)
+    for step in range(5):
+        check_step(world, gradients(seed + step, ranks, shapes, dtype, scale), tolerance)
+    assert all(memory(stage).steps == 5 for stage in world.stages)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 12),
+    cols=st.integers(1, 12),
+    true_rank=st.integers(0, 4),
+    extra=st.integers(0, 3),
+    ranks=st.integers(1, 3),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    alternate=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_a_rank_that_suffices_gives_the_mean(
+    rows: int,
+    cols: int,
+    true_rank: int,
+    extra: int,
+    ranks: int,
+    dtype: torch.dtype,
+    alternate: bool,
+    seed: int,
+) -> None:
+    true_rank = min(true_rank, rows, cols)
+    rank = max(1, true_rank + extra)
+    # An alternating step has the basis of the step before, random at first; what it leaves out would come later.
+    options = {"alternate": True, "error_feedback": False} if alternate else {}
+    world = world_of(ranks, [(rows, cols)], rank=rank, **options)
+    generator = torch.Generator().manual_seed(seed)
+
+    def orthonormal(rows: int, cols: int) -> Tensor:
+        # Well conditioned, so that what is lost is the algorithm's doing.
+        return torch.linalg.qr(torch.randn(rows, cols, generator=generator, dtype=dtype))[0]
+
+    base, other = orthonormal(rows, true_rank), orthonormal(cols, true_rank).T
+    for step in range(4):
+        # Row and column space are the same on every rank, so the mean has no higher rank than each.
+        mixed = base @ orthonormal(true_rank, true_rank) @ other
+        local = [[(own_rank + 1) * mixed] for own_rank in range(ranks)]
+        output = world.step(local)[0][0]
+        if alternate and step == 0:
+            continue
+        mean = sum(one[0] for one in local) / ranks
+        size = float(sum(one[0].abs().max() for one in local)) if mean.numel() else 0.0
+        torch.testing.assert_close(output, mean, rtol=0, atol=1000 * EPS[dtype] * max(size, 1e-30))
+
+
+def _distance_of_outputs_from_a_constant_mean(**options: Any) -> float:
+    """How far the mean of 60 outputs is from the mean gradient, a matrix of full rank, relative to its norm."""
+    world = world_of(2, [(8, 6)], rank=1, **options)
+    local = gradients(3, 2, [(8, 6)], torch.float32)
+    mean = (local[0][0] + local[1][0]) / 2
+    total = torch.zeros_like(mean)
+    for _ in range(60):
+        total += world.step(local)[0][0]
+    return float((total / 60 - mean).norm() / mean.norm())
+
+
+@pytest.mark.parametrize("options", [{}, {"alternate": True}, {"error_dtype": torch.bfloat16}], ids=str)
+def test_error_feedback_gives_away_all_of_a_constant_gradient(options: dict[str, Any]) -> None:
+    assert _distance_of_outputs_from_a_constant_mean(**options) < 0.15
+
+
+def test_without_error_feedback_the_rest_never_arrives() -> None:
+    assert _distance_of_outputs_from_a_constant_mean(error_feedback=False) > 0.3
+
+
+def test_before_start_step_the_mean_is_exact() -> None:
+    world = World([PowerSGD(rank=1, start_step=3) for _ in range(2)], [(30, 30)])
+    for step in range(5):
+        local = gradients(step, 2, [(30, 30)], torch.float32)
+        output = world.step(local)[0][0]
+        exact = torch.equal(output, local[0][0] * 0.5 + local[1][0] * 0.5)
+        assert exact == (step < 3)
+        assert len(world.sent_numel) == (1 if step < 3 else 2)
+
+
+def test_a_complex_gradient_is_not_compressed() -> None:
+    local = [[torch.randn(30, 30, dtype=torch.complex64)] for _ in range(1)]
+    stage = PowerSGD(rank=1)
+    assert torch.equal(World([stage], [(30, 30)]).step(local)[0][0], local[0][0])
+
+
+def test_a_bucket_whose_cut_changes_keeps_its_memory_by_parameter() -> None:
+    """As DDP's does after the first iteration: what is computed does not depend on the order of parameters."""
+    shapes = [(8, 6), (8, 6), (12, 5), (4,)]
+    order = [2, 0, 3, 1]
+    worlds = [world_of(2, shapes, rank=2) for _ in range(2)]
+    fixed, changing = worlds
+    for step in range(6):
+        local = gradients(step, 2, shapes, torch.float64)
+        expected = fixed.step(local)[0]
+        if step == 2:
+            changing.parameters = [changing.parameters[place] for place in order]
+            changing.names = tuple(changing.names[place] for place in order)
+        if step >= 2:
+            found = changing.step([[one[place] for place in order] for one in local])[0]
+            expected = [expected[place] for place in order]
+        else:
+            found = changing.step(local)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_rounding_to_the_wires_precision_stays_in_the_residual() -> None:
+    """Through fp16, the residual is of the factors as they were sent, not as they were computed."""
+    stage = PowerSGD(rank=1, min_compression_rate=0, error_dtype=torch.float32)
+    world = World([Cast(torch.float16, stage)], [(5, 4)])
+    local = [[torch.full((5, 4), 1000.1)]]
+    check_step(world, local, 2e-3)

@@ -1,0 +1,288 @@
+"""Saving, loading, and going on with another number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from overlap import ConfigurationError, PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+
+from .checks import gradients, residuals
+from .lockstep import World
+
+SHAPES = [(8, 6), (5,), (6, 4, 3), (8, 6)]
+
+
+def through_a_file(state: Any) -> Any:
+    """As `torch.save` and `torch.load(weights_only=True)` give it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def make(**options: Any) -> PowerSGD:
+    return PowerSGD(rank=2, min_compression_rate=0, **options)
+
+
+def run(world: World, start: int, stop: int) -> list[torch.Tensor]:
+    outputs = []
+    for step in range(start, stop):
+        outputs += world.step(gradients(step, len(world.stages), SHAPES, torch.float32))[0]
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"alternate": True}, {"warm_start": False}, {"error_dtype": torch.bfloat16}], ids=str
+)
+@pytest.mark.parametrize("names", [True, False], ids=["named", "unnamed"])
+@pytest.mark.parametrize("loads_first", [True, False])
+def test_resume_is_exact(options: dict[str, Any], names: bool, loads_first: bool) -> None:
+    world = World([make(**options) for _ in range(2)], SHAPES, names=names)
+    run(world, 0, 3)
+    states = [through_a_file(stage.state_dict()) for stage in world.stages]
+    expected = run(world, 3, 7)
+
+    resumed = [make(**options) for _ in range(2)]
+    if loads_first:
+        for stage, state in zip(resumed, states, strict=True):
+            stage.load_state_dict(state)
+    other = World(resumed, SHAPES, names=names)
+    if not loads_first:
+        for stage, state in zip(resumed, states, strict=True):
+            stage.load_state_dict(state)
+    for found, wanted in zip(run(other, 3, 7), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert resumed[0].compression_stats() == world.stages[0].compression_stats()  # type: ignore[attr-defined]
+
+
+def test_unnamed_parameters_resume_where_buckets_were_cut_anew_before_the_start() -> None:
+    world = World([make(start_step=2)], SHAPES, names=False)
+    order = [3, 1, 2, 0]
+    for step in range(4):
+        local = gradients(step, 1, SHAPES, torch.float32)
+        if step == 1:
+            world.parameters = [world.parameters[place] for place in order]
+        world.step([[local[0][place] for place in (order if step > 0 else range(4))]])
+    resumed = make(start_step=2)
+    resumed.load_state_dict(world.stages[0].state_dict())
+    local = gradients(4, 1, SHAPES, torch.float32)
+    # A new DDP starts with the buckets that the first one started with.
+    found = World([resumed], SHAPES, names=False).step(local)[0]
+    expected = world.step([[local[0][place] for place in order]])[0]
+    torch.testing.assert_close([found[place] for place in order], expected)
+
+
+def test_later_steps_do_not_change_a_state() -> None:
+    world = World([make()], SHAPES)
+    run(world, 0, 2)
+    state = world.stages[0].state_dict()
+    before = copy.deepcopy(state)
+    run(world, 2, 4)
+    for kind in ("residuals", "factors"):
+        for key, tensor in before[kind].items():
+            assert torch.equal(state[kind][key], tensor)
+    assert state["steps"] == 2
+
+
+def test_a_state_has_the_residuals_of_compressed_parameters() -> None:
+    world = World([make()], SHAPES)
+    run(world, 0, 1)
+    assert set(world.stages[0].state_dict()["residuals"]) == {"p0", "p2", "p3"}
+
+
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook], ids=lambda hook: hook.__name__)
+def test_a_pickled_powersgdstate_continues_the_same_run(hook: Any) -> None:
+    states = [PowerSGDState(None, 2, 0, 0.0) for _ in range(2)]
+    world = World([hook.stage(state) for state in states], SHAPES)
+    run(world, 0, 3)
+    copies = pickle.loads(pickle.dumps(states))
+    assert copies[0].process_group is None and copies[0].iter == 3
+    expected = run(world, 3, 6)
+    found = run(World([hook.stage(state) for state in copies], SHAPES), 3, 6)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook], ids=lambda hook: hook.__name__)
+def test_a_pickled_hook_is_the_hook_itself(hook: Any) -> None:
+    assert pickle.loads(pickle.dumps(hook)) is hook
+
+
+def test_the_process_group_is_not_pickled_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    state = PowerSGDState(object())  # type: ignore[arg-type]
+    assert pickle.loads(pickle.dumps(state)).process_group is None
+    assert "process group" in caplog.text
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 3), (4, 1), (1, 4), (2, 2)])
+def test_another_number_of_ranks_keeps_the_sum_of_residuals(old: int, new: int) -> None:
+    world = World([make() for _ in range(old)], SHAPES)
+    run(world, 0, 3)
+    states = [through_a_file(stage.state_dict()) for stage in world.stages]
+    before = residuals(world)
+    stages = [make() for _ in range(new)]
+    for rank, stage in enumerate(stages):
+        stage.load_state_dict(PowerSGD.redistribute(states, rank=rank, ranks=new))
+    other = World(stages, SHAPES)
+    for found, wanted in zip(residuals(other), before, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    run(other, 3, 5)
+
+
+@pytest.fixture(scope="module")
+def world_of_four() -> World:
+    """Four ranks after two steps."""
+    world = World([make() for _ in range(4)], SHAPES)
+    run(world, 0, 2)
+    return world
+
+
+def test_a_rank_needs_only_the_states_that_it_sums(world_of_four: World) -> None:
+    states = [stage.state_dict() for stage in world_of_four.stages]
+    whole = PowerSGD.redistribute(states, rank=1, ranks=2)
+    part = PowerSGD.redistribute([states[3], states[1]], rank=1, ranks=2)
+    assert torch.equal(whole["residuals"]["p0"], part["residuals"]["p0"])
+
+
+def test_redistribute_names_the_states_that_are_missing(world_of_four: World) -> None:
+    states = [stage.state_dict() for stage in world_of_four.stages]
+    with pytest.raises(ConfigurationError, match=r"rank 1 of 2 needs .*\[1, 3\]; \[3\] are missing"):
+        PowerSGD.redistribute(states[:2], rank=1, ranks=2)
+
+
+def test_redistribute_refuses_a_rank_out_of_range(world_of_four: World) -> None:
+    states = [stage.state_dict() for stage in world_of_four.stages]
+    with pytest.raises(ConfigurationError, match="rank=2 is out of range for ranks=2"):
+        PowerSGD.redistribute(states, rank=2, ranks=2)
+
+
+def test_redistribute_refuses_no_states() -> None:
+    with pytest.raises(ConfigurationError, match="empty"):
+        PowerSGD.redistribute([], rank=0, ranks=2)
+
+
+def test_redistribute_refuses_states_of_different_steps(world_of_four: World) -> None:
+    states = [stage.state_dict() for stage in world_of_four.stages]
+    states[1]["steps"] = 3
+    with pytest.raises(ConfigurationError, match=r"different runs or steps: rank 1 of 4 after 3"):
+        PowerSGD.redistribute(states[:2], rank=0, ranks=1)
+
+
+def test_redistribute_refuses_a_state_from_before_registration() -> None:
+    with pytest.raises(ConfigurationError, match="before its PowerSGD was registered"):
+        PowerSGD.redistribute([make().state_dict()], rank=0, ranks=1)
+
+
+def saved(shapes: list[tuple[int, ...]] = SHAPES, *, ranks: int = 2, names: bool = True) -> Any:
+    world = World([make() for _ in range(ranks)], shapes, names=names)
+    world.step(gradients(0, ranks, shapes, torch.float32))
+    return world.stages[0].state_dict()
+
+
+def use(state: Mapping[str, Any], *, loads_first: bool, names: bool = True, rank: int = 2) -> None:
+    """Load on rank 0 of a world, and take a step."""
+    stages = [PowerSGD(rank=rank, min_compression_rate=0) for _ in range(2)]
+    if loads_first:
+        stages[0].load_state_dict(state)
+    world = World(stages, SHAPES, names=names)
+    if not loads_first:
+        stages[0].load_state_dict(state)
+    world.step(gradients(1, 2, SHAPES, torch.float32))
+
+
+@pytest.mark.parametrize("loads_first", [False, True], ids=["into a registered stage", "before registering"])
+@pytest.mark.parametrize(
+    ("state", "use_options", "match"),
+    [
+        pytest.param(
+            lambda: saved(ranks=3),
+            {},
+            r"saved by rank 0 of 3, but this is rank 0 of 2.*redistribute",
+            id="another number of ranks",
+        ),
+        pytest.param(
+            lambda: saved([*SHAPES, (9, 9)]),
+            {},
+            r"parameters that the model does not have \(p4.*another model",
+            id="a parameter too many",
+        ),
+        pytest.param(
+            lambda: saved([*SHAPES, (9, 9)], names=False),
+            {"names": False},
+            r"does not have \(4\)",
+            id="an unnamed parameter too many",
+        ),
+        pytest.param(
+            lambda: saved([*SHAPES[:3], (9, 9)]),
+            {},
+            r"residual of parameter p3 .*\(9, 9\).*\(8, 6\).*another model",
+            id="a parameter of another shape",
+        ),
+        pytest.param(
+            lambda: saved([(8, 5), *SHAPES[1:]], names=False),
+            {"names": False},
+            "residual of parameter 0 .*another model",
+            id="an unnamed parameter of another shape",
+        ),
+        pytest.param(
+            saved,
+            {"rank": 3},
+            r"factor of parameter p\d .*\(2, \d+\).*\(3, \d+\).*rank=",
+            id="factors of another rank",
+        ),
+        pytest.param(lambda: {"step": 3}, {}, "not a state of PowerSGD", id="other keys"),
+        pytest.param(lambda: {**saved(), "version": 99}, {}, "not a state of PowerSGD", id="another version"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(
+    state: Callable[[], Any], use_options: dict[str, Any], match: str, loads_first: bool
+) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        use(state(), loads_first=loads_first, **use_options)
+
+
+def test_a_refused_state_changes_nothing() -> None:
+    world = World([make() for _ in range(2)], SHAPES)
+    run(world, 0, 2)
+    before = world.stages[0].state_dict()
+    with pytest.raises(ConfigurationError):
+        world.stages[0].load_state_dict(saved([*SHAPES, (9, 9)]))
+    after = world.stages[0].state_dict()
+    assert after["steps"] == before["steps"]
+    assert all(torch.equal(after["residuals"][key], value) for key, value in before["residuals"].items())
+
+
+def test_residuals_are_kept_when_factors_are_dropped_from_the_state() -> None:
+    """The remedy that the error names, when the rank changes within a run."""
+    state = saved()
+    state["factors"] = {}
+    stage = PowerSGD(rank=3, min_compression_rate=0)
+    stage.load_state_dict(state)
+    world = World([stage, PowerSGD(rank=3, min_compression_rate=0)], SHAPES)
+    assert float(residuals(world)[0].abs().max()) > 0
+    world.stages[1].load_state_dict({**state, "rank": 1})
+    run(world, 1, 3)
+
+
+def test_after_a_failed_pass_alternating_factors_start_anew() -> None:
+    stage = make(alternate=True)
+    world = World([stage], SHAPES)
+    run(world, 0, 2)
+    assert stage.state_dict()["factors"]
+    stage.before_backward(is_replay=False)
+    stage.after_backward(failed=True)
+    assert not stage.state_dict()["factors"]
+
+
+def test_a_failed_pass_is_counted_as_on_the_ranks_where_nothing_failed() -> None:
+    stage = make(alternate=True)
+    run(World([stage], SHAPES), 0, 2)
+    stage.before_backward(is_replay=False)
+    stage.after_backward(failed=True)
+    assert stage.state_dict()["steps"] == 3

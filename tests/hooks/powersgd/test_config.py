@@ -1,0 +1,87 @@
+"""Options out of range, and states that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import overlap
+from overlap import ConfigurationError, PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+
+from .lockstep import World
+
+
+@pytest.mark.parametrize(
+    ("options", "names_it"),
+    [
+        ({"rank": 0}, "rank.*at least 1, got 0"),
+        ({"rank": -3}, "rank.*got -3"),
+        ({"rank": 1.5}, "rank.*got 1.5"),
+        ({"rank": True}, "rank.*got True"),
+        ({"start_step": -1}, "start_step.*got -1"),
+        ({"seed": -1}, "seed.*got -1"),
+        ({"log_every_steps": 0}, "log_every_steps.*got 0"),
+        ({"min_compression_rate": -0.5}, "min_compression_rate.*got -0.5"),
+        ({"min_compression_rate": float("nan")}, "min_compression_rate.*got nan"),
+        ({"epsilon": -1e-8}, "epsilon.*got -1e-08"),
+        ({"epsilon": float("inf")}, "epsilon.*got inf"),
+        ({"bypass": "always"}, 'bypass.*"auto".*always'),
+        ({"error_dtype": torch.int8}, "error_dtype.*int8"),
+        ({"error_dtype": torch.float8_e5m2}, "error_dtype.*float8"),
+        ({"error_dtype": "bfloat16"}, "error_dtype.*bfloat16"),
+        ({"alternate": True, "warm_start": False}, "alternate=True.*warm_start=False"),
+    ],
+)
+def test_options_out_of_range_are_named(options: dict[str, Any], names_it: str) -> None:
+    with pytest.raises(ConfigurationError, match=names_it):
+        PowerSGD(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "names_it"),
+    [
+        ({"matrix_approximation_rank": 0}, "rank.*got 0"),
+        ({"start_powerSGD_iter": -1}, "start_step.*got -1"),
+        ({"min_compression_rate": -1}, "min_compression_rate.*got -1"),
+        ({"momentum": 0.9}, "no option momentum"),
+    ],
+)
+def test_powersgdstate_refuses_the_same_options(options: dict[str, Any], names_it: str) -> None:
+    with pytest.raises(ConfigurationError, match=names_it):
+        PowerSGDState(None, **options)
+
+
+@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook], ids=lambda hook: hook.__name__)
+def test_a_hook_refuses_another_state(hook: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"{hook.__name__.removeprefix('overlap.')}.*PowerSGDState, got NoneType"
+    ):
+        overlap.as_stage(hook)
+
+
+def test_repr_has_the_options_that_are_not_defaults() -> None:
+    assert repr(PowerSGD(rank=4)) == "PowerSGD(rank=4)"
+    assert repr(PowerSGD(rank=1, alternate=True, start_step=3)) == "PowerSGD(rank=1, start_step=3, alternate=True)"
+
+
+def test_powersgdstate_has_pytorchs_defaults() -> None:
+    config = PowerSGDState(None).config()
+    assert (config.rank, config.start_step, config.min_compression_rate) == (1, 1000, 2)
+    assert (config.error_feedback, config.warm_start, config.epsilon, config.seed) == (True, True, 0, 0)
+    assert config.log_every_steps == 10_000
+
+
+def test_one_memory_serves_one_model() -> None:
+    stage = PowerSGD()
+    World([stage], [(4, 4)])
+    with pytest.raises(ConfigurationError, match=r"registered already.*remove"):
+        World([stage], [(4, 4)])
+
+
+def test_a_stage_whose_registration_is_removed_can_serve_another_model() -> None:
+    stage = PowerSGD()
+    World([stage], [(4, 4)])
+    stage.detach()
+    World([stage], [(4, 4)])

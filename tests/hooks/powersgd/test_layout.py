@@ -1,0 +1,111 @@
+"""What is compressed and where it lies: from shapes alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlap import PowerSGD
+from overlap.hooks.powersgd.layout import layout_of, matrix_shape
+
+from .lockstep import World
+
+layouts = given(
+    shapes=st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=8),
+    rank=st.integers(1, 5),
+    rate=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    batch_numel=st.sampled_from([0, 20, 1000]),
+)
+
+
+@layouts
+def test_every_gradient_is_either_compressed_or_exact(
+    shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
+) -> None:
+    layout = layout_of(shapes, rank=rank, min_compression_rate=rate, batch_numel=batch_numel)
+    compressed = [place for batch in layout.batches for place in batch.places]
+    assert sorted([*compressed, *layout.exact]) == list(range(len(shapes)))
+
+
+@layouts
+def test_a_batch_has_small_matrices_of_one_shape_or_a_single_one(
+    shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
+) -> None:
+    layout = layout_of(shapes, rank=rank, min_compression_rate=rate, batch_numel=batch_numel)
+    for batch in layout.batches:
+        assert len(batch.places) == 1 or batch.rows * batch.cols <= batch_numel
+        for place in batch.places:
+            assert matrix_shape(shapes[place]) == (batch.rows, batch.cols)
+        assert batch.rank == min(rank, batch.rows, batch.cols)
+
+
+@layouts
+def test_factors_of_one_length_lie_side_by_side(
+    shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
+) -> None:
+    layout = layout_of(shapes, rank=rank, min_compression_rate=rate, batch_numel=batch_numel)
+    left, right = torch.zeros(layout.left_numel), torch.zeros(layout.right_numel)
+    for batch in layout.batches:
+        batch.left(left).add_(batch.rows)
+        batch.right(right).add_(batch.cols)
+    # Each element of the flat tensors belongs to one batch of matrices and one of factors, of the same length.
+    for flat, factor_batches in ((left, layout.left_factors), (right, layout.right_factors)):
+        assert len({(factors.rank, factors.length) for factors in factor_batches}) == len(factor_batches)
+        assert sum(factors.of(flat).numel() for factors in factor_batches) == flat.numel()
+        for factors in factor_batches:
+            assert bool((factors.of(flat) == factors.length).all())
+
+
+def test_matrices_are_compressed_where_it_pays() -> None:
+    layout = layout_of([(64, 3, 7, 7), (64,), (10, 10), (512, 512)], rank=4, min_compression_rate=2)
+    assert layout.exact == (1, 2)
+    assert (layout.left_numel, layout.right_numel) == (4 * (64 + 512), 4 * (147 + 512))
+
+
+def test_nothing_is_compressed_where_the_rank_is_too_large_to_pay() -> None:
+    assert not layout_of([(512, 512)], rank=128, min_compression_rate=2).batches
+
+
+def test_places_named_exact_are_not_compressed() -> None:
+    assert not layout_of([(512, 512)], rank=4, min_compression_rate=2, exact={0}).batches
+
+
+def _resnet18() -> list[tuple[int, ...]]:
+    """Shapes of the parameters of the ResNet-18 that is trained on images of 32 x 32."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 3, 3), (64,), (64,)]
+    planes = 64
+    for width in (64, 128, 256, 512):
+        for _ in range(2):
+            shapes += [(width, planes, 3, 3), (width,), (width,), (width, width, 3, 3), (width,), (width,)]
+            if planes != width:
+                shapes += [(width, planes, 1, 1), (width,), (width,)]
+            planes = width
+    return [*shapes, (10, 512), (10,)]
+
+
+@pytest.mark.parametrize(("rank", "times_less"), [(1, 243), (2, 136), (4, 72)])
+def test_the_papers_volumes_for_resnet18(rank: int, times_less: int) -> None:
+    shapes = _resnet18()
+    stage = PowerSGD(rank=rank)
+    world = World([stage], shapes)
+    world.step([[torch.zeros(shape) for shape in shapes]])
+    rate, before, after = stage.compression_stats()
+    assert before == 11_173_962
+    assert sum(world.sent_numel) == after
+    assert round(rate) == times_less
+
+
+def test_alternating_sends_half_in_one_collective() -> None:
+    shapes = _resnet18()
+    stage = PowerSGD(rank=4, alternate=True)
+    world = World([stage], shapes)
+    sent = []
+    for _ in range(2):
+        world.step([[torch.zeros(shape) for shape in shapes]])
+        assert len(world.sent_numel) == 1
+        sent += world.sent_numel
+    assert sum(sent) == stage.compression_stats()[2]
+    rate = stage.compression_stats()[0]
+    assert rate > 130, rate

@@ -1,0 +1,180 @@
+"""Numbers as small integers with scales: how large errors are, what is exact, and what a message holds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from overlap import ConfigurationError
+from overlap.hooks.quantize import ChunkCodec, Quantize, StochasticRounding, nearest
+
+CPU = torch.device("cpu")
+
+
+def _there_and_back(values: torch.Tensor, bits: int, *, chunk: int = 512, rounding=nearest) -> torch.Tensor:
+    codec = ChunkCodec.fit(values.numel(), bits=bits, chunk=chunk)
+    padded = torch.zeros(codec.numel)
+    padded[: values.numel()] = values
+    message, out = torch.zeros(codec.message_bytes, dtype=torch.uint8), torch.full_like(padded, 7.0)
+    before = padded.clone()
+    codec.encode(padded, message, rounding)
+    assert torch.equal(padded, before) or padded.isnan().any(), "what is encoded stays as it is"
+    codec.decode(message, out)
+    return out[: values.numel()]
+
+
+def _steps(values: torch.Tensor, bits: int, chunk: int = 512) -> torch.Tensor:
+    """The step of each value's chunk."""
+    codec = ChunkCodec.fit(values.numel(), bits=bits, chunk=chunk)
+    padded = torch.zeros(codec.numel)
+    padded[: values.numel()] = values
+    peaks = padded.view(codec.chunks, -1).abs().amax(1, keepdim=True)
+    return (peaks / codec.top).expand(-1, codec.chunk_numel).flatten()[: values.numel()]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("numel", [1, 7, 8, 511, 512, 513, 1025, 300_001])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_values_are_off_by_half_a_step_of_their_chunk_at_most(bits: int, numel: int, scale: float) -> None:
+    # Each chunk on a scale of its own, so that another chunk's step would be far too large or small.
+    values = torch.randn(numel) * scale * torch.logspace(-3, 3, numel)
+    error = (_there_and_back(values, bits) - values).abs()
+    assert (error <= _steps(values, bits) * 0.50001).all()
+    if numel > 512:
+        assert error.max() > 0
+
+
+EXACT = {
+    "zeros": lambda top: torch.zeros(700),
+    "0.1": lambda top: torch.full((700,), 0.1),
+    "-1/3": lambda top: torch.full((700,), -1 / 3),
+    "1e-30": lambda top: torch.full((700,), 1e-30),
+    "whole steps": lambda top: torch.arange(-top, top + 1.0),
+    "whole steps of 2**-40": lambda top: torch.arange(-top, top + 1.0) * 2.0**-40,
+    "zero between the peaks": lambda top: torch.tensor([-5.0, 0.0, 5.0]),
+}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("what", EXACT)
+def test_constants_and_whole_steps_are_exact_however_they_are_rounded(bits: int, what: str) -> None:
+    exact = EXACT[what](2 ** (bits - 1) - 1)
+    assert torch.equal(_there_and_back(exact, bits), exact)
+    assert torch.equal(_there_and_back(exact, bits, rounding=StochasticRounding(CPU, seed=0)), exact)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("constant", [torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max, 1.99, 0.12345])
+def test_a_constant_of_which_no_step_is_a_whole_part_is_off_by_the_last_place(bits: int, constant: float) -> None:
+    # Where no step times ``top`` is the peak, the next number below is as close as it gets, and never infinity.
+    values = torch.full((700,), constant)
+    assert torch.allclose(_there_and_back(values, bits), values, rtol=2.0**-23, atol=0.0)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantizing_again_changes_nothing(bits: int) -> None:
+    once = _there_and_back(torch.randn(5000), bits)
+    assert torch.equal(_there_and_back(once, bits), once)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_denormal_numbers_are_lost_and_not_blown_up(bits: int) -> None:
+    tiny = torch.full((9,), 1e-42)
+    assert (_there_and_back(tiny, bits).abs() <= tiny).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_marks_its_chunk_and_no_other(bits: int, what: float) -> None:
+    values = torch.randn(512 * 3)
+    values[600] = what
+    out = _there_and_back(values, bits)
+    assert not out[512:1024].isfinite().any()
+    assert out[:512].isfinite().all() and out[1024:].isfinite().all()
+
+
+VALUES = torch.cat([torch.tensor([1.0]), torch.rand(503, generator=torch.Generator().manual_seed(0)) * 2 - 1])
+
+
+def _drawn(bits: int) -> torch.Tensor:
+    rounding = StochasticRounding(CPU, seed=3)
+    return torch.stack([_there_and_back(VALUES, bits, rounding=rounding) for _ in range(3000)])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_stochastic_rounding_is_unbiased_and_off_by_less_than_a_step(bits: int) -> None:
+    draws, step = _drawn(bits), _steps(VALUES, bits)
+    assert ((draws - VALUES).abs() <= step * 1.00001).all()
+    # A value lies between two steps with a variance of at most a quarter of a step's square; five sigma of the mean.
+    bound = 5 * 0.5 * step / math.sqrt(len(draws))
+    assert ((draws.mean(0) - VALUES).abs() <= bound).all()
+    biased = (_there_and_back(VALUES, bits) - VALUES).abs() > bound
+    assert biased.float().mean() > 0.5, "rounding to nearest would not pass this test"
+    assert (draws.std(0) > 0).sum() > 450
+
+
+def test_stochastic_rounding_is_the_same_for_the_same_seed() -> None:
+    first, second = (_there_and_back(VALUES, 4, rounding=StochasticRounding(CPU, seed=3)) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_stochastic_rounding_never_leaves_the_range() -> None:
+    top = torch.full((2_000_000,), 127.0)
+    assert torch.equal(StochasticRounding(CPU, seed=0)(top.clone(), 127), top)
+
+
+def test_stochastic_rounding_leaves_the_models_own_random_numbers_as_they_were() -> None:
+    state = torch.get_rng_state()
+    StochasticRounding(CPU, seed=0)(torch.ones(100), 127)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("numel", [0, 1, 100, 512, 513, 100_000])
+def test_a_message_holds_whole_chunks_and_their_steps(bits: int, numel: int) -> None:
+    codec = ChunkCodec.fit(numel, bits=bits, chunk=512)
+    assert codec.chunk_numel <= 512 and codec.numel >= numel
+    assert codec.message_bytes == codec.chunks * 4 + codec.numel * bits // 8
+    assert codec.message_bytes % 4 == 0, "so that scales of the next one are aligned"
+    assert codec.numel - numel < 8 * max(codec.chunks, 1)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_nothing_is_an_empty_message(bits: int) -> None:
+    codec = ChunkCodec.fit(0, bits=bits, chunk=512)
+    assert codec.message_bytes == 0
+    codec.encode(torch.empty(0), torch.empty(0, dtype=torch.uint8))
+    codec.decode(torch.empty(0, dtype=torch.uint8), torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 5}, "bits is 5: give 4 or 8"),
+        ({"chunk": 12}, "chunk is 12: give a positive multiple of 8"),
+        ({"chunk": 0}, "chunk is 0"),
+        ({"chunk": 64.0}, r"chunk is 64\.0"),
+        ({"rounding": "up"}, "rounding is 'up': give 'nearest' or 'stochastic'"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Quantize(**options)
+
+
+def test_repr_names_what_is_not_the_default() -> None:
+    assert repr(Quantize()) == "Quantize(bits=8)"
+    options = "bits=4, chunk=64, rounding='stochastic', error_feedback=True"
+    assert repr(Quantize(4, chunk=64, rounding="stochastic", error_feedback=True)) == f"Quantize({options})"
+
+
+def test_errors_are_refused_without_error_feedback() -> None:
+    with pytest.raises(ConfigurationError, match=r"make it with error_feedback=True"):
+        Quantize().load_state_dict({"error": {"weight": torch.ones(2)}})
+
+
+def test_unknown_state_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"has no state \['momentum'\]"):
+        Quantize().load_state_dict({"momentum": 1})

@@ -1,0 +1,114 @@
+"""Functions and hooks as stages, and stages as hooks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+import overlap
+from harness import Record, assert_parity, run_ranks, train, wrap
+from harness.models import MLP
+from overlap import AllReduce, ConfigurationError, OverlappedOptimizer, Step, as_hook, as_stage, chain, register
+
+from .runs import SGD, plain, run, to_ddp, trained
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[list[Record]]:
+    (records,) = trained(plain)
+    return records
+
+
+class _CallableHook:
+    def __call__(self, process_group: Any, gradients: Any) -> torch.futures.Future[torch.Tensor]:
+        return default_hooks.allreduce_hook(process_group, gradients)
+
+
+def _string_annotated(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return default_hooks.allreduce_hook(state, bucket)
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "a function with string annotations": _string_annotated,
+    "a lambda with other names": lambda s, b: _string_annotated(s, bucket=b),
+    "a callable instance": _CallableHook(),
+    "a partial": functools.partial(default_hooks._compress_hook, torch.float32),
+    "varargs": lambda *arguments: _string_annotated(arguments[0], arguments[1]),
+}
+
+
+def _with_a_group(ddp: Any, hook: Any) -> None:
+    register(ddp, hook, dist.group.WORLD)
+
+
+def _chained(ddp: Any, hook: Any) -> None:
+    chain(hook).register(ddp)
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_any_callable_of_two_arguments_is_taken_as_a_hook(kind: str, reference: list[list[Record]]) -> None:
+    hook = HOOKS[kind]
+    ways = (
+        functools.partial(register, stage=hook),
+        functools.partial(_with_a_group, hook=hook),
+        functools.partial(_chained, hook=hook),
+    )
+    for records in trained(*ways):
+        assert_parity(records, reference, what=kind)
+
+
+async def _mean(bucket: overlap.Bucket) -> None:
+    bucket.buffer.mul_(1 / bucket.divisor)
+    await overlap.hooks.all_reduce(bucket.buffer, group=bucket.group)
+
+
+class _Mean:
+    async def __call__(self, bucket: overlap.Bucket) -> None:
+        await _mean(bucket)
+
+
+@pytest.mark.parametrize("stage", [_mean, _Mean()], ids=["function", "instance"])
+def test_an_async_callable_is_taken_as_a_stage(stage: Any, reference: list[list[Record]]) -> None:
+    (records,) = trained(functools.partial(register, stage=stage))
+    assert_parity(records, reference, what=repr(stage))
+
+
+def _two_models_with_one_hook(rank: int, world_size: int) -> list[list[Record]]:
+    hook = as_hook(chain(AllReduce()))
+    return [run(rank, functools.partial(to_ddp, hook=hook)) for _ in range(2)]
+
+
+def test_one_hook_made_of_a_stage_serves_several_models(reference: list[list[Record]]) -> None:
+    for records, expected in zip(run_ranks(_two_models_with_one_hook, 2), reference, strict=True):
+        assert_parity(records[0], expected, what="as_hook")
+        assert_parity(records[1], expected, what="as_hook again")
+
+
+def _foreign_hook_then_step(rank: int, world_size: int) -> None:
+    def state() -> Any:
+        return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+
+    options = {"bucket_cap_mb": 25}  # PyTorch's PowerSGD works with one bucket.
+    batches = MLP.batches(rank, steps=6)
+    ddp = wrap(MLP.model(), **options)
+    ddp.register_comm_hook(state(), powerSGD_hook.powerSGD_hook)
+    reference = train(ddp, SGD(ddp.parameters()), batches, min_buckets=1)
+    ddp = wrap(MLP.model(), **options)
+    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+    chain(as_stage(powerSGD_hook.powerSGD_hook, state()), Step(optimizer)).register(ddp)
+    assert_parity(train(ddp, optimizer, batches, min_buckets=1), reference, what="PyTorch's PowerSGD, then Step")
+
+
+def test_a_foreign_hook_chains_with_an_update() -> None:
+    run_ranks(_foreign_hook_then_step, 2)
+
+
+def test_a_hook_of_one_argument_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot be called with \(state, bucket\)"):
+        as_stage(lambda only_one: None)

@@ -1,0 +1,125 @@
+"""What a chain takes and refuses, and what it remembers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import overlap
+from harness import run_ranks, wrap
+from harness.models import MLP
+from overlap import AllGather, AllReduce, Cast, ConfigurationError, Stage, Step, as_hook, chain
+
+from .runs import SGD
+
+
+def _step() -> Step:
+    return Step(SGD(nn.Linear(2, 2).parameters()))
+
+
+def test_a_chain_needs_a_stage() -> None:
+    with pytest.raises(ConfigurationError, match="at least one stage"):
+        chain()
+
+
+def test_a_chain_without_a_reducer_names_one() -> None:
+    with pytest.raises(ConfigurationError, match=r"Step\(SGD, interleaved\) needs a reducer .*chain\(AllReduce"):
+        chain(_step())
+
+
+def test_a_reducer_after_an_update_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"AllReduce\(\) \(reducer\) cannot follow Step"):
+        chain(AllReduce(), _step(), AllReduce())
+
+
+def test_a_second_reducer_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="cannot follow"):
+        chain(AllReduce(), AllGather())
+
+
+def test_a_class_in_place_of_a_stage_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"AllReduce is a class.*AllReduce\(\.\.\.\)"):
+        chain(AllReduce)
+
+
+def test_what_is_not_a_stage_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="3 is not a stage"):
+        chain(3)  # type: ignore[arg-type]
+
+
+def test_a_cast_to_an_integer_dtype_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"floating-point torch.dtype .*got torch.int8"):
+        Cast(torch.int8)
+
+
+def test_a_cast_of_an_update_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="wraps a reducer"):
+        Cast(torch.float16, _step())
+
+
+def test_a_stage_without_state_refuses_to_load_one() -> None:
+    with pytest.raises(ConfigurationError, match="no state to load"):
+        AllReduce().load_state_dict({"a": 1})
+
+
+def test_chains_in_a_chain_are_taken_apart() -> None:
+    assert repr(chain(chain(Cast(torch.bfloat16)), _step())) == (
+        "chain(Cast(bfloat16, AllReduce()), Step(SGD, interleaved))"
+    )
+
+
+class _Memory(Stage):
+    """The mean, and how often each parameter was seen."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+
+    async def __call__(self, bucket: overlap.Bucket) -> None:
+        for name in bucket.names:
+            self.seen[name] = self.seen.get(name, 0) + 1
+        await AllReduce()(bucket)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.seen)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.seen = dict(state_dict)
+
+
+def _memory_by_name(rank: int, world_size: int) -> None:
+    plan = chain(_Memory(), Step(SGD((ddp := wrap(MLP.model(), **MLP.ddp_options())).parameters())))
+    plan.register(ddp)
+    for step in range(3):
+        ddp(*MLP.batch(step, rank).inputs).sum().backward()
+    names = [name for name, _ in MLP.model().named_parameters()]
+    assert plan.state_dict() == {"0": dict.fromkeys(names, 3)}
+
+
+def test_memory_is_kept_by_parameter_name_however_often_buckets_are_rebuilt() -> None:
+    run_ranks(_memory_by_name, 2)
+
+
+def test_a_chain_loads_the_state_of_each_stage_by_its_place() -> None:
+    state = {"0": {"0.weight": 3}}
+    again = chain(_Memory())
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+
+
+def test_a_chain_refuses_the_state_of_a_stage_that_it_lacks() -> None:
+    with pytest.raises(ConfigurationError, match=r"\['7'\] for a chain of 1 stages"):
+        chain(_Memory()).load_state_dict({"7": {}})
+
+
+def _names_in_a_hook(rank: int, world_size: int) -> None:
+    by_hook = wrap(MLP.model(), **MLP.ddp_options())
+    by_hook.register_comm_hook(None, as_hook(_Memory()))
+    with pytest.raises(ConfigurationError, match=r"overlap.register\(ddp, hook\)"):
+        by_hook(*MLP.batch(0, rank).inputs).sum().backward()
+
+
+def test_names_of_parameters_in_a_hook_given_to_ddp_are_an_error_with_the_remedy() -> None:
+    run_ranks(_names_in_a_hook, 2)

@@ -1,0 +1,186 @@
+"""The mean of the gradients by each exact reducer, and by a cast, against plain DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import overlap
+from harness import Record, assert_parity, run_ranks, run_threads, wrap
+from harness.models import DTYPES, MLP, TRANSFORMER
+from overlap import AllGather, AllReduce, Cast, NoReduction, OverlappedOptimizer, Step, chain, register
+
+from .runs import SGD, Attach, plain, run, to_ddp, trained
+
+Runs = list[list[Record]]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(world_size, case) for world_size in (2, 3, 4) for case in (MLP, DTYPES, TRANSFORMER)],
+    ids=lambda param: f"{param[0]} ranks, {param[1]}",
+)
+def means(request: pytest.FixtureRequest) -> tuple[int, Runs, Runs, Runs]:
+    """The world's size, and runs with DDP's own reduction, `AllReduce` and `AllGather`."""
+    world_size, case = request.param
+    runs = trained(plain, chain(AllReduce()).register, chain(AllGather()).register, case=case, world_size=world_size)
+    return world_size, *runs
+
+
+def test_all_reduce_equals_plain_ddp_bit_for_bit(means: tuple[int, Runs, Runs, Runs]) -> None:
+    _, reference, all_reduced, _ = means
+    assert_parity(all_reduced, reference, what="AllReduce")
+
+
+def test_all_gather_equals_plain_ddp_but_for_the_order_of_summation(means: tuple[int, Runs, Runs, Runs]) -> None:
+    world_size, reference, _, gathered = means
+    if world_size == 2:
+        assert_parity(gathered, reference, what="AllGather")
+        return
+    assert_parity(
+        [[record.gradients for record in records] for records in gathered],
+        [[record.gradients for record in records] for records in reference],
+        what="AllGather",
+        exact=False,
+        rtol=0.02,  # One part in 256 for a bfloat16 gradient, and what five steps make of it.
+        atol=1e-3,
+        reason="sums over ranks are taken in another order than the all-reduce's",
+    )
+
+
+def _no_reduction(rank: int, world_size: int, attach: Attach) -> None:
+    reference = MLP.model()
+    nn.functional.mse_loss(reference(*MLP.batch(0, rank).inputs), MLP.batch(0, rank).target).backward()
+    (record,) = run(rank, attach, steps=1)
+    own = {name: p.grad for name, p in reference.named_parameters()}
+    assert_parity(record.gradients, own, what="each rank's own gradient")
+
+
+@pytest.mark.parametrize(
+    "attach",
+    [
+        chain(NoReduction()).register,
+        lambda ddp: register(ddp, overlap.noop_hook),
+        lambda ddp: to_ddp(ddp, overlap.noop_hook),
+    ],
+    ids=["NoReduction", "noop_hook", "noop_hook by DDP"],
+)
+def test_no_reduction_leaves_each_rank_its_own_gradient(attach: Attach) -> None:
+    run_ranks(_no_reduction, 2, attach)
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16() -> Runs:
+    (records,) = trained(chain(Cast(torch.bfloat16)).register)
+    return records
+
+
+def test_a_cast_within_a_cast_to_the_same_dtype_changes_nothing(in_bfloat16: Runs) -> None:
+    (nested,) = trained(chain(Cast(torch.bfloat16, Cast(torch.bfloat16, AllReduce()))).register)
+    assert_parity(nested, in_bfloat16, what="a cast to the dtype that the bucket already has")
+
+
+def test_a_cast_to_bfloat16_rounds_and_stays_within_its_precision(in_bfloat16: Runs) -> None:
+    (reference,) = trained(plain)
+    for ours, theirs in zip(in_bfloat16, reference, strict=True):
+        assert_parity(
+            [record.parameters for record in ours],
+            [record.parameters for record in theirs],
+            what="bf16 gradients",
+            exact=False,
+            rtol=0.0,
+            atol=0.02,
+            reason="bfloat16 keeps 8 bits of each gradient",
+        )
+        assert not torch.equal(ours[-1].parameters["0.weight"], theirs[-1].parameters["0.weight"]), "it did round"
+
+
+def test_a_cast_to_float16_takes_gradients_of_every_dtype() -> None:
+    (by_rank,) = trained(chain(Cast(torch.float16)).register, case=DTYPES)
+    for record in (record for records in by_rank for record in records):
+        assert all(torch.isfinite(gradient).all() for gradient in record.gradients.values())
+
+
+def _complex_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8, dtype=torch.complex64) for _ in range(3)))
+
+
+def _overlapped(ddp: Any, optimizer: Any) -> OverlappedOptimizer:
+    overlapped = OverlappedOptimizer(optimizer)
+    chain(AllReduce(), Step(overlapped)).register(ddp)
+    return overlapped
+
+
+def _complex(rank: int, world_size: int) -> None:
+    records = []
+    for make in (lambda ddp, sgd: sgd, _overlapped):
+        ddp = wrap(_complex_model())
+        optimizer = make(ddp, SGD(ddp.parameters()))
+        for step in range(4):
+            optimizer.zero_grad()
+            ddp(torch.full((2, 8), complex(step, rank + 1), dtype=torch.complex64)).abs().sum().backward()
+            optimizer.step()
+        records.append({name: p.detach().clone() for name, p in ddp.module.named_parameters()})
+    assert_parity(records[1], records[0], what="complex parameters")
+
+
+def test_complex_parameters_train_as_under_plain_ddp() -> None:
+    run_ranks(_complex, 2)
+
+
+def _complex_cast(rank: int, world_size: int) -> None:
+    ddp = wrap(nn.Linear(8, 8, dtype=torch.complex64))
+    register(ddp, overlap.bf16_compress_hook)
+    ddp(torch.ones(2, 8, dtype=torch.complex64)).abs().sum().backward()
+    assert ddp.module.weight.grad.imag.abs().sum() > 0, "no part is lost"
+
+
+def test_a_cast_of_complex_gradients_keeps_both_parts() -> None:
+    # DDP holds complex gradients as pairs of real numbers.
+    run_ranks(_complex_cast, 2)
+
+
+def _on_subgroups(rank: int, world_size: int) -> dict[str, list[Record]]:
+    """Models on pairs of ranks, where ranks are in different numbers of groups."""
+    mine = None
+    for ranks in ((0, 1), (2, 3), (0, 1, 2)):
+        group = dist.new_group(list(ranks))
+        if rank in ranks and mine is None:
+            mine = group
+    assert mine is not None
+    place = rank % 2
+    return {
+        "plain": run(place, plain, process_group=mine),
+        "the model's group": run(place, chain(AllReduce()).register, process_group=mine),
+        "the hook's state": run(
+            place, lambda ddp: ddp.register_comm_hook(mine, overlap.allreduce_hook), process_group=mine
+        ),
+        # The model's own group is the whole world here.
+        "the hook's state alone": run(place, lambda ddp: register(ddp, overlap.allreduce_hook, mine)),
+    }
+
+
+@pytest.fixture(scope="module")
+def on_subgroups() -> list[dict[str, list[Record]]]:
+    return run_ranks(_on_subgroups, 4)
+
+
+@pytest.mark.parametrize("named_by", ["the model's group", "the hook's state", "the hook's state alone"])
+def test_a_reducer_uses_the_group_that_is_named_by(on_subgroups: list[dict[str, list[Record]]], named_by: str) -> None:
+    for runs in on_subgroups:
+        assert_parity(runs[named_by], runs["plain"], what=f"a subgroup that is named by {named_by}")
+
+
+def _without_gloo(rank: int, world_size: int) -> None:
+    reference = run(rank, plain)
+    for stage in (AllReduce(), AllGather(), Cast(torch.float32)):
+        assert_parity(run(rank, chain(stage).register), reference, what=f"{stage!r} on autograd's thread")
+
+
+def test_without_gloo_stages_run_on_autograds_thread() -> None:
+    run_threads(_without_gloo, 2)

@@ -1,0 +1,94 @@
+"""Plain DDP beside DDP with an update in backward, and optimizers of the kinds that other libraries have."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from harness import Record, wrap
+from harness.models import Case
+from overlap import AllReduce, OverlappedOptimizer, Registration, Step, chain
+
+Make = Callable[[Any], torch.optim.Optimizer]
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+
+BOTH_MODES = pytest.mark.parametrize("deferred", [False, True], ids=["interleaved", "deferred"])
+
+
+def plain_ddp(case: Case, make: Make) -> tuple[Any, torch.optim.Optimizer]:
+    ddp = wrap(case.model(), **case.ddp_options())
+    return ddp, make(ddp.parameters())
+
+
+def overlapped_ddp(case: Case, make: Make, **step_options: Any) -> tuple[Any, OverlappedOptimizer, Registration]:
+    ddp = wrap(case.model(), **case.ddp_options())
+    optimizer = OverlappedOptimizer(make(ddp.parameters()))
+    return ddp, optimizer, chain(AllReduce(), Step(optimizer, **step_options)).register(ddp)
+
+
+def renumbered(records: list[Record], start: int) -> list[Record]:
+    """Records of a run that goes on from step `start`."""
+    return [dataclasses.replace(record, step=record.step + start) for record in records]
+
+
+class NoScheduler:
+    """A scheduler that leaves the rate as it is, and notes nothing in the optimizer's groups."""
+
+    def __init__(self, optimizer: Any) -> None:
+        pass
+
+    def step(self) -> None:
+        pass
+
+
+class Lion(torch.optim.Optimizer):
+    """A third-party optimizer, as its paper has it."""
+
+    def __init__(self, params: Any, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                parameter.sub_(group["lr"] * momentum.lerp(parameter.grad, 1 - first).sign())
+                momentum.lerp_(parameter.grad, 1 - second)
+
+
+class Counts(Lion):
+    """Counts its steps in its groups, as some third-party optimizers do."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.01 / group["k"]
+
+
+class CountsOutsideGroups(Lion):
+    """Counts its steps in its state, in a tensor or in a dictionary, as `where` says."""
+
+    where = "state"
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.tensor, self.box = torch.zeros(()), {"n": 0}
+
+    def step(self, closure: Any = None) -> None:
+        if self.where == "state":
+            self.state["n"] = self.state.get("n", 0) + 1
+        elif self.where == "tensor":
+            self.tensor += 1
+        else:
+            self.box["n"] += 1
+        super().step()

@@ -1,0 +1,36 @@
+"""Stepping a part of an optimizer's parameters, without DDP."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from step_loops import CountsOutsideGroups
+from torch import nn
+
+from harness.models import MLP
+from overlap import UnsupportedError
+from overlap.optim.subset import SubsetStepper
+
+
+@pytest.mark.parametrize("where", ["state", "tensor", "box"])
+def test_a_counter_that_both_parts_change_is_refused_wherever_it_is(where: str) -> None:
+    model = MLP.model()
+    optimizer = CountsOutsideGroups(model.parameters())
+    optimizer.where = where
+    stepper = SubsetStepper(optimizer)
+    first, *rest = model.parameters()
+    stepper.begin()
+    stepper.step([first], [torch.ones_like(first)])
+    with pytest.raises(UnsupportedError, match="deferred=True"):
+        stepper.step(rest, [torch.ones_like(parameter) for parameter in rest])
+
+
+def test_parameters_that_change_groups_take_the_new_groups_hyperparameters() -> None:
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 1.0}, {"params": [second], "lr": 0.5}])
+    stepper = SubsetStepper(optimizer)
+    groups = optimizer.param_groups
+    groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+    stepper.begin()
+    stepper.step([first, second], [torch.ones(1), torch.ones(1)])
+    assert (first.item(), second.item()) == (-0.5, -1.0)

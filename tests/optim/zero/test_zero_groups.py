@@ -1,0 +1,91 @@
+"""Parameter groups, groups added later, and parameters that another optimizer has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from zero_loops import ADAMW, ADAMW_OPTIONS, FORMS, check, plain_run, zero_run
+
+from harness import run_ranks, wrap
+from harness.models import MLP, TRANSFORMER, UNUSED_ON_SOME_RANKS, mean_squared_error
+from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
+
+
+def _two_groups(ddp: nn.Module) -> list[dict[str, Any]]:
+    weights = [p for name, p in ddp.named_parameters() if name.endswith("weight")]
+    others = [p for name, p in ddp.named_parameters() if not name.endswith("weight")]
+    return [{"params": weights, "lr": 0.02}, {"params": others, "weight_decay": 0.0}]
+
+
+def _cyclic(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.1], total_steps=20)
+
+
+def _groups(rank: int, world_size: int) -> None:
+    options: dict[str, Any] = {"parameters": _two_groups, "scheduler": _cyclic}
+    reference = plain_run(TRANSFORMER, rank, ADAMW, **options)
+    for form in ("interleaved", "deferred", "alone"):
+        candidate = zero_run(TRANSFORMER, rank, torch.optim.AdamW, ADAMW_OPTIONS, FORMS[form], **options)
+        check(candidate, reference, what=form, world_size=world_size)
+
+
+def test_two_groups_under_a_scheduler_that_moves_rate_and_momentum() -> None:
+    run_ranks(_groups, 2)
+
+
+def _some_parameters_are_anothers(rank: int, world_size: int) -> None:
+    """Parameters of the model that zero does not have are averaged, and another optimizer steps them."""
+
+    def halves(ddp: nn.Module) -> tuple[list[Any], list[Any]]:
+        parameters = list(ddp.parameters())
+        return parameters[:5], parameters[5:]
+
+    plain = wrap(MLP.model(), **MLP.ddp_options())
+    first, second = halves(plain)
+    references = [torch.optim.SGD(first, lr=0.1), torch.optim.AdamW(second, lr=0.01)]
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    first, second = halves(ddp)
+    other = torch.optim.SGD(first, lr=0.1)
+    zero = ZeroRedundancyOptimizer(second, torch.optim.AdamW, lr=0.01, overlap_with_ddp=True)
+    chain(ZeroStep(zero)).register(ddp)
+    for step in range(5):
+        plain.zero_grad()
+        mean_squared_error(plain, MLP.batch(step, rank)).backward()
+        for reference in references:
+            reference.step()
+        other.zero_grad()
+        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+        zero.step()
+        other.step()
+        for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours, theirs), step
+
+
+def test_what_zero_does_not_have_is_averaged_for_another_optimizer() -> None:
+    run_ranks(_some_parameters_are_anothers, 2)
+
+
+def _added_late(rank: int, world_size: int) -> None:
+    plain = wrap(UNUSED_ON_SOME_RANKS.model(), **UNUSED_ON_SOME_RANKS.ddp_options())
+    reference = torch.optim.AdamW(plain.module.trunk.parameters(), lr=0.01)
+    ddp = wrap(UNUSED_ON_SOME_RANKS.model(), **UNUSED_ON_SOME_RANKS.ddp_options())
+    zero = ZeroRedundancyOptimizer(ddp.module.trunk.parameters(), torch.optim.AdamW, lr=0.01, overlap_with_ddp=True)
+    chain(ZeroStep(zero)).register(ddp)
+    for step in range(6):
+        if step == 2:
+            reference.add_param_group({"params": list(plain.module.branch.parameters()), "lr": 0.1})
+            zero.add_param_group({"params": list(ddp.module.branch.parameters()), "lr": 0.1})
+        plain.zero_grad()
+        mean_squared_error(plain, UNUSED_ON_SOME_RANKS.batch(step, rank)).backward()
+        reference.step()
+        ddp.module.branch.zero_grad()
+        mean_squared_error(ddp, UNUSED_ON_SOME_RANKS.batch(step, rank)).backward()
+        zero.step()
+        for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours, theirs), step
+
+
+def test_a_group_added_later_is_updated_from_the_next_backward_on() -> None:
+    run_ranks(_added_late, 2)

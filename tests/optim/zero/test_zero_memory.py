@@ -1,0 +1,220 @@
+"""A rank keeps its share of the state, and no temporary is larger than a bucket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from harness import bucket_sizes_bytes, run_ranks, wrap
+from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap.optim.zero import exchange, without_hooks
+from overlap.optim.zero.exchange import Workspace
+
+
+def test_a_workspace_keeps_as_many_buffers_as_were_in_use_at_once() -> None:
+    workspace, like = Workspace(), torch.empty(0)
+    for numel in (10, 100, 50, 1000, 7):
+        first, second = workspace.take(numel, like), workspace.take(numel, like)
+        assert first.numel() == numel and first.data_ptr() != second.data_ptr()
+        workspace.give(first)
+        workspace.give(second)
+    assert workspace.held_bytes == 2 * 1000 * 4
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a rank keeps between steps of a model of `parameter_bytes`."""
+
+    parameter_bytes: int
+    state_bytes: int
+    workspace_bytes: int
+    largest_bucket_bytes: int
+    has_copies: bool
+
+
+def _kept(rank: int, world_size: int) -> Kept:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 33, 3),
+        nn.BatchNorm2d(33),
+        nn.ReLU(),
+        nn.Conv2d(33, 70, 3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(70, 257),
+        nn.Linear(257, 131),
+    )
+    ddp = wrap(model, bucket_cap_mb=0.1)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, overlap_with_ddp=True)
+    chain(ZeroStep(zero)).register(ddp)
+    inputs = torch.randn(2, 3, 8, 8)
+    for _ in range(3):
+        ddp(inputs).sum().backward()
+        zero.step()
+    shards = zero.shards.values()
+    assert all(shard.own is not None for shard in shards), "every rank has a chunk of every parameter"
+    return Kept(
+        parameter_bytes=sum(p.nbytes for p in model.parameters()),
+        state_bytes=sum(v.nbytes for state in zero.optim.state.values() for v in state.values() if v.ndim),
+        workspace_bytes=zero.exchange.workspace.held_bytes,
+        largest_bucket_bytes=max(bucket_sizes_bytes(ddp)),
+        has_copies=any(_address(shard.own) != _address(shard.parameter) for shard in shards if shard.own is not None),
+    )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4], ids=lambda world_size: f"{world_size} ranks")
+def kept(request: pytest.FixtureRequest) -> list[Kept]:
+    return run_ranks(_kept, request.param)
+
+
+def test_a_rank_keeps_its_share_of_the_state(kept: list[Kept]) -> None:
+    share = 2 * kept[0].parameter_bytes / len(kept)
+    assert all(abs(rank.state_bytes - share) <= 0.01 * share for rank in kept)
+
+
+def test_a_rank_keeps_no_copy_of_parameters(kept: list[Kept]) -> None:
+    assert not any(rank.has_copies for rank in kept)
+
+
+def test_between_steps_a_rank_keeps_the_buffers_of_the_buckets_that_were_under_way(kept: list[Kept]) -> None:
+    # Two or three buckets are under way at once: small pieces go out packed, and as much comes in.
+    assert all(rank.workspace_bytes <= 3 * 2 * rank.largest_bucket_bytes for rank in kept)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of tensors that operations make, on whichever thread enters it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest_bytes = 0
+        self.peak_bytes = 0
+        self._alive: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and _storage(tensor) not in given:
+                nbytes = tensor.untyped_storage().nbytes()
+                self._alive[StorageWeakRef(tensor.untyped_storage())] = nbytes
+                self.largest_bytes = max(self.largest_bytes, nbytes)
+        self._alive = {storage: nbytes for storage, nbytes in self._alive.items() if not storage.expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()))
+        return result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class Counted:
+    """A coroutine of a stage, with the allocations between its waits counted."""
+
+    def __init__(self, coroutine: Any, allocations: Allocations) -> None:
+        self._coroutine, self._allocations = coroutine, allocations
+
+    def __await__(self) -> Any:
+        while True:
+            try:
+                with self._allocations:
+                    operation = self._coroutine.send(None)
+            except StopIteration:
+                return
+            yield operation
+
+
+def _count(zero: ZeroRedundancyOptimizer) -> Allocations:
+    allocations = Allocations()
+    reduce, gather, update = zero.exchange.reduce, zero.exchange.gather, zero.update
+
+    async def counted_reduce(bucket: Any, shards: Any) -> None:
+        await Counted(reduce(bucket, shards), allocations)
+
+    async def counted_gather(shards: Any, group: Any) -> None:
+        await Counted(gather(shards, group), allocations)
+
+    def counted_update(pairs: Any) -> None:
+        with allocations:
+            update(pairs)
+
+    object.__setattr__(zero.exchange, "reduce", counted_reduce)
+    object.__setattr__(zero.exchange, "gather", counted_gather)
+    zero.update = counted_update  # type: ignore[method-assign]
+    return allocations
+
+
+@dataclass(frozen=True)
+class Temporaries:
+    """What two steps allocated beside a model of `parameter_bytes`."""
+
+    parameter_bytes: int
+    bucket_bytes: int
+    workspace_bytes: int
+    largest_bytes: int
+    peak_bytes: int
+
+
+def _temporaries(rank: int, world_size: int, form: dict[str, Any] | None) -> Temporaries:
+    exchange._LARGE_NUMEL = 1000
+    without_hooks._BUCKET_BYTES = 30_000
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64) for _ in range(20)]
+    model = nn.Sequential(*(layer for linear in layers for layer in (linear, nn.Tanh())))
+    ddp = wrap(model, bucket_cap_mb=0.03)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, overlap_with_ddp=form is not None)
+    if form is not None:
+        chain(ZeroStep(zero, **form)).register(ddp)
+    for step in range(4):
+        if step == 2:
+            # The buckets are final; what the first one needed, of the whole model, is not kept.
+            zero.wait()
+            workspace_bytes = zero.exchange.workspace.held_bytes
+            zero.exchange.workspace.forget()
+            allocations = _count(zero)
+        if form is None:
+            zero.zero_grad()
+        ddp(torch.randn(2, 64)).sum().backward()
+        zero.step()
+    zero.wait()
+    return Temporaries(
+        parameter_bytes=sum(p.nbytes for p in model.parameters()),
+        bucket_bytes=max(bucket_sizes_bytes(ddp)),
+        workspace_bytes=workspace_bytes,
+        largest_bytes=allocations.largest_bytes,
+        peak_bytes=allocations.peak_bytes,
+    )
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=lambda world_size: f"{world_size} ranks")
+def world_size(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="module", params=[{}, {"deferred": True}, {"gather": "forward"}, None], ids=str)
+def temporaries(request: pytest.FixtureRequest, world_size: int) -> list[Temporaries]:
+    results: list[Temporaries] = run_ranks(_temporaries, world_size, request.param)
+    assert all(rank.parameter_bytes > 9 * rank.bucket_bytes for rank in results), "or there would be nothing to see"
+    return results
+
+
+def test_no_temporary_is_larger_than_a_bucket(temporaries: list[Temporaries]) -> None:
+    assert all(0 < rank.largest_bytes <= rank.bucket_bytes for rank in temporaries)
+
+
+def test_as_many_temporaries_live_together_as_there_are_buckets_under_way(temporaries: list[Temporaries]) -> None:
+    assert all(rank.peak_bytes <= 3 * rank.bucket_bytes for rank in temporaries)
+
+
+def test_the_buffers_of_the_first_backward_are_not_kept(temporaries: list[Temporaries]) -> None:
+    assert all(rank.workspace_bytes <= 3 * rank.bucket_bytes for rank in temporaries)

@@ -1,0 +1,53 @@
+"""Who owns which elements: arithmetic without tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overlap.optim.zero.partition import ByElement, ByParameter, Layout
+
+SIZES = st.lists(st.integers(0, 3000), min_size=1, max_size=40)
+
+
+@given(SIZES, st.integers(1, 7), st.sampled_from([ByElement, ByParameter]))
+def test_every_element_has_one_owner(numels: list[int], ranks: int, kind: Any) -> None:
+    for numel, ranges in zip(numels, kind(ranks).assign(numels, [0] * len(numels)), strict=True):
+        owned = [index for start, end in ranges for index in range(start, end)]
+        assert sorted(owned) == list(range(numel))
+        assert not any(start % 16 for start, end in ranges if start < end)
+
+
+@given(SIZES, st.integers(1, 7))
+def test_ranks_own_as_much_but_for_some_elements(numels: list[int], ranks: int) -> None:
+    everyone = ByElement(ranks).assign(numels, [0] * len(numels))
+    owned = [sum(ranges[rank][1] - ranges[rank][0] for ranges in everyone) for rank in range(ranks)]
+    assert max(owned) - min(owned) <= 32
+
+
+@given(SIZES, st.integers(1, 7))
+def test_whole_parameters_are_balanced(numels: list[int], ranks: int) -> None:
+    everyone = ByParameter(ranks).assign(numels, [0] * len(numels))
+    owned = [sum(ranges[rank][1] - ranges[rank][0] for ranges in everyone) for rank in range(ranks)]
+    assert max(owned) - min(owned) <= max(numels)
+
+
+@given(SIZES, st.integers(1, 5), st.booleans(), st.integers(0, 39))
+def test_a_layout_cuts_both_orders_alike(numels: list[int], ranks: int, is_even: bool, left_out: int) -> None:
+    assigned = ByElement(ranks).assign(numels, [0] * len(numels))
+    ranges = tuple(None if place == left_out and len(numels) > 1 else owned for place, owned in enumerate(assigned))
+    layout = Layout(ranges=ranges, numels=tuple(numels), is_even=is_even)
+    flat_lengths, flat_chosen = layout.flat_cuts
+    packed_lengths, packed_chosen = layout.packed_cuts
+    assert sum(flat_lengths) == sum(numels) and sum(packed_lengths) == layout.packed_numel
+    lengths = [piece.numel for piece in layout.pieces]
+    assert [flat_lengths[place] for place in flat_chosen] == lengths
+    assert [packed_lengths[place] for place in packed_chosen] == lengths
+    starts = [sum(numels[: piece.place]) + piece.start for piece in layout.pieces]
+    assert [sum(flat_lengths[:place]) for place in flat_chosen] == starts
+    for rank in range(ranks):
+        segment = layout.segment(rank)
+        for place in packed_chosen[layout.of_rank(rank)]:
+            assert segment.start <= sum(packed_lengths[:place]) < segment.stop

@@ -1,0 +1,156 @@
+"""The loops of the sharded update beside plain DDP's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from harness import Record, assert_parity, overlapped_step, plain_step, train, wrap
+from harness.models import Case
+from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap.optim.zero import exchange
+
+# The weights of these models then travel by themselves, their biases packed.
+exchange._LARGE_NUMEL = 50
+
+STEPS = 6
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd-momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adam-amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+}
+ADAMW_OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+ADAMW = functools.partial(torch.optim.AdamW, **ADAMW_OPTIONS)
+# How the update is made: the arguments of the stage, None for no stage at all.
+FORMS: dict[str, dict[str, Any] | None] = {
+    "interleaved": {},
+    "interleaved, gather in forward": {"gather": "forward"},
+    "deferred": {"deferred": True},
+    "deferred, gather in forward": {"deferred": True, "gather": "forward"},
+    "automatic": {"automatic": True},
+    "automatic, deferred": {"automatic": True, "deferred": True},
+    "alone": None,
+}
+
+
+class Consolidated:
+    """What `train` takes for the optimizer: it asks for the whole state after every fourth step, which rank 0 gets."""
+
+    def __init__(self, zero: ZeroRedundancyOptimizer, *, calls_step: bool, waits: bool) -> None:
+        self.zero, self.calls_step, self.waits = zero, calls_step, waits
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.calls_step:
+            self.zero.step()
+        if self.waits:
+            self.zero.wait()
+
+    def zero_grad(self) -> None:
+        self.zero.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        # Bringing it together takes longer than a step.
+        if not self.waits or self.steps % 4 != 1:
+            return {}
+        self.zero.consolidate_state_dict()
+        return self.zero.state_dict() if self.zero.rank == 0 else {}
+
+
+def scheduled(holder: Any, make: Callable[[Any], Any] | None) -> Any:
+    return (make or (lambda o: torch.optim.lr_scheduler.ExponentialLR(o, gamma=0.9)))(getattr(holder, "zero", holder))
+
+
+def plain_run(case: Case, rank: int, make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> list[Record]:
+    steps = options.pop("steps", STEPS)
+    ddp_options = {**case.ddp_options(), **options.pop("ddp_options", {})}
+    parameters = options.pop("parameters", lambda ddp: ddp.parameters())
+    ddp = wrap(case.model(), **ddp_options)
+    step_fn = options.pop("step_fn", plain_step)
+    return train(ddp, make(parameters(ddp)), case.batches(rank, steps=steps), step_fn=step_fn, **options)
+
+
+def zero_run(
+    case: Case,
+    rank: int,
+    cls: type[torch.optim.Optimizer],
+    arguments: dict[str, Any],
+    form: dict[str, Any] | None,
+    *,
+    reducer: Any = None,
+    zero_options: dict[str, Any] | None = None,
+    waits: bool = True,
+    **options: Any,
+) -> list[Record]:
+    steps = options.pop("steps", STEPS)
+    ddp_options = {**case.ddp_options(), **options.pop("ddp_options", {})}
+    parameters = options.pop("parameters", lambda ddp: ddp.parameters())
+    ddp = wrap(case.model(), **ddp_options)
+    zero = ZeroRedundancyOptimizer(
+        parameters(ddp), cls, overlap_with_ddp=form is not None, **arguments, **(zero_options or {})
+    )
+    registration = None
+    if form is not None:
+        stages = [ZeroStep(zero, **form)]
+        registration = chain(*([reducer] if reducer is not None else []), *stages).register(ddp)
+    holder = Consolidated(zero, calls_step=form is None or not form.get("automatic"), waits=waits)
+    step_fn = options.pop("step_fn", plain_step if form is None else overlapped_step)
+    scheduler = options.pop("scheduler", None)
+    records = train(
+        ddp,
+        holder,
+        case.batches(rank, steps=steps),
+        step_fn=step_fn,
+        scheduler=lambda o: scheduled(o, scheduler),
+        **options,
+    )
+    if registration is not None:
+        registration.remove()
+    return records
+
+
+def register(form: dict[str, Any] | None, ddp: Any, zero: ZeroRedundancyOptimizer) -> None:
+    """Let a stage of this form, if any, update `zero` in `ddp`'s backward."""
+    if form is not None:
+        chain(ZeroStep(zero, **form)).register(ddp)
+
+
+def check(candidate: list[Record], reference: list[Record], *, what: str, world_size: int) -> None:
+    """Parameters, buffers, losses and (on rank 0) the optimizer's state of every step."""
+    candidate = [dataclasses.replace(record, gradients=None) for record in candidate]
+    reference = [
+        dataclasses.replace(theirs, gradients=None, optimizer=theirs.optimizer if ours.optimizer else {})
+        for ours, theirs in zip(candidate, reference, strict=True)
+    ]
+    if world_size <= 2:
+        assert_parity(candidate, reference, what=what)
+        return
+    reason = "three gradients are added up in ranks' order, Gloo's ring adds them in another"
+    assert_parity(candidate, reference, what=what, exact=False, rtol=2e-4, atol=2e-5, reason=reason)
+
+
+def check_losses(candidate: list[Record], reference: list[Record], *, what: str) -> None:
+    """The losses alone, where parameters may not be read: those of each step show the step before."""
+    assert_parity([record.loss for record in candidate], [record.loss for record in reference], what=what)
+
+
+__all__ = [
+    "ADAMW",
+    "ADAMW_OPTIONS",
+    "FORMS",
+    "OPTIMIZERS",
+    "STEPS",
+    "Consolidated",
+    "check",
+    "check_losses",
+    "plain_run",
+    "register",
+    "zero_run",
+]

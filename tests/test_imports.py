@@ -1,0 +1,30 @@
+"""The package has no import cycles, imports under TYPE_CHECKING and inside functions included."""
+
+from __future__ import annotations
+
+import grimp
+import networkx
+import pytest
+
+# One cycle per line: these modules need each other.
+KNOWN = """
+    join.failures, join.in_force
+    join.course, join.member
+    optim.overlapped, optim.step
+    optim.local_sgd: controller, joining, stage
+    optim.zero: checkpoint, joining, late, optimizer, sharded, stage
+    timeline.report, timeline.table
+    bench.registry, bench.variants
+"""
+
+
+@pytest.mark.xfail(strict=False, reason="the known cycles have yet to be cut")
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = grimp.build_graph("overlap", cache_dir=None)
+    imports = networkx.DiGraph(
+        (importer, imported)
+        for importer in graph.modules
+        for imported in graph.find_modules_directly_imported_by(importer)
+    )
+    cycles = [sorted(cycle) for cycle in networkx.strongly_connected_components(imports) if len(cycle) > 1]
+    assert not cycles, f"these modules import each other: {cycles}; the known cycles were:{KNOWN}"
