@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 PARAMETERS = 6
 """Of the model in lifecycle_forms."""
+_CANDIDATES = 100
 
 
 @dataclass(frozen=True)
@@ -23,32 +24,38 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Sequence_:
+class Script:
     """Calls, and whether the model has been trained before them, so that DDP has rebuilt its buckets."""
 
     calls: tuple[Call, ...]
+    _: KW_ONLY
     is_warm: bool
+    end: tuple[Call, ...] = ()
+    limit: int = 10_000
+    """So many of ``calls`` are made, of those that can be; then those of ``end``."""
 
     def __repr__(self) -> str:
-        return f"{'warm' if self.is_warm else 'cold'}: {', '.join(map(repr, self.calls))}"
+        return f"{'warm' if self.is_warm else 'cold'}: {', '.join(map(repr, self.calls + self.end))}"
 
 
-def draw(seed: str) -> Sequence_:
+def draw(seed: str) -> Script:
     """A sequence that depends on ``seed`` alone."""
     source = random.Random(seed)
-    length = source.randint(5, 25)
     calls: list[Call] = []
-    while len(calls) < length:
-        calls += _train(source) if source.random() < 0.3 else [_call(source)]
-    if source.random() < 0.08:
-        calls.append(Call("incomplete_backward"))
-        calls += [_call(source, _AFTER_INCOMPLETE) for _ in range(source.randint(1, 4))]
-    return Sequence_(tuple(calls), is_warm=source.random() < 0.8)
-
-
-def _train(source: random.Random) -> list[Call]:
-    calls = [Call("forward"), Call("backward"), Call("step")]
-    return [Call("zero_grad", True), *calls] if source.random() < 0.2 else calls
+    while len(calls) < _CANDIDATES:
+        pick = source.random()
+        if pick < 0.15:
+            calls += [Call("forward"), Call("backward"), Call("step")]
+        elif pick < 0.3:
+            calls += [Call("forward"), Call("backward")]
+        else:
+            calls.append(_call(source))
+    limit = source.randint(5, 25)
+    end: tuple[Call, ...] = ()
+    if source.random() < 0.1:
+        after = [_call(source, _AFTER_INCOMPLETE) for _ in range(source.randint(1, 4))]
+        end = (Call("incomplete_backward"), *after)
+    return Script(tuple(calls), end=end, limit=limit, is_warm=source.random() < 0.8)
 
 
 def _call(source: random.Random, weights: dict[str, int] | None = None) -> Call:
@@ -64,7 +71,7 @@ _WEIGHTS = {
     "no_sync": 6,
     "step": 12,
     "step_with_closure": 1,
-    "failing_step": 2,
+    "failing_step": 4,
     "failing_backward": 4,
     "zero_grad": 6,
     "ddp_zero_grad": 4,

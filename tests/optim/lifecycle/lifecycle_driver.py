@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import threading
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lifecycle_calls import Call, Sequence_, draw, shrink
+from lifecycle_calls import Call, Script, draw, shrink
 from lifecycle_forms import ArmedError, Form, Net, armed
 from lifecycle_oracle import Oracle, chosen, loss_of
 from overlap import CollectiveError, TrainingLoopError
@@ -60,7 +61,7 @@ class Run:
         self.optimizer = form.optimizer(self.ddp)
         self.oracle = Oracle(form, pair.reference, form.make(pair.reference.parameters()))
         self.loss: Tensor | None = None
-        self.saved = copy.deepcopy(self.optimizer.state_dict())
+        self.saved = copy.deepcopy(form.state(self.optimizer))
         self.stage = form.stage(self.ddp, self.optimizer)
         self.registration: Any = None
         self.steps = 0
@@ -69,8 +70,6 @@ class Run:
 
     def make(self, call: Call) -> str | None:
         """Make a call on both sides; what is wrong then, if anything is."""
-        if not self.oracle.allows(call):
-            return None
         expected = self.oracle.expected(call)
         batch = self._batch()
         outcome, text = self._outcome(call, batch)
@@ -81,6 +80,7 @@ class Run:
         self.oracle.follow(call, outcome, batch)
         if self.oracle.loss is None:
             self.loss = None
+        self.form.settle(self.optimizer)
         self.oracle.is_unknown = self._take_over() if self._can_take_over() else self.oracle.is_unknown
         return self._difference(call)
 
@@ -132,6 +132,10 @@ class Run:
 
     def _incomplete_backward(self, call: Call, batch: tuple[Tensor, Tensor]) -> None:
         loss_of(self.ddp, batch, is_partial=True).backward()
+        # What DDP gave to the worker before is done then, and what is compared does not depend on when.
+        is_done = threading.Event()
+        self.registration.runtime._submit(is_done.set)
+        assert is_done.wait(20)
 
     def _step(self, call: Call, batch: tuple[Tensor, Tensor]) -> None:
         self.optimizer.step()
@@ -163,7 +167,7 @@ class Run:
         (self.parameters[call.argument] * 0.1).sum().backward()
 
     def _save(self, call: Call, batch: tuple[Tensor, Tensor]) -> None:
-        self.saved = copy.deepcopy(self.optimizer.state_dict())
+        self.saved = copy.deepcopy(self.form.state(self.optimizer))
 
     def _load(self, call: Call, batch: tuple[Tensor, Tensor]) -> None:
         self.optimizer.load_state_dict(copy.deepcopy(self.saved))
@@ -190,6 +194,10 @@ class Run:
 
     # Comparing.
 
+    @property
+    def _compares_gradients(self) -> bool:
+        return self.form.has_whole_gradients and not self.oracle.has_garbage
+
     def _difference(self, call: Call) -> str | None:
         if self.oracle.is_unknown:
             return None
@@ -199,11 +207,16 @@ class Run:
                 return f"{where} {name} is {_short(ours)}, but of plain DDP {_short(theirs)}"
             if (ours.grad is None) != (theirs.grad is None):
                 return f"{where} the gradient of {name} is {_short(ours.grad)}, but of plain DDP {_short(theirs.grad)}"
-            if ours.grad is None or theirs.grad is None or self.oracle.has_garbage:
+            if ours.grad is None or theirs.grad is None or not self._compares_gradients:
                 continue
             if not torch.equal(ours.grad, theirs.grad):
                 return f"{where} the gradient of {name} is {_short(ours.grad)}, but of plain DDP {_short(theirs.grad)}"
-        ours, theirs = self.optimizer.state_dict(), self.oracle.optimizer.state_dict()
+        if call.name == "save":
+            ours, theirs = self.saved, self.oracle.saved
+        elif self.form.compares_state_always:
+            ours, theirs = self.optimizer.state_dict(), self.oracle.optimizer.state_dict()
+        else:
+            return None
         return None if _is_equal(ours, theirs) else f"{where} the optimizer's state is {ours}, but of plain DDP {theirs}"
 
 
@@ -221,6 +234,16 @@ def _is_equal(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """What came of a script."""
+
+    difference: str | None
+    """What went wrong first, on any rank."""
+    made: Script
+    """The calls that were made, up to there."""
+
+
 class Player:
     """Plays sequences of one form, on every rank of a world alike; keeps DDP models for the next sequence."""
 
@@ -230,45 +253,44 @@ class Player:
         self.played = 0
         self.calls = 0
 
-    def play(self, sequence: Sequence_) -> str | None:
-        """What goes wrong first in ``sequence``, on any rank; the same answer on whether anything does on every rank."""
+    def play(self, script: Script) -> Played:
+        """Make the calls of ``script`` that can be made; ``difference`` is the same on whether it is on every rank."""
         pair, self._pair = self._pair, None
-        if pair is None or not sequence.is_warm:
-            pair = Pair.make(is_warm=sequence.is_warm)
+        if pair is None or not script.is_warm:
+            pair = Pair.make(is_warm=script.is_warm)
         pair.reset()
         run = Run(self.form, pair, self.rank)
         self.played += 1
-        found = None
+        made: list[Call] = []
+        found = difference = None
         try:
-            difference = None
-            for call in sequence.calls:
+            candidates = (call for call in script.calls if run.oracle.allows(call))
+            rest = (call for call in (*script.end, Call("save")) if run.oracle.allows(call))
+            for call in itertools.chain(itertools.islice(candidates, script.limit), rest):
                 # Where a rank waits for the others, all must still be at it.
                 if call.name in _MEETS and (found := _on_any_rank(difference)) is not None:
                     break
-                difference = difference or run.make(call)
-                self.calls += 1
+                if difference is None:
+                    made.append(call)
+                    difference = run.make(call)
             else:
                 found = _on_any_rank(difference)
         finally:
             run.close()
+        self.calls += len(made)
         oracle = run.oracle
-        if sequence.is_warm and found is None and not oracle.has_ended and not oracle.synchronizes_next:
+        if script.is_warm and found is None and not oracle.has_ended and not oracle.synchronizes_next:
             self._pair = pair
-        return found
+        return Played(found, Script(tuple(made), is_warm=script.is_warm))
 
-    def shrunk(self, sequence: Sequence_) -> Sequence_:
-        """The shortest part of ``sequence`` found that still goes wrong."""
+    def shrunk(self, script: Script) -> Script:
+        """The shortest part of ``script`` found that still goes wrong."""
 
         def fails(calls: tuple[Call, ...]) -> bool:
             self._pair = None
-            return self.play(dataclasses.replace(sequence, calls=calls)) is not None
+            return self.play(dataclasses.replace(script, calls=calls)).difference is not None
 
-        return dataclasses.replace(sequence, calls=shrink(sequence.calls, fails))
-
-
-_MEETS = frozenset(
-    {"forward", "backward", "no_sync", "failing_backward", "incomplete_backward", "step_with_closure", "register"}
-)
+        return dataclasses.replace(script, calls=shrink(script.calls, fails))
 
 
 def _on_any_rank(difference: str | None) -> str | None:
@@ -284,12 +306,11 @@ def search(rank: int, world_size: int, form: Form, seeds: range) -> dict[str, An
     start_s = time.monotonic()
     player = Player(form, rank)
     for seed in seeds:
-        sequence = draw(f"{form}:{seed}")
-        difference = player.play(sequence)
-        if difference is not None:
-            shortest = player.shrunk(sequence)
+        played = player.play(draw(f"{form}:{seed}"))
+        if played.difference is not None:
+            shortest = player.shrunk(played.made)
             raise AssertionError(
-                f"{form}, seed {seed}:\n  {shortest!r}\n  {player.play(shortest) or difference}\n"
-                f"shrunk from\n  {sequence!r}\n  {difference}"
+                f"{form}, seed {seed}:\n  {shortest!r}\n  {player.play(shortest).difference or played.difference}\n"
+                f"shrunk from\n  {played.made!r}\n  {played.difference}"
             )
     return {"sequences": player.played, "calls": player.calls, "seconds": time.monotonic() - start_s}

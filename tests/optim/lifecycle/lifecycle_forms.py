@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap import AllReduce, Bucket, OverlappedOptimizer, Registration, Stage, Step, chain
+from overlap import AllReduce, Bucket, OverlappedOptimizer, Registration, Stage, Step, ZeroRedundancyOptimizer, ZeroStep, chain
 
 
 class ArmedError(Exception):
@@ -61,9 +63,13 @@ class ArmedReduce(Stage):
     """The all-reduce, which raises when armed."""
 
     async def __call__(self, bucket: Bucket) -> None:
-        if (ARMS.stage == "first" and bucket.index == 0) or (ARMS.stage == "last" and bucket.is_last):
-            raise ArmedError("the stage")
+        raise_if_armed(bucket)
         await AllReduce()(bucket)
+
+
+def raise_if_armed(bucket: Bucket) -> None:
+    if (ARMS.stage == "first" and bucket.index == 0) or (ARMS.stage == "last" and bucket.is_last):
+        raise ArmedError("the stage")
 
 
 class Net(nn.Module):
@@ -100,6 +106,21 @@ class Form:
     subset: tuple[int, ...] | None = None
     """The parameters that backward updates, where not all or none."""
 
+    adds_up: bool = True
+    """Whether a second backward before ``step()`` adds up."""
+    has_whole_gradients: bool = True
+    """Whether all of ``.grad`` is the mean on every rank."""
+
+    @property
+    def refuses_step(self) -> bool:
+        """Whether a call of ``step()`` is an error."""
+        return self.is_automatic
+
+    @property
+    def sees_calls(self) -> bool:
+        """Whether ``zero_grad`` and ``load_state_dict`` of what the loop holds are calls to the library."""
+        return not self.is_automatic
+
     @property
     def in_backward(self) -> frozenset[int]:
         """Which parameters backward updates."""
@@ -132,11 +153,70 @@ class Form:
     def register(self, ddp: DistributedDataParallel, stage: Stage) -> Registration:
         return stage.register(ddp)  # type: ignore[attr-defined,no-any-return]
 
+    def settle(self, optimizer: Any) -> None:
+        """Called before parameters are compared."""
+
+    def state(self, optimizer: Any) -> Any:
+        """The whole state, as the plain optimizer's; called on every rank."""
+        return optimizer.state_dict()
+
+    compares_state_always = True
+    """Whether the state can be had at any time, at little cost."""
+
     def __str__(self) -> str:
         return self.name
 
 
-FORMS = (
+class ArmedZeroStep(ZeroStep):
+    """Raises when armed."""
+
+    async def __call__(self, bucket: Bucket) -> None:
+        raise_if_armed(bucket)
+        await super().__call__(bucket)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroForm(Form):
+    """The sharded update: a rank owns a part of each parameter, of its gradient's mean and of the state."""
+
+    adds_up: bool = False
+    has_whole_gradients: bool = False
+    gather: str = "backward"
+    compares_state_always = False
+
+    @property
+    def refuses_step(self) -> bool:
+        return False
+
+    @property
+    def sees_calls(self) -> bool:
+        return True
+
+    def optimizer(self, ddp: DistributedDataParallel) -> Any:
+        options = dict(self.make(ddp.parameters()).defaults)
+        kind = type(self.make(ddp.parameters()))
+        accepted = ("lr", "momentum", "weight_decay", "betas", "eps")
+        return ZeroRedundancyOptimizer(
+            ddp.parameters(), kind, **{key: value for key, value in options.items() if key in accepted}
+        )
+
+    def stage(self, ddp: DistributedDataParallel, optimizer: Any) -> Stage:
+        return chain(
+            ArmedZeroStep(optimizer, deferred=self.is_deferred, automatic=self.is_automatic, gather=self.gather)
+        )
+
+    def settle(self, optimizer: Any) -> None:
+        optimizer.wait()
+
+    def state(self, optimizer: Any) -> Any:
+        for rank in range(dist.get_world_size()):
+            optimizer.consolidate_state_dict(to=rank)
+            if rank == dist.get_rank():
+                state = copy.deepcopy(optimizer.state_dict())
+        return state
+
+
+FORMS: tuple[Form, ...] = (
     Form(name="step_interleaved"),
     Form(name="step_deferred", is_deferred=True, make=adamw),
     Form(name="step_clipped", is_deferred=True, clip=0.05),
@@ -144,4 +224,10 @@ FORMS = (
     Form(name="step_deferred_automatic", is_deferred=True, is_automatic=True),
     Form(name="step_clipped_automatic", is_deferred=True, is_automatic=True, clip=0.05),
     Form(name="step_subset", subset=(0, 3, 4)),
+    ZeroForm(name="zero_interleaved"),
+    ZeroForm(name="zero_deferred", is_deferred=True, make=adamw),
+    ZeroForm(name="zero_automatic", is_automatic=True),
+    ZeroForm(name="zero_deferred_automatic", is_deferred=True, is_automatic=True),
+    ZeroForm(name="zero_gather_in_forward", gather="forward", make=adamw),
+    ZeroForm(name="zero_deferred_gather_in_forward", is_deferred=True, gather="forward"),
 )

@@ -47,6 +47,8 @@ class Oracle:
         """How many parameters were updated is not known."""
         self.has_ended = False
         """A backward was incomplete, so that DDP takes no other forward."""
+        self.has_own = False
+        """``.grad`` holds something that other ranks do not have, or is not the mean everywhere."""
         self.loss: Tensor | None = None
         self.synchronizes_next = False
         """DDP waits for gradients: the next backward synchronizes, under ``no_sync``, too."""
@@ -57,6 +59,8 @@ class Oracle:
     def allows(self, call: Call) -> bool:
         """Whether a training loop can make this call here, as far as plain DDP goes."""
         name = call.name
+        if not self.form.has_whole_gradients and not self._can_be_sharded(name):
+            return False
         if self.has_ended:
             ends = ("step", "zero_grad", "ddp_zero_grad", "load", "remove")
             return name in ends and not (name == "remove" and self.phase == "off")
@@ -76,6 +80,15 @@ class Oracle:
             return (self.phase == "off") == (name == "register")
         return True
 
+    def _can_be_sharded(self, name: str) -> bool:
+        """Whether plain DDP can tell what a sharded update does: not where ranks apply gradients that differ."""
+        if name in ("no_sync", "ddp_zero_grad", "remove") and self.phase == "reduced":
+            return False
+        if name == "remove" and (self.has_own or self.has_ended):
+            return False
+        # A rank that owns nothing of what has a gradient would not raise.
+        return self.phase != "off" or name not in ("no_sync", "failing_step")
+
     # What is expected.
 
     def expected(self, call: Call) -> frozenset[str]:
@@ -89,15 +102,18 @@ class Oracle:
         return REFUSED if self._forward_meets_edit() else OK
 
     def _expect_backward(self, call: Call) -> frozenset[str]:
-        return REFUSED if self.phase == "applied" else OK
+        return REFUSED if self._is_second_backward() else OK
+
+    def _is_second_backward(self) -> bool:
+        return self.phase == "applied" or (self.phase == "reduced" and not self.form.adds_up)
 
     def _expect_failing_backward(self, call: Call) -> frozenset[str]:
-        return REFUSED if self.phase == "applied" else FAILED
+        return REFUSED if self._is_second_backward() else FAILED
 
     def _expect_no_sync(self, call: Call) -> frozenset[str]:
         if self._forward_meets_edit():
             return REFUSED
-        return REFUSED if self.synchronizes_next and self.phase == "applied" else OK
+        return REFUSED if self.synchronizes_next and self._is_second_backward() else OK
 
     def _expect_incomplete_backward(self, call: Call) -> frozenset[str]:
         return self._expect_forward(call)
@@ -105,7 +121,7 @@ class Oracle:
     def _expect_step(self, call: Call) -> frozenset[str]:
         if self.phase == "off":
             return OK
-        if self.form.is_automatic or self.phase in ("failed", "incomplete"):
+        if self.form.refuses_step or self.phase in ("failed", "incomplete"):
             return REFUSED
         local = self._local()
         if self._step_meets_edit() or not local <= self.discarded:
@@ -115,17 +131,17 @@ class Oracle:
 
     def _expect_failing_step(self, call: Call) -> frozenset[str]:
         expected = self._expect_step(call)
-        calls_optimizer = self._pending() or self.form.is_automatic
+        calls_optimizer = self._to_update() or self.form.refuses_step
         return RAISED if expected == OK and calls_optimizer else expected
 
     def _expect_step_with_closure(self, call: Call) -> frozenset[str]:
-        if self.phase == "off" or not self.form.is_automatic:
-            is_refused = self._forward_meets_edit() or self.phase == "applied"
+        if self.phase == "off" or not self.form.refuses_step:
+            is_refused = self._forward_meets_edit() or self._is_second_backward()
             return REFUSED if is_refused else OK
         return REFUSED
 
     def _expect_zero_grad(self, call: Call) -> frozenset[str]:
-        return REFUSED if self.phase == "applied" and not self.form.is_automatic else OK
+        return REFUSED if self.phase == "applied" and self.form.sees_calls else OK
 
     def _expect_load(self, call: Call) -> frozenset[str]:
         return REFUSED if self.phase == "applied" else OK
@@ -145,7 +161,7 @@ class Oracle:
 
     def _local(self) -> set[int]:
         """Parameters with a gradient that ``step()`` would apply, but that is not the mean over ranks."""
-        if self.phase == "idle":
+        if self.phase == "idle" and self.form.has_whole_gradients:
             return set()
         return {place for place in self._pending() if place not in self.means and self._is_nonzero(place)}
 
@@ -157,6 +173,11 @@ class Oracle:
         """What ``step()`` would update."""
         places = range(len(self.parameters))
         return [place for place in places if self.parameters[place].grad is not None and place not in self.marks]
+
+    def _to_update(self) -> list[int]:
+        """What ``step()`` updates; a sharded update leaves out what no backward has reduced, if it is zero."""
+        is_due = self.form.has_whole_gradients or self.phase in ("off", "reduced")
+        return self._pending() if is_due else []
 
     # Following: the same on plain DDP.
 
@@ -176,7 +197,7 @@ class Oracle:
             return False
         if self.phase == "failed":
             self._clear(range(len(self.parameters)))
-            self.has_garbage = False
+            self.has_garbage = self.has_own = False
             self._forget()
         elif self.phase in ("applied", "stepped"):
             self._clear(place for place, mark in self.marks.items() if mark == "as left")
@@ -196,7 +217,8 @@ class Oracle:
         self.loss, self.synchronizes_next = None, False
         if self.phase == "off":
             return
-        is_refused = self.phase == "applied"
+        is_refused = self._is_second_backward()
+        self.has_own = False
         self._forget()
         if is_refused:
             self.phase, self.has_garbage = "failed", True
@@ -212,7 +234,9 @@ class Oracle:
         assert self.loss is not None
         self.loss.backward()
         self.loss, self.synchronizes_next = None, False
-        self.is_unknown = self.phase != "applied" and self.form.updates_bucket_by_bucket and call.argument == "last"
+        is_on_its_way = not self._is_second_backward() and call.argument == "last"
+        self.is_unknown = is_on_its_way and self.form.updates_bucket_by_bucket
+        self.has_ended = self.is_unknown and not self.form.has_whole_gradients
         self._forget()
         self.phase, self.has_garbage = "failed", True
 
@@ -227,23 +251,24 @@ class Oracle:
             for place in range(len(self.parameters)):
                 self._note_added(place)
             self.loss.backward()
-            self.loss = None
+            self.loss, self.has_own = None, True
 
     def _incomplete_backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         if not self._begin_forward():
             return
         loss_of(self.ddp, batch, is_partial=True).backward()
         self.loss, self.has_ended = None, True
-        self.is_unknown = self.form.updates_bucket_by_bucket and self.phase != "applied"
-        self.phase = "failed" if self.phase == "applied" else "incomplete"
+        is_refused = self._is_second_backward()
+        self.is_unknown = self.form.updates_bucket_by_bucket and not is_refused
+        self.phase = "failed" if is_refused else "incomplete"
         self._forget()
 
     def _step(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         if outcome != "ok":
-            if not self.form.is_automatic and self.phase in ("applied", "stepped") and self._step_meets_edit():
+            if not self.form.refuses_step and self.phase in ("applied", "stepped") and self._step_meets_edit():
                 self._take_edits_for_applied()
             return
-        pending = self._pending()
+        pending = self._to_update()
         self._update(pending)
         if self.phase not in ("off", "idle"):
             self.marks |= dict.fromkeys((place for place in pending if place in self.means), "as left")
@@ -255,11 +280,11 @@ class Oracle:
             self._step(call, outcome, batch)
             return
         if self.phase != "off":
-            self._clip(self._pending())
+            self._clip(self._to_update())
             self.phase = "failed"
 
     def _step_with_closure(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
-        if self.phase != "off" and self.form.is_automatic:
+        if self.phase != "off" and self.form.refuses_step:
             return
         if self._forward_meets_edit():
             self._forward(call, outcome, batch)
@@ -272,11 +297,11 @@ class Oracle:
     def _zero_grad(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         if outcome != "ok":
             return
-        if self.form.is_automatic or self.phase == "off":
+        if not self.form.sees_calls or self.phase == "off":
             self._ddp_zero_grad(call, outcome, batch)
             return
         self.optimizer.zero_grad(call.argument)
-        self.has_garbage = False
+        self.has_garbage = self.has_own = False
         self._forget()
         if self.phase in ("reduced", "stepped", "failed"):
             self.phase = "idle"
@@ -289,7 +314,7 @@ class Oracle:
             self.discarded |= self.means - set(self.marks)
             self.means &= set(self.marks)
         self.ddp.zero_grad(call.argument)
-        self.has_garbage = False
+        self.has_garbage = self.has_own = False
 
     def _edit(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         for place in chosen(call):

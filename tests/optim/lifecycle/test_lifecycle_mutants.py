@@ -1,0 +1,246 @@
+"""The model-based test itself: each fault put into the lifecycle on purpose must make it fail.
+
+For every event and phase of the table there is a mutant, or a reason in ``UNOBSERVABLE`` why no loop can tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from harness import run_ranks
+from lifecycle_calls import draw
+from lifecycle_driver import Player
+from lifecycle_forms import FORMS
+from overlap.optim.lifecycle import TRANSITIONS, Event, Phase, Refusal, UpdateLifecycle
+
+Patches = Callable[[], list[Any]]
+_LIMIT = int(os.environ.get("OVERLAP_MUTANT_SEQUENCES", "60"))
+"""So many sequences are tried at most, should the seed that is named no longer serve."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault, the form that shows it, and a seed whose sequence is known to find it."""
+
+    form: str
+    patches: Patches
+    seed: int = 0
+
+
+def _entry(event: Event, phase: Phase, outcome: Phase | Refusal) -> Patches:
+    return lambda: [mock.patch.dict(TRANSITIONS[event], {phase: outcome})]  # type: ignore[arg-type]
+
+
+def _method(name: str, replacement: Callable[..., Any] | None = None) -> Patches:
+    return lambda: [mock.patch.object(UpdateLifecycle, name, replacement or _nothing)]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+_REFUSED = Refusal("a mutant refuses this", then=Phase.FAILED)
+
+INTERLEAVED, DEFERRED, SUBSET, AUTOMATIC = "step_interleaved", "step_deferred", "step_subset", "step_automatic"
+
+# The entries of the table: (event, phase): (form, what it leads to in the mutant, seed).
+ENTRIES: dict[tuple[Event, Phase], tuple[str, Phase | Refusal, int]] = {
+    (Event.FORWARD, Phase.IDLE): (DEFERRED, Phase.IDLE, 0),
+    (Event.FORWARD, Phase.FORWARD): (DEFERRED, Phase.IDLE, 0),
+    (Event.FORWARD, Phase.REDUCED): (DEFERRED, Phase.FORWARD, 0),
+    (Event.FORWARD, Phase.APPLIED): (INTERLEAVED, Phase.FORWARD, 0),
+    (Event.FORWARD, Phase.STEPPED): (INTERLEAVED, Phase.STEPPED, 0),
+    (Event.FORWARD, Phase.FAILED): (INTERLEAVED, Phase.FAILED, 0),
+    (Event.BACKWARD, Phase.IDLE): (INTERLEAVED, _REFUSED, 0),
+    (Event.BACKWARD, Phase.FORWARD): (INTERLEAVED, _REFUSED, 0),
+    (Event.BACKWARD, Phase.REDUCED): (DEFERRED, _REFUSED, 0),
+    (Event.BACKWARD, Phase.APPLIED): (INTERLEAVED, Phase.BACKWARD, 0),
+    (Event.BACKWARD, Phase.STEPPED): (INTERLEAVED, _REFUSED, 0),
+    (Event.BACKWARD, Phase.FAILED): (DEFERRED, _REFUSED, 0),
+    (Event.STEP, Phase.IDLE): (DEFERRED, Phase.STEPPED, 0),
+    (Event.STEP, Phase.FORWARD): (DEFERRED, Phase.IDLE, 0),
+    (Event.STEP, Phase.BACKWARD): (DEFERRED, Phase.BACKWARD, 0),
+    (Event.STEP, Phase.REDUCED): (DEFERRED, Phase.REDUCED, 0),
+    (Event.STEP, Phase.APPLIED): (INTERLEAVED, Phase.APPLIED, 0),
+    (Event.STEP, Phase.STEPPED): (INTERLEAVED, Phase.IDLE, 0),
+    (Event.STEP, Phase.FAILED): (INTERLEAVED, Phase.STEPPED, 0),
+    (Event.ZERO_GRAD, Phase.IDLE): (DEFERRED, Phase.FORWARD, 0),
+    (Event.ZERO_GRAD, Phase.FORWARD): (DEFERRED, Phase.IDLE, 0),
+    (Event.ZERO_GRAD, Phase.BACKWARD): (DEFERRED, Phase.IDLE, 0),
+    (Event.ZERO_GRAD, Phase.REDUCED): (DEFERRED, Phase.REDUCED, 0),
+    (Event.ZERO_GRAD, Phase.APPLIED): (INTERLEAVED, Phase.IDLE, 0),
+    (Event.ZERO_GRAD, Phase.STEPPED): (INTERLEAVED, Phase.STEPPED, 0),
+    (Event.ZERO_GRAD, Phase.FAILED): (INTERLEAVED, Phase.FAILED, 0),
+    (Event.LOAD, Phase.IDLE): (DEFERRED, Phase.FORWARD, 0),
+    (Event.LOAD, Phase.FORWARD): (DEFERRED, Phase.IDLE, 0),
+    (Event.LOAD, Phase.BACKWARD): (DEFERRED, Phase.IDLE, 0),
+    (Event.LOAD, Phase.REDUCED): (DEFERRED, Phase.IDLE, 0),
+    (Event.LOAD, Phase.APPLIED): (INTERLEAVED, Phase.APPLIED, 0),
+    (Event.LOAD, Phase.STEPPED): (INTERLEAVED, Phase.IDLE, 0),
+    (Event.LOAD, Phase.FAILED): (INTERLEAVED, Phase.IDLE, 0),
+    (Event.FAILURE, Phase.IDLE): (DEFERRED, Phase.IDLE, 0),
+    (Event.FAILURE, Phase.FORWARD): (DEFERRED, Phase.FORWARD, 0),
+    (Event.FAILURE, Phase.BACKWARD): (INTERLEAVED, Phase.FORWARD, 0),
+    (Event.FAILURE, Phase.REDUCED): (DEFERRED, Phase.REDUCED, 0),
+    (Event.FAILURE, Phase.APPLIED): (SUBSET, Phase.APPLIED, 0),
+    (Event.FAILURE, Phase.STEPPED): (SUBSET, Phase.STEPPED, 0),
+    (Event.FAILURE, Phase.FAILED): (INTERLEAVED, Phase.IDLE, 0),
+    (Event.REMOVE, Phase.IDLE): (DEFERRED, Phase.FORWARD, 0),
+    (Event.REMOVE, Phase.FORWARD): (DEFERRED, Phase.FORWARD, 0),
+    (Event.REMOVE, Phase.REDUCED): (DEFERRED, Phase.REDUCED, 0),
+    (Event.REMOVE, Phase.APPLIED): (INTERLEAVED, Phase.APPLIED, 0),
+    (Event.REMOVE, Phase.STEPPED): (INTERLEAVED, Phase.STEPPED, 0),
+    (Event.REMOVE, Phase.FAILED): (INTERLEAVED, Phase.FAILED, 0),
+}
+
+UNOBSERVABLE: dict[tuple[Event, Phase], str] = {
+    (Event.FORWARD, Phase.BACKWARD): "DDP refuses a forward after an incomplete backward, with its own error",
+    (Event.BACKWARD, Phase.BACKWARD): "needs a forward after an incomplete backward, which DDP refuses",
+    (Event.REMOVE, Phase.BACKWARD): "DDP takes no other forward then, so the next registration serves nothing",
+    **{(Event.REDUCED, phase): "leads to what the form says, not to an entry of the table" for phase in Phase},
+    **{(Event.REPLAY, phase): "happens under Join alone" for phase in Phase},
+}
+
+_note_reduced, _on_remove = UpdateLifecycle.note_reduced, UpdateLifecycle.on_remove
+_on_step, _on_reduced = UpdateLifecycle.on_step, UpdateLifecycle.on_reduced
+_on_zero_grad, _is_edited, _on_backward = (
+    UpdateLifecycle.on_zero_grad,
+    UpdateLifecycle._is_edited,
+    UpdateLifecycle.on_backward,
+)
+
+
+def _step_notes_nothing(self: UpdateLifecycle, updated: Any = ()) -> None:
+    _on_step(self)
+
+
+def _remove_clears_nothing(self: UpdateLifecycle) -> None:
+    self._forget()
+    _on_remove(self)
+
+
+def _clears_what_is_new(self: UpdateLifecycle) -> None:
+    self._refuse_edits(keeps_new_tensors=True)
+    for key, parameter in self._applied.items():
+        parameter.grad = None
+        self._reduced.pop(key, None)
+    self._applied = {}
+
+
+def _clears_on_zero_grad_alone(self: UpdateLifecycle) -> None:
+    self._refuse_edits(keeps_new_tensors=True)
+    self._reduced, self._applied = {}, {}
+
+
+def _zero_grad_remembers(self: UpdateLifecycle) -> None:
+    self._move(Event.ZERO_GRAD)
+
+
+def _takes_new_tensors_for_edits(self: UpdateLifecycle, parameter: Any, keeps_new_tensors: bool) -> bool:
+    return _is_edited(self, parameter, False)
+
+
+def _takes_no_versions(self: UpdateLifecycle, outcome: Phase | None = None) -> None:
+    self.phase = outcome or self.form.outcome
+    self._versions = None
+
+
+def _step_takes_no_versions(self: UpdateLifecycle, updated: Any = ()) -> None:
+    _on_step(self, updated)
+    self._versions = None
+
+
+def _backward_remembers(self: UpdateLifecycle, *, is_replay: bool) -> None:
+    kept = dict(self._reduced), dict(self._applied)
+    _on_backward(self, is_replay=is_replay)
+    self._reduced, self._applied = kept
+
+
+METHODS: dict[str, Mutant] = {
+    "check_reduced dropped": Mutant(DEFERRED, _method("check_reduced"), 0),
+    "check_step dropped": Mutant(INTERLEAVED, _method("check_step"), 0),
+    "edits not refused": Mutant(INTERLEAVED, _method("_refuse_edits"), 0),
+    "edits not refused, automatic": Mutant(AUTOMATIC, _method("_refuse_edits"), 0),
+    "what was updated in backward not noted": Mutant(INTERLEAVED, _method("note_applied"), 0),
+    "what was updated in step() not noted": Mutant(DEFERRED, _method("on_step", _step_notes_nothing), 0),
+    "what came in a bucket not noted": Mutant(DEFERRED, _method("note_reduced"), 0),
+    "a failure not noted": Mutant(INTERLEAVED, _method("on_failure"), 0),
+    "versions not taken after backward": Mutant(INTERLEAVED, _method("on_reduced", _takes_no_versions), 0),
+    "versions not taken after step()": Mutant(DEFERRED, _method("on_step", _step_takes_no_versions), 0),
+    "what was applied not cleared in forward": Mutant(
+        INTERLEAVED, _method("_clear_applied", _clears_on_zero_grad_alone), 0
+    ),
+    "what the loop set cleared in forward": Mutant(INTERLEAVED, _method("_clear_applied", _clears_what_is_new), 0),
+    "a new gradient taken for an edit": Mutant(INTERLEAVED, _method("_is_edited", _takes_new_tensors_for_edits), 0),
+    "gradients of a failed backward kept": Mutant(INTERLEAVED, _method("_clear_all"), 0),
+    "the last backward not forgotten in the next": Mutant(DEFERRED, _method("on_backward", _backward_remembers), 0),
+    "applied gradients not forgotten in zero_grad()": Mutant(
+        INTERLEAVED, _method("on_zero_grad", _zero_grad_remembers), 0
+    ),
+    "applied gradients kept by remove()": Mutant(INTERLEAVED, _method("on_remove", _remove_clears_nothing), 0),
+}
+
+MUTANTS: dict[str, Mutant] = {
+    **{
+        f"{event.name} x {phase.name} -> {outcome.name if isinstance(outcome, Phase) else 'refused'}": Mutant(
+            form, _entry(event, phase, outcome), seed
+        )
+        for (event, phase), (form, outcome, seed) in ENTRIES.items()
+    },
+    **METHODS,
+}
+
+
+@contextlib.contextmanager
+def _in_force(mutant: Mutant) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for patch in mutant.patches():
+            stack.enter_context(patch)
+        yield
+
+
+def _hunt(rank: int, world_size: int, names: list[str], limit: int) -> dict[str, tuple[int, str] | None]:
+    """For each mutant the seed whose sequence found it, and what went wrong there."""
+    found: dict[str, tuple[int, str] | None] = {}
+    for name in names:
+        mutant = MUTANTS[name]
+        form = next(form for form in FORMS if form.name == mutant.form)
+        found[name] = None
+        for seed in [mutant.seed, *range(limit)]:
+            with _in_force(mutant):
+                difference = Player(form, rank).play(draw(f"{form}:{seed}")).difference
+            if difference is not None:
+                found[name] = seed, difference
+                break
+        if rank == 0 and limit > 60:
+            print(name, found[name], flush=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, tuple[int, str] | None]:
+    results: dict[str, tuple[int, str] | None] = run_ranks(
+        _hunt, 2, list(MUTANTS), _LIMIT, timeout_s=150, group_timeout_s=20
+    )[0]
+    return results
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_random_loops_find_the_fault(found: dict[str, tuple[int, str] | None], name: str) -> None:
+    assert found[name] is not None
+
+
+def test_every_entry_of_the_table_has_a_mutant_or_a_reason() -> None:
+    entries = {(event, phase) for event in Event for phase in Phase}
+    assert entries == set(ENTRIES) | set(UNOBSERVABLE)
+    assert not set(ENTRIES) & set(UNOBSERVABLE)
+    for (event, phase), (_, outcome, _) in ENTRIES.items():
+        assert TRANSITIONS[event][phase] != outcome, f"{event} x {phase} is no mutant"
