@@ -244,6 +244,12 @@ class Played:
     """The calls that were made, up to there."""
 
 
+_MEETS = frozenset(
+    {"forward", "backward", "no_sync", "failing_backward", "incomplete_backward", "step_with_closure", "register"}
+    | {"save", "step", "load"}
+)
+
+
 class Player:
     """Plays sequences of one form, on every rank of a world alike; keeps DDP models for the next sequence."""
 

@@ -270,6 +270,8 @@ class Oracle:
             return
         pending = self._to_update()
         self._update(pending)
+        if self.phase == "off" and not self.form.has_whole_gradients:
+            self.loss = None  # What was gathered is written to all parameters, if nothing was updated, too.
         if self.phase not in ("off", "idle"):
             self.marks |= dict.fromkeys((place for place in pending if place in self.means), "as left")
         if self.phase in ("reduced", "applied") or self.marks:
