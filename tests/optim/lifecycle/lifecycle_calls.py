@@ -43,13 +43,8 @@ def draw(seed: str) -> Script:
     source = random.Random(seed)
     calls: list[Call] = []
     while len(calls) < _CANDIDATES:
-        pick = source.random()
-        if pick < 0.15:
-            calls += [Call("forward"), Call("backward"), Call("step")]
-        elif pick < 0.3:
-            calls += [Call("forward"), Call("backward")]
-        else:
-            calls.append(_call(source))
+        phrase = source.choice(_PHRASES) if source.random() < 0.45 else (None,)
+        calls += [_call(source) if name is None else _named(source, name) for name in phrase]
     limit = source.randint(5, 25)
     end: tuple[Call, ...] = ()
     if source.random() < 0.1:
@@ -61,9 +56,27 @@ def draw(seed: str) -> Script:
 def _call(source: random.Random, weights: dict[str, int] | None = None) -> Call:
     weights = weights or _WEIGHTS
     (name,) = source.choices(list(weights), list(weights.values()))
+    return _named(source, name)
+
+
+def _named(source: random.Random, name: str) -> Call:
     argument = _ARGUMENTS.get(name)
     return Call(name, None if argument is None else argument(source))
 
+
+# What training loops do in a row, and what tells one phase from another.
+_PHRASES: tuple[tuple[str, ...], ...] = (
+    *[("forward", "backward", "step")] * 4,
+    *[("forward", "backward")] * 4,
+    ("own_gradient", "step"),
+    ("zero_grad", "own_gradient", "step"),
+    ("no_sync", "step"),
+    ("no_sync", "zero_grad"),
+    ("remove", "register"),
+    ("forward", "remove", "register", "backward"),
+    ("forward", "failing_step", "backward"),
+    ("forward", "backward", "forward", "step", "backward"),
+)
 
 _WEIGHTS = {
     "forward": 16,

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-
 from lifecycle_calls import Call, Script, draw, shrink
 from lifecycle_forms import ArmedError, Form, Net, armed
 from lifecycle_oracle import Oracle, chosen, loss_of
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
 from overlap import CollectiveError, TrainingLoopError
 
 _BUCKET_CAP_MB = 80 / 2**20
@@ -186,7 +186,7 @@ class Run:
     def _register(self, call: Call, batch: tuple[Tensor, Tensor]) -> None:
         if call.argument == "new":
             self.stage = self.form.stage(self.ddp, self.optimizer)
-        self.registration = self.form.register(self.ddp, self.stage)
+        self.registration = self.form.register(self.ddp, self.stage, self.optimizer)
 
     def close(self) -> None:
         """Leave DDP as it was, if it can still be used."""
@@ -212,12 +212,15 @@ class Run:
             if not torch.equal(ours.grad, theirs.grad):
                 return f"{where} the gradient of {name} is {_short(ours.grad)}, but of plain DDP {_short(theirs.grad)}"
         if call.name == "save":
-            ours, theirs = self.saved, self.oracle.saved
+            ours, theirs = self.saved, self.oracle.saved[0]
         elif self.form.compares_state_always:
             ours, theirs = self.optimizer.state_dict(), self.oracle.optimizer.state_dict()
         else:
             return None
-        return None if _is_equal(ours, theirs) else f"{where} the optimizer's state is {ours}, but of plain DDP {theirs}"
+        ours = {key: value for key, value in ours.items() if key != "local_sgd"}
+        return (
+            None if _is_equal(ours, theirs) else f"{where} the optimizer's state is {ours}, but of plain DDP {theirs}"
+        )
 
 
 def _short(tensor: Tensor | None) -> str:

@@ -13,7 +13,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap import AllReduce, Bucket, OverlappedOptimizer, Registration, Stage, Step, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap import (
+    AllReduce,
+    Bucket,
+    LocalSGD,
+    OverlappedOptimizer,
+    Registration,
+    Stage,
+    Step,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+)
 
 
 class ArmedError(Exception):
@@ -150,7 +161,17 @@ class Form:
             options["params"] = [parameters[place] for place in self.subset]
         return chain(ArmedReduce(), Step(optimizer, **options))
 
-    def register(self, ddp: DistributedDataParallel, stage: Stage) -> Registration:
+    refuses_local = True
+    """Whether ``step()`` refuses gradients that were not reduced."""
+    clears = True
+    """Whether what was applied is cleared before the next forward."""
+    can_be_removed = True
+    start_step: int | None = None
+    """Steps until ranks train alone; ``None`` for never."""
+    period: int = 1
+    """Steps from one average to the next then."""
+
+    def register(self, ddp: DistributedDataParallel, stage: Stage, optimizer: Any) -> Registration:
         return stage.register(ddp)  # type: ignore[attr-defined,no-any-return]
 
     def settle(self, optimizer: Any) -> None:
@@ -216,6 +237,52 @@ class ZeroForm(Form):
         return state
 
 
+@dataclass(frozen=True, kw_only=True)
+class LocalForm(Form):
+    """LocalSGD whose ``step()`` updates: gradients are the loop's to clear, and are applied whatever they are."""
+
+    is_deferred: bool = True
+    refuses_local = False
+    clears = False
+    can_be_removed = False
+
+    def optimizer(self, ddp: DistributedDataParallel) -> Any:
+        return LocalSGD(
+            ddp, self.make(ddp.parameters()), period=self.period, start_step=self.start_step, reducer=ArmedReduce()
+        )
+
+    def stage(self, ddp: DistributedDataParallel, optimizer: Any) -> Stage:
+        stage: Stage = optimizer.registration.stage
+        return stage
+
+    def register(self, ddp: DistributedDataParallel, stage: Stage, optimizer: Any) -> Registration:
+        registration: Registration = optimizer.registration
+        return registration
+
+    def state(self, optimizer: Any) -> Any:
+        return optimizer.state_dict()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalUpdateForm(LocalForm):
+    """LocalSGD with an update in backward."""
+
+    is_deferred: bool = False
+    refuses_local = True
+    clears = True
+
+    def optimizer(self, ddp: DistributedDataParallel) -> Any:
+        optimizer = OverlappedOptimizer(self.make(ddp.parameters()))
+        return LocalSGD(
+            ddp,
+            optimizer,
+            period=self.period,
+            start_step=self.start_step,
+            reducer=ArmedReduce(),
+            update=Step(optimizer),
+        )
+
+
 FORMS: tuple[Form, ...] = (
     Form(name="step_interleaved"),
     Form(name="step_deferred", is_deferred=True, make=adamw),
@@ -230,4 +297,7 @@ FORMS: tuple[Form, ...] = (
     ZeroForm(name="zero_deferred_automatic", is_deferred=True, is_automatic=True),
     ZeroForm(name="zero_gather_in_forward", gather="forward", make=adamw),
     ZeroForm(name="zero_deferred_gather_in_forward", is_deferred=True, gather="forward"),
+    LocalForm(name="local_before_start", start_step=1000, make=adamw),
+    LocalForm(name="local", start_step=3, period=2),
+    LocalUpdateForm(name="local_with_update", start_step=3, period=2),
 )

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-
+import torch.distributed as dist
 from lifecycle_calls import Call
 from lifecycle_forms import Form
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 OK = frozenset({"ok"})
 REFUSED = frozenset({"TrainingLoopError"})
@@ -52,13 +52,17 @@ class Oracle:
         self.loss: Tensor | None = None
         self.synchronizes_next = False
         """DDP waits for gradients: the next backward synchronizes, under ``no_sync``, too."""
-        self.saved = copy.deepcopy(optimizer.state_dict())
+        self.steps = 0
+        """That the loop has made; counted for local SGD."""
+        self.saved = copy.deepcopy(optimizer.state_dict()), 0
 
     # Where calls can be made.
 
     def allows(self, call: Call) -> bool:
         """Whether a training loop can make this call here, as far as plain DDP goes."""
         name = call.name
+        if not self.form.can_be_removed and not self._can_be_local(name):
+            return False
         if not self.form.has_whole_gradients and not self._can_be_sharded(name):
             return False
         if self.has_ended:
@@ -79,6 +83,19 @@ class Oracle:
         if name in ("remove", "register"):
             return (self.phase == "off") == (name == "register")
         return True
+
+    def _can_be_local(self, name: str) -> bool:
+        """Whether it is told what local SGD does: not where a forward and its backward are of different phases."""
+        if name in ("remove", "register"):
+            return False
+        if name in ("step", "failing_step", "load", "step_with_closure"):
+            return self.loss is None and not self.synchronizes_next
+        return not (self._is_alone and name in ("incomplete_backward", "failing_backward"))
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this rank trains alone."""
+        return self.form.start_step is not None and self.steps >= self.form.start_step
 
     def _can_be_sharded(self, name: str) -> bool:
         """Whether plain DDP can tell what a sharded update does: not where ranks apply gradients that differ."""
@@ -131,7 +148,7 @@ class Oracle:
 
     def _expect_failing_step(self, call: Call) -> frozenset[str]:
         expected = self._expect_step(call)
-        calls_optimizer = self._to_update() or self.form.refuses_step
+        calls_optimizer = self._to_update() or self.form.refuses_step or not self.form.clears
         return RAISED if expected == OK and calls_optimizer else expected
 
     def _expect_step_with_closure(self, call: Call) -> frozenset[str]:
@@ -161,7 +178,7 @@ class Oracle:
 
     def _local(self) -> set[int]:
         """Parameters with a gradient that ``step()`` would apply, but that is not the mean over ranks."""
-        if self.phase == "idle" and self.form.has_whole_gradients:
+        if not self.form.refuses_local or (self.phase == "idle" and self.form.has_whole_gradients):
             return set()
         return {place for place in self._pending() if place not in self.means and self._is_nonzero(place)}
 
@@ -187,8 +204,8 @@ class Oracle:
 
     def _forward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         if self._begin_forward():
-            self.loss = loss_of(self.ddp, batch)
-            self.synchronizes_next = True
+            self.loss = loss_of(self.ddp.module if self._is_alone else self.ddp, batch)
+            self.synchronizes_next = not self._is_alone or bool(self.form.in_backward)
 
     def _begin_forward(self) -> bool:
         """What a forward does to gradients; false where it is refused, and the loop can go on."""
@@ -213,9 +230,12 @@ class Oracle:
 
     def _backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         assert self.loss is not None
+        is_noticed = self.synchronizes_next
+        if not is_noticed:
+            self._note_added_everywhere()
         self.loss.backward()
         self.loss, self.synchronizes_next = None, False
-        if self.phase == "off":
+        if self.phase == "off" or not is_noticed:
             return
         is_refused = self._is_second_backward()
         self.has_own = False
@@ -244,12 +264,11 @@ class Oracle:
         if not self._begin_forward():
             return
         with self.ddp.no_sync():
-            self.loss = loss_of(self.ddp, batch)
+            self.loss = loss_of(self.ddp.module if self._is_alone else self.ddp, batch)
             if self.synchronizes_next:
                 self._backward(call, outcome, batch)
                 return
-            for place in range(len(self.parameters)):
-                self._note_added(place)
+            self._note_added_everywhere()
             self.loss.backward()
             self.loss, self.has_own = None, True
 
@@ -272,10 +291,23 @@ class Oracle:
         self._update(pending)
         if self.phase == "off" and not self.form.has_whole_gradients:
             self.loss = None  # What was gathered is written to all parameters, if nothing was updated, too.
-        if self.phase not in ("off", "idle"):
+        self._end_step()
+        if self.phase not in ("off", "idle") and self.form.clears:
             self.marks |= dict.fromkeys((place for place in pending if place in self.means), "as left")
-        if self.phase in ("reduced", "applied") or self.marks:
+        if self.phase in ("reduced", "applied") or (self.phase != "off" and self.marks):
             self.phase = "stepped"
+
+    def _end_step(self) -> None:
+        """Of local SGD: counts, and averages at the end of a round."""
+        was_alone = self._is_alone
+        self.steps += 1
+        if self.form.start_step is None or not was_alone or (self.steps - self.form.start_step) % self.form.period:
+            return
+        with torch.no_grad():
+            for parameter in self.parameters:
+                dist.all_reduce(parameter)
+                parameter.div_(dist.get_world_size())
+        self.loss = None
 
     def _failing_step(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         if outcome != "ArmedError":
@@ -329,6 +361,10 @@ class Oracle:
         self._note_added(call.argument)
         (self.parameters[call.argument] * 0.1).sum().backward()
 
+    def _note_added_everywhere(self) -> None:
+        for place in range(len(self.parameters)):
+            self._note_added(place)
+
     def _note_added(self, place: int) -> None:
         """Autograd adds to a gradient in place, or makes a new one."""
         self._note_change(place, "replaced" if self.parameters[place].grad is None else "edited")
@@ -339,11 +375,12 @@ class Oracle:
         self.marks[place] = mark
 
     def _save(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
-        self.saved = copy.deepcopy(self.optimizer.state_dict())
+        self.saved = copy.deepcopy(self.optimizer.state_dict()), self.steps
 
     def _load(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         if outcome == "ok":
-            self.optimizer.load_state_dict(copy.deepcopy(self.saved))
+            state, self.steps = copy.deepcopy(self.saved)
+            self.optimizer.load_state_dict(state)
 
     def _set_lr(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         for group in self.optimizer.param_groups:
@@ -392,7 +429,7 @@ class Oracle:
             torch.nn.utils.clip_grad_norm_(ordered, self.form.clip)
 
 
-def loss_of(ddp: DistributedDataParallel, batch: tuple[Tensor, Tensor], *, is_partial: bool = False) -> Tensor:
+def loss_of(ddp: nn.Module, batch: tuple[Tensor, Tensor], *, is_partial: bool = False) -> Tensor:
     """The loss of both sides."""
     return torch.nn.functional.mse_loss(ddp(batch[0], is_partial), batch[1])
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-
-from harness import run_ranks
 from lifecycle_driver import search
 from lifecycle_forms import FORMS, Form
+
+from harness import run_ranks
 
 SEQUENCES = int(os.environ.get("OVERLAP_SEQUENCES", "100"))
 """For each form."""

@@ -13,11 +13,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-
-from harness import run_ranks
 from lifecycle_calls import draw
 from lifecycle_driver import Player
 from lifecycle_forms import FORMS
+
+from harness import run_ranks
 from overlap.optim.lifecycle import TRANSITIONS, Event, Phase, Refusal, UpdateLifecycle
 
 Patches = Callable[[], list[Any]]
