@@ -1,4 +1,4 @@
-"""Let everything that must happen to a gradient ride in DDP's backward.
+"""Let everything that must happen to a gradient run in DDP's backward.
 
 >>> import overlap
 >>> overlap.chain(overlap.AllReduce())

@@ -1,4 +1,4 @@
-"""What the commands share about their options: types that say what is allowed, and a check for extras."""
+"""What the commands share: option types that say what is allowed, and a check for extras."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _operators_load() -> bool:
         except OSError:
             return False
         return True
-    return True  # No library where one is known to be: torchvision's own import knows better.
+    return True  # There is no library where one is expected: torchvision's own import decides.
 
 
 def _declare_operators() -> None:
@@ -50,4 +50,4 @@ def _declare_operators() -> None:
     _kept.append(definitions)
 
 
-_kept: list[torch.library.Library] = []  # A library takes its operators along when it is collected.
+_kept: list[torch.library.Library] = []  # Operators are removed when their library is garbage-collected.

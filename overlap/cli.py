@@ -39,7 +39,7 @@ class Command(Protocol):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for options that it cannot work with."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _Parser(prog="overlap", description="Work that rides in DDP's backward pass.", allow_abbrev=False)
+    parser = _Parser(prog="overlap", description="Work that runs in DDP's backward pass.", allow_abbrev=False)
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=_describe_commands())
     # The command's own options are not known yet: everything after its name is left to the second parser.
     options = parser.parse_args(argv[:1] or ["--help"])

@@ -1,7 +1,7 @@
 """One process per rank of the same program, on this machine.
 
 `run_ranks` starts them and watches over them, `under_launcher` tells a rank that it is one, and `init_ranks`
-makes the process group inside it. Whoever prefers `torchrun` uses that instead: the environment is the same.
+makes the process group inside it. `torchrun` can start the ranks instead: the environment is the same.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from datetime import timedelta
 from types import FrameType
 from typing import IO, TYPE_CHECKING
 
+from overlap.errors import ConfigurationError
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["World", "choose_device", "init_ranks", "run_ranks", "under_launcher"]
+__all__ = ["World", "choose_device", "init_ranks", "launched_ranks", "run_ranks", "shared_gpu_env", "under_launcher"]
 
 _POLL_S = 0.02
 _GRACE_S = 5.0
@@ -33,8 +35,22 @@ _TIMED_OUT = 124  # what timeout(1) returns
 
 
 def under_launcher() -> bool:
-    """True in a process that is one of several ranks: started by `run_ranks`, `torchrun` or the like."""
+    """True in a process that is one of several ranks, started by `run_ranks`, `torchrun` or the like."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launched_ranks(asked: int | None) -> int | None:
+    """How many ranks a launcher has started; None in a process that is not one of them.
+
+    Raises:
+        ConfigurationError: the command line asked for another number.
+    """
+    if not under_launcher():
+        return None
+    ranks = int(os.environ["WORLD_SIZE"])
+    if asked not in (None, ranks):
+        raise ConfigurationError(f"--ranks is {asked}, but the launcher started {ranks}: leave it out")
+    return ranks
 
 
 def run_ranks(
@@ -118,14 +134,15 @@ def init_ranks(device: str = "auto", *, backend: str | None = None, timeout_s: f
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         if backend == "nccl" and local_ranks > torch.cuda.device_count():
-            _let_nccl_share_a_gpu(local_rank)
+            for name, value in shared_gpu_env(local_rank).items():
+                os.environ.setdefault(name, value)
     dist.init_process_group(
         backend,
         timeout=timedelta(seconds=timeout_s),
         device_id=chosen if backend == "nccl" else None,
     )
     yield World(dist.get_rank(), dist.get_world_size(), chosen, backend)
-    # Left standing after an exception: closing its connections would make the other ranks fail with "connection
+    # Not closed after an exception: closing its connections would make the other ranks fail with "connection
     # closed" before this one has shown its traceback, and the process ends in any case.
     dist.destroy_process_group()
 
@@ -146,6 +163,12 @@ def choose_device(device: str, *, local_rank: int, local_ranks: int) -> torch.de
     return torch.device("cuda", local_rank % gpus)
 
 
+def shared_gpu_env(rank: int) -> dict[str, str]:
+    """Variables that let NCCL's ranks share one GPU, over sockets."""
+    # NCCL refuses two ranks on one GPU by comparing host and bus: if the hosts seem to differ, it uses sockets.
+    return {"NCCL_HOSTID": f"overlap-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+
+
 @dataclass(frozen=True)
 class _Rank:
     rank: int
@@ -155,7 +178,7 @@ class _Rank:
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     return {
-        # Ranks share the cores: with the default of one thread a core each, they would fight over them.
+        # Ranks share the cores: with the default of one thread per core each, they would compete for them.
         "OMP_NUM_THREADS": "1",
         **os.environ,
         "RANK": str(rank),
@@ -243,12 +266,6 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _let_nccl_share_a_gpu(local_rank: int) -> None:
-    # NCCL refuses two ranks on one GPU by comparing host and bus: told that the hosts differ, it uses sockets.
-    os.environ.setdefault("NCCL_HOSTID", f"overlap-rank-{local_rank}")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _free_port() -> int:

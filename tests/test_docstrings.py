@@ -16,7 +16,7 @@ import overlap.hooks
 import overlap.join
 import overlap.optim
 
-ROOMS = [
+PACKAGES = [
     "overlap.hooks",
     "overlap.optim",
     "overlap.join",
@@ -24,14 +24,15 @@ ROOMS = [
     "overlap.activations",
     "overlap.quantized",
 ]
+PUBLIC = [overlap, overlap.hooks, overlap.optim, overlap.join]
 
 
 def _modules() -> list[str]:
     names = ["overlap"]
-    for room in ROOMS:
-        module = importlib.import_module(room)
-        names.append(room)
-        names += [info.name for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{room}.")]
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        names.append(package)
+        names += [info.name for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{package}.")]
     return names
 
 
@@ -48,11 +49,11 @@ def test_there_are_examples_to_run() -> None:
     assert len(examples) >= 5
 
 
-@pytest.mark.parametrize("room", [overlap, overlap.hooks, overlap.optim, overlap.join], ids=lambda room: room.__name__)
-def test_everything_public_is_documented(room: ModuleType) -> None:
-    silent = [
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_everything_public_is_documented(module: ModuleType) -> None:
+    undocumented = [
         name
-        for name in room.__all__
-        if (inspect.isclass(public := getattr(room, name)) or inspect.isfunction(public)) and not public.__doc__
+        for name in module.__all__
+        if (inspect.isclass(public := getattr(module, name)) or inspect.isfunction(public)) and not public.__doc__
     ]
-    assert not silent
+    assert not undocumented

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,9 @@ def program(tmp_path: Path) -> Callable[[str], Callable[[int], Sequence[str]]]:
     return write
 
 
-def test_what_a_rank_is_told(program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def told(program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments and variables of each of three ranks, given an address each."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     prefix = program(
         "import json, os, pathlib, sys\n"
@@ -48,17 +51,33 @@ def test_what_a_rank_is_told(program, tmp_path: Path, monkeypatch: pytest.Monkey
         "(pathlib.Path(__file__).parent / os.environ['RANK']).write_text(json.dumps(told))\n"
     )
     assert run_ranks(["demo", "--seed", "7"], 3, prefix=prefix, env=lambda rank: {"MASTER_ADDR": f"10.0.0.{rank}"}) == 0
-    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
-    for rank, values in enumerate(told):
+    return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+
+
+def test_a_rank_runs_the_same_command(told: list[dict[str, Any]]) -> None:
+    for values in told:
         assert values["argv"] == [sys.executable, "-m", "overlap", "demo", "--seed", "7"]
+
+
+def test_a_rank_is_told_its_rank_and_how_many_there_are(told: list[dict[str, Any]]) -> None:
+    for rank, values in enumerate(told):
         assert (values["RANK"], values["LOCAL_RANK"]) == (str(rank), str(rank))
         assert (values["WORLD_SIZE"], values["LOCAL_WORLD_SIZE"]) == ("3", "3")
-        assert values["MASTER_ADDR"] == f"10.0.0.{rank}"
-        assert values["OMP_NUM_THREADS"] == "1"
+
+
+def test_variables_for_a_rank_win_over_the_others(told: list[dict[str, Any]]) -> None:
+    assert [values["MASTER_ADDR"] for values in told] == ["10.0.0.0", "10.0.0.1", "10.0.0.2"]
+
+
+def test_ranks_are_told_one_port(told: list[dict[str, Any]]) -> None:
     assert len({values["MASTER_PORT"] for values in told}) == 1
 
 
-def test_threads_that_the_user_asked_for_are_left(program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_one_thread(told: list[dict[str, Any]]) -> None:
+    assert [values["OMP_NUM_THREADS"] for values in told] == ["1", "1", "1"]
+
+
+def test_a_number_of_threads_that_the_user_chose_stays(program, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert run_ranks([], 1, prefix=program("import os; raise SystemExit(os.environ['OMP_NUM_THREADS'] != '3')")) == 0
 
@@ -111,7 +130,9 @@ def test_a_signal_leaves_no_process(program, tmp_path: Path, number: signal.Sign
     _assert_gone(tmp_path, ranks=(0, 1))
 
 
-def test_a_rank_that_will_not_go_is_killed(program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_ignores_the_request_to_end_is_killed(
+    program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "_GRACE_S", 0.2)
     prefix = program(
         "import os, pathlib, signal, time\n"
@@ -124,7 +145,7 @@ def test_a_rank_that_will_not_go_is_killed(program, tmp_path: Path, monkeypatch:
     _assert_gone(tmp_path, ranks=(0,))
 
 
-def test_time_runs_out(program, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_take_too_long_are_named_and_their_output_shown(program, capfd: pytest.CaptureFixture[str]) -> None:
     prefix = program("import os, time\nif os.environ['RANK'] == '1': print('busy', flush=True); time.sleep(60)")
     assert run_ranks([], 2, prefix=prefix, timeout_s=1.0) == 124
     shown = capfd.readouterr().err
@@ -146,7 +167,7 @@ def test_a_command_that_cannot_start_stops_those_that_have(program, tmp_path: Pa
     _assert_gone(tmp_path, ranks=(0,))
 
 
-def test_a_number_of_ranks_that_makes_no_sense() -> None:
+def test_no_ranks_at_all_are_refused() -> None:
     with pytest.raises(ValueError, match="ranks is 0: give at least 1"):
         run_ranks([], 0)
 
@@ -165,7 +186,7 @@ def test_ranks_form_a_group(program) -> None:
     assert run_ranks([], 2, prefix=prefix, timeout_s=60) == 0
 
 
-def test_a_group_needs_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_outside_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert not under_launcher()
@@ -195,7 +216,7 @@ def test_the_device_of_the_second_of_two_ranks(
     ("device", "error", "said"),
     [("cuda", RuntimeError, "torch sees no GPU: give 'cpu'"), ("tpu", ValueError, "give 'auto', 'cpu' or 'cuda'")],
 )
-def test_a_device_that_cannot_be(
+def test_a_device_that_is_not_there_or_not_known_is_refused(
     device: str, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

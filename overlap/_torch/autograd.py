@@ -10,14 +10,14 @@ __all__ = ["after_backward", "after_gradients", "in_backward", "version"]
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` has been changed in place. Private: only raising it has a public way."""
+    """How often ``tensor`` has been changed in place. Private: the public way only increases it."""
     return tensor._version
 
 
 def in_backward() -> bool:
     """Whether the calling thread is inside a backward pass.
 
-    Private because PyTorch has no public way to ask; a joined rank replays hooks outside of any backward.
+    Private: there is no public way to ask. A joined rank runs hooks outside of any backward.
     """
     return bool(torch._C._current_graph_task_id() != -1)
 
@@ -25,19 +25,19 @@ def in_backward() -> bool:
 def after_gradients(callback: Callable[[], None]) -> None:
     """Run ``callback`` on this thread once the current backward pass has computed its last gradient.
 
-    Called before the last bucket's hook it runs before DDP's finalization, which then waits for buckets. Private as in
-    :func:`after_backward`.
+    If queued before the last bucket's hook is called, it runs before DDP's finalization, which waits for the buckets.
+    Private as in :func:`after_backward`.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` on this thread once the current backward pass, DDP's own finalization included, is over.
+    """Run ``callback`` on this thread once the current backward pass, including DDP's finalization, is over.
 
-    What ``callback`` raises, ``backward()`` raises. DDP queues its finalization when the hook of the last bucket
-    returns, and callbacks run in the order in which they were queued. So a callback that is queued from inside the
-    hook runs *before* DDP's, and an exception there would leave the reducer half finished; one that is queued from
-    within that callback runs after it. Private because the engine's queue has no public name (FSDP uses it too).
+    ``backward()`` raises what ``callback`` raises. Callbacks run in the order in which they were queued, and DDP queues
+    its finalization when the hook of the last bucket returns. So a callback queued by the hook runs *before* DDP's, and
+    an exception in it would leave the reducer half finished; a callback queued by that callback runs after DDP's.
+    Private: the engine's queue has no public name (FSDP uses it too).
     """
     engine = torch.autograd.Variable._execution_engine
 

@@ -1,4 +1,4 @@
-"""Process groups, and below them the backends that carry collectives."""
+"""Process groups, and the backends that carry their collectives."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def bucket_gradients(bucket: GradBucket) -> list[Tensor]:
-    """Views of the bucket's buffer, one a parameter.
+    """Views of the bucket's buffer, one per parameter.
 
-    DDP's buffer holds complex gradients as pairs of real numbers, but its views count pairs and cut single numbers:
-    right places, wrong elements.
+    DDP's buffer holds a complex gradient as pairs of real numbers, but DDP's own views of it count in complex numbers
+    and then select real ones, so they show the wrong elements.
     """
     views, buffer = list(bucket.gradients()), bucket.buffer()
     if not bucket.parameters()[0].is_complex() or buffer.is_complex():
@@ -51,12 +51,12 @@ def bucket_gradients(bucket: GradBucket) -> list[Tensor]:
 
 
 def is_future(value: object) -> bool:
-    """Whether ``value`` is a future. Private: those that come from C++ are not of the public subclass."""
+    """Whether ``value`` is a future. Private: futures made in C++ are not instances of the public subclass."""
     return isinstance(value, torch._C.Future)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that carries collectives of ``device``'s tensors on ``group``, ``"gloo"`` or ``"nccl"``, say."""
+    """The backend for tensors on ``device`` in ``group``, such as ``"gloo"`` or ``"nccl"``; ``"none"`` without one."""
     try:
         name: str = group._get_backend(device).name()
     except RuntimeError:
@@ -65,19 +65,22 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def group_store(group: dist.ProcessGroup) -> Store:
-    """The key-value store that ``group`` was made with. Private: groups made by ``new_group`` have no public one."""
+    """The key-value store of ``group``. Private: there is no public way to the store of a ``new_group``."""
     if hasattr(group, "get_group_store"):
         try:
             store: Store | None = group.get_group_store()
         except RuntimeError:
-            store = None  # A group that a custom backend made without a store of its own.
+            store = None  # The group of a custom backend may have no store.
         if store is not None:
             return store
     return distributed_c10d._world.pg_map[group][1]
 
 
 def issued(group: dist.ProcessGroup) -> int | None:
-    """How many collectives this rank has issued on ``group``, where its backend counts. Private: no public name."""
+    """How many collectives this rank has issued on ``group``; ``None`` if its backend does not count them.
+
+    Private: there is no public way to ask.
+    """
     counting: Any = group
     try:
         return int(counting._get_sequence_number_for_group())
@@ -86,21 +89,22 @@ def issued(group: dist.ProcessGroup) -> int | None:
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective of ``group`` may take."""
+    """The timeout of collectives on ``group``."""
     try:
         options = getattr(group._get_backend(device), "options", None)
     except RuntimeError:
-        options = None  # A group that has no backend of the device by itself.
+        options = None  # The group has no backend for this device.
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else distributed_c10d.default_pg_timeout
 
 
 class Channel(Protocol):
-    """Starts collectives; every call returns at once with what to wait for. Tensors are real, ranks the channel's."""
+    """Starts collectives; each call returns at once, with the works to wait for. Tensors are real (not complex), and
+    ranks are ranks of the channel."""
 
     @property
-    def moves_halves(self) -> bool:
-        """Whether a reduce-scatter must be put together from messages to send less than an all-reduce."""
+    def scatters_by_messages(self) -> bool:
+        """Whether messages between ranks make a reduce-scatter that sends less than the channel's own."""
         ...
 
     def size(self) -> int: ...
@@ -123,9 +127,9 @@ class Channel(Protocol):
 
 
 class GroupChannel:
-    """A registered process group, by PyTorch's public functions."""
+    """A process group, used through PyTorch's public functions."""
 
-    moves_halves = False
+    scatters_by_messages = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -159,7 +163,7 @@ class GroupChannel:
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
     def abort(self) -> None:
-        """Nothing to give up: the group is the user's."""
+        """Does nothing: the group is the user's."""
 
 
 def _abort(backend: Any) -> None:
@@ -168,9 +172,9 @@ def _abort(backend: Any) -> None:
 
 
 class _Message:
-    """The work of a message between two ranks on Gloo, which must not be waited for in slices.
+    """The work of a message between two ranks on Gloo, which is waited for without a timeout.
 
-    A wait that times out closes the connection, and the work says that it is completed whatever happens.
+    A wait with a timeout would close the connection when it times out, and the work always says that it is completed.
     """
 
     def __init__(self, work: dist.Work) -> None:
@@ -184,21 +188,21 @@ class _Message:
 
 
 class GlooChannel:
-    """A Gloo backend with the ranks of ``group`` and connections of its own; every member makes it, with one ``key``.
+    """A Gloo backend for the ranks of ``group``, over separate connections; every rank makes it, with the same ``key``.
 
     Made directly and not with ``new_group(use_local_synchronization=True)``: that names a group after the number of
-    groups that the rank is in, so ranks that are in different numbers of groups wait for each other for ever. The
-    functions of ``torch.distributed`` know only groups made by it, so the backend's own methods are called, as they
-    call them.
+    groups that the rank is in, so ranks in different numbers of groups would wait for each other forever. The functions
+    of ``torch.distributed`` accept only groups that it made, so the backend's own methods are called, as those
+    functions call them.
     """
 
-    moves_halves = True
+    scatters_by_messages = True
 
     def __init__(self, group: dist.ProcessGroup, key: str) -> None:
         self._store = PrefixStore(f"overlap/{key}", group_store(group))
         timeout = group_timeout(group, torch.device("cpu"))
         try:
-            # Any: the type stubs leave a backend's collectives out.
+            # Any: the type stubs lack a backend's collectives.
             self._backend: Any = self._connected(group, timeout)
         except RuntimeError as error:
             missing = self._missing(group)
@@ -211,7 +215,7 @@ class GlooChannel:
     def _connected(self, group: dist.ProcessGroup, timeout: timedelta) -> Any:
         self._store.set(f"came/{group.rank()}", "")
         backend = dist.ProcessGroupGloo(self._store, group.rank(), group.size(), timeout=timeout)
-        # Gloo returns while others are still connecting: a rank that is done and gone by then would fail them.
+        # Gloo returns while others still connect: they would fail if this rank ended before they are done.
         if self._store.add("connected", 1) == group.size():
             self._store.set("all connected", "")
         self._store.wait(["all connected"], timeout)
@@ -221,7 +225,7 @@ class GlooChannel:
         try:
             return [rank for rank in range(group.size()) if not self._store.check([f"came/{rank}"])]
         except RuntimeError:
-            return []  # The store went with the rank that had it.
+            return []  # The rank that hosts the store has ended.
 
     def size(self) -> int:
         return int(self._backend.size())
@@ -248,16 +252,16 @@ class GlooChannel:
     def send_recv(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
     ) -> list[Any]:
-        # Receives first, so that what a peer sends finds its buffer.
+        # Receives first, so that a buffer is ready for what a peer sends.
         works = [self._backend.recv([tensor], peer, tag) for tensor, peer in receives]
         works += [self._backend.send([tensor], peer, tag) for tensor, peer in sends]
         return [_Message(work) for work in works]
 
     def abort(self) -> threading.Thread:
-        """End what is in flight and close the connections; the other ranks see theirs close.
+        """Abandon what is in flight and close the connections; the other ranks see theirs close.
 
-        Returns the thread that does it, and alone keeps the backend: with three ranks and more, Gloo now and then waits
-        for an operation to time out when the backend is destroyed.
+        Returns the thread that does it. Only that thread keeps the backend: with three or more ranks, destroying a Gloo
+        backend sometimes waits until an operation times out.
         """
         thread = threading.Thread(target=_abort, args=(self._backend,), name="overlap-abort", daemon=True)
         self._backend = None

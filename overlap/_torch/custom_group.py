@@ -13,12 +13,12 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store, Work
 
 __all__ = ["CustomGroup", "FutureWork", "FileStore", "HashStore", "Store", "spin"]
 
-# What C++ calls on a subclass is none of the overloads that ProcessGroup's methods are declared with.
+# Any: C++ calls a subclass with signatures that are not among the declared overloads of ProcessGroup's methods.
 CustomGroup: Any = dist.ProcessGroup
 
 
 class FutureWork(Work):
-    """The ``Work`` of a collective that is done when ``future`` is; its value is the list of tensors.
+    """The ``Work`` of a collective that is done when ``future`` is; the future's value is the list of tensors.
 
     PyTorch's own wrapper of a future, ``_create_work_from_future``, cannot be waited for with a timeout.
     """
@@ -28,7 +28,7 @@ class FutureWork(Work):
         self._future = future
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """On the CPU blocks the thread, on CUDA makes the current stream wait; a future knows no timeout."""
+        """Block the thread or, on CUDA, make the current stream wait. ``timeout`` is ignored: a future has none."""
         self._future.wait()
         return True
 
@@ -47,5 +47,5 @@ class FutureWork(Work):
 
 
 def spin(cycles: int) -> None:
-    """Keep the current CUDA stream busy for so many clock cycles. Private: it is for PyTorch's tests."""
+    """Keep the current CUDA stream busy for a number of clock cycles. Private: PyTorch has it for its tests."""
     torch.cuda._sleep(cycles)

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel keeps to itself."""
+"""Private state of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["GradientSync", "before_final_sync", "data_parallel_parameters", "has
 def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
     """The parameters that DDP may reduce, with their fully qualified names in the wrapped module.
 
-    Those frozen now are among them: what DDP reduces it settled when it was made. A tied parameter has its first name.
-    ``_orig_mod.``, which ``torch.compile`` puts in front, is left out, so that state saved from a compiled model fits
-    the same model uncompiled. Private: which parameters DDP ignores.
+    Includes parameters that are frozen now: DDP decided what it reduces when it was made. A tied parameter has its
+    first name. ``_orig_mod.``, which ``torch.compile`` adds, is left out, so that state saved from a compiled model
+    fits the same model uncompiled. Private: which parameters DDP ignores.
     """
     return {
         parameter: name.replace("_orig_mod.", "")
@@ -26,9 +26,9 @@ def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor,
 
 
 def has_foreign_hook(ddp: DistributedDataParallel, ours: type) -> str | None:
-    """The name of a hook registered with DDP itself, if there is one; a copied model lists hooks that it has not.
+    """The name of the hook registered with DDP itself, if any; hooks of type ``ours`` in a copied model do not count.
 
-    Private: DDP has no public way to ask, and its own refusal of a second hook comes after it has noted that hook.
+    Private: there is no public way to ask, and DDP notes a second hook before it refuses it.
     """
     if ddp._comm_hooks and not isinstance(ddp._comm_hooks[-1][0], ours):
         hook = ddp._comm_hooks[-1][0]
@@ -38,11 +38,11 @@ def has_foreign_hook(ddp: DistributedDataParallel, ours: type) -> str | None:
 
 
 def refusal(ddp: DistributedDataParallel) -> str | None:
-    """Why ``ddp`` cannot take a hook of ours, if it cannot. Private: the switches of DDP's special modes."""
+    """Why a stage cannot be registered with ``ddp``, if it cannot. Private: the flags of DDP's special modes."""
     if ddp.mixed_precision is not None:
         return (
-            "this model was made with DistributedDataParallel(mixed_precision=...), which reduces with a hook of its "
-            "own; use torch.autocast, or bf16 gradients with Cast(torch.bfloat16, AllReduce())"
+            "this model was made with DistributedDataParallel(mixed_precision=...), which reduces with its own "
+            "hook; use torch.autocast, or bf16 gradients with Cast(torch.bfloat16, AllReduce())"
         )
     if getattr(ddp, "_delay_all_reduce_all_params", False) or getattr(ddp, "_delay_all_reduce_params", None):
         return "this model was made with delay_all_reduce_named_params, whose reduction takes no hook; leave it out"
@@ -57,8 +57,8 @@ def refusal(ddp: DistributedDataParallel) -> str | None:
 class GradientSync:
     """Lets forwards and backwards of ``ddp`` go with or without the other ranks, buffers included, as ``no_sync`` does.
 
-    Private in all but name: the first attribute is what ``no_sync`` sets for a block of code, and a training loop has
-    no block that is as long as a phase of it. The second follows the first one forward later, by DDP itself.
+    Private in all but name: ``no_sync`` sets the first attribute for a block of code, and a phase of a training loop is
+    not one block. DDP itself copies the first attribute to the second one forward later.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -66,7 +66,7 @@ class GradientSync:
         self._is_off = False
 
     def switch(self, *, is_on: bool) -> None:
-        """For the next forward and its backward; leaves it to ``no_sync`` where it was never off."""
+        """For the next forward and its backward; does nothing while it was never off, so that ``no_sync`` works."""
         ddp = self._ddp()
         if ddp is not None and (self._is_off or not is_on):
             ddp.require_backward_grad_sync = is_on
@@ -75,10 +75,10 @@ class GradientSync:
 
 
 def before_final_sync(ddp: DistributedDataParallel, callback: Callable[[], None]) -> Callable[[], None]:
-    """Run ``callback`` on every rank when ``Join`` ends, before DDP brings one rank's model to all; returns the undo.
+    """Run ``callback`` on every rank when ``Join`` ends, before DDP copies one rank's model to all ranks.
 
-    Private: Join runs the hooks of its joinables in order, and DDP's comes first and leaves no trace of what other
-    ranks had.
+    Returns a function that undoes this. Private: Join runs the hooks of its joinables in order, and DDP's comes first
+    and overwrites what the other ranks had.
     """
     alive = weakref.ref(ddp)
 

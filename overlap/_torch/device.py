@@ -1,4 +1,4 @@
-"""What kind of device tensors are on."""
+"""Kinds of devices."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["has_streams"]
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on ``device`` is queued on streams, behind which the host runs ahead; on the CPU it is not."""
+    """Whether work on ``device`` is queued on streams while the host runs ahead, as on accelerators but not the CPU."""
     return device.type != "cpu"

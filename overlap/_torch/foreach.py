@@ -13,7 +13,7 @@ __all__ = ["add_all", "copy_all", "norms", "scale_", "subtract_from_"]
 def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
     """The ``order``-norm of each tensor, as ``torch.nn.utils.clip_grad_norm_`` takes it.
 
-    Private: one kernel for all, where ``torch.linalg.vector_norm`` is one a tensor.
+    Private: one kernel for all tensors, where ``torch.linalg.vector_norm`` needs one for each.
     """
     return list(torch._foreach_norm(list(tensors), order))
 
@@ -37,7 +37,7 @@ def add_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def subtract_from_(targets: Sequence[Tensor], minuends: Sequence[Tensor]) -> None:
-    """Make each target its minuend less itself, in place. Private: as :func:`norms`."""
+    """Replace each target by its minuend minus the target, in place. Private: as :func:`norms`."""
     if targets:
         torch._foreach_neg_(list(targets))
         torch._foreach_add_(list(targets), list(minuends))

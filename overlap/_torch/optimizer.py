@@ -1,4 +1,4 @@
-"""What torch.optim.Optimizer keeps to itself."""
+"""Private state of torch.optim.Optimizer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["drop_hooks", "mark_stepped", "patch_step", "unhooked_step"]
 def unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
     """``cls.step`` without the wrapper that runs step hooks.
 
-    One step of the training loop may be several calls of ``step`` on parts of the parameters, and hooks belong to the
-    former. Private: the attribute by which torch.optim marks its wrapper.
+    One step of the training loop may call ``step`` several times, on parts of the parameters, but step hooks must run
+    once. Private: the attribute by which torch.optim marks its wrapper.
     """
     step: Any = cls.step
     while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
@@ -29,11 +29,11 @@ def patch_step(optimizer: Optimizer) -> None:
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Tell LR schedulers that the optimizer was stepped, without which they warn. Private: there is no public way."""
+    """Tell LR schedulers that the optimizer was stepped; otherwise they warn. Private: there is no public way."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def drop_hooks(twin: Optimizer) -> None:
-    """Give ``twin`` no step hooks, for a ``step`` that calls its parent's wrapped one."""
+    """Remove the step hooks of ``twin``, whose ``step`` calls its parent's wrapped one."""
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from overlap.activations.checkpoint import checkpoint_wrapper
-from overlap.activations.face import has_forward
+from overlap.activations.shared_module import has_forward
 from overlap.errors import ConfigurationError
 
 __all__ = ["apply_activation_checkpointing"]
@@ -19,11 +19,11 @@ def apply_activation_checkpointing(
     *,
     checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
 ) -> int:
-    """Put what ``checkpoint_wrapper_fn`` makes of them in the place of modules of ``model``.
+    """Replace modules of ``model`` by what ``checkpoint_wrapper_fn`` returns for them.
 
     Args:
-        model: changed in place; itself it is not wrapped.
-        check_fn: tells of each module in the model whether to wrap it. Lists of modules have no forward and are not
+        model: changed in place; ``model`` itself is not wrapped.
+        check_fn: returns for each module in the model whether to wrap it. Lists of modules have no forward and are not
             asked about. A module in several places is wrapped once.
         checkpoint_wrapper_fn: :func:`checkpoint_wrapper`, :func:`offload_wrapper`, or a partial of one.
 
@@ -31,7 +31,7 @@ def apply_activation_checkpointing(
         How many modules were wrapped.
 
     Raises:
-        ConfigurationError: ``check_fn`` does not answer with a ``bool``, or a module cannot be wrapped.
+        ConfigurationError: ``check_fn`` does not return a ``bool``, or a module cannot be wrapped.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2))
     >>> apply_activation_checkpointing(model, lambda module: isinstance(module, torch.nn.Linear))

@@ -1,4 +1,4 @@
-"""Activations computed again in backward (Chen et al., 2016), in place of being kept."""
+"""Activations computed again in backward (Chen et al., 2016) instead of being kept."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from overlap.activations.face import Face, face_of
 from overlap.activations.offload import NOT_TRACED, offloading
+from overlap.activations.shared_module import SharedModule, shared_module
 from overlap.errors import ConfigurationError
 
 __all__ = ["Checkpointed", "checkpoint_wrapper"]
@@ -28,14 +28,14 @@ class _Options:
     context_fn: ContextFn | None
 
 
-class Checkpointed(Face):
-    """What :func:`checkpoint_wrapper` returns is an instance of, and of the module's own class."""
+class Checkpointed(SharedModule):
+    """The class of what :func:`checkpoint_wrapper` returns, besides the module's own class."""
 
     options_name = "_checkpoint_options"
     _checkpoint_options: _Options
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, of which only the arguments are kept for backward."""
+        """The module's own forward, of which only the arguments are kept for backward."""
         options = self._checkpoint_options
         plain: Callable[..., Any] = super().forward  # type: ignore[misc]
         names, positional = tuple(kwargs), len(args)
@@ -84,7 +84,7 @@ def checkpoint_wrapper(
         context_fn: as that of ``torch.utils.checkpoint.checkpoint``, for selective checkpointing.
 
     Raises:
-        ConfigurationError: ``module`` is no module with a ``forward``, or is wrapped already.
+        ConfigurationError: ``module`` is not a module with a ``forward``, or is wrapped already.
         UnsupportedError: ``module`` has been compiled or scripted, has DDP in it, or is lazy and was never called.
 
     >>> layer = checkpoint_wrapper(torch.nn.Linear(2, 2))
@@ -104,4 +104,4 @@ def checkpoint_wrapper(
         determinism_check=determinism_check,
         context_fn=context_fn,
     )
-    return face_of(module, Checkpointed, options)
+    return shared_module(module, Checkpointed, options)

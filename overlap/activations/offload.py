@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from overlap.activations.face import Face, face_of
+from overlap.activations.shared_module import SharedModule, shared_module
 from overlap.activations.store import Stored, store_of
 from overlap.errors import ConfigurationError
 
@@ -26,15 +26,15 @@ class _Options:
     min_bytes: int
 
 
-class Offloaded(Face):
-    """What :func:`offload_wrapper` returns is an instance of, and of the module's own class."""
+class Offloaded(SharedModule):
+    """The class of what :func:`offload_wrapper` returns, besides the module's own class."""
 
     options_name = "_offload_options"
     _offload_options: _Options
 
     @torch.compiler.disable(reason=NOT_TRACED)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, with what autograd saves for backward moved to the CPU."""
+        """The module's own forward, with what autograd saves for backward moved to the CPU."""
         plain: Callable[..., Any] = super().forward  # type: ignore[misc]
         with offloading(self, (*args, *kwargs.values()), min_bytes=self._offload_options.min_bytes):
             return plain(*args, **kwargs)
@@ -56,7 +56,7 @@ def offload_wrapper(module: nn.Module, *, min_bytes: int = _LEAST_BYTES) -> nn.M
         min_bytes: smaller tensors stay where they are.
 
     Raises:
-        ConfigurationError: ``module`` is no module with a ``forward``, is wrapped already, or ``min_bytes`` is bad.
+        ConfigurationError: ``module`` is not a module with a ``forward``, is wrapped already, or ``min_bytes`` is bad.
         UnsupportedError: ``module`` has been compiled or scripted, has DDP in it, or is lazy and was never called.
 
     >>> isinstance(offload_wrapper(torch.nn.Linear(2, 2)), torch.nn.Linear)
@@ -64,7 +64,7 @@ def offload_wrapper(module: nn.Module, *, min_bytes: int = _LEAST_BYTES) -> nn.M
     """
     if not isinstance(min_bytes, int) or min_bytes < 0:
         raise ConfigurationError(f"min_bytes is {min_bytes!r}: give a number of bytes, such as {_LEAST_BYTES}")
-    return face_of(module, Offloaded, _Options(min_bytes=min_bytes))
+    return shared_module(module, Offloaded, _Options(min_bytes=min_bytes))
 
 
 def offloaded_bytes(device: torch.device | str | None = None) -> int:
@@ -83,7 +83,7 @@ def offloading(module: Any, values: Iterable[Any], *, min_bytes: int = _LEAST_BY
     if not torch.is_grad_enabled():
         return nullcontext()
     given = (value for value in values if isinstance(value, nn.Parameter))
-    # Hooks are handed detached aliases, so parameters are told by their memory.
+    # Hooks are handed detached aliases, so parameters are recognized by their memory.
     resident = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers(), *given)}
 
     def pack(tensor: Tensor) -> Tensor | Stored:

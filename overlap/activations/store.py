@@ -3,7 +3,7 @@
 [Note: one stream of copies]
 
 All copies between a device and the buffers go through one stream, in the order in which they are asked for. So a buffer
-may be lent again as soon as its last copy has been asked for: the next copy into it comes behind. A copy out starts
+may be used again as soon as its last copy has been asked for: the next copy into it comes behind. A copy out starts
 behind what the computation has queued so far (the values are there) and the computation goes on beside it; the caching
 allocator is told that the copy reads the tensor (`record_stream`), so its memory is not given away before. A copy back
 in goes to memory of the computation's stream, behind all that was queued there before, and the computation waits for it
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from overlap._torch.device import has_streams
 
 __all__ = ["Store", "Stored", "store_of"]
 
@@ -49,7 +51,7 @@ class Store:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
         # Reentrant: a buffer comes back when the collector finds it, which can be anywhere.
         self._lock = threading.RLock()
-        self._copies: Any = None if device.type == "cpu" else torch.get_device_module(device).Stream(device=device)
+        self._copies: Any = torch.get_device_module(device).Stream(device=device) if has_streams(device) else None
         self._last: weakref.ref[Stored] | None = None
 
     def put(self, tensor: Tensor) -> Stored:
@@ -98,7 +100,7 @@ class Store:
                 self.free_bytes -= size
                 return self._free[size].pop()
             if self.free_bytes > self.lent_bytes:
-                # Of sizes that are no longer asked for, or most would be lent: the shapes have changed.
+                # Buffers of sizes that are no longer asked for, or most would be in use: the shapes have changed.
                 self._free.clear()
                 self.free_bytes = 0
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._copies is not None)
@@ -138,7 +140,7 @@ class Stored:
         return self._buffer[:nbytes].view(self.dtype).as_strided(self.size, self.stride)
 
     def fetch(self) -> Tensor:
-        """The tensor on its device, each time anew."""
+        """The tensor on its device, a new one at each call."""
         tensor, arrived = self._ahead or self._store.copy_back(self)
         self._ahead = None
         self._store.wait_for(arrived)
@@ -150,7 +152,7 @@ class Stored:
 
     def fetch_ahead(self) -> None:
         """Start to copy, where that goes on beside the computation."""
-        if self._ahead is None and self._store.device.type != "cpu":
+        if self._ahead is None and has_streams(self._store.device):
             self._ahead = self._store.copy_back(self)
 
     def __del__(self) -> None:

@@ -47,7 +47,7 @@ def nbytes(*tensors: Tensor) -> int:
 
 
 class CountingGroup(CustomGroup):  # type: ignore[misc]
-    """A process group that counts what each collective sends and leaves the work to `carry`.
+    """A process group that counts what each collective sends and leaves the work to `perform`.
 
     The methods are those that `ProcessGroup` dispatches to from C++ (DDP's reducer) and from `torch.distributed`.
     """
@@ -56,7 +56,7 @@ class CountingGroup(CustomGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._size = size
 
-    def carry(self, name: str, kind: Kind, payload_bytes: int, *args: Any) -> Any:
+    def perform(self, name: str, kind: Kind, payload_bytes: int, *args: Any) -> Any:
         """Do collective `name` with `args` (tensors first, options last) and return its `Work`."""
         raise NotImplementedError
 
@@ -111,7 +111,7 @@ class CountingGroup(CustomGroup):  # type: ignore[misc]
         return self._count("send", "send", nbytes(*tensors), tensors, dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
-        return self.carry("recv", "barrier", 0, tensors, src, tag)
+        return self.perform("recv", "barrier", 0, tensors, src, tag)
 
     def barrier(self, opts: Any = None) -> Any:
         return self._count("barrier", "barrier", 0, opts)
@@ -124,7 +124,7 @@ class CountingGroup(CustomGroup):  # type: ignore[misc]
     def _count(self, name: str, kind: Kind, payload_bytes: int, *args: Any) -> Any:
         global _sent_bytes_total
         _sent_bytes_total += sent_bytes(kind, payload_bytes, self._size)
-        return self.carry(name, kind, payload_bytes, *args)
+        return self.perform(name, kind, payload_bytes, *args)
 
 
 class ForwardingGroup(CountingGroup):
@@ -134,7 +134,7 @@ class ForwardingGroup(CountingGroup):
         super().__init__(rank, size)
         self._inner = backend
 
-    def carry(self, name: str, kind: Kind, payload_bytes: int, *args: Any) -> Any:
+    def perform(self, name: str, kind: Kind, payload_bytes: int, *args: Any) -> Any:
         # Options that the caller left out are left to the backend's own default.
         given: Sequence[Any] = args[:-1] if args[-1] is None else args
         return getattr(self._inner, name)(*given)

@@ -16,13 +16,13 @@ import torch
 
 from overlap._options import require_extra
 from overlap.bench.link import LinkError, ShapedLink
-from overlap.bench.settings import MODELS, OPTIMIZERS, LinkKind, Plan, Settings, SettingsError
-from overlap.launch import run_ranks
+from overlap.bench.settings import MODELS, OPTIMIZERS, LinkKind, RunConfig, Settings, SettingsError
+from overlap.launch import run_ranks, shared_gpu_env
 
 if TYPE_CHECKING:
     from overlap.bench.results import Report
 
-# Beyond the time limit, before a run that does not end is ended: its timed blocks may be long.
+# How long after the time limit a run is ended that does not end: its timed blocks may be long.
 _PATIENCE_S = 300.0
 
 
@@ -52,16 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE.png", help="save a picture")
     parser.add_argument("--show", metavar="FILE", help="run nothing: print what an earlier --json FILE holds")
     parser.add_argument("--markdown", metavar="FILE.md", help="save the table for a document")
-    # What a rank is started with; nobody types it.
-    parser.add_argument("--plan", help=argparse.SUPPRESS)
+    # For the ranks that this command starts; not for users.
+    parser.add_argument("--run-config", help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Runs the benchmark, or one rank of it."""
-    if options.plan is not None:
+    if options.run_config is not None:
         from overlap.bench.rank import run_rank
 
-        return run_rank(options.plan)
+        return run_rank(options.run_config)
     require_extra("bench", "rich", "tqdm", *(("matplotlib",) if options.plot else ()))
     if options.model.startswith("resnet"):
         require_extra("demo", "torchvision")
@@ -76,24 +76,25 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def bench(settings: Settings) -> int:
     """Runs the benchmark, prints and saves what it found, and returns an exit code."""
+    from overlap.bench.measurements import Measurements
     from overlap.bench.registry import choose
-    from overlap.bench.results import describe_machine, make_report, read_findings
+    from overlap.bench.results import describe_machine, make_report
 
     deadline = time.time() + settings.time_limit_s
     variants = choose(settings, "gloo" if settings.device == "cpu" else "nccl")
     with tempfile.TemporaryDirectory(prefix="overlap-bench-") as folder, ExitStack() as stack:
         kind, link = open_link(settings, stack)
-        plan = Plan(settings=settings, variants=variants, folder=folder, link=kind, deadline=deadline)
+        config = RunConfig(settings=settings, variants=variants, folder=folder, link=kind, deadline=deadline)
         machine = describe_machine()
         code = run_ranks(
-            ["bench", "--plan", str(plan.save())],
-            plan.processes,
+            ["bench", "--run-config", str(config.save())],
+            config.processes,
             prefix=None if link is None else link.prefix,
             env=lambda rank: _environment(settings, link, rank),
             timeout_s=settings.time_limit_s + _PATIENCE_S,
         )
         if code == 0:
-            _publish(make_report(plan, read_findings(plan), machine), settings)
+            _publish(make_report(config, Measurements.load(folder), machine), settings)
     return code
 
 
@@ -125,8 +126,7 @@ def _environment(settings: Settings, link: ShapedLink | None, rank: int) -> dict
     if settings.device == "cpu":
         return {"GLOO_SOCKET_IFNAME": "lo"}
     if settings.share_gpu:
-        # NCCL refuses two ranks on one GPU of a host: told that the hosts differ, it uses sockets.
-        return {"NCCL_HOSTID": f"overlap-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        return shared_gpu_env(rank)
     return {}
 
 

@@ -1,20 +1,20 @@
 """The least time a step can take: the computation that was measured, and the bytes that were sent over the link.
 
-Bucket i is ready at r_i and takes t_i on the one link, so it is through at c_i = max(c_(i-1), r_i) + t_i. A step whose
-buckets must all be through takes at least max(compute, c_last) and the update of the last bucket; one whose
-communication may ride anywhere takes at least the longer of computing and sending.
+Bucket i is ready at r_i and takes t_i on the one link, so it is reduced at c_i = max(c_(i-1), r_i) + t_i. A step whose
+buckets must all be reduced takes at least max(compute, c_last) and the update of the last bucket; one whose
+communication may go on at any time takes at least the longer of computing and sending.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from overlap.bench.registry import FloorKind
+from overlap.bench.variant import FloorKind
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """One step without communication, as recorded by a hook that only looks at the clock; times from its start."""
+    """One step without communication, as recorded by a hook that only reads the clock; times from its start."""
 
     compute_ms: float
     # When each bucket's last gradient was there, in the order that DDP issues them.
@@ -31,7 +31,7 @@ class StepProfile:
             )
 
     def scaled_to(self, compute_ms: float) -> StepProfile:
-        """The same step at another speed of the machine: profile and race may see it differently loaded."""
+        """The same step at another speed of the machine: profile and timing may see it differently loaded."""
         factor = compute_ms / self.compute_ms
         return replace(
             self,
@@ -49,7 +49,7 @@ def floor_ms(
     sent_bytes: float,
     bandwidth_bytes_per_s: float,
 ) -> float:
-    """The bound for a variant that sends `sent_bytes` a step; each bucket has its share of them."""
+    """The bound for a variant that sends `sent_bytes` per step; each bucket has its share of them."""
     sending_ms = 1000 * sent_bytes / bandwidth_bytes_per_s
     update_ms = profile.update_ms[optimizer]
     if kind == "compute":
@@ -57,8 +57,8 @@ def floor_ms(
     if kind == "streamed":
         return max(profile.compute_ms + update_ms, sending_ms)
     total_bytes = sum(profile.bucket_bytes)
-    through_ms = 0.0
+    reduced_ms = 0.0
     for ready_ms, bucket_bytes in zip(profile.ready_ms, profile.bucket_bytes, strict=True):
-        through_ms = max(through_ms, ready_ms) + sending_ms * bucket_bytes / total_bytes
+        reduced_ms = max(reduced_ms, ready_ms) + sending_ms * bucket_bytes / total_bytes
     last_update_ms = update_ms * profile.bucket_bytes[-1] / total_bytes
-    return max(profile.compute_ms, through_ms) + last_update_ms
+    return max(profile.compute_ms, reduced_ms) + last_update_ms

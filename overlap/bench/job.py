@@ -1,4 +1,4 @@
-"""Runs a function in a forked child, and says what became of it when it aborts, raises or hangs.
+"""Runs a function in a forked child, and reports how it ended when it aborts, raises or hangs.
 
 A fork of a process that has imported everything starts in a fraction of a second, where a fresh one takes seconds;
 and what a variant does to its process, down to `abort()`, ends with that process.
@@ -22,18 +22,18 @@ from typing import IO, Any
 _PR_SET_PDEATHSIG = 1
 _STATUS_WIDTH = 160
 _WRAPPING = "Got the following error when running the callback: "
-# What the survivors of another rank's end say; never the reason why a variant failed.
-_ECHOES = ("Connection closed by peer", "Connection reset", "Broken pipe", "did not reach")
+# What the other ranks report when one rank has ended; never the reason why a variant failed.
+_CONSEQUENCES = ("Connection closed by peer", "Connection reset", "Broken pipe", "did not reach")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one rank's child came to: a value, or a failure in words with the Unix time when it was seen."""
+    """How one rank's child ended: with a value, or a failure in words and the Unix time when it was seen."""
 
     value: Any = None
     failure: str | None = None
     at: float = 0.0
-    # Abort and kill come from the cause itself; an exception may be the echo of another rank's end.
+    # Abort and kill come from the cause itself; an exception may follow from another rank's end.
     died: bool = False
 
 
@@ -60,21 +60,21 @@ def run_job(job: Callable[[IO[str]], Any], folder: Path, label: str, *, limit_s:
     return Outcome(**json.loads(result.read_text()))
 
 
-def common_cause(outcomes: Sequence[Outcome]) -> int | None:
+def first_failure(outcomes: Sequence[Outcome]) -> int | None:
     """The rank that a job failed on first, as far as can be told, or None where it failed on none."""
     failed = [rank for rank, one in enumerate(outcomes) if one.failure is not None]
     if not failed:
         return None
 
-    def echo_last(rank: int) -> tuple[bool, bool, float]:
+    def consequences_last(rank: int) -> tuple[bool, bool, float]:
         one = outcomes[rank]
-        return not one.died, _is_echo(one.failure or ""), one.at
+        return not one.died, _is_consequence(one.failure or ""), one.at
 
-    return min(failed, key=echo_last)
+    return min(failed, key=consequences_last)
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent goes, however that goes."""
+    """Asks the kernel to kill this process when its parent ends, in whatever way."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
@@ -111,8 +111,8 @@ def _last_words(log: Path) -> str:
     return re.sub(r"^\[enforce fail at \S+\]\s*", "", words)
 
 
-def _is_echo(text: str) -> bool:
-    return any(echo in text for echo in _ECHOES)
+def _is_consequence(text: str) -> bool:
+    return any(echo in text for echo in _CONSEQUENCES)
 
 
 def _short(text: str) -> str:

@@ -1,6 +1,6 @@
-"""A network of known speed on one machine: a namespace a rank, veth pairs to a bridge, a token bucket on every link.
+"""A network of known speed on one machine: a namespace per rank, veth pairs to a bridge, a token bucket per link.
 
-Nothing is made in the machine's own network but names under `/run/netns`: the bridge has a namespace of its own, so
+Nothing is added to the machine's own network except names under `/run/netns`: the bridge has its own namespace, so
 deleting the namespaces deletes everything. The names carry the process id and its start time, so what a killed run
 left behind is recognised and removed by the next one.
 """
@@ -28,12 +28,12 @@ INTERFACE = "eth0"
 _PREFIX = "overlap"
 _NAME = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-(hub|r\d+)$")
 _NETNS_DIR = Path("/run/netns")
-# Addresses that RFC 2544 sets aside for benchmarks.
+# Addresses that RFC 2544 reserves for benchmarks.
 _SUBNET = "198.18.0"
 # A frame of 1500 bytes would give 4.5 % of the speed to headers; with jumbo frames it is 0.7 %.
 _MTU = 9000
 # The bucket holds a millisecond: it refills from a timer, and a smaller one lets a fast link run slow, while a
-# larger one lets more through for nothing after each pause. At least two frames have to fit.
+# larger one lets more through for free after each pause. At least two frames have to fit.
 _BURST_S = 0.001
 _MIN_BURST_BYTES = 2 * _MTU
 _QUEUE_BYTES = 8 * 1024 * 1024
@@ -45,7 +45,7 @@ class LinkError(OverlapError, RuntimeError):
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes a second in `text`, written as `tc` does: a number of bits with a unit.
+    """Bytes per second that `text` stands for, written as for `tc`: a number of bits with a unit.
 
     >>> parse_bandwidth("1gbit"), parse_bandwidth("100mbit"), parse_bandwidth("2.5gbit")
     (125000000.0, 12500000.0, 312500000.0)
@@ -104,7 +104,7 @@ class ShapedLink:
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
             "MASTER_ADDR": self.address(0),
-            # To NCCL the ranks are on one host, and it would pass the link by.
+            # Otherwise NCCL sees that the ranks are on one host, and does not use the link.
             "NCCL_HOSTID": self.namespace(rank),
             "NCCL_P2P_DISABLE": "1",
             "NCCL_SHM_DISABLE": "1",
@@ -186,7 +186,7 @@ def _our_namespaces() -> list[str]:
 
 
 def _remove_namespace(name: str) -> None:
-    # A namespace lives on, nameless, while a process is in it: its processes go first.
+    # A namespace lives on without a name while a process is in it: its processes are killed first.
     deadline = time.monotonic() + 5
     while (pids := _pids_in(name)) and time.monotonic() < deadline:
         for pid in pids:
@@ -204,7 +204,7 @@ def _pids_in(name: str) -> list[int]:
 
 
 def _quiet_namespace(name: str) -> None:
-    """No IPv6 chatter to be counted as traffic, and a sender that neither probes nor forgets the link's speed."""
+    """No IPv6 traffic to be counted, and a sender that neither probes nor forgets the link's speed."""
     settings: Mapping[str, str] = {
         "ipv6/conf/all/disable_ipv6": "1",
         "ipv6/conf/default/disable_ipv6": "1",
@@ -255,7 +255,7 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold back signals that ask for an end: an impatient second Ctrl-C must not stop the clean-up."""
+    """Hold back signals that ask for an end: a second Ctrl-C must not stop the clean-up."""
     asked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, asked)
     try:

@@ -2,8 +2,8 @@
 
 On the CPU that is how far the peak of the process's resident set rises above where it stood before the variant was
 built: weights, gradients, buckets, optimizer state, activations and the backend's buffers, as the kernel counts them.
-The C library is told to give memory back as soon as it is freed, or the peak would show its hoards as well. On CUDA
-it is the allocator's own peak.
+The C library is told to give memory back as soon as it is freed, or the peak would include what it keeps. On CUDA it
+is the allocator's own peak.
 """
 
 from __future__ import annotations

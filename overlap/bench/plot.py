@@ -1,12 +1,12 @@
-"""The picture: a bar a variant with its quartiles, the floor as a line across it, and failures named."""
+"""The picture: a bar per variant with its quartiles, the floor as a line across it, and failures named."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from overlap.bench.registry import COMPUTE_ONLY
 from overlap.bench.report import title
 from overlap.bench.results import Report, Row
+from overlap.bench.variant import COMPUTE_ONLY
 
 _OURS, _THEIRS, _COMPUTE = "#2a7f9e", "#c9a66b", "#9a9a9a"
 _INK = "#222222"

@@ -25,7 +25,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
         table.add_column(heading, justify="left" if heading in ("variant", "baseline") else "right", no_wrap=True)
     for row in report.rows:
         table.add_row(*_cells(row), style="bold" if row.variant.startswith(_OURS) else None)
-    # Numbers cut short are worse than lines that a narrow terminal wraps.
+    # Numbers that are cut off are worse than lines that a narrow terminal wraps.
     unbounded = console.options.update(max_width=_UNBOUNDED)
     console.width = max(console.width, console.measure(table, options=unbounded).maximum)
     console.print(table)

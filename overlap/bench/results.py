@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from overlap.bench.floor import StepProfile, floor_ms
-from overlap.bench.rank import RESULTS, Findings
-from overlap.bench.registry import COMPUTE_ONLY, registry
-from overlap.bench.settings import FILES, Plan
-from overlap.bench.trial import Ground
+from overlap.bench.measurements import Measurements
+from overlap.bench.registry import registry
+from overlap.bench.settings import FILES, RunConfig
+from overlap.bench.trial import ModelProfile
+from overlap.bench.variant import COMPUTE_ONLY
 
 OK = "ok"
 
@@ -28,7 +29,7 @@ class Row:
 
     `bytes_sent_per_step` and `peak_memory_bytes` are those of the rank that has most of them; times are of each
     step's slowest rank. `ratio` is the median over the baseline's, and `exposed_ms` the median less that of
-    compute-only, both from the same race.
+    compute-only, both of the same timing.
     """
 
     variant: str
@@ -66,51 +67,48 @@ class Report:
         return cls(machine=raw["machine"], settings=raw["settings"], rows=tuple(Row(**row) for row in raw["rows"]))
 
 
-def read_findings(plan: Plan) -> Findings:
-    """What rank 0 left in the plan's folder."""
-    return Findings(**json.loads((Path(plan.folder) / f"{RESULTS}.0.json").read_text()))
-
-
-def make_report(plan: Plan, findings: Findings, machine: dict[str, Any]) -> Report:
-    grounds = [Ground.from_json(one) for one in findings.ground]
-    link_bytes_per_s = min(one.link_bytes_per_s for one in grounds)
-    settings = {key: value for key, value in asdict(plan.settings).items() if key not in FILES}
+def make_report(config: RunConfig, measurements: Measurements, machine: dict[str, Any]) -> Report:
+    profiles = [ModelProfile.from_json(one) for one in measurements.profiles]
+    link_bytes_per_s = min(one.link_bytes_per_s for one in profiles)
+    settings = {key: value for key, value in asdict(config.settings).items() if key not in FILES}
     settings |= {
-        "variants": list(plan.variants),
-        "link": plan.link,
-        "bandwidth_bytes_per_s": plan.settings.bandwidth_bytes_per_s,
+        "variants": list(config.variants),
+        "link": config.link,
+        "bandwidth_bytes_per_s": config.settings.bandwidth_bytes_per_s,
         # What an all-reduce got, by the bytes each rank sends: on loopback, the floors rest on it.
         "measured_bytes_per_s": round(link_bytes_per_s),
-        "simulated": plan.link == "simulated",
-        "samples": {name: len(race[name]) for name in plan.variants if (race := _race_of(findings, name))},
+        "simulated": config.link == "simulated",
+        "samples": {name: len(timing[name]) for name in config.variants if (timing := measurements.timing_of(name))},
     }
     bandwidth_bytes_per_s = link_bytes_per_s
-    if plan.link in ("namespaces", "simulated"):
-        bandwidth_bytes_per_s = plan.settings.bandwidth_bytes_per_s or link_bytes_per_s
-    slowest = max((one.profile for one in grounds), key=lambda profile: profile.compute_ms)
-    rows = tuple(_row(plan, findings, name, slowest, bandwidth_bytes_per_s) for name in plan.variants)
+    if config.link in ("namespaces", "simulated"):
+        bandwidth_bytes_per_s = config.settings.bandwidth_bytes_per_s or link_bytes_per_s
+    slowest = max((one.step for one in profiles), key=lambda step: step.compute_ms)
+    rows = tuple(_row(config, measurements, name, slowest, bandwidth_bytes_per_s) for name in config.variants)
     return Report(machine=machine, settings=settings, rows=rows)
 
 
-def _row(plan: Plan, findings: Findings, name: str, profile: StepProfile, bandwidth_bytes_per_s: float) -> Row:
+def _row(
+    config: RunConfig, measurements: Measurements, name: str, profile: StepProfile, bandwidth_bytes_per_s: float
+) -> Row:
     variant = registry()[name]
-    baseline = variant.baseline_name(plan.settings)
-    race = _race_of(findings, name)
-    if race is None:
-        return Row(variant=name, baseline=baseline, status=findings.failures.get(name, "not run: out of time"))
-    trials = findings.trials[name]
+    baseline = variant.baseline_name(config.settings)
+    timing = measurements.timing_of(name)
+    if timing is None:
+        return Row(variant=name, baseline=baseline, status=measurements.failures.get(name, "not run: out of time"))
+    trials = measurements.trials[name]
     sent_bytes = max(float(one["sent_bytes_per_step"]) for one in trials)
-    p25_ms, median_ms, p75_ms = quartiles(race[name])
+    p25_ms, median_ms, p75_ms = quartiles(timing[name])
     ratio = exposed_ms = floor = None
-    if baseline in race:
-        ratio = median_ms / statistics.median(race[baseline])
-    if COMPUTE_ONLY in race:
-        compute_ms = statistics.median(race[COMPUTE_ONLY])
+    if baseline in timing:
+        ratio = median_ms / statistics.median(timing[baseline])
+    if COMPUTE_ONLY in timing:
+        compute_ms = statistics.median(timing[COMPUTE_ONLY])
         exposed_ms = median_ms - compute_ms
         floor = floor_ms(
             variant.floor,
             profile.scaled_to(compute_ms),
-            optimizer=variant.optimizer_name(plan.settings),
+            optimizer=variant.optimizer_name(config.settings),
             sent_bytes=sent_bytes,
             bandwidth_bytes_per_s=bandwidth_bytes_per_s,
         )
@@ -127,11 +125,6 @@ def _row(plan: Plan, findings: Findings, name: str, profile: StepProfile, bandwi
         floor_ms=_rounded(floor),
         status=OK,
     )
-
-
-def _race_of(findings: Findings, name: str) -> dict[str, list[float]] | None:
-    """The race that stands for `name`: a baseline may be in several, and counts where it meets most others."""
-    return max((race for race in findings.races if name in race), key=len, default=None)
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:

@@ -15,7 +15,7 @@ OPTIMIZERS = ("sgd", "sgd-fused", "adamw", "adamw-fused")
 LinkKind = Literal["namespaces", "loopback", "simulated", "direct"]
 
 
-# What a run leaves behind; no part of what it did.
+# Where results are saved; not part of what was run.
 FILES = ("json", "plot", "markdown")
 
 
@@ -25,23 +25,23 @@ class SettingsError(ConfigurationError):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of one run, as given; `Site` and `Plan` hold what is worked out from them."""
+    """The options of one run, as given; `RunConfig` holds what is worked out from them."""
 
     ranks: int = 2
     # Written as `tc` does, e.g. "1gbit"; None measures on loopback, unshaped.
     bandwidth: str | None = None
     model: str = "resnet18"
-    # Of the variants whose name does not name one.
+    # Of the variants whose name does not say.
     optimizer: str = "sgd"
     batch_size: int = 8
     # Empty: every variant that this backend can run.
     variants: tuple[str, ...] = ()
-    # Timed samples a variant; fewer when `time_limit_s` ends the run first.
+    # Timed samples per variant; fewer when `time_limit_s` ends the run first.
     steps: int = 20
     warmup_steps: int = 3
-    # None leaves it to DDP: 25 MB, and a first bucket of 1 MB, which naming a size takes away.
+    # None leaves it to DDP: 25 MB, and a first bucket of 1 MB, which is only made when no size is given.
     bucket_cap_mb: float | None = None
-    # As DDP's option of that name, for every variant: gradients lie in the buckets and are not copied.
+    # DDP's option of that name, for every variant: gradients are views of the buckets and are not copied.
     gradient_as_bucket_view: bool = False
     # For the whole run, start and end included.
     time_limit_s: float = 420.0
@@ -97,7 +97,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunConfig:
     """What every rank is told: the settings, the variants by name, the link, and where to leave results."""
 
     settings: Settings
@@ -113,12 +113,12 @@ class Plan:
         return 1 if self.link == "simulated" else self.settings.ranks
 
     def save(self) -> Path:
-        path = Path(self.folder) / "plan.json"
+        path = Path(self.folder) / "run.json"
         path.write_text(json.dumps(asdict(self)))
         return path
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    def load(cls, path: str | Path) -> RunConfig:
         raw: dict[str, Any] = json.loads(Path(path).read_text())
         names = {entry.name for entry in fields(Settings)}
         settings = {key: value for key, value in raw.pop("settings").items() if key in names}

@@ -2,7 +2,7 @@
 
 Each collective waits on a side channel for `bytes / bandwidth + latency`, one after the other as on a real link, while
 the computation goes on: on CUDA the channel is a stream that spins, on the CPU a thread that sleeps. Every simulated
-rank has this process's data, so sums are multiplied and gathers repeat it. Numbers made with it are called simulated.
+rank has this process's data, so sums are multiplied and gathers repeat it. Its numbers are called simulated.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SimulatedGroup(CountingGroup):
     def getBackendName(self) -> str:  # noqa: N802 - the name that C++ looks up
         return SIMULATED_BACKEND
 
-    def carry(self, name: str, kind: Kind, payload_bytes: int, *args: Any) -> Any:
+    def perform(self, name: str, kind: Kind, payload_bytes: int, *args: Any) -> Any:
         duration_s = self._speed.duration_s(kind, payload_bytes, self._size)
         result = _result_of(args[0])
         device = next((tensor.device for tensor in _flatten(result)), torch.device("cpu"))
@@ -138,7 +138,7 @@ class _CudaChannel:
             spin(int(duration_s * self._cycles_per_s))
             effect()
             for tensor in _flatten(result):
-                # The caching allocator must not hand this memory out again before the side stream is through.
+                # The caching allocator must not hand this memory out again before the side stream is done.
                 tensor.record_stream(self._stream)
             # Completed on the side stream: whoever waits makes its own stream wait for this point.
             future.set_result(result)
@@ -180,7 +180,7 @@ def _flatten(tensors: Any) -> list[Tensor]:
     return [tensor for entry in tensors for tensor in _flatten(entry)]
 
 
-class LoneStore(Store):
+class SingleProcessStore(Store):
     """A store for one process that stands for `ranks`: its barriers count every arrival as all of them."""
 
     def __init__(self, ranks: int) -> None:
@@ -217,7 +217,7 @@ class LoneStore(Store):
 
 
 def register_simulated_backend(speed: LinkSpeed) -> None:
-    """Make `init_process_group(SIMULATED_BACKEND, store=LoneStore(ranks))` join ranks by a link of this speed."""
+    """Make `init_process_group(SIMULATED_BACKEND, store=SingleProcessStore(ranks))` join ranks by such a link."""
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
         return SimulatedGroup(size, speed)

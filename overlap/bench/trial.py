@@ -13,9 +13,9 @@ import torch.distributed as dist
 from overlap.bench.floor import StepProfile
 from overlap.bench.memory import MemoryMeter, available_bytes
 from overlap.bench.registry import registry
-from overlap.bench.settings import OPTIMIZERS, Plan
+from overlap.bench.settings import OPTIMIZERS, RunConfig
 from overlap.bench.wire import sent_bytes_counter
-from overlap.bench.world import World, join_world
+from overlap.bench.world import BenchWorld, open_world
 
 PROFILE = "profile"
 _COUNTED_STEPS = 2
@@ -33,77 +33,72 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ground:
-    """What one rank saw of the model itself."""
+class ModelProfile:
+    """What one rank saw of the model itself, and of the link."""
 
-    profile: StepProfile
+    step: StepProfile
     memory_limit_bytes: int
     # Of an all-reduce on the link, by the bytes that each rank sends.
     link_bytes_per_s: float
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> Ground:
-        profile = raw["profile"]
+    def from_json(cls, raw: dict[str, Any]) -> ModelProfile:
+        step = raw["step"]
         return cls(
-            profile=StepProfile(
-                compute_ms=profile["compute_ms"],
-                ready_ms=tuple(profile["ready_ms"]),
-                bucket_bytes=tuple(profile["bucket_bytes"]),
-                update_ms=profile["update_ms"],
+            step=StepProfile(
+                compute_ms=step["compute_ms"],
+                ready_ms=tuple(step["ready_ms"]),
+                bucket_bytes=tuple(step["bucket_bytes"]),
+                update_ms=step["update_ms"],
             ),
             memory_limit_bytes=raw["memory_limit_bytes"],
             link_bytes_per_s=raw["link_bytes_per_s"],
         )
 
 
-def try_variant(plan: Plan, rank: int, name: str) -> dict[str, Any]:
-    """Runs variant `name` for a few steps; meant for a process of its own, which it may take down with it."""
+def try_variant(config: RunConfig, rank: int, name: str) -> dict[str, Any]:
+    """Runs variant `name` for a few steps; meant for a process of its own, which it may crash."""
     one = registry()[name]
-    with join_world(plan, rank, name, count=True) as world:
+    with open_world(config, rank, name, count=True) as world:
         meter = MemoryMeter(world.device)
-        prepared = one.build(world.site())
-        sent_bytes = sent_bytes_counter(plan.link)
+        loop = one.build(world.training_setup())
+        sent_bytes = sent_bytes_counter(config.link)
         steps = one.block_steps if one.block_steps > 1 else _COUNTED_STEPS
-        warmup_steps = max(plan.settings.warmup_steps, one.block_steps)
-        with prepared.running(warmup_steps + steps):
+        warmup_steps = max(config.settings.warmup_steps, one.block_steps)
+        with loop.block(warmup_steps + steps):
             for _ in range(warmup_steps):
-                prepared.step()
-            prepared.finish()
+                loop.step()
+            loop.finish()
             world.synchronize()
-            # A rank may be done while its last packets wait to leave: only once all have met is all of it sent.
-            world.meet("warm")
+            # A rank may be done while its last packets wait to leave: only when every rank is here is all of it sent.
+            world.wait_for_ranks("warm")
             before_bytes, start = sent_bytes(), time.perf_counter()
             for _ in range(steps):
-                prepared.step()
-            prepared.finish()
+                loop.step()
+            loop.finish()
             world.synchronize()
             step_ms = 1000 * (time.perf_counter() - start) / steps
-            world.meet("counted")
+            world.wait_for_ranks("counted")
             sent = sent_bytes() - before_bytes
-            world.meet("read")
+            world.wait_for_ranks("read")
         return asdict(Trial(sent_bytes_per_step=sent / steps, peak_memory_bytes=meter.peak_bytes(), step_ms=step_ms))
 
 
-def profile_step(plan: Plan, rank: int) -> dict[str, Any]:
+def profile_model(config: RunConfig, rank: int) -> dict[str, Any]:
     """Measures the model without communication, and the link without the model."""
-    with join_world(plan, rank, PROFILE) as world:
-        limit_bytes = available_bytes(world.device, plan.processes)
-        return asdict(
-            Ground(
-                profile=_profile(world),
-                memory_limit_bytes=limit_bytes,
-                link_bytes_per_s=_link_speed(world),
-            )
-        )
+    with open_world(config, rank, PROFILE) as world:
+        limit_bytes = available_bytes(world.device, config.processes)
+        step = _profile_step(world)
+        return asdict(ModelProfile(step=step, memory_limit_bytes=limit_bytes, link_bytes_per_s=_link_speed(world)))
 
 
-def _profile(world: World) -> StepProfile:
-    site = world.site()
-    ddp = site.ddp()
+def _profile_step(world: BenchWorld) -> StepProfile:
+    setup = world.training_setup()
+    ddp = setup.ddp()
     clock = _Clock(world.device)
     bucket_bytes: list[int] = []
 
-    def look(state: object, bucket: Any) -> Any:
+    def record(state: object, bucket: Any) -> Any:
         clock.mark()
         bucket_bytes.append(bucket.buffer().numel() * bucket.buffer().element_size())
         done: torch.futures.Future[Any] = torch.futures.Future(
@@ -113,22 +108,22 @@ def _profile(world: World) -> StepProfile:
         return done
 
     # DDP compares annotations with the types themselves, and here they are strings.
-    look.__annotations__.clear()
-    ddp.register_comm_hook(None, look)
+    record.__annotations__.clear()
+    ddp.register_comm_hook(None, record)
     steps: list[list[float]] = []
-    for _ in range(world.plan.settings.warmup_steps + _PROFILED_STEPS):
-        world.meet(f"step{len(steps)}")
+    for _ in range(world.config.settings.warmup_steps + _PROFILED_STEPS):
+        world.wait_for_ranks(f"step{len(steps)}")
         bucket_bytes.clear()
         ddp.zero_grad()
         clock.start()
-        site.loss(ddp).backward()
+        setup.loss(ddp).backward()
         clock.mark()
         steps.append(clock.read_ms())
     middle = [statistics.median(times) for times in zip(*steps[-_PROFILED_STEPS:], strict=True)]
     update_ms = {}
     for name in OPTIMIZERS:
-        optimizer = site.optimizer(name, ddp.parameters())
-        # The first step makes the state.
+        optimizer = setup.optimizer(name, ddp.parameters())
+        # The first step creates the state.
         optimizer.step()
         clock.start()
         for _ in range(_PROFILED_STEPS):
@@ -143,10 +138,10 @@ def _profile(world: World) -> StepProfile:
     )
 
 
-def _link_speed(world: World) -> float:
-    """Bytes a second that an all-reduce of a few megabytes gets out of the link."""
-    ranks = world.plan.settings.ranks
-    speed = world.plan.settings.bandwidth_bytes_per_s or 1e9
+def _link_speed(world: BenchWorld) -> float:
+    """Bytes per second that an all-reduce of a few megabytes gets out of the link."""
+    ranks = world.config.settings.ranks
+    speed = world.config.settings.bandwidth_bytes_per_s or 1e9
     # A tenth of a second at full speed, within what a slow or a huge link makes sensible.
     numel = int(min(max(speed * 0.1, 1e6), 64e6)) // 4
     buffer = torch.zeros(numel, device=world.device)

@@ -24,7 +24,7 @@ class Workload:
 
 
 class LanguageModel(nn.Module):
-    """A plain Transformer encoder over tokens with a head of its own: 6.3 M parameters."""
+    """A plain Transformer encoder over tokens with an untied head: 5.3 M parameters."""
 
     def __init__(self, *, width: int = 256, layers: int = 4) -> None:
         super().__init__()

@@ -1,10 +1,8 @@
-"""The process group that a trial or a race runs in, and the ranks' meetings that send nothing over it."""
+"""The process group that a trial or a timing runs in."""
 
 from __future__ import annotations
 
-import json
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,62 +15,35 @@ import torch.distributed as dist
 
 from overlap._torch.custom_group import FileStore
 from overlap.bench.collectives import COUNTED_BACKEND, register_counted_backend
-from overlap.bench.settings import Plan
-from overlap.bench.simulated import SIMULATED_BACKEND, LinkSpeed, LoneStore, register_simulated_backend
-from overlap.bench.site import Site
+from overlap.bench.file_exchange import FileExchange
+from overlap.bench.settings import RunConfig
+from overlap.bench.simulated import SIMULATED_BACKEND, LinkSpeed, SingleProcessStore, register_simulated_backend
+from overlap.bench.training_setup import TrainingSetup
 from overlap.bench.workload import Workload, workload
 
-_POLL_S = 0.005
-
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """Ranks exchange small values through files, so that what they say is not counted as traffic."""
+class BenchWorld:
+    """A rank's process group while it is open, the device it computes on, and what it needs to train a variant."""
 
-    folder: Path
-    rank: int
-    ranks: int
-
-    def exchange(self, name: str, value: Any, *, timeout_s: float) -> list[Any]:
-        """Leaves `value` under `name`, waits for every rank's, and returns them by rank."""
-        mine = self._path(name, self.rank)
-        # Renamed into place: nobody reads half a file.
-        mine.with_suffix(".part").write_text(json.dumps(value))
-        mine.with_suffix(".part").rename(mine)
-        deadline = time.monotonic() + timeout_s
-        for rank in range(self.ranks):
-            while not self._path(name, rank).exists():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {rank} did not reach {name!r} within {timeout_s:.0f} s")
-                time.sleep(_POLL_S)
-        return [json.loads(self._path(name, rank).read_text()) for rank in range(self.ranks)]
-
-    def _path(self, name: str, rank: int) -> Path:
-        return self.folder / f"{name}.{rank}.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """A rank's process group while it is open, the device it computes on, and its meetings with the others."""
-
-    plan: Plan
+    config: RunConfig
     name: str
     device: torch.device
-    meeting: Meeting
+    files: FileExchange
     workload: Workload
 
-    def site(self) -> Site:
-        """Ground for one more variant; every rank must ask in the same order."""
-        return Site(
-            settings=self.plan.settings,
+    def training_setup(self) -> TrainingSetup:
+        """What one more variant is built from, with a group of its own; every rank must ask in the same order."""
+        return TrainingSetup(
+            settings=self.config.settings,
             workload=self.workload,
             device=self.device,
             group=dist.new_group(),
         )
 
-    def meet(self, label: str) -> None:
+    def wait_for_ranks(self, label: str) -> None:
         """Returns once every rank is here; sends nothing over the group."""
-        self.meeting.exchange(f"{self.name}-{label}", None, timeout_s=timeout_s(self.plan))
+        self.files.exchange(f"{self.name}-{label}", None, timeout_s=timeout_s(self.config))
 
     def synchronize(self) -> None:
         """Waits for the device; a step on CUDA has only been launched when it returns."""
@@ -80,53 +51,53 @@ class World:
             torch.cuda.synchronize(self.device)
 
 
-def timeout_s(plan: Plan) -> float:
+def timeout_s(config: RunConfig) -> float:
     """How long a collective may take before it counts as hung: generous for a model of 100 MB on this link."""
-    speed = plan.settings.bandwidth_bytes_per_s
-    return 60.0 if speed is None else max(60.0, 10 * plan.settings.ranks * 100e6 / speed)
+    speed = config.settings.bandwidth_bytes_per_s
+    return 60.0 if speed is None else max(60.0, 10 * config.settings.ranks * 100e6 / speed)
 
 
 @contextmanager
-def join_world(plan: Plan, rank: int, name: str, *, count: bool = False) -> Iterator[World]:
-    """Opens the process group called `name` among the plan's processes.
+def open_world(config: RunConfig, rank: int, name: str, *, count: bool = False) -> Iterator[BenchWorld]:
+    """Opens the process group called `name` among the run's processes.
 
     With `count`, NCCL's collectives are counted as they are issued; Gloo's traffic is counted on its sockets.
     """
-    settings = plan.settings
+    settings = config.settings
     device = torch.device("cpu")
     if settings.device == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    limit = timedelta(seconds=timeout_s(plan))
-    if plan.link == "simulated":
+    limit = timedelta(seconds=timeout_s(config))
+    if config.link == "simulated":
         assert settings.bandwidth_bytes_per_s is not None
         register_simulated_backend(
             LinkSpeed(bandwidth_bytes_per_s=settings.bandwidth_bytes_per_s, latency_s=settings.latency_us / 1e6)
         )
         dist.init_process_group(
             SIMULATED_BACKEND,
-            store=LoneStore(settings.ranks),
+            store=SingleProcessStore(settings.ranks),
             rank=0,
             world_size=settings.ranks,
             timeout=limit,
         )
     else:
         backend = "gloo" if device.type == "cpu" else "nccl"
-        if count and backend == "nccl" and plan.link == "direct":
+        if count and backend == "nccl" and config.link == "direct":
             register_counted_backend(_nccl)
             backend = COUNTED_BACKEND
-        store = FileStore(str(Path(plan.folder) / f"{name}.store"), plan.processes)
+        store = FileStore(str(Path(config.folder) / f"{name}.store"), config.processes)
         dist.init_process_group(
             backend,
             store=store,
             rank=rank,
-            world_size=plan.processes,
+            world_size=config.processes,
             timeout=limit,
             device_id=device if backend == "nccl" else None,
         )
-    meeting = Meeting(folder=Path(plan.folder), rank=rank, ranks=plan.processes)
-    yield World(plan=plan, name=name, device=device, meeting=meeting, workload=workload(settings.model))
+    files = FileExchange(folder=Path(config.folder), rank=rank, ranks=config.processes)
+    yield BenchWorld(config=config, name=name, device=device, files=files, workload=workload(settings.model))
     # Not closed after an error: the others would report a closed connection in place of what went wrong here.
     dist.destroy_process_group()
 

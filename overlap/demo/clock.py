@@ -21,11 +21,11 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        # A row an epoch; a mark is a torch.cuda.Event or has its `elapsed_time`.
+        # A row per epoch; a mark is a torch.cuda.Event or has its `elapsed_time`.
         self._epochs: list[list[Any]] = []
 
     def start_epoch(self) -> None:
-        """Begins a row of steps; what lies between two rows is not timed."""
+        """Begins a row of steps; the time between two rows is not counted."""
         self._epochs.append([])
 
     def mark(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from overlap._options import require_extra, whole_number
 from overlap.demo.settings import OPTIMIZERS, TRAIN_IMAGES, Settings
 from overlap.errors import ConfigurationError
-from overlap.launch import run_ranks, under_launcher
+from overlap.launch import launched_ranks, run_ranks
 
 __all__ = ["add_arguments", "run"]
 
@@ -76,12 +76,9 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         values.setdefault("epochs", _POWERSGD_EPOCHS)
     settings = Settings(**values)
     require_extra("demo", "torchvision", "sklearn", "matplotlib")
-    if under_launcher():
-        ranks = int(os.environ["WORLD_SIZE"])
-        if asked_ranks not in (None, ranks):
-            raise ConfigurationError(f"--ranks is {asked_ranks}, but the launcher started {ranks}: leave it out")
+    if (ranks := launched_ranks(asked_ranks)) is not None:
         settings.steps_per_epoch(ranks)
-        # Imported by the ranks alone: the process that starts them has no need of a model.
+        # Imported by the ranks alone: the process that starts them needs no model.
         from overlap.demo.experiment import run_experiment
 
         return run_experiment(settings)

@@ -27,7 +27,7 @@ def train_and_compare(settings: Settings, world: World) -> Report:
     plain, overlapped = start_runs(settings, world)
     if world.is_main:
         print(_heading(settings, world))
-        print(f"plain:      {plain.recipe.plan}\noverlapped: {overlapped.recipe.plan}", flush=True)
+        print(f"plain:      {plain.recipe.description}\noverlapped: {overlapped.recipe.description}", flush=True)
     train([plain, overlapped], digits, settings, world)
     return Report(
         settings=settings,
@@ -41,9 +41,9 @@ def train_and_compare(settings: Settings, world: World) -> Report:
 
 def _outcome(run: Run, digits: Digits, world: World) -> Outcome:
     losses = mean_losses(run, world)
-    # DDP hands out the running statistics of rank 0, so its model is the one to judge.
+    # DDP broadcasts the running statistics of rank 0, so its model is evaluated.
     share = accuracy(run, digits) if world.is_main else 0.0
-    return Outcome(run.recipe.plan, share, run.clock.median_ms(), losses)
+    return Outcome(run.recipe.description, share, run.clock.median_ms(), losses)
 
 
 def _heading(settings: Settings, world: World) -> str:

@@ -1,4 +1,4 @@
-"""How far two runs have come apart."""
+"""How far two runs differ."""
 
 from __future__ import annotations
 

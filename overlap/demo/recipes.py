@@ -30,8 +30,8 @@ def _nothing() -> None:
 class Recipe:
     """How one of the two runs trains."""
 
-    # What happens to a bucket, in words or as the chain prints itself.
-    plan: str
+    # What happens to a bucket: in words, or the chain's repr.
+    description: str
     # What the training loop steps and the learning rate's schedule changes.
     optimizer: Optimizer
     # The result is the plain run's, bit for bit.
@@ -74,7 +74,7 @@ def learning_rate(settings: Settings) -> float:
 
 
 def _reducer(settings: Settings) -> Stage | None:
-    """The way to send gradients that was asked for, if any was: none of them gives the plain run's bits."""
+    """The way to send gradients that was asked for, if any; none of them gives exactly the plain run's result."""
     if settings.bf16_gradients:
         return Cast(torch.bfloat16, AllReduce())
     if settings.powersgd is not None:

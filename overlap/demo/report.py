@@ -27,7 +27,7 @@ _ACCURACY_SLACK = 0.01
 class Outcome:
     """What one run came to."""
 
-    plan: str
+    description: str
     accuracy: float
     step_ms: float
     losses: list[float]
@@ -125,8 +125,8 @@ class Report:
             "step_ratio": self.overlapped.step_ms / self.plain.step_ms,
             "loss_plain": [_finite(loss) for loss in self.plain.losses],
             "loss_overlapped": [_finite(loss) for loss in self.overlapped.losses],
-            "plan_plain": self.plain.plan,
-            "plan_overlapped": self.overlapped.plan,
+            "plan_plain": self.plain.description,
+            "plan_overlapped": self.overlapped.description,
             "settings": {
                 name: str(value) if isinstance(value, Path) else value for name, value in asdict(self.settings).items()
             },

@@ -1,4 +1,4 @@
-"""The view of DDP's gradient bucket that a stage works on."""
+"""A bucket of gradients, as a stage sees it."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ __all__ = ["Bucket"]
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Bucket:
-    """One bucket of gradients, and all of DDP that a stage may touch.
+    """One bucket of DDP's gradients. All have one dtype and one device.
 
-    A bucket has one dtype and one device. Stages change ``buffer`` (or the parameters) in place.
+    Stages change ``buffer`` (or the parameters) in place.
     """
 
     index: int
-    """Place in the order of arrival: 0 is the first bucket of a backward pass."""
+    """Position in the backward pass: 0 is the first bucket."""
     is_last: bool
-    """Whether no bucket of this backward pass comes after this one."""
+    """Whether this is the last bucket of the backward pass."""
     buffer: Tensor
-    """Flat gradients, shape ``(numel,)``: this rank's own on arrival, the mean over ranks after the reducer."""
+    """Flat gradients, shape ``(numel,)``: at first this rank's own, after the reducer the mean over ranks."""
     parameters: tuple[Tensor, ...]
     """The parameters whose gradients ``buffer`` holds, in its order."""
     group: dist.ProcessGroup
-    """The process group that the model trains on; what a collective uses when it is given none."""
+    """The process group that the model trains on; the default group of a stage's collectives."""
     divisor: int
-    """The number that a sum of gradients over ``group`` is divided by to give their mean."""
+    """What to divide the sum of gradients over ``group`` by to get their mean."""
     step: int
-    """Backward passes that came before this one."""
+    """Number of backward passes before this one."""
     is_replay: bool = False
-    """Whether this rank has run out of inputs and takes part with zeros, so the pass is no backward of its own."""
+    """Whether this rank has run out of inputs and takes part with zeros, outside of any backward."""
     is_mean: bool = False
     """Whether ``buffer`` holds the mean over ranks; else it holds this rank's own gradients, and in a replay zeros."""
     raw: GradBucket | None = field(default=None)
-    """DDP's own object, for stages that hand it on to a hook; ``None`` where the buffer is not DDP's."""
+    """DDP's own object, for stages that pass it to a hook; ``None`` where the buffer is not DDP's."""
     fqns: tuple[str, ...] | None = None
+    """What ``names`` returns; ``None`` where they are not known."""
     views: tuple[tuple[torch.Size, tuple[int, ...], int], ...] | None = None
+    """Size, stride and offset of each of ``gradients``, where the buffer is not DDP's."""
 
     @cached_property
     def gradients(self) -> tuple[Tensor, ...]:
@@ -56,7 +58,7 @@ class Bucket:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Fully qualified names of ``parameters`` in the wrapped module; what a stage keys its memory by.
+        """Fully qualified names of ``parameters`` in the wrapped module; use them as keys of a stage's memory.
 
         Raises:
             ConfigurationError: the stage was registered with ``ddp.register_comm_hook``, which does not tell names.
@@ -69,9 +71,9 @@ class Bucket:
         return self.fqns
 
     def with_buffer(self, buffer: Tensor) -> Bucket:
-        """The same bucket around another flat tensor of ``numel`` elements, for a stage that wraps a reducer.
+        """The same bucket with another flat tensor of ``numel`` elements, for a stage that wraps a reducer.
 
-        Its ``gradients`` are real, also those of complex parameters, with a last dimension of 2 as DDP's buffer has it.
+        Its ``gradients`` are real; those of complex parameters have a last dimension of 2, as in DDP's buffer.
         """
         start = int(self.buffer.storage_offset())
         real = (torch.view_as_real(view) if view.is_complex() else view for view in self.gradients)
@@ -79,7 +81,7 @@ class Bucket:
         return replace(self, buffer=buffer, raw=None, views=views)
 
     def describe(self) -> str:
-        """What an error message calls this bucket: index, step and the names (or the number) of its parameters."""
+        """The bucket in error messages: index, step and the names (or the number) of its parameters."""
         what = _shortened(self.fqns) if self.fqns else f"{len(self.parameters)} parameters"
         return f"bucket {self.index}, step {self.step} ({what})"
 

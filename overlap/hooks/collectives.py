@@ -1,9 +1,9 @@
 """Collectives that a stage awaits.
 
-Each call describes one operation; awaiting it hands it to the scheduler, which launches it in its turn and resumes
-the stage when the result is there (on an accelerator: when the stage's stream has been made to wait for it). Tensors
-are contiguous and lie on the bucket's device. ``group`` is the process group to use, the model's own where ``None``;
-ranks are counted within it. Nothing here may be awaited outside of a stage.
+Each function describes one operation. Awaiting it passes it to the scheduler, which launches it when its turn comes
+and resumes the stage when the result is there (on an accelerator: when the stage's stream will wait for it). Tensors
+must be contiguous and on the bucket's device. ``group`` is the process group to use, the model's own where ``None``;
+ranks are ranks within it. Nothing here can be awaited outside of a stage.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ __all__ = [
 
 
 class Channels(Protocol):
-    """Finds what carries the collectives of a group."""
+    """Gives an operation what it needs to launch."""
 
-    def of(self, group: dist.ProcessGroup | None) -> Channel: ...
+    def of(self, group: dist.ProcessGroup | None) -> Channel:
+        """What carries the collectives of ``group``, the model's own where ``None``."""
+        ...
 
-    def next_tag(self) -> int: ...
-
-    def open(self) -> None: ...
+    def next_tag(self) -> int:
+        """A new tag for messages, the same on every rank."""
+        ...
 
 
 class Operation:
@@ -49,25 +51,33 @@ class Operation:
 
     label: str = ""
     sent_bytes: int = 0
-    """Bytes that this rank sends for it, by the volume of the usual bandwidth-optimal algorithms."""
+    """Bytes that this rank sends for it with the usual bandwidth-optimal algorithms; known after the launch."""
     is_under_way: bool = False
-    """Whether it was started before the stage awaited it, so that launching it does nothing."""
+    """Whether it had been started when the stage awaited it, so that launching it does nothing."""
 
     def launch(self, channels: Channels) -> None:
         """Start it; returns at once."""
 
     def finish(self, wait: Callable[[dist.Work], None]) -> Any:
-        """Block until it is done (``wait`` decides what blocks: the thread or its stream), and give the result."""
+        """Block until it is done and return the result; ``wait`` blocks the thread or makes its stream wait."""
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called on some thread when part of it is done, where that can be told; after the launch."""
+        """After the launch: have ``callback`` called on any thread when part of it is done, if that can be observed."""
 
     def __await__(self) -> Generator[Operation, Any, Any]:
         return (yield self)
 
 
 class Collective(Operation):
-    """An operation on a process group. ``start`` launches it on a channel and returns its works."""
+    """An operation on a process group.
+
+    Args:
+        label: its name in profiles and messages.
+        group: the process group; the model's own where ``None``.
+        start: launches it on a channel, with a tag for messages, and returns its works.
+        sent: the bytes that a rank sends, for a number of ranks.
+        then: called when all works are done.
+    """
 
     def __init__(
         self,
@@ -101,12 +111,12 @@ class Collective(Operation):
             try:
                 future = work.get_future()
             except (AttributeError, RuntimeError):
-                return  # Works of messages between two ranks have none.
+                return  # A message between two ranks has no future.
             future.then(lambda _: callback())
 
 
 class FutureResult(Operation):
-    """A future that is already under way."""
+    """Waits for a future that something else completes."""
 
     label = "future"
     is_under_way = True
@@ -122,7 +132,7 @@ class FutureResult(Operation):
 
 
 class WholePass(Operation):
-    """Done when every bucket of the backward pass has come to the same place or is through."""
+    """Done when every other bucket of the backward pass awaits the same or is done."""
 
     label = "whole pass"
 
@@ -137,7 +147,7 @@ def all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.Proce
 
 
 def all_gather(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None = None) -> Operation:
-    """Gather ``input``, shape ``(n,)``, of every rank into ``output``, shape ``(W * n,)``, in ranks' order.
+    """Gather ``input``, shape ``(n,)``, of every rank into ``output``, shape ``(W * n,)``, in the order of ranks.
 
     ``input`` may be this rank's part of ``output``. Sends ``n (W-1)`` elements.
     """
@@ -150,7 +160,7 @@ def all_gather(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None
 
 
 def broadcast(tensor: Tensor, *, src: int, group: dist.ProcessGroup | None = None) -> Operation:
-    """Copy ``tensor`` of rank ``src`` (counted in the group) to every rank, in place."""
+    """Copy ``tensor`` of rank ``src`` of the group to every rank, in place; sends ``N (W-1)/W`` elements."""
 
     def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
         return channel.broadcast(_as_real(tensor), src)
@@ -164,9 +174,9 @@ def send_recv(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Operation:
-    """Send each ``(tensor, rank)`` of ``sends`` and fill each of ``receives``, all at once.
+    """Send each ``(tensor, rank)`` of ``sends`` and receive into each ``(tensor, rank)`` of ``receives``, concurrently.
 
-    Ranks are counted in the group. Messages between two ranks are matched in order.
+    Messages between two ranks are matched in order.
     """
 
     def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
@@ -183,20 +193,20 @@ def send_recv(
 def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None = None) -> Operation:
     """Sum ``input``, shape ``(W * n,)``, over the group; rank ``r`` gets chunk ``r`` in ``output``, shape ``(n,)``.
 
-    ``output`` may be this rank's chunk of ``input``; otherwise ``input`` is left as it is. Sends ``n (W-1)`` elements.
-    Gloo's own reduce-scatter moves as much as an all-reduce, so on Gloo each rank sends every other one its chunk and
-    adds up what it receives, in ranks' order; that takes ``n (W-1)`` elements of workspace.
+    ``output`` may be this rank's chunk of ``input``; otherwise ``input`` is not changed. Sends ``n (W-1)`` elements.
+    Gloo's own reduce-scatter sends as much as an all-reduce. So on Gloo each rank sends each other rank that rank's
+    chunk and sums what it receives in the order of ranks, with ``n (W-1)`` elements of workspace.
     """
     parts: list[Tensor] = []
 
     def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
         size, rank = channel.size(), channel.rank()
         _check_numel("reduce_scatter", input, output.numel() * size)
-        if not channel.moves_halves:
+        if not channel.scatters_by_messages:
             return channel.reduce_scatter(_as_real(output), _as_real(input))
         chunks = input.view(size, -1)
         parts.extend(chunks[rank] if peer == rank else torch.empty_like(chunks[rank]) for peer in range(size))
-        # Starting with the next rank spreads the senders over the receivers.
+        # Each rank starts with the next one, so that not all send to the same rank at once.
         peers = [(rank + distance) % size for distance in range(1, size)]
         sends = [(_as_real(chunks[peer]), peer) for peer in peers]
         return channel.send_recv(sends, [(_as_real(parts[peer]), peer) for peer in peers], tag)
@@ -216,12 +226,12 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
 
 
 def future_result(future: torch.futures.Future[Any]) -> Operation:
-    """The value of a future that something else completes."""
+    """Wait for ``future``, which something else completes, and return its value."""
     return FutureResult(future)
 
 
 def whole_pass() -> Operation:
-    """Go on when every bucket of this backward pass has come as far (or is through); moves no data."""
+    """Wait until every other bucket of this backward pass awaits the same or is done; sends nothing."""
     return WholePass()
 
 
@@ -232,5 +242,5 @@ def _as_real(tensor: Tensor) -> Tensor:
 def _check_numel(what: str, tensor: Tensor, numel: int) -> None:
     if tensor.numel() != numel:
         raise ConfigurationError(
-            f"{what}: the tensor of all ranks has {tensor.numel()} elements, but one part a rank makes {numel}"
+            f"{what}: the tensor for all ranks has {tensor.numel()} elements; one part per rank makes {numel}"
         )

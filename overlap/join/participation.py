@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from overlap._torch.device import has_streams
 from overlap.errors import TrainingLoopError
 
 __all__ = ["KnownParticipation", "Participation", "PolledParticipation"]
@@ -130,7 +131,7 @@ class _Poll:
         assert work is not None
         self._work = work
         self._copied: Any = None
-        if device.type != "cpu":
+        if has_streams(device):
             self._copy(torch.get_device_module(device), device)
 
     def _copy(self, module: Any, device: torch.device) -> None:

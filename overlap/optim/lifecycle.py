@@ -62,8 +62,10 @@ class Event(enum.Enum):
     STEP = "step()"
     ZERO_GRAD = "zero_grad()"
     LOAD = "load_state_dict()"
-    FAILURE = "exception"
-    """A stage, or the update in ``step()``, raised."""
+    FAILURE = "exception in backward"
+    """A stage raised."""
+    UPDATE_FAILURE = "exception in the update"
+    """The optimizer raised in ``step()``."""
     REMOVE = "remove()"
 
 
@@ -78,6 +80,11 @@ class Refusal:
 _SECOND_BACKWARD = Refusal(
     "a second backward began before step() was called for the first: call {step} after each synchronized backward, or "
     "run all but the last backward of a step under ddp.no_sync()",
+    then=Phase.FAILED,
+)
+_ADDED_TO_APPLIED = Refusal(
+    "a backward has added to gradients that had been applied already, since no forward came after {step} to clear "
+    "them: call zero_grad() between {step} and a backward whose forward came before it",
     then=Phase.FAILED,
 )
 _INCOMPLETE = Refusal(
@@ -117,7 +124,7 @@ TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
         Phase.BACKWARD: Phase.BACKWARD,
         Phase.REDUCED: Phase.BACKWARD,  # Adds up, as in plain DDP; refused where .grad is the mean in part only.
         Phase.APPLIED: _SECOND_BACKWARD,
-        Phase.STEPPED: Phase.BACKWARD,
+        Phase.STEPPED: Phase.BACKWARD,  # Refused where it has added to what was applied, for want of a forward.
         Phase.FAILED: Phase.BACKWARD,
     },
     Event.REPLAY: {
@@ -157,6 +164,11 @@ TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
         Phase.FAILED: Phase.FAILED,
     },
     Event.FAILURE: dict.fromkeys(Phase, Phase.FAILED),
+    Event.UPDATE_FAILURE: {
+        **{phase: phase for phase in Phase},  # What failed to be applied was the user's own.
+        Phase.REDUCED: Phase.FAILED,
+        Phase.APPLIED: Phase.FAILED,
+    },
     Event.REMOVE: dict.fromkeys(Phase, Phase.IDLE),
 }
 """What each event leads to, by the phase that it meets. After :attr:`Event.REDUCED`, see :class:`Form`."""
@@ -190,6 +202,8 @@ class UpdateLifecycle:
         self.phase = Phase.IDLE
         self.names: Mapping[Tensor, str] = {}
         """The model's parameters, where they are known."""
+        self.sees_forwards = False
+        """Whether :meth:`on_forward` is called; a hook that is registered with DDP itself is not told of forwards."""
         self._clears = clears
         self._is_replay = False
         self._reduced: dict[int, Tensor] = {}
@@ -233,6 +247,8 @@ class UpdateLifecycle:
         elif self.phase in (Phase.APPLIED, Phase.STEPPED):
             self._clear_applied()
         self._move(Event.FORWARD)
+        if self.phase is Phase.FORWARD:
+            self._forget()  # What is in .grad from here on is not of a backward that was reduced.
 
     def on_backward(self, *, is_replay: bool) -> None:
         """The first bucket has come.
@@ -244,6 +260,8 @@ class UpdateLifecycle:
             self._begin_replay()
         elif self.phase is Phase.REDUCED and not self.form.adds_up:
             self._refuse(_SECOND_BACKWARD)
+        elif self.phase is Phase.STEPPED and self.sees_forwards and self._has_added_to_applied():
+            self._refuse(_ADDED_TO_APPLIED)
         else:
             self._move(Event.BACKWARD)
         self._is_replay = is_replay
@@ -275,7 +293,7 @@ class UpdateLifecycle:
         """``step()`` has made its update, of ``updated`` among others; :meth:`check_step` came first."""
         if self.phase in (Phase.REDUCED, Phase.APPLIED):
             self.note_applied(p for p in updated if self.has_reduced(p))
-            self._versions = None if self._is_replay else GradientVersions(self._applied.values())
+            self._versions = None if self._is_replay else GradientVersions(self._reduced.values())
         self._move(Event.STEP)
 
     def on_zero_grad(self) -> None:
@@ -293,16 +311,19 @@ class UpdateLifecycle:
         self._move(Event.LOAD)
 
     def on_failure(self) -> None:
-        """Backward, or the update in ``step()``, raised."""
+        """A stage raised in backward."""
         self._move(Event.FAILURE)
+
+    def on_update_failure(self) -> None:
+        """The optimizer raised in ``step()``."""
+        self._move(Event.UPDATE_FAILURE)
 
     def on_remove(self) -> None:
         """The registration is removed: what has been applied must not be applied again by an optimizer left alone."""
         if self.phase is Phase.FAILED:
             self._clear_all()
         for parameter in self._applied.values():
-            is_new = self._versions is not None and self._versions.hold_another_tensor(parameter)
-            if self._clears(parameter) and not is_new:
+            if self._clears(parameter) and not self._holds_new_tensor(parameter):
                 parameter.grad = None
         self._move(Event.REMOVE)
         self._forget()
@@ -320,7 +341,7 @@ class UpdateLifecycle:
         """Raises: TrainingLoopError: a gradient that ``step()`` would apply is this rank's own, and not the mean."""
         if self.phase is Phase.IDLE and applies_what_the_user_set:
             return  # No forward came before: the user set these gradients, to have the optimizer make its state, say.
-        local = [p for p in pending if p in self.names and not self.has_reduced(p) and _any(p.grad)]
+        local = [p for p in pending if p in self.names and not self._holds_mean(p) and _any(p.grad)]
         if local:
             raise TrainingLoopError(
                 f"{self.form.step} cannot apply gradients that were not reduced over ranks ({self.names[local[0]]} and "
@@ -346,6 +367,18 @@ class UpdateLifecycle:
     def _forget(self) -> None:
         self._reduced, self._applied, self._versions = {}, {}, None
 
+    def _holds_mean(self, parameter: Tensor) -> bool:
+        """Whether ``.grad`` is the tensor that the last backward reduced, if with other values."""
+        return self.has_reduced(parameter) and not self._holds_new_tensor(parameter)
+
+    def _holds_new_tensor(self, parameter: Tensor) -> bool:
+        return self._versions is not None and self._versions.hold_another_tensor(parameter)
+
+    def _has_added_to_applied(self) -> bool:
+        return self._versions is not None and any(
+            p.grad is not None and not self._holds_new_tensor(p) for p in self._applied.values()
+        )
+
     def _is_as_left(self, parameter: Tensor) -> bool:
         return self._versions is None or self._versions.hold(parameter)
 
@@ -358,8 +391,7 @@ class UpdateLifecycle:
         edited = [p for p in self._applied.values() if self._clears(p) and self._is_edited(p, keeps_new_tensors)]
         if not edited:
             return
-        self.phase = Phase.STEPPED
-        self._versions = GradientVersions(self._applied.values())
+        self._versions = GradientVersions(self._reduced.values())
         raise TrainingLoopError(
             f"the gradient of {self.names.get(edited[0], 'a parameter')} (and of {len(edited) - 1} others) was changed "
             f"after backward, but its update had been made: clipping, GradScaler and other edits need "
@@ -371,8 +403,8 @@ class UpdateLifecycle:
             return False
         if self.phase is Phase.APPLIED:
             return True
-        is_new = self._versions is not None and self._versions.hold_another_tensor(parameter)
-        return not (is_new and keeps_new_tensors) and _any(parameter.grad)
+        is_kept = keeps_new_tensors and self._holds_new_tensor(parameter)
+        return not is_kept and _any(parameter.grad)
 
     # The table.
 

@@ -82,7 +82,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             self._update(pending, loss_scale)
         except BaseException:
             for update in self._updates:
-                update.lifecycle.on_failure()
+                update.lifecycle.on_update_failure()
             raise
         mark_stepped(self.optimizer)
         for update in self._updates:

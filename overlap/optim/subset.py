@@ -2,7 +2,7 @@
 
 [Note: stepping a subset]
 
-An update that rides in backward steps the parameters of one bucket, with whatever optimizer the user chose. Every
+An update in backward steps the parameters of one bucket, with whatever optimizer the user chose. Every
 ``torch.optim.Optimizer`` steps the parameters in its ``param_groups`` that have a ``.grad``, with the hyperparameters
 and the state that it finds there. So a bucket is stepped by a *twin*: an object of the optimizer's own class that
 shares all its attributes, ``state`` included, but whose groups list the bucket's parameters alone, with the groups'
@@ -36,7 +36,7 @@ def check_optimizer(optimizer: object) -> Optimizer:
     """``optimizer`` itself, if it can be stepped without a closure on dense gradients.
 
     Raises:
-        ConfigurationError: it is no ``torch.optim.Optimizer``.
+        ConfigurationError: it is not a ``torch.optim.Optimizer``.
         UnsupportedError: it needs a closure, or sparse gradients.
     """
     if not isinstance(optimizer, Optimizer):
@@ -49,7 +49,7 @@ def check_optimizer(optimizer: object) -> Optimizer:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
         raise UnsupportedError(
-            f"{name} evaluates the model again inside step(closure), so its update cannot ride in backward; "
+            f"{name} evaluates the model again inside step(closure), so its update cannot be made in backward; "
             "use plain DDP with it"
         )
     return optimizer

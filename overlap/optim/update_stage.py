@@ -74,6 +74,7 @@ class UpdateStage(Stage):
             )
         self.context = context
         self.lifecycle.names = context.names or {}
+        self.lifecycle.sees_forwards = context.names is not None
 
     def detach(self) -> None:
         self.lifecycle.on_remove()

@@ -31,7 +31,7 @@ def auto_quantize(
 
     Values that ``qtype`` holds come back as they are. Sums are taken in fp32 of what was sent; an all-reduce sends its
     results quantized, too, and is equal in every bit on all ranks. On CPU tensors a thread issues the exchanges over
-    connections of its own, in the order of calls, made at a group's first call.
+    connections of its own, made at a group's first call, in the order of calls.
 
     Args:
         collective: ``all_gather``, ``all_gather_into_tensor``, ``all_to_all``, ``all_to_all_single``, ``all_reduce``,
@@ -44,8 +44,8 @@ def auto_quantize(
             of one small all-reduce more for each exchange. Either looks at the values: on CUDA the host waits.
 
     Returns:
-        The function. With ``async_op=True`` it returns a work with ``wait`` and ``get_future``; tensors are not to be
-        touched before it is through.
+        The function. With ``async_op=True`` it returns a work with ``wait`` and ``get_future``; do not touch
+        the tensors before it is done.
 
     Issues: exchanges between ranks and all-gathers of bytes, as many as the plain collective would of ``qtype``.
 
@@ -210,7 +210,7 @@ def _check_numel(name: str, tensor: Tensor, numel: int) -> None:
 
 def _check_contiguous(name: str, tensor: Tensor) -> None:
     if not tensor.is_contiguous():
-        raise ConfigurationError(f"{name} is not contiguous, so ranks' parts are no views of it: give a contiguous one")
+        raise ConfigurationError(f"{name} is not contiguous, so it cannot be split into views: give a contiguous one")
 
 
 def _check_op(op: Any) -> None:

@@ -1,4 +1,4 @@
-"""What drives a quantized collective, at once or behind the caller's back."""
+"""What drives a quantized collective, at once or on a thread of its own."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap._torch.device import has_streams
 from overlap.errors import CollectiveError, QuantizationOverflowError
-from overlap.hooks.collectives import Channels
-from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
-from overlap.hooks.engine.executors import HostExecutor
+from overlap.hooks.engine.channels import PrivateChannels
+from overlap.hooks.engine.executors import Executor, HostExecutor, executor_for
 from overlap.hooks.engine.worker import Worker
 from overlap.quantized.algorithms import Collective
 
@@ -25,13 +24,13 @@ __all__ = ["QuantizedWork", "run"]
 
 
 class QuantizedWork:
-    """A collective that is under way: what ``async_op=True`` returns."""
+    """A collective in progress: what ``async_op=True`` returns."""
 
     def __init__(self, outputs: Sequence[Tensor], what: str, device: torch.device) -> None:
         self._outputs = list(outputs)
         self._what = what
         self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
-            devices=None if device.type == "cpu" else [device]
+            devices=[device] if has_streams(device) else None
         )
         self._done = threading.Event()
         self._error: BaseException | None = None
@@ -48,7 +47,7 @@ class QuantizedWork:
             QuantizationOverflowError: a value was too large on some rank, and that was to be an error.
         """
         if not self._done.wait(None if not timeout else timeout.total_seconds()):
-            raise CollectiveError(f"{self._what} is not through after {timeout}")
+            raise CollectiveError(f"{self._what} is not done after {timeout}")
         if self._error is not None:
             raise self._error
         self._future.wait()
@@ -59,11 +58,11 @@ class QuantizedWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is through, or has failed."""
+        """Whether it is done or has failed."""
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        """Whether it is through and has not failed."""
+        """Whether it is done and has not failed."""
         return self.is_completed() and self._error is None
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
@@ -91,43 +90,40 @@ class _Engine:
 
     def submit(self, collective: Collective, work: QuantizedWork) -> None:
         executor = self._executor
-        # Here and not on the thread: where the ranks meet is counted, in the order of the program.
+        # Here and not on the thread: connections are made in the order of the program, the same on every rank.
         executor.channels.open()
-        self._worker.submit(lambda: _drive(collective, work, executor.channels, executor.wait))
+        self._worker.submit(lambda: _drive(collective, work, executor))
 
 
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, _Engine] = weakref.WeakKeyDictionary()
 
 
 def run(collective: Collective, work: QuantizedWork, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Start ``collective``; ``work`` tells when it is through.
+    """Start ``collective``; ``work`` tells when it is done.
 
     On CPU tensors with Gloo a thread drives it, one for each group, in the order of calls. Elsewhere it is queued at
     once, on a CUDA device on a stream of its own.
     """
-    if device.type == "cpu":
-        if not PrivateChannels.can_serve(group):
-            _drive(collective, work, GroupChannels(group), lambda one: one.wait())
-            return
+    if not has_streams(device) and PrivateChannels.can_serve(group):
         if group not in _engines:
             _engines[group] = _Engine(group)
         _engines[group].submit(collective, work)
         return
-    module: Any = torch.get_device_module(device)
-    stream = module.Stream(device=device)
-    stream.wait_stream(module.current_stream(device))
-    with module.stream(stream):
-        _drive(collective, work, GroupChannels(group), lambda one: one.wait())
+    executor = executor_for(group, device)
+    executor.begin(0)
+    with executor.scope(0):
+        _drive(collective, work, executor)
 
 
 @torch.no_grad()
-def _drive(collective: Collective, work: QuantizedWork, channels: Channels, wait: Callable[[dist.Work], Any]) -> None:
+def _drive(collective: Collective, work: QuantizedWork, executor: Executor) -> None:
+    channels = executor.channels
     try:
         value = None
         while True:
             operation = collective.send(value)
             operation.launch(channels)
-            value = operation.finish(wait)
+            value = operation.finish(executor.wait)
     except StopIteration as stop:
         work.finish(stop.value)
     except QuantizationOverflowError as error:

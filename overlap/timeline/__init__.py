@@ -1,16 +1,18 @@
 """A recording of training steps: what was computed, sent and updated, and what of it was exposed.
 
 timeline   the `with` block;  loop: the hooks on the model;  recording: marks taken inside a step
-clock      how a mark is taken and read, on the CPU and on CUDA
-reading    from marks to a report;  report: its intervals and what follows from them;  spans: their arithmetic
+clock      how a time mark is taken and read, on the CPU and on CUDA
+reading    from marks to steps;  steps: their intervals and what follows from them;  spans: arithmetic of intervals
+report     the steps of all ranks
 saving     a file by its suffix;  table, drawing, trace: text, picture, Perfetto
 """
 
 from __future__ import annotations
 
-from overlap.timeline.report import Activity, BucketReport, Phase, Report, StepReport
+from overlap.timeline.report import Report
 from overlap.timeline.saving import save_reports
 from overlap.timeline.spans import Interval
+from overlap.timeline.steps import Activity, BucketReport, Phase, StepReport
 from overlap.timeline.timeline import Timeline
 
 __all__ = ["Activity", "BucketReport", "Interval", "Phase", "Report", "StepReport", "Timeline", "save_reports"]

@@ -1,4 +1,4 @@
-"""Reading the time without holding the step up."""
+"""Reading the time without delaying the step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any, Protocol
 
 import torch
 
+from overlap._torch.device import has_streams
+
 __all__ = ["Clock", "EventClock", "HostClock", "clock_for"]
 
 
 class Clock(Protocol):
-    """Takes marks now and says later, when nothing is to be held up any more, at what time each was taken."""
+    """Takes marks now and reads later, when nothing is delayed by it, at what time each was taken."""
 
     is_host: bool
     """Whether marks are the host's own time, so that a thread may take one when a collective completes."""
@@ -75,4 +77,4 @@ class EventClock:
 
 def clock_for(device: torch.device) -> Clock:
     """The clock that sees what ``device`` does."""
-    return HostClock() if device.type == "cpu" else EventClock(device)
+    return EventClock(device) if has_streams(device) else HostClock()

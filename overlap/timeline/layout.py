@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from overlap.errors import ConfigurationError
-from overlap.timeline.report import Activity, Report, StepReport
+from overlap.timeline.report import Report
 from overlap.timeline.spans import Interval, intersection, lanes, without
+from overlap.timeline.steps import Activity, StepReport
 
 __all__ = ["LANE", "Bar", "Lane", "Panel", "panel_of"]
 

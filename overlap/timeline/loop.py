@@ -53,7 +53,7 @@ def watching(ddp: DistributedDataParallel, recorder: Recorder) -> Iterator[None]
 
 
 def _eager(hook: Callable[..., None]) -> Any:
-    """``hook``, which is no part of a compiled forward."""
+    """``hook``, which is not part of a compiled forward."""
     return torch.compiler.disable(hook)
 
 

@@ -10,7 +10,7 @@ from overlap.hooks import Chain, Role, Stage
 from overlap.hooks.stage import walk
 from overlap.timeline.clock import Clock
 from overlap.timeline.recording import BucketRecord, StepRecord
-from overlap.timeline.report import Activity, BucketReport, Kind, Phase, StepReport
+from overlap.timeline.steps import Activity, BucketReport, Kind, Phase, StepReport
 
 __all__ = ["read_steps", "roles_of", "synchronized"]
 

@@ -39,7 +39,7 @@ class OperationRecord:
     is_over: bool = False
 
     def complete(self, now: Any) -> None:
-        """It, or part of it, is done. Word of that may come when the one who waits for it has gone on already."""
+        """It, or part of it, is done. This may be called after the waiting thread has gone on already."""
         if not self.is_over:
             self.end = now
 
@@ -158,7 +158,7 @@ class Recorder:
     def _is_on_training_thread(self) -> bool:
         return self._step is not None and threading.get_ident() == self._training_thread
 
-    # The observer of a registration. A rank that replays for others has no step of its own to put it into.
+    # The observer of a registration. A rank that replays for others has no step to record it in.
 
     def arrived(self, bucket: Bucket) -> None:
         if self._step is None or bucket.is_replay:
@@ -184,7 +184,7 @@ class Recorder:
         launched = OperationRecord(label, operation.label, operation.sent_bytes, self.clock.now())
         record.operations.append(launched)
         if self.clock.is_host:
-            # Completion itself, and not when the worker gets round to waiting for it.
+            # When it completes, not when the worker comes to wait for it.
             operation.when_done(lambda: launched.complete(self.clock.now()))
 
     def waiting(self, subject: Subject, operation: Operation) -> None:

@@ -1,14 +1,14 @@
-"""A report as text."""
+"""Steps and buckets as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
 
-from overlap.timeline.report import BucketReport, Report, StepReport
 from overlap.timeline.spans import Interval
+from overlap.timeline.steps import BucketReport, StepReport
 
-__all__ = ["report_table", "step_title"]
+__all__ = ["bucket_rows", "step_rows", "step_title"]
 
 _STEP_COLUMNS = (
     "rank",
@@ -26,18 +26,14 @@ _STEP_COLUMNS = (
 _BUCKET_COLUMNS = ("bucket", "MB", "ready ms", "reduce", "update", "gather", "sent MB")
 
 
-def report_table(report: Report) -> str:
-    """Every step in a line, and the buckets of rank 0's median step."""
-    ranks = len(report.ranks)
-    lines = [f"{report.plan} on {ranks} {'rank' if ranks == 1 else 'ranks'}, times in ms"]
-    number = report.median_step()
-    if number is None:
-        return f"{lines[0]}\nno step was recorded"
-    lines += _aligned([_STEP_COLUMNS, *map(_step_row, report.steps)])
-    for step in report.of_step(number)[:1]:
-        lines += ["", f"buckets of step {number} on rank {step.rank}, from the step's start"]
-        lines += _aligned([_BUCKET_COLUMNS, *map(_bucket_row, step.buckets)])
-    return "\n".join(lines)
+def step_rows(steps: Sequence[StepReport]) -> list[str]:
+    """A heading, and a line for each step."""
+    return _aligned([_STEP_COLUMNS, *map(_step_row, steps)])
+
+
+def bucket_rows(step: StepReport) -> list[str]:
+    """A heading, and a line for each bucket of ``step``."""
+    return _aligned([_BUCKET_COLUMNS, *map(_bucket_row, step.buckets)])
 
 
 def step_title(steps: Sequence[StepReport]) -> str:

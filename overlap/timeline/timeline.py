@@ -18,8 +18,9 @@ from overlap.timeline.clock import clock_for
 from overlap.timeline.loop import watching
 from overlap.timeline.reading import read_steps, roles_of, synchronized
 from overlap.timeline.recording import Recorder
-from overlap.timeline.report import Report, StepReport
+from overlap.timeline.report import Report
 from overlap.timeline.saving import check_path, save_reports
+from overlap.timeline.steps import StepReport
 
 __all__ = ["Timeline"]
 
@@ -37,21 +38,21 @@ class Timeline:
         timeline.save("step.png")      # on every rank; rank 0 writes
 
     A step runs from the start of a forward that records gradients to the start of the next one after its backward;
-    under ``no_sync`` every micro-batch is one. A forward under ``torch.no_grad`` ends the step and is part of none.
+    under ``no_sync`` every micro-batch is one. A forward under ``torch.no_grad`` ends the step and is not part of any.
 
     *On the CPU* times are the host's: a collective lasts from its launch to its completion (point-to-point ones: until
     the scheduler has waited for them). *On CUDA* they are those of events on the streams; nothing waits for the device
     before :meth:`report`.
 
     A model without a registered stage gets ``chain(AllReduce())`` for the length of the block, which reduces bit for
-    bit as plain DDP does; then every rank must enter the block, between two steps, and what stays behind afterwards is
-    a hook that reduces as DDP itself. With a stage registered, entering issues nothing.
+    bit as plain DDP does; then every rank must enter the block, between two steps, and afterwards the model keeps
+    a hook that reduces as DDP itself does. With a stage registered, entering issues nothing.
 
     Args:
         ddp: the model; to compile it, compile the module inside: ``DistributedDataParallel(torch.compile(module))``.
 
     Raises:
-        RegistrationError: ``ddp`` is no DDP model, has a hook that was not registered with :func:`overlap.register`,
+        RegistrationError: ``ddp`` is not a DDP model, has a hook that was not registered with :func:`overlap.register`,
             or is being recorded already.
     """
 
@@ -59,7 +60,7 @@ class Timeline:
         self._ddp = ddp
         self._recorder: Recorder | None = None
         self._roles: dict[str, Role] = {}
-        self._plan = ""
+        self._title = ""
         self._registration: Registration | None = None
         self._cleanup = ExitStack()
         self._is_recording = False
@@ -94,14 +95,14 @@ class Timeline:
         if registration is None:
             registration = chain(AllReduce()).register(self._ddp)
             cleanup.callback(registration.remove)
-            self._plan = "plain DDP"
+            self._title = "plain DDP"
             return registration
         if registration.observer is not None:
             raise RegistrationError(
                 f"{registration.stage!r} has an observer already ({type(registration.observer).__name__}); "
                 "leave that Timeline's block first"
             )
-        self._plan = repr(registration.stage)
+        self._title = repr(registration.stage)
         return registration
 
     @property
@@ -126,7 +127,7 @@ class Timeline:
             group = self._ddp.process_group
             everyone: list[Any] = [None] * group.size()
             dist.all_gather_object(everyone, own, group=group)
-            self._report = Report(plan=self._plan, ranks=synchronized(everyone))
+            self._report = Report(title=self._title, ranks=synchronized(everyone))
         return self._report
 
     def save(self, path: str | Path, *, step: int | None = None) -> None:
@@ -145,7 +146,7 @@ class Timeline:
         check_path(path)
         report = self.report()
         if self._ddp.process_group.rank() == 0:
-            save_reports({report.plan: report}, path, step=step)
+            save_reports({report.title: report}, path, step=step)
 
 
 def _stop_observing(registration: Registration) -> None:

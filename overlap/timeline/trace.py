@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from overlap.timeline.report import Activity, BucketReport, Report, StepReport
+from overlap.timeline.report import Report
 from overlap.timeline.spans import Interval, lanes
+from overlap.timeline.steps import Activity, BucketReport, StepReport
 
 __all__ = ["save_trace", "trace_events"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from overlap._options import require_extra, whole_number
 from overlap.demo.settings import OPTIMIZERS, TRAIN_IMAGES, Settings
 from overlap.errors import ConfigurationError
-from overlap.launch import run_ranks, under_launcher
+from overlap.launch import launched_ranks, run_ranks
 
 __all__ = ["add_arguments", "run"]
 
@@ -46,11 +45,8 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     settings = Settings(**values, epochs=TRAIN_IMAGES)
     require_extra("demo", "torchvision", "sklearn", "matplotlib")
     if output.exists() and not output.is_dir():
-        raise ConfigurationError(f"--output is {str(output)!r}, which is no folder")
-    if under_launcher():
-        ranks = int(os.environ["WORLD_SIZE"])
-        if asked_ranks not in (None, ranks):
-            raise ConfigurationError(f"--ranks is {asked_ranks}, but the launcher started {ranks}: leave it out")
+        raise ConfigurationError(f"--output is {str(output)!r}, which is not a folder")
+    if (ranks := launched_ranks(asked_ranks)) is not None:
         settings.steps_per_epoch(ranks)
         from overlap.trace.experiment import run_experiment
 

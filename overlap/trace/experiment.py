@@ -18,10 +18,10 @@ from overlap.timeline import Report, StepReport, Timeline, save_reports
 
 __all__ = ["joined", "run_experiment"]
 
-# DDP cuts its buckets anew after the first step, and optimizers make their state in it.
+# DDP rebuilds its buckets after the first step, and optimizers create their state in it.
 _WARMUP_STEPS = 3
 # The two ways take turns, so that a change in the machine's load falls on both.
-_STEPS_A_TURN = 4
+_STEPS_PER_TURN = 4
 
 
 def run_experiment(settings: Settings, *, steps: int, output: Path) -> int:
@@ -33,15 +33,14 @@ def run_experiment(settings: Settings, *, steps: int, output: Path) -> int:
         for run, own in zip(runs, batches, strict=True):
             _train(run, itertools.islice(own, _WARMUP_STEPS))
         turns: list[list[Report]] = [[] for _ in runs]
-        for start in range(0, steps, _STEPS_A_TURN):
+        for start in range(0, steps, _STEPS_PER_TURN):
             for run, own, reports in zip(runs, batches, turns, strict=True):
                 with Timeline(run.ddp) as timeline:
-                    _train(run, itertools.islice(own, min(_STEPS_A_TURN, steps - start)))
+                    _train(run, itertools.islice(own, min(_STEPS_PER_TURN, steps - start)))
                 reports.append(timeline.report())
         if world.is_main:
-            _present(
-                {f"{run.name}: {run.recipe.plan}": joined(own) for run, own in zip(runs, turns, strict=True)}, output
-            )
+            titles = [f"{run.name}: {run.recipe.description}" for run in runs]
+            _present({title: joined(own) for title, own in zip(titles, turns, strict=True)}, output)
     return 0
 
 
@@ -56,7 +55,7 @@ def joined(reports: Sequence[Report]) -> Report:
                 replace(step, step=first + place, start_ms=end_ms + step.start_ms) for place, step in enumerate(steps)
             )
         end_ms = max(step.start_ms + step.step_ms for steps in ranks for step in steps)
-    return Report(plan=reports[0].plan, ranks=tuple(ranks))
+    return Report(title=reports[0].title, ranks=tuple(ranks))
 
 
 def _train(run: Run, batches: Iterable[tuple[Tensor, Tensor]]) -> None:

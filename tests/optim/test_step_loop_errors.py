@@ -48,6 +48,7 @@ def _cleared_before_step(rank: int, world_size: int) -> None:
     ddp.zero_grad()  # Plain DDP would skip this update.
     with pytest.raises(TrainingLoopError, match="changed after backward"):
         optimizer.step()
+    optimizer.step()  # Told once; the update stands, and the loop goes on.
     _backward(ddp, 1, rank)
     optimizer.step()
 

@@ -1,4 +1,4 @@
-"""The parity checks themselves: each of these faults, put into the code on purpose, must fail them."""
+"""The parity checks themselves: each of these faults, put into the code on purpose, makes them fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from overlap.optim.lifecycle import UpdateLifecycle
 
 
 class _Uneven(Stage):
-    """The all-reduce, for which one rank comes late: what does not wait for it goes on with half a sum."""
+    """The all-reduce, to which one rank comes late: code that does not wait for it continues with half a sum."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

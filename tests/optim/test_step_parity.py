@@ -80,40 +80,56 @@ def _check(
     assert_parity(candidate, reference, what=what)
 
 
-def _matrix(rank: int, world_size: int, name: str, case: Case) -> None:
+def _optimizer(rank: int, world_size: int, name: str, implementation: str, deferred: bool) -> None:
     cls, arguments = OPTIMIZERS[name]
-    for implementation, deferred, view in itertools.product(IMPLEMENTATIONS, (False, True), (False, True)):
-        if implementation == "fused" and name not in HAS_FUSED:
-            continue
+    for view in (False, True):
         _check(
             rank,
-            case,
+            MLP,
             functools.partial(cls, **arguments, **IMPLEMENTATIONS[implementation]),
             ddp_options={"gradient_as_bucket_view": view},
             step_options={"deferred": deferred},
-            what=f"{name}, {implementation}, {'deferred' if deferred else 'interleaved'}, bucket view {view}, {case}",
+            what=f"{name}, {implementation}, {deferred=}, bucket view {view}",
         )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_implementation_and_mode_equals_plain_ddp(name: str) -> None:
-    run_ranks(_matrix, 2, name, MLP)
+DEFERRED = pytest.mark.parametrize("deferred", [False, True], ids=["interleaved", "deferred"])
 
 
-def _cases(rank: int, world_size: int, case: Case) -> None:
-    for deferred, implementation in itertools.product((False, True), ("foreach", "fused")):
-        if implementation == "fused" and case.name == "dtypes":
-            continue  # torch's fused kernels take no mixture of dtypes within one group.
-        _check(
-            rank,
-            case,
-            functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, **IMPLEMENTATIONS[implementation]),
-            step_options={"deferred": deferred},
-            what=f"adamw, {implementation}, {'deferred' if deferred else 'interleaved'}, {case}",
-            gradients=False,
-        )
+@DEFERRED
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        (name, implementation)
+        for name, implementation in itertools.product(OPTIMIZERS, IMPLEMENTATIONS)
+        if implementation != "fused" or name in HAS_FUSED
+    ],
+)
+def test_an_optimizer_equals_plain_ddp(name: str, implementation: str, deferred: bool) -> None:
+    run_ranks(_optimizer, 2, name, implementation, deferred)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_kind_of_model_equals_plain_ddp(case: Case) -> None:
-    run_ranks(_cases, 2, case)
+def _model(rank: int, world_size: int, case: Case, implementation: str, deferred: bool) -> None:
+    _check(
+        rank,
+        case,
+        functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, **IMPLEMENTATIONS[implementation]),
+        step_options={"deferred": deferred},
+        what=f"adamw, {implementation}, {deferred=}, {case}",
+        gradients=False,
+    )
+
+
+@DEFERRED
+@pytest.mark.parametrize(
+    ("case", "implementation"),
+    [
+        (case, implementation)
+        for case, implementation in itertools.product(CASES, ("foreach", "fused"))
+        # torch's fused kernels do not take several dtypes in one group.
+        if implementation != "fused" or case.name != "dtypes"
+    ],
+    ids=str,
+)
+def test_a_kind_of_model_equals_plain_ddp(case: Case, implementation: str, deferred: bool) -> None:
+    run_ranks(_model, 2, case, implementation, deferred)

@@ -98,9 +98,12 @@ class Runtime:
         for stage in self._attached:
             stage.detach()
         self._attached.clear()
-        if self._worker is not None:
-            self._stop_worker()
-        self._executor.channels.abort()
+        if self._worker is None:
+            self._executor.channels.abort()
+            return
+        # After the jobs of a backward that ended before all buckets had come: they use the connections, too.
+        self._worker.submit(self._executor.channels.abort)
+        self._stop_worker()
 
     def before_forward(self) -> None:
         """Called before a forward that records gradients."""

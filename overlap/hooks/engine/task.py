@@ -52,7 +52,7 @@ class Task:
     def start(self) -> None:
         """Run to the first operation without launching it, for stages that start on autograd's thread.
 
-        If the stage raises, :meth:`advance` raises it: only the thread that drives the pass may end the pass.
+        If the stage raises, :meth:`advance` raises it: only the thread that runs the stages may end the pass.
         """
         try:
             with self._executor.scope(self._lane):

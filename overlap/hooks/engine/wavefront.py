@@ -1,21 +1,21 @@
 """[Note: one order of collectives]
 
-Every rank must issue the collectives of a group in the same order, or they pair up wrongly: results are garbage, or
-ranks wait for each other for ever. DDP's buckets arrive in the same order on every rank, but *when* a collective
+Every rank must issue the collectives of a group in the same order. Otherwise they pair up wrongly: results are garbage,
+or ranks wait for each other forever. DDP's buckets arrive in the same order on every rank, but *when* a collective
 completes differs from rank to rank. So nothing here depends on completion. The order follows from arrivals alone:
 
     when a bucket arrives, it runs to its first collective;
     then each older bucket advances by one collective, in the order in which those in flight were launched;
-    after the last bucket, all advance in that order, round and round, until all are through.
+    after the last bucket, all advance in that order, round after round, until all are done.
 
-To advance is to wait for the collective in flight, to run the stage's code up to the next one and to launch it. With
-two collectives a bucket (a1, a2, b1, ...) and three buckets the order is
+To advance is to wait for the collective in flight, run the stage's code up to the next one and launch it. With two
+collectives per bucket (a1, a2, b1, ...) and three buckets the order is
 
-    a1 | b1 a2 | c1 b2 (a is through) | c2
+    a1 | b1 a2 | c1 b2 (a is done) | c2
 
-so a bucket's second collective goes out behind the next bucket's first, while that is still on its way. What was
+so a bucket's second collective is launched after the next bucket's first, while that one is still in flight. What was
 launched first is waited for first: at the end of a pass c1 is waited for before b2, so that the code between c1 and c2
-runs while b2 is on its way.
+runs while b2 is in flight.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["Advancing", "Wavefront"]
 
 
 class Advancing(Protocol):
-    """One bucket's way through the stages."""
+    """What a wavefront orders: a bucket on its way through the stages."""
 
     @property
     def is_done(self) -> bool: ...
 
     @property
     def awaits_whole_pass(self) -> bool:
-        """Whether it can go on only when every other one is done or awaits the same."""
+        """Whether it can continue only when every other one is done or awaits the same."""
         ...
 
     def advance(self) -> None:
@@ -52,11 +52,11 @@ class Wavefront(Generic[T]):
 
     @property
     def active(self) -> tuple[T, ...]:
-        """What has arrived and is not through, in the order in which it advances next."""
+        """What has arrived and is not done, in the order in which it advances next."""
         return tuple(self._active)
 
     def arrive(self, bucket: T, *, is_last: bool) -> None:
-        """Take in the next bucket and advance the older ones; the last one carries all to their end."""
+        """Add the next bucket and advance the older ones; after the last one, advance all until they are done."""
         older = [other for other in self._active if not other.awaits_whole_pass]
         waiting = [other for other in self._active if other.awaits_whole_pass]
         self._active = [*waiting, bucket, *older]

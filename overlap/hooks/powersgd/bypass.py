@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from overlap._torch.device import has_streams
 from overlap.hooks.collectives import all_reduce
 
 __all__ = ["Measurement", "Trial", "measure"]
@@ -81,6 +82,6 @@ async def _best_ms(run: Callable[[], Awaitable[None]], device: torch.device) -> 
 
 
 def _now_s(device: torch.device) -> float:
-    if device.type != "cpu":
+    if has_streams(device):
         torch.accelerator.current_stream(device).synchronize()
     return time.perf_counter()

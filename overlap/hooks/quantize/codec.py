@@ -22,7 +22,7 @@ from overlap.errors import ConfigurationError
 __all__ = ["ALIGNMENT", "BITS", "ChunkCodec", "Rounding", "StochasticRounding", "nearest"]
 
 BITS = (4, 8)
-# A chunk is a multiple of so many values: in 4 bits its halves share bytes, and the next message stays aligned.
+# Chunks are multiples of it, in values: in 4 bits its halves share bytes, and the next message stays aligned.
 ALIGNMENT = 8
 _STEP_BYTES = 4
 # Values at a time on a CPU, so that they stay in the cache between two passes over them.

@@ -191,7 +191,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         try:
             loss = self.step_wrapped(None if closure is None else checked_closure)
         except BaseException:
-            lifecycle.on_failure()
+            lifecycle.on_update_failure()
             raise
         lifecycle.on_step()
         return loss

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap._torch.device import has_streams
 from overlap._torch.foreach import norms
 from overlap.hooks import Bucket, all_reduce, whole_pass
 from overlap.optim.clipping import Clipping
@@ -79,7 +80,7 @@ class FiniteVote:
     def tell(self, shards: Iterable[Shard]) -> None:
         """Mark ``.grad`` if a gradient is not finite on any rank; on an accelerator the host does not wait."""
         verdict = self._verdict
-        if verdict is None or (verdict.device.type == "cpu" and not verdict.item()):
+        if verdict is None or (not has_streams(verdict.device) and not verdict.item()):
             return
         for shard in shards:
             grad = shard.parameter.grad

@@ -40,12 +40,13 @@ class UpdateWithoutHooks:
         ``is_joining`` says that a ``Join`` is in force, ``is_joined`` that this rank has run out of inputs. PyTorch's
         ``Join`` leaves no ``.grad`` on such a rank, so another rank lends its own; overlap's ``Join`` leaves the mean.
 
-        Issues: gathers of all trainable parameters, and what :func:`lend_gradients` issues.
+        Issues: gathers of all trainable parameters. Under PyTorch's ``Join`` before them one all-reduce of a number, a
+        broadcast of one byte per parameter, and one broadcast per gradient.
         """
         pending = [s for s in self._ownership.shards.values() if s.parameter.grad is not None]
         gradients = [shard.gradient() for shard in pending]
         if is_joining and active_join(self._ownership.group) is None:
-            pending, gradients = lend_gradients(self._ownership, is_joined=is_joined)
+            pending, gradients = _lend_gradients(self._ownership, is_joined=is_joined)
         if loss_scale.skips_step():
             return
         owned = [(shard, part) for shard, part in zip(pending, gradients, strict=True) if shard.own is not None]
@@ -85,7 +86,7 @@ class UpdateWithoutHooks:
         return bucket
 
 
-def lend_gradients(ownership: Ownership, *, is_joined: bool) -> tuple[list[Shard], list[Tensor]]:
+def _lend_gradients(ownership: Ownership, *, is_joined: bool) -> tuple[list[Shard], list[Tensor]]:
     """The shards to step and this rank's parts of their averaged gradients, also if this rank ``is_joined``.
 
     DDP sets no ``.grad`` on a rank that has run out of inputs, so the first rank with inputs left broadcasts its own.

@@ -296,7 +296,7 @@ class ZeroStep(UpdateStage):
             self.zero.update(pairs)
             self._gather()
         except BaseException:
-            self.lifecycle.on_failure()
+            self.lifecycle.on_update_failure()
             raise
 
     def _pairs_of_step(self) -> Pairs:

@@ -1,8 +1,9 @@
-"""The driver for accelerators: side streams, parity on NCCL, and a host that never waits inside a hook."""
+"""On an accelerator: parity on NCCL, and a host that never waits inside a hook."""
 
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import pytest
@@ -42,24 +43,24 @@ def _batches(rank: int, steps: int) -> list[Batch]:
     ]
 
 
-def _parity(rank: int, world_size: int) -> None:
+def _parity(rank: int, world_size: int, implementation: dict[str, bool]) -> None:
+    _share_gpu(rank, world_size)
     batches = _batches(rank, 10)
-    for implementation in ({"foreach": True}, {"fused": True}, {"foreach": False}):
-        make = functools.partial(ADAMW, **implementation)
+    make = functools.partial(ADAMW, **implementation)
+    ddp = _wrapped(rank)
+    reference = train(ddp, make(ddp.parameters()), batches, step_fn=plain_step)
+    for deferred in (False, True):
         ddp = _wrapped(rank)
-        reference = train(ddp, make(ddp.parameters()), batches, step_fn=plain_step)
-        for deferred in (False, True):
-            ddp = _wrapped(rank)
-            optimizer = OverlappedOptimizer(make(ddp.parameters()))
-            chain(AllReduce(), Step(optimizer, deferred=deferred)).register(ddp)
-            candidate = train(ddp, optimizer, batches, step_fn=overlapped_step)
-            assert_parity(candidate, reference, what=f"NCCL, {implementation}, {deferred=}")
-        # A plain optimizer, whose deferred update needs the gradients of all streams at once.
-        ddp = _wrapped(rank)
-        plain = make(ddp.parameters())
-        chain(AllReduce(), Step(plain, deferred=True)).register(ddp)
-        candidate = train(ddp, plain, batches, step_fn=_no_step)
-        assert_parity(candidate, reference, what=f"NCCL, {implementation}, in backward")
+        optimizer = OverlappedOptimizer(make(ddp.parameters()))
+        chain(AllReduce(), Step(optimizer, deferred=deferred)).register(ddp)
+        candidate = train(ddp, optimizer, batches, step_fn=overlapped_step)
+        assert_parity(candidate, reference, what=f"NCCL, {implementation}, {deferred=}")
+    # A plain optimizer, whose deferred update needs the gradients of all streams at once.
+    ddp = _wrapped(rank)
+    plain = make(ddp.parameters())
+    chain(AllReduce(), Step(plain, deferred=True)).register(ddp)
+    candidate = train(ddp, plain, batches, step_fn=_no_step)
+    assert_parity(candidate, reference, what=f"NCCL, {implementation}, in backward")
 
 
 def _no_step(ddp: nn.Module, optimizer: Any, batch: Batch, loss_of: Any) -> torch.Tensor:
@@ -68,16 +69,27 @@ def _no_step(ddp: nn.Module, optimizer: Any, batch: Batch, loss_of: Any) -> torc
     return loss
 
 
-def test_parity_on_nccl_one_rank() -> None:
-    run_ranks(_parity, 1, backend="nccl", timeout_s=170, group_timeout_s=120)
-
-
-def _two_ranks(rank: int, world_size: int) -> None:
-    import os
-
+def _share_gpu(rank: int, world_size: int) -> None:
     if torch.cuda.device_count() < world_size:
         os.environ["NCCL_HOSTID"] = f"host{rank}"
-    _parity(rank, world_size)
+
+
+def _env(world_size: int) -> dict[str, str]:
+    return SHARED_GPU if torch.cuda.device_count() < world_size else {}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "implementation", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=["foreach", "fused", "for-loop"]
+)
+def test_updates_in_backward_on_nccl_equal_plain_ddp(world_size: int, implementation: dict[str, bool]) -> None:
+    run_ranks(
+        _parity, world_size, implementation, backend="nccl", env=_env(world_size), timeout_s=170, group_timeout_s=120
+    )
+
+
+def _reducers(rank: int, world_size: int) -> None:
+    _share_gpu(rank, world_size)
     batches = _batches(rank, 6)
     ddp = _wrapped(rank)
     reference = train(ddp, ADAMW(ddp.parameters()), batches)
@@ -87,9 +99,8 @@ def _two_ranks(rank: int, world_size: int) -> None:
         assert_parity(train(ddp, ADAMW(ddp.parameters()), batches), reference, what=f"NCCL, {stage!r}")
 
 
-def test_parity_on_nccl_two_ranks() -> None:
-    env = SHARED_GPU if torch.cuda.device_count() < 2 else {}
-    run_ranks(_two_ranks, 2, backend="nccl", env=env, timeout_s=170, group_timeout_s=120)
+def test_reducers_on_nccl_equal_plain_ddp() -> None:
+    run_ranks(_reducers, 2, backend="nccl", env=_env(2), timeout_s=170, group_timeout_s=120)
 
 
 def _no_host_wait(rank: int, world_size: int) -> None:
@@ -146,7 +157,6 @@ def test_interleaved_updates_that_would_stop_the_host_are_refused() -> None:
 
 
 def _uneven(rank: int, world_size: int) -> list[Any]:
-    """Ranks that run out at different times end alike, whether lengths are known or told ahead on the device."""
     ended = []
     for known in (True, False):
         ddp = _wrapped(rank)
@@ -161,6 +171,6 @@ def _uneven(rank: int, world_size: int) -> list[Any]:
     return ended
 
 
-def test_uneven_inputs() -> None:
+def test_ranks_that_run_out_at_different_times_end_alike_whether_lengths_are_known_or_not() -> None:
     first, second = run_ranks(_uneven, 2, backend="nccl", env=SHARED_GPU, timeout_s=120)
     assert_parity(second, first, what="rank 1 against rank 0")

@@ -1,4 +1,4 @@
-"""The order policy by itself, without tensors or ranks. See [Note: one order of collectives]."""
+"""The order of collectives by itself, without tensors or ranks. See [Note: one order of collectives]."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from overlap.hooks.engine.wavefront import Wavefront
 
 
 class Bucket:
-    """Issues its collectives one an advance, writing them to a log; `"|"` stands for the wait for the whole pass."""
+    """Issues one collective per advance and writes it to a log; `"|"` stands for the wait for the whole pass."""
 
     def __init__(self, name: str, collectives: list[str], log: list[str]) -> None:
         self.name = name
@@ -51,7 +51,7 @@ def test_what_was_launched_first_is_waited_for_first() -> None:
     assert log == ["a1", "b1", "a2", "c1", "b2", "a3", "c2", "b3", "a.", "c3", "b.", "c."]
 
 
-def test_a_bucket_without_collectives_is_through_at_once() -> None:
+def test_a_bucket_without_collectives_is_done_at_once() -> None:
     assert _run([[], ["1"]]) == ["a.", "b1", "b."]
 
 

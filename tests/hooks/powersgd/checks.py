@@ -17,12 +17,12 @@ EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
 
 
 def world_of(ranks: int, shapes: Sequence[tuple[int, ...]], **options: Any) -> World:
-    """Every matrix is compressed."""
+    """A world of PowerSGD stages that compress every matrix."""
     return World([PowerSGD(min_compression_rate=0, **options) for _ in range(ranks)], shapes)
 
 
 def residuals(world: World) -> list[Tensor]:
-    """The sum over ranks of what is kept of each parameter."""
+    """Of each parameter, the sum of the residuals over ranks."""
     totals = [torch.zeros(shape, dtype=torch.float64) for shape in world.shapes]
     for stage in world.stages:
         for place, key in enumerate(world.names or map(str, range(len(world.shapes)))):
@@ -55,9 +55,9 @@ def gradients(
 
 
 def check_step(world: World, local: list[list[Tensor]], tolerance: float, **options: Any) -> list[Tensor]:
-    """One step, which keeps the invariant: what came in and was kept is what comes out and is kept."""
+    """One step that keeps the invariant: gradients and residuals before equal outputs and residuals after."""
     before = residuals(world)
-    # Of each rank: what they keep may cancel in the sum, and rounding does not.
+    # Of each rank by itself: residuals may cancel in their sum, but their rounding errors do not.
     places = range(len(world.shapes))
     kept = [[residual_size(stage, world, place) for place in places] for stage in world.stages]
     outputs = world.step(local, **options)

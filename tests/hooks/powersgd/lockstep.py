@@ -1,8 +1,7 @@
 """Ranks as coroutines of one thread: thousands of small cases a minute.
 
-Each rank's stage runs to its next collective; when all are there, the collective is computed. It shows what
-is computed, and that every rank issues the same collectives of the same sizes; races and missing waits it
-cannot show.
+Each rank's stage runs to its next collective; when all ranks are there, the collective is computed. This shows what is
+computed, and that every rank issues the same collectives of the same sizes. It cannot show races and missing waits.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ CPU = torch.device("cpu")
 
 @dataclass(eq=False)
 class FakeGroup:
-    """A process group to those who ask for its rank and size."""
+    """Has the rank and the size of a process group, and nothing else of it."""
 
     own_rank: int
     ranks: int
@@ -60,10 +59,9 @@ class _Channels:
 
 
 class World:
-    """`ranks` stages, one a rank, over parameters of given shapes.
+    """Stages, one per rank, over parameters of given shapes.
 
-    `names` gives the parameters names, as `overlap.register` does; without, they are told apart by
-    themselves.
+    With `names` the parameters have names, as with `overlap.register`; without, as with `ddp.register_comm_hook`.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class World:
                 each.attach(site)
 
     def step(self, gradients: Sequence[Sequence[Tensor]], *, replays: Sequence[int] = ()) -> list[list[Tensor]]:
-        """Reduces one bucket of `gradients[rank][place]`; what each rank got, in the same order."""
+        """Reduces one bucket of `gradients[rank][place]`; returns what each rank got, in the same order."""
         buckets = [self._bucket(rank, gradients[rank], is_replay=rank in replays) for rank in range(len(self.stages))]
         self.sent_numel = []
         for rank, stage in enumerate(self.stages):
@@ -150,7 +148,7 @@ class World:
 
 
 def next_operation(coroutine: Any) -> Any:
-    """The coroutine's next operation; `None` when it is through."""
+    """The coroutine's next operation; `None` when it has ended."""
     try:
         return coroutine.send(None)
     except StopIteration:

@@ -1,4 +1,4 @@
-"""On accelerators nothing is read on the host. Shown without one, on tensors that have no values."""
+"""On accelerators the host reads no value, which tensors without values show where there is no accelerator."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_no_step_reads_a_value_on_the_host(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_gpu_is_never_waited_for_and_computes_the_same(options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_the_host_never_waits_for_a_gpu_and_outputs_are_right(options: dict[str, Any], dtype: torch.dtype) -> None:
     device = torch.device("cuda")
     world = World([PowerSGD(min_compression_rate=0, **options) for _ in range(2)], SHAPES, device=device)
     for step in range(4):
         local = [[tensor.to(device) for tensor in one] for one in gradients(step, 2, SHAPES, dtype)]
         if step == 2:
             local[1][0][0, 0] = torch.inf
-        if step == 1:  # The first step makes libraries' handles.
+        if step == 1:  # The first step creates the handles of libraries.
             torch.cuda.set_sync_debug_mode("error")
         try:
             outputs = world.step(copy.deepcopy(local))[0]

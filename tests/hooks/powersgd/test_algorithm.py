@@ -1,4 +1,4 @@
-"""What goes in comes out, now or later."""
+"""What PowerSGD computes: nothing is lost, and what is left out arrives later."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ shape = st.lists(st.integers(1, 8), min_size=1, max_size=3).map(tuple)
     names=st.booleans(),
     left_group=st.integers(0, 2),
 )
-def test_what_comes_in_comes_out_now_or_later(
+def test_nothing_is_lost_with_any_options(
     shapes: list[tuple[int, ...]],
     ranks: int,
     rank: int,
@@ -115,7 +115,7 @@ def test_a_rank_that_suffices_gives_the_mean(
     generator = torch.Generator().manual_seed(seed)
 
     def orthonormal(rows: int, cols: int) -> Tensor:
-        # Well conditioned, so that what is lost is the algorithm's doing.
+        # Well conditioned, so that any loss is the algorithm's own.
         return torch.linalg.qr(torch.randn(rows, cols, generator=generator, dtype=dtype))[0]
 
     base, other = orthonormal(rows, true_rank), orthonormal(cols, true_rank).T
@@ -167,7 +167,7 @@ def test_a_complex_gradient_is_not_compressed() -> None:
     assert torch.equal(World([stage], [(30, 30)]).step(local)[0][0], local[0][0])
 
 
-def test_a_bucket_whose_cut_changes_keeps_its_memory_by_parameter() -> None:
+def test_memory_is_kept_by_parameter_when_buckets_are_cut_anew() -> None:
     """As DDP's does after the first iteration: what is computed does not depend on the order of parameters."""
     shapes = [(8, 6), (8, 6), (12, 5), (4,)]
     order = [2, 0, 3, 1]
@@ -187,8 +187,8 @@ def test_a_bucket_whose_cut_changes_keeps_its_memory_by_parameter() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_rounding_to_the_wires_precision_stays_in_the_residual() -> None:
-    """Through fp16, the residual is of the factors as they were sent, not as they were computed."""
+def test_what_rounding_to_half_precision_loses_stays_in_the_residual() -> None:
+    """The residual is of the factors as they were sent, in fp16, not as they were computed."""
     stage = PowerSGD(rank=1, min_compression_rate=0, error_dtype=torch.float32)
     world = World([Cast(torch.float16, stage)], [(5, 4)])
     local = [[torch.full((5, 4), 1000.1)]]

@@ -1,4 +1,4 @@
-"""Compressing only where it pays."""
+"""`bypass="auto"`: compress only where that is faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving, loading, and going on with another number of ranks."""
+"""Saving and loading, also with another number of ranks."""
 
 from __future__ import annotations
 

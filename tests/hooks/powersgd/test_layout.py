@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap import PowerSGD
@@ -20,6 +20,7 @@ layouts = given(
 )
 
 
+@settings(deadline=None)
 @layouts
 def test_every_gradient_is_either_compressed_or_exact(
     shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
@@ -29,6 +30,7 @@ def test_every_gradient_is_either_compressed_or_exact(
     assert sorted([*compressed, *layout.exact]) == list(range(len(shapes)))
 
 
+@settings(deadline=None)
 @layouts
 def test_a_batch_has_small_matrices_of_one_shape_or_a_single_one(
     shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
@@ -41,6 +43,7 @@ def test_a_batch_has_small_matrices_of_one_shape_or_a_single_one(
         assert batch.rank == min(rank, batch.rows, batch.cols)
 
 
+@settings(deadline=None)
 @layouts
 def test_factors_of_one_length_lie_side_by_side(
     shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int

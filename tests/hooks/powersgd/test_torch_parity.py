@@ -1,4 +1,4 @@
-"""PyTorch's hook beside ours, where it runs: one bucket on Gloo. Same random starts, 20 iterations."""
+"""Equal to PyTorch's hook, where that one runs: one bucket on Gloo, with the same random starts, 20 iterations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Free(nn.Module):
 
 @contextmanager
 def _our_random_starts(step: list[int], *, warm_start: bool) -> Iterator[None]:
-    """Hands PyTorch's hook the directions that ours starts from; it draws with `torch.randn`."""
+    """Gives PyTorch's hook, which draws with `torch.randn`, the directions that ours starts from."""
     randn, directions = torch.randn, Directions(0)
 
     def ours(*shape: Any, **options: Any) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import overlap
@@ -16,6 +16,7 @@ from overlap.hooks.powersgd.whole_bucket import square_layout
 from .lockstep import World
 
 
+@settings(deadline=None)
 @given(st.integers(1, 500), st.integers(1, 8))
 def test_a_bucket_fits_its_square(numel: int, rank: int) -> None:
     (batch,) = square_layout(numel, rank=rank).batches

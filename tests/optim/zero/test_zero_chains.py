@@ -63,7 +63,7 @@ def _after_reducers(rank: int, world_size: int) -> None:
     assert len(calls) > 10
 
 
-def test_after_a_reducer_each_rank_steps_its_part_of_what_that_left() -> None:
+def test_after_a_reducer_each_rank_steps_its_part_of_the_result() -> None:
     run_ranks(_after_reducers, 2)
 
 
@@ -84,7 +84,7 @@ def _under_torch_names(rank: int, world_size: int) -> None:
             assert_parity(ours, record.parameters, what=f"{wrapper.__name__}, step {record.step}")
 
 
-def test_the_hooks_of_torchs_names_update_from_the_first_iteration() -> None:
+def test_hooks_under_the_names_of_pytorch_update_from_the_first_iteration() -> None:
     run_ranks(_under_torch_names, 2)
 
 

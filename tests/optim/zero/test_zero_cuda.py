@@ -1,4 +1,4 @@
-"""The sharded update on NCCL equals plain DDP, in every form; its gathers that ride are waited for by streams."""
+"""On NCCL the sharded update equals plain DDP in every form; streams wait for gathers during the next forward."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_parameter_is_not_added_again() -> None:
     run_threads(_added_again, 2)
 
 
-def test_it_needs_a_process_group() -> None:
+def test_the_optimizer_needs_a_process_group() -> None:
     with pytest.raises(ConfigurationError, match="init_process_group"):
         ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(2))], SGD)
 

@@ -120,7 +120,7 @@ def _one_rank_alone_is_not_finite(rank: int, world_size: int) -> float:
     return scaler.get_scale()
 
 
-def test_a_rank_hears_of_a_gradient_that_is_not_finite_elsewhere() -> None:
+def test_a_rank_learns_of_a_gradient_that_is_not_finite_on_another() -> None:
     assert run_ranks(_one_rank_alone_is_not_finite, 3) == [2.0, 2.0, 2.0]
 
 

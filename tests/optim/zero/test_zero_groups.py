@@ -31,7 +31,7 @@ def _groups(rank: int, world_size: int) -> None:
         check(candidate, reference, what=form, world_size=world_size)
 
 
-def test_two_groups_under_a_scheduler_that_moves_rate_and_momentum() -> None:
+def test_two_groups_with_a_scheduler_of_rate_and_momentum() -> None:
     run_ranks(_groups, 2)
 
 
@@ -63,7 +63,7 @@ def _some_parameters_are_anothers(rank: int, world_size: int) -> None:
             assert torch.equal(ours, theirs), step
 
 
-def test_what_zero_does_not_have_is_averaged_for_another_optimizer() -> None:
+def test_parameters_that_zero_does_not_have_are_averaged_for_another_optimizer() -> None:
     run_ranks(_some_parameters_are_anothers, 2)
 
 

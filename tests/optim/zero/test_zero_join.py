@@ -61,7 +61,7 @@ def test_join_equals_plain_ddp_under_join(world_size: int) -> None:
     run_ranks(_uneven, world_size, MLP)
 
 
-def test_join_where_a_branch_is_used_in_turn() -> None:
+def test_join_equals_plain_ddp_if_ranks_use_a_branch_in_turn() -> None:
     run_ranks(_uneven, 2, UNUSED_ON_SOME_RANKS)
 
 
@@ -75,5 +75,5 @@ def _without_zero(rank: int, world_size: int) -> None:
         _train(ddp, zero, MLP, [ddp], rank, clears=False, steps=True)
 
 
-def test_a_join_that_leaves_zero_out_is_told_where_zero_acts_outside_of_backward() -> None:
+def test_a_join_without_zero_is_refused_if_zero_acts_outside_of_backward() -> None:
     run_ranks(_without_zero, 2, group_timeout_s=6)

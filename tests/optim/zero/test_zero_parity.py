@@ -27,7 +27,7 @@ def test_every_form_equals_plain_ddp(world_size: int, name: str) -> None:
     run_ranks(_matrix, world_size, name)
 
 
-def test_one_rank_by_itself() -> None:
+def test_every_form_equals_plain_ddp_on_one_rank() -> None:
     run_ranks(_matrix, 1, "adamw")
 
 

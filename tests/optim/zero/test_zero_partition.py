@@ -21,21 +21,23 @@ def test_every_element_has_one_owner(numels: list[int], ranks: int, kind: Any) -
 
 
 @given(SIZES, st.integers(1, 7))
-def test_ranks_own_as_much_but_for_some_elements(numels: list[int], ranks: int) -> None:
+def test_ranks_own_the_same_number_of_elements_up_to_32(numels: list[int], ranks: int) -> None:
     everyone = ByElement(ranks).assign(numels, [0] * len(numels))
     owned = [sum(ranges[rank][1] - ranges[rank][0] for ranges in everyone) for rank in range(ranks)]
     assert max(owned) - min(owned) <= 32
 
 
 @given(SIZES, st.integers(1, 7))
-def test_whole_parameters_are_balanced(numels: list[int], ranks: int) -> None:
+def test_whole_parameters_are_balanced_up_to_the_largest(numels: list[int], ranks: int) -> None:
     everyone = ByParameter(ranks).assign(numels, [0] * len(numels))
     owned = [sum(ranges[rank][1] - ranges[rank][0] for ranges in everyone) for rank in range(ranks)]
     assert max(owned) - min(owned) <= max(numels)
 
 
 @given(SIZES, st.integers(1, 5), st.booleans(), st.integers(0, 39))
-def test_a_layout_cuts_both_orders_alike(numels: list[int], ranks: int, is_even: bool, left_out: int) -> None:
+def test_flat_and_packed_order_are_cut_into_the_same_pieces(
+    numels: list[int], ranks: int, is_even: bool, left_out: int
+) -> None:
     assigned = ByElement(ranks).assign(numels, [0] * len(numels))
     ranges = tuple(None if place == left_out and len(numels) > 1 else owned for place, owned in enumerate(assigned))
     layout = Layout(ranges=ranges, numels=tuple(numels), is_even=is_even)

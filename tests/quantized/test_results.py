@@ -1,0 +1,202 @@
+"""Quantized collectives beside the plain ones: results, works that are waited for, and bytes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import assert_parity, run_ranks, run_threads
+from overlap import DQuantType, auto_quantize
+from overlap.bench.wire import socket_bytes
+
+GATHER_INTO = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SCATTER_TENSOR = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+# Largest error of one value sent, as a part of the largest value.
+ERRORS = {DQuantType.FP16: 2**-11, DQuantType.BFP16: 2**-8, DQuantType.INT8: 0.5 / 127}
+
+
+def _values(shape: tuple[int, ...], seed: int, dtype: torch.dtype, *, exact: bool) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if not exact:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+    whole = torch.randint(-127, 128, shape, generator=generator).to(dtype)
+    flat = whole.view(-1)
+    flat[::8] = 127  # In each chunk, so that integers are whole steps in 8 bits.
+    return whole
+
+
+def _calls(
+    rank: int, ranks: int, dtype: torch.dtype, *, exact: bool, plain: bool = False
+) -> dict[str, tuple[Any, Any, list[torch.Tensor]]]:
+    """By name: a collective, a function that calls it with fresh arguments, and those that it fills."""
+    # Ranks of an exact sum hold the same, so that it is on the grid, too.
+    mine = functools.partial(_values, dtype=dtype, exact=exact, seed=7 if exact else rank)
+    shape = (3, 5, 7)
+
+    def empty(*sizes: int) -> torch.Tensor:
+        return torch.full(sizes, 9.0, dtype=dtype)
+
+    into, reduced, single = empty(3 * ranks, 5, 7), mine(shape), empty(4 * ranks, 5)
+    # Gloo's own reduce-scatter fills such a tensor in the order of its memory.
+    scattered = empty(*shape) if plain else empty(7, 5, 3).transpose(0, 2)
+    listed = [empty(*shape) for _ in range(ranks)]
+    # Not contiguous, and of sizes of their own for each pair of ranks.
+    columns = [empty(7, peer + rank + 1).t() for peer in range(ranks)]
+    sends = [mine((peer + rank + 1, 7)) for peer in range(ranks)]
+    uneven_in = [(rank + peer) % 3 for peer in range(ranks)]
+    uneven = empty(sum(uneven_in), 2, 3)
+    parts = [mine(shape) + (0 if exact else peer) for peer in range(ranks)]
+    largest = mine(shape)
+    return {
+        "all_gather": (dist.all_gather, lambda f, **k: f(listed, mine(shape), **k), listed),
+        "all_gather_into": (GATHER_INTO, lambda f, **k: f(into, mine(shape), **k), [into]),
+        "all_to_all": (dist.all_to_all, lambda f, **k: f(columns, sends, **k), columns),
+        "all_to_all_single": (dist.all_to_all_single, lambda f, **k: f(single, mine((4 * ranks, 5)), **k), [single]),
+        "uneven": (
+            dist.all_to_all_single,
+            lambda f, **k: f(uneven, mine((sum(uneven_in), 2, 3)), uneven_in, input_split_sizes=uneven_in, **k),
+            [uneven],
+        ),
+        "all_reduce": (dist.all_reduce, lambda f, **k: f(reduced, **k), [reduced]),
+        "all_reduce max": (dist.all_reduce, lambda f, **k: f(largest, dist.ReduceOp.MAX, **k), [largest]),
+        "reduce_scatter": (dist.reduce_scatter, lambda f, **k: f(scattered, parts, **k), [scattered]),
+    }  # fmt: skip
+
+
+def _compare(rank: int, ranks: int, dtype: torch.dtype, exact: bool) -> None:
+    plain = _calls(rank, ranks, dtype, exact=exact, plain=True)
+    for name, (collective, call, outputs) in plain.items():
+        if name == "all_to_all":  # Not on Gloo: each rank knows what the others send.
+            for peer, output in enumerate(outputs):
+                shape = (rank + peer + 1, 7)
+                output.copy_(_values(shape, 7 if exact else peer, dtype, exact=exact))
+        else:
+            call(collective)
+    for kind, error in ERRORS.items():
+        for async_op in (False, True):
+            for name, outputs in _run_all(rank, ranks, dtype, kind, exact=exact, async_op=async_op).items():
+                for got, want in zip(outputs, plain[name][2], strict=True):
+                    if exact and ranks == 2:
+                        assert_parity(got, want, what=f"{name}, {kind}, {dtype}")
+                        continue
+                    peak = max(float(want.abs().max()) if want.numel() else 0.0, 127.0 if exact else 4.0)
+                    assert got.dtype == dtype
+                    bound = (ranks + 1) * (error + (2**-8 if dtype == torch.bfloat16 else 0)) * peak
+                    assert (got - want).abs().max().item() <= bound if want.numel() else True, (name, kind)
+
+
+def _run_all(
+    rank: int, ranks: int, dtype: torch.dtype, kind: DQuantType, *, exact: bool, async_op: bool
+) -> dict[str, list[torch.Tensor]]:
+    """What each collective makes of its outputs; with ``async_op`` all are in progress at once."""
+    calls = _calls(rank, ranks, dtype, exact=exact)
+    works = [
+        call(auto_quantize(collective, kind, overflow="raise"), async_op=async_op)
+        for collective, call, _ in calls.values()
+    ]
+    assert all((work is None) != async_op for work in works)
+    if async_op:  # They may be waited for in any order.
+        for work, (_, _, outputs) in reversed(list(zip(works, calls.values(), strict=True))):
+            assert work.get_future().wait()[0] is outputs[0]
+            assert work.wait() and work.is_completed() and work.is_success()
+    return {name: outputs for name, (_, _, outputs) in calls.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_that_the_type_holds_arrive_in_every_bit(dtype: torch.dtype) -> None:
+    run_ranks(_compare, 2, dtype, True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_other_values_are_as_close_as_the_type_allows(world_size: int, dtype: torch.dtype) -> None:
+    run_ranks(_compare, world_size, dtype, False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_of_three_ranks_are_as_close_as_the_type_allows(dtype: torch.dtype) -> None:
+    run_ranks(_compare, 3, dtype, True)
+
+
+def _options(rank: int, ranks: int) -> None:
+    tensor = torch.tensor([8.0])
+    auto_quantize(dist.all_reduce, DQuantType.BFP16, 4.0)(tensor)
+    assert tensor.item() == 2.0 * ranks
+    tensor = torch.tensor([8.0])
+    auto_quantize(dist.all_reduce, DQuantType.FP16)(tensor, op=dist.ReduceOp.AVG)
+    assert tensor.item() == 8.0
+
+
+def test_results_are_divided_by_the_loss_and_averaged_by_avg() -> None:
+    run_ranks(_options, 2)
+
+
+def _nothing(rank: int, ranks: int) -> None:
+    auto_quantize(dist.all_reduce, DQuantType.INT8)(torch.empty(0))
+
+
+def test_an_empty_tensor_is_reduced() -> None:
+    run_ranks(_nothing, 2)
+
+
+def _scatter(rank: int, ranks: int) -> None:
+    scatter = torch.empty(3)
+    auto_quantize(SCATTER_TENSOR, DQuantType.INT8)(scatter, torch.full((ranks, 3), 2.0))
+    assert scatter.tolist() == [2.0 * ranks] * 3
+
+
+def test_a_reduce_scatter_takes_one_tensor() -> None:
+    run_ranks(_scatter, 2)
+
+
+def _group_of_one(rank: int, ranks: int) -> None:
+    alone = [dist.new_group([one]) for one in range(ranks)]
+    tensor = torch.tensor([5.0, 1.0])
+    auto_quantize(dist.all_reduce, DQuantType.INT8)(tensor, dist.ReduceOp.SUM, alone[rank])
+    assert torch.allclose(tensor, torch.tensor([5.0, 1.0]), atol=0.02)
+
+
+def test_a_group_of_its_own_is_used() -> None:
+    run_ranks(_group_of_one, 2)
+
+
+# Bytes -------------------------------------------------------------------------------------------------------
+
+
+def _bytes(rank: int, ranks: int) -> dict[str, float]:
+    shares = {}
+    tensor = torch.randn(200_001)
+    for kind in DQuantType:
+        reduce = auto_quantize(dist.all_reduce, kind)
+        reduce(tensor.clone())
+        dist.barrier()
+        before = socket_bytes()
+        for _ in range(2):
+            reduce(tensor.clone())
+        dist.barrier()
+        shares[str(kind)] = (socket_bytes() - before) / (2 * 2 * tensor.nbytes * (ranks - 1) / ranks)
+    return shares
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_all_reduce_sends_half_or_a_quarter_at_any_number_of_ranks(world_size: int) -> None:
+    for shares in run_ranks(_bytes, world_size):
+        assert shares["fp16"] == pytest.approx(0.5, rel=0.02)
+        assert shares["bfp16"] == pytest.approx(0.5, rel=0.02)
+        assert shares["int8"] <= 0.27
+
+
+def _inline(rank: int, ranks: int) -> None:
+    outputs = [torch.zeros(3) for _ in range(ranks)]
+    work = auto_quantize(dist.all_gather, DQuantType.INT8)(outputs, torch.full((3,), rank + 1.0), async_op=True)
+    assert work.is_completed()
+    assert [output.tolist() for output in outputs] == [[one + 1.0] * 3 for one in range(ranks)]
+
+
+def test_without_gloo_it_runs_at_once() -> None:
+    run_threads(_inline, 2)
