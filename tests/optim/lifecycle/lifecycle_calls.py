@@ -53,6 +53,16 @@ def draw(seed: str) -> Script:
     return Script(tuple(calls), end=end, limit=limit, is_warm=source.random() < 0.8)
 
 
+def parse(text: str) -> Script:
+    """A script for a warm model from words such as ``edit:3`` and ``zero_grad:T``."""
+    values: dict[str, Any] = {"": None, "T": True, "F": False}
+    calls = []
+    for word in text.split():
+        name, _, argument = word.partition(":")
+        calls.append(Call(name, int(argument) if argument.isdigit() else values.get(argument, argument)))
+    return Script(tuple(calls), is_warm=True)
+
+
 def _call(source: random.Random, weights: dict[str, int] | None = None) -> Call:
     weights = weights or _WEIGHTS
     (name,) = source.choices(list(weights), list(weights.values()))

@@ -103,6 +103,8 @@ class Oracle:
             return False
         if name == "remove" and (self.has_own or self.has_ended):
             return False
+        if name == "failing_step" and self.loss is not None:
+            return False  # A backward without a forward after the failure, see [failed sharded].
         # A rank that owns nothing of what has a gradient would not raise.
         return self.phase != "off" or name not in ("no_sync", "failing_step")
 
@@ -140,11 +142,7 @@ class Oracle:
             return OK
         if self.form.refuses_step or self.phase in ("failed", "incomplete"):
             return REFUSED
-        local = self._local()
-        if self._step_meets_edit() or not local <= self.discarded:
-            return REFUSED
-        # Whether what the loop put in the place of a mean is applied, as by any optimizer, or refused is not promised.
-        return OK | REFUSED if local else OK
+        return REFUSED if self._step_meets_edit() or self._local() else OK
 
     def _expect_failing_step(self, call: Call) -> frozenset[str]:
         expected = self._expect_step(call)
@@ -222,11 +220,13 @@ class Oracle:
             self.marks, self.discarded = {}, set()
         if self.phase in ("idle", "stepped", "failed"):
             self.phase = "forward"
+            self._forget()
         return True
 
     def _take_edits_for_applied(self) -> None:
-        self.phase = "stepped"
+        """The loop was told once that its edits are lost."""
         self.marks = dict.fromkeys(self.marks, "as left")
+        self.means |= {place for place in self.discarded if self.parameters[place].grad is not None}
 
     def _backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         assert self.loss is not None
@@ -315,7 +315,8 @@ class Oracle:
             return
         if self.phase != "off":
             self._clip(self._to_update())
-            self.phase = "failed"
+        if self.phase in ("reduced", "applied"):
+            self.phase = "failed"  # Elsewhere what could not be applied is the loop's own.
 
     def _step_with_closure(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         if self.phase != "off" and self.form.refuses_step:

@@ -10,7 +10,7 @@ from lifecycle_forms import FORMS, Form
 
 from harness import run_ranks
 
-SEQUENCES = int(os.environ.get("OVERLAP_SEQUENCES", "100"))
+SEQUENCES = int(os.environ.get("OVERLAP_SEQUENCES", "40"))
 """For each form."""
 FIRST_SEED = int(os.environ.get("OVERLAP_FIRST_SEED", "0"))
 
