@@ -104,7 +104,7 @@ class Oracle:
         if name == "remove" and (self.has_own or self.has_ended):
             return False
         if name == "failing_step" and self.loss is not None:
-            return False  # A backward without a forward after the failure, see [failed sharded].
+            return False  # A backward of that forward would add to what is the mean in part only.
         # A rank that owns nothing of what has a gradient would not raise.
         return self.phase != "off" or name not in ("no_sync", "failing_step")
 

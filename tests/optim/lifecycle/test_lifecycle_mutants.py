@@ -82,8 +82,8 @@ ENTRIES: dict[tuple[Event, Phase], tuple[str, Phase | Refusal, int | str]] = {
     (Event.ZERO_GRAD, Phase.IDLE): (DEFERRED, Phase.FORWARD, 3),
     (Event.ZERO_GRAD, Phase.FORWARD): (DEFERRED, Phase.IDLE, 9),
     (Event.ZERO_GRAD, Phase.BACKWARD): (DEFERRED, Phase.IDLE, "incomplete_backward zero_grad:T step"),
-    (Event.ZERO_GRAD, Phase.REDUCED): (DEFERRED, Phase.REDUCED, 5),
-    (Event.ZERO_GRAD, Phase.APPLIED): (INTERLEAVED, Phase.IDLE, 2),
+    (Event.ZERO_GRAD, Phase.REDUCED): (DEFERRED, Phase.REDUCED, 12),
+    (Event.ZERO_GRAD, Phase.APPLIED): (INTERLEAVED, Phase.IDLE, 6),
     (Event.ZERO_GRAD, Phase.STEPPED): (INTERLEAVED, Phase.STEPPED, 10),
     (Event.ZERO_GRAD, Phase.FAILED): (INTERLEAVED, Phase.FAILED, "forward failing_backward:first zero_grad:T step"),
     (Event.LOAD, Phase.IDLE): (DEFERRED, Phase.FORWARD, "load own_gradient:1 step"),
@@ -211,7 +211,7 @@ METHODS: dict[str, Mutant] = {
     "applied gradients not forgotten in zero_grad()": Mutant(
         INTERLEAVED, _method("on_zero_grad", _zero_grad_remembers), 10
     ),
-    "applied gradients kept by remove()": Mutant(INTERLEAVED, _method("on_remove", _remove_clears_nothing), 2),
+    "applied gradients kept by remove()": Mutant(INTERLEAVED, _method("on_remove", _remove_clears_nothing), 3),
 }
 
 MUTANTS: dict[str, Mutant] = {
@@ -247,8 +247,8 @@ def _hunt(rank: int, world_size: int, names: list[str], limit: int) -> dict[str,
             if difference is not None:
                 found[name] = found_by, difference
                 break
-        if rank == 0 and limit > 60:
-            print(name, found[name], flush=True)
+        if rank == 0 and (found[name] or ("",))[0] != mutant.found_by:
+            print(f"{name}: found by {found[name]}, no longer by {mutant.found_by!r}", flush=True)
     return found
 
 
