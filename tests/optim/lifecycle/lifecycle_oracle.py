@@ -1,0 +1,440 @@
+"""What a training loop on the library must do, told from plain DDP: independent of ``overlap.optim.lifecycle``.
+
+The oracle holds a plain DDP model with a plain optimizer, to which it makes the calls that the loop under test makes,
+and knows from what was documented which of them are errors, what becomes of ``.grad`` and when the update is made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lifecycle_calls import Call
+from lifecycle_forms import Form
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+OK = frozenset({"ok"})
+REFUSED = frozenset({"TrainingLoopError"})
+RAISED = frozenset({"ArmedError"})
+# Ranks raise at the same place, but the first to do so ends the others' collectives.
+FAILED = frozenset({"ArmedError", "PeerError"})
+
+
+class Oracle:
+    """The reference side of one sequence, and what is expected of the other side.
+
+    ``phase`` is where the loop stands: off (nothing registered), idle, forward, reduced, applied, stepped, failed,
+    incomplete (a backward did not reach all parameters).
+    """
+
+    def __init__(self, form: Form, ddp: DistributedDataParallel, optimizer: Any) -> None:
+        self.form, self.ddp, self.optimizer = form, ddp, optimizer
+        self.parameters = list(ddp.parameters())
+        self.phase = "off"
+        self.marks: dict[int, str] = {}
+        """Of parameters whose gradient was applied: what became of it since: as left, edited, gone, replaced."""
+        self.means: set[int] = set()
+        """Parameters whose ``.grad`` is what the last backward left, perhaps edited."""
+        self.discarded: set[int] = set()
+        """Parameters whose mean the loop set to ``None`` by itself before ``step()``."""
+        self.has_garbage = False
+        """A backward failed: ``.grad`` is there, but its values are anything."""
+        self.is_unknown = False
+        """How many parameters were updated is not known."""
+        self.has_ended = False
+        """A backward was incomplete, so that DDP takes no other forward."""
+        self.has_own = False
+        """``.grad`` holds something that other ranks do not have, or is not the mean everywhere."""
+        self.loss: Tensor | None = None
+        self.synchronizes_next = False
+        """DDP waits for gradients: the next backward synchronizes, under ``no_sync``, too."""
+        self.steps = 0
+        """That the loop has made; counted for local SGD."""
+        self.saved = copy.deepcopy(optimizer.state_dict()), 0
+
+    # Where calls can be made.
+
+    def allows(self, call: Call) -> bool:
+        """Whether a training loop can make this call here, as far as plain DDP goes."""
+        name = call.name
+        if not self.form.can_be_removed and not self._can_be_local(name):
+            return False
+        if not self.form.has_whole_gradients and not self._can_be_sharded(name):
+            return False
+        if self.has_ended:
+            ends = ("step", "zero_grad", "ddp_zero_grad", "load", "remove")
+            return name in ends and not (name == "remove" and self.phase == "off")
+        if name in ("backward", "failing_backward"):
+            if self.loss is None or (name == "failing_backward" and self.phase == "off"):
+                return False
+            return call.argument != "update" or bool(self.form.in_backward)
+        if name == "incomplete_backward":
+            return self.phase != "off"
+        if name == "own_gradient":
+            return not self.synchronizes_next  # DDP would take it for the backward that it waits for.
+        if name == "save":
+            return not self.is_unknown
+        if name == "set_lr":
+            return self.loss is None and self.phase in ("off", "idle", "stepped")
+        if name in ("remove", "register"):
+            return (self.phase == "off") == (name == "register")
+        return True
+
+    def _can_be_local(self, name: str) -> bool:
+        """Whether it is told what local SGD does: not where a forward and its backward are of different phases."""
+        if name in ("remove", "register"):
+            return False
+        if name in ("step", "failing_step", "load", "step_with_closure"):
+            return self.loss is None and not self.synchronizes_next
+        return not (self._is_alone and name in ("incomplete_backward", "failing_backward"))
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this rank trains alone."""
+        return self.form.start_step is not None and self.steps >= self.form.start_step
+
+    def _can_be_sharded(self, name: str) -> bool:
+        """Whether plain DDP can tell what a sharded update does: not where ranks apply gradients that differ."""
+        if name in ("no_sync", "ddp_zero_grad", "remove") and self.phase == "reduced":
+            return False
+        if name == "remove" and (self.has_own or self.has_ended):
+            return False
+        if name == "failing_step" and self.loss is not None:
+            return False  # A backward of that forward would add to what is the mean in part only.
+        # A rank that owns nothing of what has a gradient would not raise.
+        return self.phase != "off" or name not in ("no_sync", "failing_step")
+
+    # What is expected.
+
+    def expected(self, call: Call) -> frozenset[str]:
+        """The outcomes of ``call`` that are right: ok, or the class of an error."""
+        return getattr(self, f"_expect_{call.name}", self._expect_success)(call)
+
+    def _expect_success(self, call: Call) -> frozenset[str]:
+        return OK
+
+    def _expect_forward(self, call: Call) -> frozenset[str]:
+        return REFUSED if self._forward_meets_edit() else OK
+
+    def _expect_backward(self, call: Call) -> frozenset[str]:
+        return REFUSED if self._is_second_backward() else OK
+
+    def _is_second_backward(self) -> bool:
+        return self.phase == "applied" or (self.phase == "reduced" and not self.form.adds_up)
+
+    def _expect_failing_backward(self, call: Call) -> frozenset[str]:
+        return REFUSED if self._is_second_backward() else FAILED
+
+    def _expect_no_sync(self, call: Call) -> frozenset[str]:
+        if self._forward_meets_edit():
+            return REFUSED
+        return REFUSED if self.synchronizes_next and self._is_second_backward() else OK
+
+    def _expect_incomplete_backward(self, call: Call) -> frozenset[str]:
+        return self._expect_forward(call)
+
+    def _expect_step(self, call: Call) -> frozenset[str]:
+        if self.phase == "off":
+            return OK
+        if self.form.refuses_step or self.phase in ("failed", "incomplete"):
+            return REFUSED
+        return REFUSED if self._step_meets_edit() or self._local() else OK
+
+    def _expect_failing_step(self, call: Call) -> frozenset[str]:
+        expected = self._expect_step(call)
+        calls_optimizer = self._to_update() or self.form.refuses_step or not self.form.clears
+        return RAISED if expected == OK and calls_optimizer else expected
+
+    def _expect_step_with_closure(self, call: Call) -> frozenset[str]:
+        if self.phase == "off" or not self.form.refuses_step:
+            is_refused = self._forward_meets_edit() or self._is_second_backward()
+            return REFUSED if is_refused else OK
+        return REFUSED
+
+    def _expect_zero_grad(self, call: Call) -> frozenset[str]:
+        return REFUSED if self.phase == "applied" and self.form.sees_calls else OK
+
+    def _expect_load(self, call: Call) -> frozenset[str]:
+        return REFUSED if self.phase == "applied" else OK
+
+    def _forward_meets_edit(self) -> bool:
+        if self.phase == "applied":
+            return any(mark != "as left" for mark in self.marks.values())
+        if self.phase == "stepped":
+            return any(mark == "edited" and self._is_nonzero(place) for place, mark in self.marks.items())
+        return False
+
+    def _step_meets_edit(self) -> bool:
+        if self.phase == "applied":
+            return any(mark != "as left" for mark in self.marks.values())
+        changed = ("edited", "replaced")
+        return any(mark in changed and self._is_nonzero(place) for place, mark in self.marks.items())
+
+    def _local(self) -> set[int]:
+        """Parameters with a gradient that ``step()`` would apply, but that is not the mean over ranks."""
+        if not self.form.refuses_local or (self.phase == "idle" and self.form.has_whole_gradients):
+            return set()
+        return {place for place in self._pending() if place not in self.means and self._is_nonzero(place)}
+
+    def _is_nonzero(self, place: int) -> bool:
+        gradient = self.parameters[place].grad
+        return gradient is not None and bool(gradient.any())
+
+    def _pending(self) -> list[int]:
+        """What ``step()`` would update."""
+        places = range(len(self.parameters))
+        return [place for place in places if self.parameters[place].grad is not None and place not in self.marks]
+
+    def _to_update(self) -> list[int]:
+        """What ``step()`` updates; a sharded update leaves out what no backward has reduced, if it is zero."""
+        is_due = self.form.has_whole_gradients or self.phase in ("off", "reduced")
+        return self._pending() if is_due else []
+
+    # Following: the same on plain DDP.
+
+    def follow(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        """Make the call on the reference, or what the error that it was on the other side leaves of it."""
+        getattr(self, f"_{call.name}")(call, outcome, batch)
+
+    def _forward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if self._begin_forward():
+            self.loss = loss_of(self.ddp.module if self._is_alone else self.ddp, batch)
+            self.synchronizes_next = not self._is_alone or bool(self.form.in_backward)
+
+    def _begin_forward(self) -> bool:
+        """What a forward does to gradients; false where it is refused, and the loop can go on."""
+        if self._forward_meets_edit():
+            self._take_edits_for_applied()
+            return False
+        if self.phase == "failed":
+            self._clear(range(len(self.parameters)))
+            self.has_garbage = self.has_own = False
+            self._forget()
+        elif self.phase in ("applied", "stepped"):
+            self._clear(place for place, mark in self.marks.items() if mark == "as left")
+            self.means -= set(self.marks)
+            self.marks, self.discarded = {}, set()
+        if self.phase in ("idle", "stepped", "failed"):
+            self.phase = "forward"
+            self._forget()
+        return True
+
+    def _take_edits_for_applied(self) -> None:
+        """The loop was told once that its edits are lost."""
+        self.marks = dict.fromkeys(self.marks, "as left")
+        self.means |= {place for place in self.discarded if self.parameters[place].grad is not None}
+
+    def _backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        assert self.loss is not None
+        is_noticed = self.synchronizes_next
+        if not is_noticed:
+            self._note_added_everywhere()
+        self.loss.backward()
+        self.loss, self.synchronizes_next = None, False
+        if self.phase == "off" or not is_noticed:
+            return
+        is_refused = self._is_second_backward()
+        self.has_own = False
+        self._forget()
+        if is_refused:
+            self.phase, self.has_garbage = "failed", True
+            return
+        places = range(len(self.parameters))
+        self.means = set(places)
+        self._update(self.form.in_backward)
+        self.marks = dict.fromkeys(self.form.in_backward, "as left")
+        in_step = "reduced" if self.form.is_deferred else "applied"
+        self.phase = "stepped" if self.form.is_automatic else in_step
+
+    def _failing_backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        assert self.loss is not None
+        self.loss.backward()
+        self.loss, self.synchronizes_next = None, False
+        is_on_its_way = not self._is_second_backward() and call.argument == "last"
+        self.is_unknown = is_on_its_way and self.form.updates_bucket_by_bucket
+        self.has_ended = self.is_unknown and not self.form.has_whole_gradients
+        self._forget()
+        self.phase, self.has_garbage = "failed", True
+
+    def _no_sync(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if not self._begin_forward():
+            return
+        with self.ddp.no_sync():
+            self.loss = loss_of(self.ddp.module if self._is_alone else self.ddp, batch)
+            if self.synchronizes_next:
+                self._backward(call, outcome, batch)
+                return
+            self._note_added_everywhere()
+            self.loss.backward()
+            self.loss, self.has_own = None, True
+
+    def _incomplete_backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if not self._begin_forward():
+            return
+        loss_of(self.ddp, batch, is_partial=True).backward()
+        self.loss, self.has_ended = None, True
+        is_refused = self._is_second_backward()
+        self.is_unknown = self.form.updates_bucket_by_bucket and not is_refused
+        self.phase = "failed" if is_refused else "incomplete"
+        self._forget()
+
+    def _step(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if outcome != "ok":
+            if not self.form.refuses_step and self.phase in ("applied", "stepped") and self._step_meets_edit():
+                self._take_edits_for_applied()
+            return
+        pending = self._to_update()
+        self._update(pending)
+        if self.phase == "off" and not self.form.has_whole_gradients:
+            self.loss = None  # What was gathered is written to all parameters, if nothing was updated, too.
+        self._end_step()
+        if self.phase not in ("off", "idle") and self.form.clears:
+            self.marks |= dict.fromkeys((place for place in pending if place in self.means), "as left")
+        if self.phase in ("reduced", "applied") or (self.phase != "off" and self.marks):
+            self.phase = "stepped"
+
+    def _end_step(self) -> None:
+        """Of local SGD: counts, and averages at the end of a round."""
+        was_alone = self._is_alone
+        self.steps += 1
+        if self.form.start_step is None or not was_alone or (self.steps - self.form.start_step) % self.form.period:
+            return
+        with torch.no_grad():
+            for parameter in self.parameters:
+                dist.all_reduce(parameter)
+                parameter.div_(dist.get_world_size())
+        self.loss = None
+
+    def _failing_step(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if outcome != "ArmedError":
+            self._step(call, outcome, batch)
+            return
+        if self.phase != "off":
+            self._clip(self._to_update())
+        if self.phase in ("reduced", "applied"):
+            self.phase = "failed"  # Elsewhere what could not be applied is the loop's own.
+
+    def _step_with_closure(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if self.phase != "off" and self.form.refuses_step:
+            return
+        if self._forward_meets_edit():
+            self._forward(call, outcome, batch)
+            return
+        self._forward(call, outcome, batch)
+        self._backward(call, outcome, batch)
+        if self.phase != "failed":
+            self._step(call, outcome, batch)
+
+    def _zero_grad(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if outcome != "ok":
+            return
+        if not self.form.sees_calls or self.phase == "off":
+            self._ddp_zero_grad(call, outcome, batch)
+            return
+        self.optimizer.zero_grad(call.argument)
+        self.has_garbage = self.has_own = False
+        self._forget()
+        if self.phase in ("reduced", "stepped", "failed"):
+            self.phase = "idle"
+
+    def _ddp_zero_grad(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        for place, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._note_change(place, "gone" if call.argument else "edited")
+        if call.argument:
+            self.discarded |= self.means - set(self.marks)
+            self.means &= set(self.marks)
+        self.ddp.zero_grad(call.argument)
+        self.has_garbage = self.has_own = False
+
+    def _edit(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        for place in chosen(call):
+            gradient = self.parameters[place].grad
+            if gradient is not None:
+                self._note_change(place, "edited")
+                gradient.mul_(0.5)
+
+    def _own_gradient(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        self._note_added(call.argument)
+        (self.parameters[call.argument] * 0.1).sum().backward()
+
+    def _note_added_everywhere(self) -> None:
+        for place in range(len(self.parameters)):
+            self._note_added(place)
+
+    def _note_added(self, place: int) -> None:
+        """Autograd adds to a gradient in place, or makes a new one."""
+        self._note_change(place, "replaced" if self.parameters[place].grad is None else "edited")
+
+    def _note_change(self, place: int, mark: str) -> None:
+        if place not in self.marks or (self.marks[place] == "replaced" and mark == "edited"):
+            return
+        self.marks[place] = mark
+
+    def _save(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        self.saved = copy.deepcopy(self.optimizer.state_dict()), self.steps
+
+    def _load(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if outcome == "ok":
+            state, self.steps = copy.deepcopy(self.saved)
+            self.optimizer.load_state_dict(state)
+
+    def _set_lr(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = call.argument
+
+    def _evaluate(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        with torch.no_grad():
+            loss_of(self.ddp, batch)
+
+    def _remove(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if self.phase == "failed":
+            self._clear(range(len(self.parameters)))
+        self._clear(place for place, mark in self.marks.items() if mark != "replaced")
+        self.has_garbage = False
+        self._forget()
+        self.phase = "off"
+
+    def _register(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        self.phase = "idle"
+
+    # Gradients and the update.
+
+    def _forget(self) -> None:
+        self.marks, self.means, self.discarded = {}, set(), set()
+
+    def _clear(self, places: Iterable[int]) -> None:
+        for place in places:
+            self.parameters[place].grad = None
+
+    def _update(self, places: Iterable[int]) -> None:
+        """The optimizer's step on these parameters alone."""
+        chosen = set(places)
+        if not chosen:
+            return
+        self._clip(chosen)
+        hidden = {place: p.grad for place, p in enumerate(self.parameters) if place not in chosen}
+        self._clear(hidden)
+        self.optimizer.step()
+        for place, gradient in hidden.items():
+            self.parameters[place].grad = gradient
+        self.loss = None  # Autograd refuses a backward whose weights have been changed since its forward.
+
+    def _clip(self, places: Iterable[int]) -> None:
+        if self.form.clip is not None and self.phase != "off":
+            ordered = [self.parameters[place] for place in sorted(places)]
+            torch.nn.utils.clip_grad_norm_(ordered, self.form.clip)
+
+
+def loss_of(ddp: nn.Module, batch: tuple[Tensor, Tensor], *, is_partial: bool = False) -> Tensor:
+    """The loss of both sides."""
+    return torch.nn.functional.mse_loss(ddp(batch[0], is_partial), batch[1])
+
+
+def chosen(call: Call) -> Iterable[int]:
+    """The parameters that an edit changes."""
+    return range(6) if call.argument == "all" else [call.argument]

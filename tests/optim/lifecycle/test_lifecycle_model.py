@@ -1,0 +1,50 @@
+"""Whatever a training loop calls, in whatever order: it gets what plain DDP gives, or an error that was documented."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from lifecycle_calls import parse
+from lifecycle_driver import Player, search
+from lifecycle_forms import FORMS, Form
+
+from harness import run_ranks
+
+SEQUENCES = int(os.environ.get("OVERLAP_SEQUENCES", "40"))
+"""For each form."""
+FIRST_SEED = int(os.environ.get("OVERLAP_FIRST_SEED", "0"))
+
+
+@pytest.mark.timeout(180 + SEQUENCES)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_random_loops_equal_plain_ddp(form: Form) -> None:
+    seeds = range(FIRST_SEED, FIRST_SEED + SEQUENCES)
+    result = run_ranks(search, 2, form, seeds, timeout_s=120 + SEQUENCES)[0]
+    print(f"{form}: {result}")
+
+
+# Each of these lost, repeated or let pass an update once.
+LOOPS = (
+    ("step_deferred", "forward backward ddp_zero_grad:T step no_sync step"),
+    ("step_deferred", "forward backward ddp_zero_grad:T own_gradient:1 step forward"),
+    ("step_deferred", "own_gradient:1 failing_step step forward backward step"),
+    ("step_subset", "forward backward edit:0 step step step"),
+    ("step_subset", "forward backward edit:0 forward forward step forward backward step"),
+    ("step_interleaved", "forward backward forward step backward step forward backward step"),
+)
+
+
+def _play(rank: int, world_size: int) -> list[str | None]:
+    forms = {form.name: form for form in FORMS}
+    return [Player(forms[name], rank).play(parse(text)).difference for name, text in LOOPS]
+
+
+@pytest.fixture(scope="module")
+def differences() -> dict[tuple[str, str], str | None]:
+    return dict(zip(LOOPS, run_ranks(_play, 2)[0], strict=True))
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=" ".join)
+def test_the_loop_equals_plain_ddp(differences: dict[tuple[str, str], str | None], loop: tuple[str, str]) -> None:
+    assert differences[loop] is None

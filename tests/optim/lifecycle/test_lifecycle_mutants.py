@@ -1,0 +1,274 @@
+"""The model-based test itself: each fault put into the lifecycle on purpose must make it fail.
+
+For every event and phase of the table there is a mutant, or a reason in ``UNOBSERVABLE`` why no loop can tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+from lifecycle_calls import draw, parse
+from lifecycle_driver import Player
+from lifecycle_forms import FORMS
+
+from harness import run_ranks
+from overlap.optim.lifecycle import TRANSITIONS, Event, Phase, Refusal, UpdateLifecycle
+
+Patches = Callable[[], list[Any]]
+_LIMIT = int(os.environ.get("OVERLAP_MUTANT_SEQUENCES", "60"))
+"""So many sequences are tried at most, should the seed that is named no longer serve."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault, the form that shows it, and what is known to find it: the seed of a sequence, or its calls."""
+
+    form: str
+    patches: Patches
+    found_by: int | str = 0
+
+
+def _entry(event: Event, phase: Phase, outcome: Phase | Refusal) -> Patches:
+    return lambda: [mock.patch.dict(TRANSITIONS[event], {phase: outcome})]  # type: ignore[arg-type]
+
+
+def _method(name: str, replacement: Callable[..., Any] | None = None) -> Patches:
+    return lambda: [mock.patch.object(UpdateLifecycle, name, replacement or _nothing)]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+_REFUSED = Refusal("a mutant refuses this", then=Phase.FAILED)
+
+INTERLEAVED, DEFERRED, SUBSET, AUTOMATIC = "step_interleaved", "step_deferred", "step_subset", "step_automatic"
+LOCAL = "local_before_start"
+
+_LOCAL_AFTER_A_STEP = "forward backward step no_sync zero_grad:T own_gradient:1 step"
+_FAILING_STEP = "forward backward failing_step step"
+
+# The entries of the table: (event, phase): (form, what it leads to in the mutant, what finds it).
+ENTRIES: dict[tuple[Event, Phase], tuple[str, Phase | Refusal, int | str]] = {
+    (Event.FORWARD, Phase.IDLE): (DEFERRED, Phase.IDLE, 0),
+    (Event.FORWARD, Phase.FORWARD): (DEFERRED, Phase.IDLE, 13),
+    (Event.FORWARD, Phase.REDUCED): (DEFERRED, Phase.FORWARD, 0),
+    (Event.FORWARD, Phase.APPLIED): (INTERLEAVED, Phase.FORWARD, 4),
+    (Event.FORWARD, Phase.STEPPED): (
+        INTERLEAVED,
+        Phase.STEPPED,
+        "forward backward step no_sync zero_grad:T own_gradient:1 step",
+    ),
+    (Event.FORWARD, Phase.FAILED): (INTERLEAVED, Phase.FAILED, 11),
+    (Event.BACKWARD, Phase.IDLE): (INTERLEAVED, _REFUSED, 4),
+    (Event.BACKWARD, Phase.FORWARD): (INTERLEAVED, _REFUSED, 1),
+    (Event.BACKWARD, Phase.REDUCED): (DEFERRED, _REFUSED, 0),
+    (Event.BACKWARD, Phase.APPLIED): (INTERLEAVED, Phase.BACKWARD, 4),
+    (Event.BACKWARD, Phase.STEPPED): (INTERLEAVED, _REFUSED, 9),
+    (Event.BACKWARD, Phase.FAILED): (DEFERRED, _REFUSED, 9),
+    (Event.STEP, Phase.IDLE): (DEFERRED, Phase.STEPPED, "own_gradient:1 step step"),
+    (Event.STEP, Phase.FORWARD): (DEFERRED, Phase.IDLE, "no_sync zero_grad:T step own_gradient:1 step"),
+    (Event.STEP, Phase.BACKWARD): (DEFERRED, Phase.BACKWARD, "incomplete_backward zero_grad:T step"),
+    (Event.STEP, Phase.REDUCED): (DEFERRED, Phase.REDUCED, 0),
+    (Event.STEP, Phase.APPLIED): (INTERLEAVED, Phase.APPLIED, 1),
+    (Event.STEP, Phase.STEPPED): (INTERLEAVED, Phase.IDLE, 1),
+    (Event.STEP, Phase.FAILED): (INTERLEAVED, Phase.STEPPED, "forward failing_backward:first ddp_zero_grad:T step"),
+    (Event.ZERO_GRAD, Phase.IDLE): (DEFERRED, Phase.FORWARD, 3),
+    (Event.ZERO_GRAD, Phase.FORWARD): (DEFERRED, Phase.IDLE, 9),
+    (Event.ZERO_GRAD, Phase.BACKWARD): (DEFERRED, Phase.IDLE, "incomplete_backward zero_grad:T step"),
+    (Event.ZERO_GRAD, Phase.REDUCED): (DEFERRED, Phase.REDUCED, 12),
+    (Event.ZERO_GRAD, Phase.APPLIED): (INTERLEAVED, Phase.IDLE, 6),
+    (Event.ZERO_GRAD, Phase.STEPPED): (INTERLEAVED, Phase.STEPPED, 10),
+    (Event.ZERO_GRAD, Phase.FAILED): (INTERLEAVED, Phase.FAILED, "forward failing_backward:first zero_grad:T step"),
+    (Event.LOAD, Phase.IDLE): (DEFERRED, Phase.FORWARD, "load own_gradient:1 step"),
+    (Event.LOAD, Phase.FORWARD): (DEFERRED, Phase.IDLE, "no_sync load step"),
+    (Event.LOAD, Phase.BACKWARD): (DEFERRED, Phase.IDLE, "incomplete_backward load step"),
+    (Event.LOAD, Phase.REDUCED): (DEFERRED, Phase.IDLE, "forward backward load step forward"),
+    (Event.LOAD, Phase.APPLIED): (INTERLEAVED, Phase.APPLIED, 20),
+    (Event.LOAD, Phase.STEPPED): (INTERLEAVED, Phase.IDLE, 55),
+    (Event.LOAD, Phase.FAILED): (INTERLEAVED, Phase.IDLE, "forward failing_backward:first load step"),
+    (Event.FAILURE, Phase.BACKWARD): (INTERLEAVED, Phase.FORWARD, 39),
+    (Event.FAILURE, Phase.FAILED): (INTERLEAVED, Phase.IDLE, 5),
+    (Event.UPDATE_FAILURE, Phase.IDLE): (DEFERRED, Phase.FAILED, "own_gradient:1 failing_step step"),
+    (Event.UPDATE_FAILURE, Phase.FORWARD): (DEFERRED, Phase.FAILED, "no_sync zero_grad:F failing_step step"),
+    (Event.UPDATE_FAILURE, Phase.REDUCED): (DEFERRED, Phase.REDUCED, _FAILING_STEP),
+    (Event.UPDATE_FAILURE, Phase.APPLIED): (SUBSET, Phase.APPLIED, _FAILING_STEP),
+    (Event.UPDATE_FAILURE, Phase.STEPPED): (LOCAL, Phase.FAILED, "forward backward step failing_step step"),
+    (Event.REMOVE, Phase.IDLE): (DEFERRED, Phase.FORWARD, "remove register:same own_gradient:1 step"),
+    (Event.REMOVE, Phase.FORWARD): (DEFERRED, Phase.FORWARD, "no_sync remove register:same step"),
+    (Event.REMOVE, Phase.REDUCED): (DEFERRED, Phase.REDUCED, 12),
+    (Event.REMOVE, Phase.APPLIED): (
+        INTERLEAVED,
+        Phase.APPLIED,
+        "forward backward remove register:same forward backward",
+    ),
+    (Event.REMOVE, Phase.STEPPED): (
+        INTERLEAVED,
+        Phase.STEPPED,
+        "forward backward step remove register:same own_gradient:1 step",
+    ),
+    (Event.REMOVE, Phase.FAILED): (
+        INTERLEAVED,
+        Phase.FAILED,
+        "forward failing_backward:first remove register:same step",
+    ),
+}
+
+UNOBSERVABLE: dict[tuple[Event, Phase], str] = {
+    (Event.FORWARD, Phase.BACKWARD): "DDP refuses a forward after an incomplete backward, with its own error",
+    (Event.BACKWARD, Phase.BACKWARD): "needs a forward after an incomplete backward, which DDP refuses",
+    (Event.REMOVE, Phase.BACKWARD): "DDP takes no other forward then, so the next registration serves nothing",
+    **{
+        (Event.FAILURE, phase): "a stage raises in a backward, whose first bucket has led to BACKWARD or FAILED"
+        for phase in Phase
+        if phase not in (Phase.BACKWARD, Phase.FAILED)
+    },
+    (Event.UPDATE_FAILURE, Phase.BACKWARD): "step() is refused before it calls the optimizer",
+    (Event.UPDATE_FAILURE, Phase.FAILED): "step() is refused before it calls the optimizer",
+    **{(Event.REDUCED, phase): "leads to what the form says, not to an entry of the table" for phase in Phase},
+    **{(Event.REPLAY, phase): "happens under Join alone" for phase in Phase},
+}
+
+_note_reduced, _on_remove = UpdateLifecycle.note_reduced, UpdateLifecycle.on_remove
+_on_step, _on_reduced = UpdateLifecycle.on_step, UpdateLifecycle.on_reduced
+_on_zero_grad, _is_edited, _on_backward = (
+    UpdateLifecycle.on_zero_grad,
+    UpdateLifecycle._is_edited,
+    UpdateLifecycle.on_backward,
+)
+
+
+def _step_notes_nothing(self: UpdateLifecycle, updated: Any = ()) -> None:
+    _on_step(self)
+
+
+def _remove_clears_nothing(self: UpdateLifecycle) -> None:
+    self._forget()
+    _on_remove(self)
+
+
+def _clears_what_is_new(self: UpdateLifecycle) -> None:
+    self._refuse_edits(keeps_new_tensors=True)
+    for key, parameter in self._applied.items():
+        parameter.grad = None
+        self._reduced.pop(key, None)
+    self._applied = {}
+
+
+def _clears_on_zero_grad_alone(self: UpdateLifecycle) -> None:
+    self._refuse_edits(keeps_new_tensors=True)
+    self._reduced, self._applied = {}, {}
+
+
+def _zero_grad_remembers(self: UpdateLifecycle) -> None:
+    self._move(Event.ZERO_GRAD)
+
+
+def _takes_new_tensors_for_edits(self: UpdateLifecycle, parameter: Any, keeps_new_tensors: bool) -> bool:
+    return _is_edited(self, parameter, False)
+
+
+def _takes_no_versions(self: UpdateLifecycle, outcome: Phase | None = None) -> None:
+    self.phase = outcome or self.form.outcome
+    self._versions = None
+
+
+def _step_takes_no_versions(self: UpdateLifecycle, updated: Any = ()) -> None:
+    _on_step(self, updated)
+    self._versions = None
+
+
+METHODS: dict[str, Mutant] = {
+    "check_reduced dropped": Mutant(DEFERRED, _method("check_reduced"), 0),
+    "check_step dropped": Mutant(INTERLEAVED, _method("check_step"), 7),
+    "edits not refused": Mutant(INTERLEAVED, _method("_refuse_edits"), 2),
+    "edits not refused, automatic": Mutant(AUTOMATIC, _method("_refuse_edits"), 1),
+    "what was updated in backward not noted": Mutant(INTERLEAVED, _method("note_applied"), 1),
+    "what was updated in step() not noted": Mutant(DEFERRED, _method("on_step", _step_notes_nothing), 0),
+    "what came in a bucket not noted": Mutant(DEFERRED, _method("note_reduced"), 0),
+    "a failing optimizer not noted": Mutant(
+        DEFERRED, _method("on_update_failure"), "forward backward failing_step step"
+    ),
+    "a failure not noted": Mutant(INTERLEAVED, _method("on_failure"), 39),
+    "versions not taken after backward": Mutant(INTERLEAVED, _method("on_reduced", _takes_no_versions), 2),
+    "versions not taken after step()": Mutant(DEFERRED, _method("on_step", _step_takes_no_versions), 1),
+    "what was applied not cleared in forward": Mutant(
+        INTERLEAVED, _method("_clear_applied", _clears_on_zero_grad_alone), 1
+    ),
+    "what the loop set cleared in forward": Mutant(INTERLEAVED, _method("_clear_applied", _clears_what_is_new), 54),
+    "a new gradient taken for an edit": Mutant(
+        INTERLEAVED,
+        _method("_is_edited", _takes_new_tensors_for_edits),
+        "forward backward step ddp_zero_grad:T own_gradient:1 forward",
+    ),
+    "gradients of a failed backward kept": Mutant(INTERLEAVED, _method("_clear_all"), 4),
+    "applied gradients not forgotten in zero_grad()": Mutant(
+        INTERLEAVED, _method("on_zero_grad", _zero_grad_remembers), 10
+    ),
+    "applied gradients kept by remove()": Mutant(INTERLEAVED, _method("on_remove", _remove_clears_nothing), 3),
+}
+
+MUTANTS: dict[str, Mutant] = {
+    **{
+        f"{event.name} x {phase.name} -> {outcome.name if isinstance(outcome, Phase) else 'refused'}": Mutant(
+            form, _entry(event, phase, outcome), found_by
+        )
+        for (event, phase), (form, outcome, found_by) in ENTRIES.items()
+    },
+    **METHODS,
+}
+
+
+@contextlib.contextmanager
+def _in_force(mutant: Mutant) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for patch in mutant.patches():
+            stack.enter_context(patch)
+        yield
+
+
+def _hunt(rank: int, world_size: int, names: list[str], limit: int) -> dict[str, tuple[int | str, str] | None]:
+    """For each mutant the seed whose sequence found it, and what went wrong there."""
+    found: dict[str, tuple[int | str, str] | None] = {}
+    for name in names:
+        mutant = MUTANTS[name]
+        form = next(form for form in FORMS if form.name == mutant.form)
+        found[name] = None
+        for found_by in [mutant.found_by, *range(limit)]:
+            script = parse(found_by) if isinstance(found_by, str) else draw(f"{form}:{found_by}")
+            with _in_force(mutant):
+                difference = Player(form, rank).play(script).difference
+            if difference is not None:
+                found[name] = found_by, difference
+                break
+        if rank == 0 and (found[name] or ("",))[0] != mutant.found_by:
+            print(f"{name}: found by {found[name]}, no longer by {mutant.found_by!r}", flush=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, tuple[int | str, str] | None]:
+    results: dict[str, tuple[int | str, str] | None] = run_ranks(
+        _hunt, 2, list(MUTANTS), _LIMIT, timeout_s=150, group_timeout_s=20
+    )[0]
+    return results
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_random_loops_find_the_fault(found: dict[str, tuple[int | str, str] | None], name: str) -> None:
+    assert found[name] is not None
+
+
+def test_every_entry_of_the_table_has_a_mutant_or_a_reason() -> None:
+    entries = {(event, phase) for event in Event for phase in Phase}
+    assert entries == set(ENTRIES) | set(UNOBSERVABLE)
+    assert not set(ENTRIES) & set(UNOBSERVABLE)
+    for (event, phase), (_, outcome, _) in ENTRIES.items():
+        assert TRANSITIONS[event][phase] != outcome, f"{event} x {phase} is no mutant"
