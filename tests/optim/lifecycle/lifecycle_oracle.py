@@ -103,8 +103,6 @@ class Oracle:
             return False
         if name == "remove" and (self.has_own or self.has_ended):
             return False
-        if name == "failing_step" and self.loss is not None:
-            return False  # A backward of that forward would add to what is the mean in part only.
         # A rank that owns nothing of what has a gradient would not raise.
         return self.phase != "off" or name not in ("no_sync", "failing_step")
 
@@ -124,7 +122,8 @@ class Oracle:
         return REFUSED if self._is_second_backward() else OK
 
     def _is_second_backward(self) -> bool:
-        return self.phase == "applied" or (self.phase == "reduced" and not self.form.adds_up)
+        """Whether a backward would add to what was applied, or to what is not the mean everywhere."""
+        return self.phase in ("applied", "failed") or (self.phase == "reduced" and not self.form.adds_up)
 
     def _expect_failing_backward(self, call: Call) -> frozenset[str]:
         return REFUSED if self._is_second_backward() else FAILED

@@ -71,7 +71,7 @@ ENTRIES: dict[tuple[Event, Phase], tuple[str, Phase | Refusal, int | str]] = {
     (Event.BACKWARD, Phase.REDUCED): (DEFERRED, _REFUSED, 0),
     (Event.BACKWARD, Phase.APPLIED): (INTERLEAVED, Phase.BACKWARD, 4),
     (Event.BACKWARD, Phase.STEPPED): (INTERLEAVED, _REFUSED, 9),
-    (Event.BACKWARD, Phase.FAILED): (DEFERRED, _REFUSED, 9),
+    (Event.BACKWARD, Phase.FAILED): (DEFERRED, Phase.BACKWARD, "forward backward forward failing_step backward"),
     (Event.STEP, Phase.IDLE): (DEFERRED, Phase.STEPPED, "own_gradient:1 step step"),
     (Event.STEP, Phase.FORWARD): (DEFERRED, Phase.IDLE, "no_sync zero_grad:T step own_gradient:1 step"),
     (Event.STEP, Phase.BACKWARD): (DEFERRED, Phase.BACKWARD, "incomplete_backward zero_grad:T step"),
