@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,22 +20,17 @@ _LEAST_BYTES = 1024
 NOT_TRACED = "what overlap offloads to the CPU goes through hooks on saved tensors, which are not traced"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    min_bytes: int
-
-
 class Offloaded(SharedModule):
     """The class of what :func:`offload_wrapper` returns, besides the module's own class."""
 
-    options_name = "_offload_options"
-    _offload_options: _Options
+    options_name = "_offload_min_bytes"
+    _offload_min_bytes: int
 
     @torch.compiler.disable(reason=NOT_TRACED)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, with what autograd saves for backward moved to the CPU."""
         plain: Callable[..., Any] = super().forward  # type: ignore[misc]
-        with offloading(self, (*args, *kwargs.values()), min_bytes=self._offload_options.min_bytes):
+        with offloading(self, (*args, *kwargs.values()), min_bytes=self._offload_min_bytes):
             return plain(*args, **kwargs)
 
 
@@ -64,18 +58,14 @@ def offload_wrapper(module: nn.Module, *, min_bytes: int = _LEAST_BYTES) -> nn.M
     """
     if not isinstance(min_bytes, int) or min_bytes < 0:
         raise ConfigurationError(f"min_bytes is {min_bytes!r}: give a number of bytes, such as {_LEAST_BYTES}")
-    return shared_module(module, Offloaded, _Options(min_bytes=min_bytes))
+    return shared_module(module, Offloaded, min_bytes)
 
 
 def offloaded_bytes(device: torch.device | str | None = None) -> int:
     """Bytes of activations of ``device`` (the current accelerator's, or the CPU's) that are kept on the CPU now."""
-    return store_of(_default_device() if device is None else torch.device(device)).lent_bytes
-
-
-def _default_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return store_of(torch.device(device)).lent_bytes
 
 
 def offloading(module: Any, values: Iterable[Any], *, min_bytes: int = _LEAST_BYTES) -> AbstractContextManager[Any]:

@@ -43,7 +43,7 @@ def counted_bytes() -> float:
 
 
 def nbytes(*tensors: Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 class CountingGroup(CustomGroup):  # type: ignore[misc]

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from overlap.errors import OverlapError
+from overlap.errors import ConfigurationError, OverlapError
 
 INTERFACE = "eth0"
 _PREFIX = "overlap"
@@ -52,7 +52,7 @@ def parse_bandwidth(text: str) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)bit(?:/s|ps)?", text.strip().lower())
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"bandwidth={text!r} is not a speed: write for example 1gbit, 100mbit or 2.5gbit")
+        raise ConfigurationError(f"bandwidth={text!r} is not a speed: write for example 1gbit, 100mbit or 2.5gbit")
     return float(match[1]) * _UNITS[match[2]] / 8
 
 

@@ -22,7 +22,7 @@ from overlap._torchvision import load_torchvision
 from overlap.bench.file_exchange import FileExchange
 from overlap.bench.job import die_with_parent, first_failure, run_job
 from overlap.bench.measurements import Measurements
-from overlap.bench.registry import registry, with_baselines
+from overlap.bench.registry import registry
 from overlap.bench.settings import RunConfig
 from overlap.bench.timing import running_variant_path, time_variants, timing_groups
 from overlap.bench.trial import PROFILE, profile_model, try_variant
@@ -85,8 +85,7 @@ class _Supervisor:
         trials = measurements.trials
         peaks = {name: max(one.peak_memory_bytes for one in ranks) for name, ranks in trials.items()}
         limit_bytes = min(one.memory_limit_bytes for one in measurements.profiles)
-        baselines = partial(with_baselines, settings=self._config.settings)
-        return timing_groups(peaks, limit_bytes, baselines, [name for name in peaks if registry()[name].timed_alone])
+        return timing_groups(peaks, limit_bytes, self._config.settings)
 
     def _time(self, measurements: Measurements, names: tuple[str, ...], *, share: float) -> None:
         """Times `names` together for this share of the time left; one that ends the child is left out of a new try."""

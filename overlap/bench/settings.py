@@ -13,8 +13,6 @@ from overlap.errors import ConfigurationError
 MODELS = ("resnet18", "resnet50", "transformer", "mlp", "mlp-batchnorm")
 OPTIMIZERS = ("sgd", "sgd-fused", "adamw", "adamw-fused")
 LinkKind = Literal["namespaces", "loopback", "simulated", "direct"]
-
-
 # Where results are saved; not part of what was run.
 FILES = ("json", "plot", "markdown")
 
@@ -68,10 +66,7 @@ class Settings:
                 raise ConfigurationError(f"{name}={value} must be positive")
         if self.latency_us < 0:
             raise ConfigurationError(f"latency_us={self.latency_us} must not be negative")
-        try:
-            self.bandwidth_bytes_per_s  # noqa: B018 - parsing is the check
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from None
+        self.bandwidth_bytes_per_s  # noqa: B018 - parsing is the check
         if self.simulate and self.bandwidth is None:
             raise ConfigurationError("simulate=True needs a bandwidth to simulate: add for example --bandwidth 10gbit")
         for name in FILES:

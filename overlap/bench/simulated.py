@@ -138,14 +138,8 @@ def _spin_cycles_per_s(device: torch.device) -> float:
 
 
 # All groups of a process share its one link, as they share a network card.
-@cache
-def _cpu_channel() -> _CpuChannel:
-    return _CpuChannel()
-
-
-@cache
-def _cuda_channel(device: torch.device) -> _CudaChannel:
-    return _CudaChannel(device)
+_cpu_channel = cache(_CpuChannel)
+_cuda_channel = cache(_CudaChannel)
 
 
 def _flatten(tensors: Any) -> list[Tensor]:
@@ -155,7 +149,7 @@ def _flatten(tensors: Any) -> list[Tensor]:
 
 
 def register_simulated_backend(*, bandwidth_bytes_per_s: float, latency_s: float) -> None:
-    """Make `init_process_group(SIMULATED_BACKEND, store=HashStore(), rank=0)` join ranks by such a link."""
+    """Make `init_process_group(SIMULATED_BACKEND, rank=0)` join ranks, all of them this process, by such a link."""
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
         return SimulatedGroup(size, bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)

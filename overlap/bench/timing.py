@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from overlap.bench.registry import registry
-from overlap.bench.settings import RunConfig
+from overlap.bench.registry import registry, with_baselines
+from overlap.bench.settings import RunConfig, Settings
 from overlap.bench.training_setup import TrainingLoop
 from overlap.bench.variant import Variant
 from overlap.bench.world import BenchWorld, open_world
@@ -69,37 +69,32 @@ def running_variant_path(config: RunConfig, rank: int) -> Path:
     return Path(config.folder) / f"running.{rank}"
 
 
-def timing_groups(
-    memory_bytes: Mapping[str, int],
-    limit_bytes: int,
-    with_baselines: Callable[[Iterable[str]], Iterable[str]],
-    alone: Collection[str] = (),
-) -> list[tuple[str, ...]]:
+def timing_groups(memory_bytes: Mapping[str, int], limit_bytes: int, settings: Settings) -> list[tuple[str, ...]]:
     """Splits the variants into as few groups as memory allows; each has the baselines that it needs.
 
-    `memory_bytes` is each variant's peak by itself, which is more than it keeps between its turns. Those in `alone`
-    have a group each, before the others, which then get the time that one saves by crashing.
+    `memory_bytes` is each variant's peak by itself, which is more than it keeps between its turns. A variant that is
+    `timed_alone` has a group of its own, before the others, which then get the time that it saves by crashing.
     """
-    usable = limit_bytes * _USABLE
+
+    def group_of(*names: str) -> tuple[str, ...]:
+        return tuple(name for name in with_baselines(names, settings) if name in memory_bytes)
+
+    alone = [name for name in memory_bytes if registry()[name].timed_alone]
     groups: list[tuple[str, ...]] = []
     current: tuple[str, ...] = ()
     for name in (name for name in memory_bytes if name not in alone):
-        grown = _that_ran(with_baselines((*current, name)), memory_bytes)
-        if current and sum(memory_bytes[each] for each in grown) > usable:
+        grown = group_of(*current, name)
+        if current and sum(memory_bytes[each] for each in grown) > limit_bytes * _USABLE:
             groups.append(current)
-            grown = _that_ran(with_baselines((name,)), memory_bytes)
+            grown = group_of(name)
         current = grown
     if current:
         groups.append(current)
-    return [_that_ran(with_baselines((name,)), memory_bytes) for name in memory_bytes if name in alone] + groups
-
-
-def _that_ran(names: Iterable[str], memory_bytes: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(name for name in names if name in memory_bytes)
+    return [group_of(name) for name in alone] + groups
 
 
 def _warmed_up(world: BenchWorld, variant: Variant) -> _Timed:
-    loop = variant.build(world.training_setup())
+    loop = variant.build(world.training_setup(variant.optimizer))
     with loop.block(world.config.settings.warmup_steps):
         for _ in range(world.config.settings.warmup_steps):
             loop.step()

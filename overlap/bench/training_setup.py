@@ -41,6 +41,8 @@ class TrainingSetup:
     workload: Workload
     device: torch.device
     group: dist.ProcessGroup
+    # The variant's own, or that of `--optimizer`.
+    optimizer_name: str
     _batch: tuple[Tensor, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,20 +67,22 @@ class TrainingSetup:
         inputs, target = self._batch
         return nn.functional.cross_entropy(module(inputs), target)
 
-    def optimizer(self, name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """The optimizer that rows with `name` use; a small step keeps random labels from blowing up the weights."""
+    def optimizer(self, parameters: Iterable[Tensor], name: str | None = None) -> torch.optim.Optimizer:
+        """The variant's optimizer, or `name`; a small step keeps random labels from blowing up the weights."""
+        name = name or self.optimizer_name
         if name.startswith("sgd"):
             return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, fused=name == "sgd-fused")
         if name == "adamw":
             return torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=False)
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
-    def plain_loop(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingLoop:
+    def plain_loop(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingLoop:
         """The training loop that everyone writes: zero, forward, backward, step."""
+        chosen = optimizer or self.optimizer(module.parameters())
 
         def step() -> None:
-            optimizer.zero_grad()
+            chosen.zero_grad()
             self.loss(module).backward()
-            optimizer.step()
+            chosen.step()
 
         return TrainingLoop(step=step)

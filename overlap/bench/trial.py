@@ -28,7 +28,7 @@ def try_variant(config: RunConfig, rank: int, name: str) -> Trial:
     one = registry()[name]
     with open_world(config, rank, name, count=True) as world:
         meter = MemoryMeter(world.device)
-        loop = one.build(world.training_setup())
+        loop = one.build(world.training_setup(one.optimizer))
         sent_bytes = sent_bytes_counter(config.link)
         steps = one.block_steps if one.block_steps > 1 else _COUNTED_STEPS
         warmup_steps = max(config.settings.warmup_steps, one.block_steps)
@@ -90,7 +90,7 @@ def _profile_step(world: BenchWorld) -> StepProfile:
     middle = [statistics.median(times) for times in zip(*steps[-_PROFILED_STEPS:], strict=True)]
     update_ms = {}
     for name in OPTIMIZERS:
-        optimizer = setup.optimizer(name, ddp.parameters())
+        optimizer = setup.optimizer(ddp.parameters(), name)
         # The first step creates the state.
         optimizer.step()
         world.synchronize()

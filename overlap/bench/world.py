@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlap._torch.custom_group import FileStore, HashStore
+from overlap._torch.custom_group import FileStore
 from overlap.bench.collectives import COUNTED_BACKEND, register_counted_backend
 from overlap.bench.file_exchange import FileExchange
 from overlap.bench.settings import RunConfig
@@ -32,10 +32,14 @@ class BenchWorld:
     files: FileExchange
     workload: Workload
 
-    def training_setup(self) -> TrainingSetup:
+    def training_setup(self, optimizer: str | None = None) -> TrainingSetup:
         """What one more variant is built from, with a group of its own; every rank must ask in the same order."""
         return TrainingSetup(
-            settings=self.config.settings, workload=self.workload, device=self.device, group=dist.new_group()
+            settings=self.config.settings,
+            workload=self.workload,
+            device=self.device,
+            group=dist.new_group(),
+            optimizer_name=optimizer or self.config.settings.optimizer,
         )
 
     def wait_for_ranks(self, label: str) -> None:
@@ -66,27 +70,24 @@ def open_world(config: RunConfig, rank: int, name: str, *, count: bool = False) 
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    limit = timedelta(seconds=timeout_s(config))
+    backend = "gloo" if device.type == "cpu" else "nccl"
     if config.link == "simulated":
         assert settings.bandwidth_bytes_per_s is not None
         register_simulated_backend(
             bandwidth_bytes_per_s=settings.bandwidth_bytes_per_s, latency_s=settings.latency_us / 1e6
         )
-        dist.init_process_group(SIMULATED_BACKEND, store=HashStore(), rank=0, world_size=settings.ranks, timeout=limit)
-    else:
-        backend = "gloo" if device.type == "cpu" else "nccl"
-        if count and backend == "nccl" and config.link == "direct":
-            register_counted_backend(_nccl)
-            backend = COUNTED_BACKEND
-        store = FileStore(str(Path(config.folder) / f"{name}.store"), config.processes)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=config.processes,
-            timeout=limit,
-            device_id=device if backend == "nccl" else None,
-        )
+        backend = SIMULATED_BACKEND
+    elif count and backend == "nccl" and config.link == "direct":
+        register_counted_backend(_nccl)
+        backend = COUNTED_BACKEND
+    dist.init_process_group(
+        backend,
+        store=FileStore(str(Path(config.folder) / f"{name}.store"), config.processes),
+        rank=rank,
+        world_size=settings.ranks,
+        timeout=timedelta(seconds=timeout_s(config)),
+        device_id=device if backend == "nccl" else None,
+    )
     files = FileExchange(folder=Path(config.folder), rank=rank, ranks=config.processes)
     yield BenchWorld(config=config, name=name, device=device, files=files, workload=workload(settings.model))
     # Not closed after an error: the others would report a closed connection in place of what went wrong here.

@@ -61,10 +61,7 @@ def _run_on_link(argv: Sequence[str], ranks: int, bandwidth: str | None) -> int:
         return run_ranks(argv, ranks)
     from overlap.bench.link import LinkError, ShapedLink, parse_bandwidth
 
-    try:
-        bytes_per_s = parse_bandwidth(bandwidth)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from None
+    bytes_per_s = parse_bandwidth(bandwidth)
     with ExitStack() as stack:
         try:
             link = stack.enter_context(ShapedLink(ranks=ranks, bandwidth_bytes_per_s=bytes_per_s))

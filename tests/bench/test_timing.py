@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,12 @@ import pytest
 
 from overlap.bench import rank
 from overlap.bench.measurements import Measurements
-from overlap.bench.registry import with_baselines
 from overlap.bench.settings import RunConfig, Settings
 from overlap.bench.timing import timing_groups
 
 
-def groups(sizes: dict[str, int], limit_bytes: int, alone: Collection[str] = ()) -> list[tuple[str, ...]]:
-    return timing_groups(sizes, limit_bytes, lambda names: with_baselines(names, Settings()), alone)
+def groups(sizes: dict[str, int], limit_bytes: int) -> list[tuple[str, ...]]:
+    return timing_groups(sizes, limit_bytes, Settings())
 
 
 def test_all_variants_are_timed_together_where_memory_allows() -> None:
@@ -36,7 +34,7 @@ def test_where_memory_is_short_several_groups_have_their_baselines_each() -> Non
 
 def test_what_may_crash_is_timed_first_and_by_itself() -> None:
     sizes = dict.fromkeys(("compute-only", "ddp-sgd", "torch-powersgd-r4", "torch-fp16"), 10)
-    assert groups(sizes, 100, ["torch-powersgd-r4"]) == [
+    assert groups(sizes, 100) == [
         ("compute-only", "ddp-sgd", "torch-powersgd-r4"),
         ("compute-only", "ddp-sgd", "torch-fp16"),
     ]

@@ -27,9 +27,8 @@ def overlap_averager(setup: TrainingSetup) -> TrainingLoop:
 def _averaged(setup: TrainingSetup, make: Callable[..., Any]) -> TrainingLoop:
     """Both libraries' averager of that name, called behind each step."""
     model = setup.model()
-    optimizer = setup.optimizer(setup.settings.optimizer, model.parameters())
     averager = make(period=_PERIOD, warmup_steps=0, process_group=setup.group)
-    local = setup.plain_loop(model, optimizer)
+    local = setup.plain_loop(model)
 
     def step() -> None:
         local.step()
@@ -50,5 +49,5 @@ def overlap_local_sgd_overlap(setup: TrainingSetup) -> TrainingLoop:
 
 def _local_sgd(setup: TrainingSetup, **options: Any) -> TrainingLoop:
     ddp = setup.ddp()
-    optimizer = setup.optimizer(setup.settings.optimizer, ddp.parameters())
+    optimizer = setup.optimizer(ddp.parameters())
     return setup.plain_loop(ddp, optim.LocalSGD(ddp, optimizer, period=_PERIOD, start_step=0, **options))

@@ -80,4 +80,4 @@ def _torch_hook(setup: TrainingSetup, hook: Any, state: object) -> TrainingLoop:
     """One of PyTorch's communication hooks, with the optimizer after backward as PyTorch has it."""
     ddp = setup.ddp()
     ddp.register_comm_hook(state, hook)
-    return setup.plain_loop(ddp, setup.optimizer(setup.settings.optimizer, ddp.parameters()))
+    return setup.plain_loop(ddp)

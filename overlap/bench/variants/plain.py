@@ -19,26 +19,11 @@ def compute_only(setup: TrainingSetup) -> TrainingLoop:
     return TrainingLoop(step=step)
 
 
-@variant("ddp-sgd", optimizer="sgd")
-def ddp_sgd(setup: TrainingSetup) -> TrainingLoop:
-    return _plain_ddp(setup, "sgd")
+def _plain_ddp(setup: TrainingSetup) -> TrainingLoop:
+    return setup.plain_loop(setup.ddp())
 
 
-@variant("ddp-sgd-fused", optimizer="sgd-fused")
-def ddp_sgd_fused(setup: TrainingSetup) -> TrainingLoop:
-    return _plain_ddp(setup, "sgd-fused")
-
-
-@variant("ddp-adamw", optimizer="adamw")
-def ddp_adamw(setup: TrainingSetup) -> TrainingLoop:
-    return _plain_ddp(setup, "adamw")
-
-
-@variant("ddp-adamw-fused", optimizer="adamw-fused")
-def ddp_adamw_fused(setup: TrainingSetup) -> TrainingLoop:
-    return _plain_ddp(setup, "adamw-fused")
-
-
-def _plain_ddp(setup: TrainingSetup, optimizer: str) -> TrainingLoop:
-    ddp = setup.ddp()
-    return setup.plain_loop(ddp, setup.optimizer(optimizer, ddp.parameters()))
+ddp_sgd = variant("ddp-sgd", optimizer="sgd")(_plain_ddp)
+ddp_sgd_fused = variant("ddp-sgd-fused", optimizer="sgd-fused")(_plain_ddp)
+ddp_adamw = variant("ddp-adamw", optimizer="adamw")(_plain_ddp)
+ddp_adamw_fused = variant("ddp-adamw-fused", optimizer="adamw-fused")(_plain_ddp)

@@ -15,7 +15,7 @@ def torch_join(setup: TrainingSetup) -> TrainingLoop:
     from torch.distributed.algorithms.join import Join as TorchJoin
 
     ddp = setup.ddp()
-    plain = setup.plain_loop(ddp, setup.optimizer(setup.settings.optimizer, ddp.parameters()))
+    plain = setup.plain_loop(ddp)
     return TrainingLoop(step=plain.step, block=lambda steps: TorchJoin([ddp]))
 
 
@@ -36,7 +36,7 @@ def _joined(setup: TrainingSetup, *, lengths_known: bool) -> TrainingLoop:
     if setup.settings.simulate:
         raise UnsupportedError("Join talks to every rank when its block begins, and a simulated link has one process")
     ddp = setup.ddp()
-    plain = setup.plain_loop(ddp, setup.optimizer(setup.settings.optimizer, ddp.parameters()))
+    plain = setup.plain_loop(ddp)
     batches: Iterator[int] = iter(())
 
     @contextlib.contextmanager

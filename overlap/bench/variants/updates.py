@@ -31,13 +31,13 @@ def torch_hook_then_optimizer_adamw(setup: TrainingSetup) -> TrainingLoop:
 
 @variant("overlap-step-adamw", optimizer="adamw-fused")
 def overlap_step_adamw(setup: TrainingSetup) -> TrainingLoop:
-    return update_in_backward(setup, AllReduce(), optimizer="adamw-fused")
+    return update_in_backward(setup, AllReduce())
 
 
-def update_in_backward(setup: TrainingSetup, reducer: Stage, *, optimizer: str | None = None) -> TrainingLoop:
-    """One of our reducers, with the update in backward; `optimizer` is by default that of `--optimizer`."""
+def update_in_backward(setup: TrainingSetup, reducer: Stage) -> TrainingLoop:
+    """One of our reducers, with the update in backward."""
     ddp = setup.ddp()
-    overlapped = OverlappedOptimizer(setup.optimizer(optimizer or setup.settings.optimizer, ddp.parameters()))
+    overlapped = OverlappedOptimizer(setup.optimizer(ddp.parameters()))
     chain(reducer, Step(overlapped)).register(ddp)
 
     def step() -> None:
