@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["on_notify", "torch_join_divides_by_count"]
+__all__ = ["is_joining", "on_notify", "torch_join_divides_by_count"]
 
 
 class _NotifyingConfig:
@@ -29,6 +29,11 @@ class _NotifyingConfig:
     def is_first_joinable(self) -> bool:
         self._on_notify()
         return False
+
+
+def is_joining(joinable: Joinable) -> bool:
+    """Whether ``joinable`` is inside of a ``Join``, overlap's or PyTorch's. Private: there is no public way to ask."""
+    return bool(joinable._join_config.enable)
 
 
 def torch_join_divides_by_count(ddp: DistributedDataParallel) -> bool:

@@ -33,6 +33,8 @@ from overlap.hooks.torch_names import (
     quantization_pertensor_hook,
 )
 
+Site = StageContext  # Its name before.
+
 __all__ = [
     "AllGather",
     "AllReduce",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from overlap.errors import ConfigurationError, UnsupportedError
@@ -58,6 +61,14 @@ class Cast(Stage):
         compressed = bucket.with_buffer(bucket.buffer.to(self.dtype))
         await self.inner(compressed)
         bucket.buffer.copy_(compressed.buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``inner`` remembers."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        self.inner.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
         return f"Cast({str(self.dtype).removeprefix('torch.')}, {self.inner!r})"

@@ -38,7 +38,12 @@ class Chain(Stage):
 
     async def __call__(self, bucket: Bucket) -> None:
         for stage in self.stages:
-            await stage(bucket)
+            try:
+                await stage(bucket)
+            except Exception as error:
+                # Reached where a chain is part of another stage; a chain's own stages are run one by one.
+                error.add_note(f"raised in stage {stage!r}")
+                raise
             bucket = stage.passed(bucket)
 
     def register(self, ddp: DistributedDataParallel) -> Registration:

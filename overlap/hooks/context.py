@@ -43,6 +43,8 @@ class StageContext:
     """Whether DDP accepts parameters without a gradient (``find_unused_parameters`` or ``static_graph``)."""
     module: weakref.ref[torch.nn.Module] | None = None
     """The wrapped module; ``None`` where only a hook is registered."""
+    is_joining: Callable[[], bool] = lambda: False
+    """Whether the model is inside of a ``Join``, overlap's or PyTorch's; not known where only a hook is registered."""
     background: Background | None = None
     """Runs work outside of a backward pass, on the same connections and after all work begun before; never ``None`` in
     :meth:`Stage.attach`."""

@@ -45,13 +45,13 @@ class FailureStore:
         join = None if group is None else active_join(group)
         return None if join is None else join.failure()
 
-    def agree(self, plan: str) -> str | None:
-        """Compare ``plan`` with rank 0's: ``None`` where they are equal, else rank 0's."""
+    def agree(self, signature: str) -> str | None:
+        """Compare ``signature`` with rank 0's: ``None`` where they are equal, else rank 0's."""
         if self._rank == 0:
-            self._store.set("plan", plan)
+            self._store.set("signature", signature)
             return None
-        reference = self._store.get("plan").decode()
-        return None if reference == plan else reference
+        reference = self._store.get("signature").decode()
+        return None if reference == signature else reference
 
 
 def _one_line(error: BaseException) -> str:

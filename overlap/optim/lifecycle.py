@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from overlap.errors import TrainingLoopError
@@ -107,6 +108,10 @@ _CANNOT_DISCARD = Refusal(
 _CANNOT_LOAD = Refusal(
     "load_state_dict() between backward and {step}: the update was made in backward, with the state from before; call "
     "{step} first"
+)
+_CANNOT_DISCARD_UNDER_JOIN = Refusal(
+    "under Join a backward cannot be discarded or added to before {step}: ranks that have run out of inputs have made "
+    "its update already; call {step} after each synchronized backward"
 )
 _LEFT_WITHOUT_STEP = Refusal(
     "this rank ran out of inputs between backward and {step}, so its last gradients were never applied: call {step} "
@@ -209,6 +214,8 @@ class UpdateLifecycle:
         """The model's parameters, where they are known."""
         self.sees_forwards = False
         """Whether :meth:`on_forward` is called; a hook that is registered with DDP itself is not told of forwards."""
+        self.is_joining: Callable[[], bool] = lambda: False
+        """Whether ranks that have run out of inputs make the updates of others as they are reduced."""
         self._clears = clears
         self._is_replay = False
         self._reduced: dict[int, Tensor] = {}
@@ -251,9 +258,13 @@ class UpdateLifecycle:
             self._clear_all()
         elif self.phase in (Phase.APPLIED, Phase.STEPPED):
             self._clear_applied()
+        elif self.phase is Phase.REDUCED and all(parameter.grad is None for parameter in self._reduced.values()):
+            self.on_zero_grad()  # The loop has cleared them by itself.
         self._move(Event.FORWARD)
         if self.phase is Phase.FORWARD:
             self._forget()  # What is in .grad from here on is not of a backward that was reduced.
+        # Nor is what comes where a gradient was cleared.
+        self._reduced = {key: parameter for key, parameter in self._reduced.items() if parameter.grad is not None}
 
     def on_backward(self, *, is_replay: bool) -> None:
         """The first bucket has come.
@@ -267,6 +278,8 @@ class UpdateLifecycle:
             self._begin_replay()
         elif self.phase is Phase.REDUCED and not self.form.adds_up:
             self._refuse(_SECOND_BACKWARD)
+        elif self.phase is Phase.REDUCED and self.is_joining():
+            self._refuse(replace(_CANNOT_DISCARD_UNDER_JOIN, then=Phase.FAILED))
         elif self.phase is Phase.STEPPED and self.sees_forwards and self._has_added_to_applied():
             self._refuse(_ADDED_TO_APPLIED)
         else:
@@ -309,6 +322,7 @@ class UpdateLifecycle:
         Raises:
             TrainingLoopError: the update was made in backward, and ``step()`` is due.
         """
+        self.check(Event.ZERO_GRAD)
         self._move(Event.ZERO_GRAD)
         if self.phase is Phase.IDLE:
             self._forget()
@@ -337,22 +351,26 @@ class UpdateLifecycle:
 
     # What step() asks before it updates.
 
-    def check_step(self) -> None:
-        """Raises: TrainingLoopError: ``step()`` cannot be called now, or what was applied has been changed since."""
-        outcome = TRANSITIONS[Event.STEP][self.phase]
+    def check(self, event: Event) -> None:
+        """Raises: TrainingLoopError: ``event`` is refused in this phase."""
+        outcome = TRANSITIONS[event][self.phase]
         if isinstance(outcome, Refusal):
             self._refuse(outcome)
+        if event is Event.ZERO_GRAD and self.phase is Phase.REDUCED and self.is_joining():
+            self._refuse(_CANNOT_DISCARD_UNDER_JOIN)
+
+    def check_step(self) -> None:
+        """Raises: TrainingLoopError: ``step()`` cannot be called now, or what was applied has been changed since."""
+        self.check(Event.STEP)
         self._refuse_edits(keeps_new_tensors=False)
 
     def check_reduced(self, pending: Iterable[Tensor], *, applies_what_the_user_set: bool = True) -> None:
         """Raises: TrainingLoopError: a gradient that ``step()`` would apply is this rank's own, and not the mean."""
         if self.phase is Phase.IDLE and applies_what_the_user_set:
             return  # No forward came before: the user set these gradients, to have the optimizer make its state, say.
-        local = [
-            p
-            for p in pending
-            if p in self.names and not self._holds_mean(p) and (_any(p.grad) or not applies_what_the_user_set)
-        ]
+        local = [p for p in pending if p in self.names and not self.has_reduced(p)]
+        if applies_what_the_user_set:
+            local = _nonzero(local)
         if local:
             raise TrainingLoopError(
                 f"{self.form.step} cannot apply gradients that were not reduced over ranks ({self.names[local[0]]} and "
@@ -378,10 +396,6 @@ class UpdateLifecycle:
     def _forget(self) -> None:
         self._reduced, self._applied, self._versions = {}, {}, None
 
-    def _holds_mean(self, parameter: Tensor) -> bool:
-        """Whether ``.grad`` is the tensor that the last backward reduced, if with other values."""
-        return self.has_reduced(parameter) and not self._holds_new_tensor(parameter)
-
     def _holds_new_tensor(self, parameter: Tensor) -> bool:
         return self._versions is not None and self._versions.hold_another_tensor(parameter)
 
@@ -399,7 +413,9 @@ class UpdateLifecycle:
         Between backward and ``step()`` any change counts, since ``step()`` of plain DDP would see it. Afterwards what
         was cleared or set to zero does not, nor does, where ``keeps_new_tensors``, another tensor in ``.grad``.
         """
-        edited = [p for p in self._applied.values() if self._clears(p) and self._is_edited(p, keeps_new_tensors)]
+        edited = [p for p in self._applied.values() if self._clears(p) and not self._is_as_left(p)]
+        if self.phase is not Phase.APPLIED:
+            edited = _nonzero([p for p in edited if not (keeps_new_tensors and self._holds_new_tensor(p))])
         if not edited:
             return
         self._versions = GradientVersions(self._reduced.values())
@@ -408,14 +424,6 @@ class UpdateLifecycle:
             f"after backward, but its update had been made: clipping, GradScaler and other edits need "
             f"{self.form.deferred}; to add to gradients before a forward, call zero_grad() first"
         )
-
-    def _is_edited(self, parameter: Tensor, keeps_new_tensors: bool) -> bool:
-        if self._is_as_left(parameter):
-            return False
-        if self.phase is Phase.APPLIED:
-            return True
-        is_kept = keeps_new_tensors and self._holds_new_tensor(parameter)
-        return not is_kept and _any(parameter.grad)
 
     # The table.
 
@@ -435,5 +443,8 @@ class UpdateLifecycle:
         )
 
 
-def _any(gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(gradient.any())
+def _nonzero(parameters: list[Tensor]) -> list[Tensor]:
+    """Those whose gradient has a value that is not zero; the host waits for all of them at once."""
+    present = [parameter for parameter in parameters if parameter.grad is not None]
+    flags = torch.stack([p.grad.any() for p in present if p.grad is not None]).tolist() if present else []
+    return [parameter for parameter, is_nonzero in zip(present, flags, strict=True) if is_nonzero]

@@ -16,7 +16,7 @@ from overlap.hooks import StageContext
 from overlap.join import Join, Joinable, JoinHook
 from overlap.optim.clipping import Clipping, GradientNorms
 from overlap.optim.grad_scaler import LossScale
-from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.lifecycle import Event, Phase, UpdateLifecycle
 from overlap.optim.proxy import OptimizerProxy
 from overlap.optim.subset import SubsetStepper, check_optimizer
 
@@ -143,6 +143,8 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
         for update in self._updates:
+            update.lifecycle.check(Event.ZERO_GRAD)
+        for update in self._updates:
             update.lifecycle.on_zero_grad()
         super().zero_grad(set_to_none)
 
@@ -152,6 +154,8 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         Raises:
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
+        for update in self._updates:
+            update.lifecycle.check(Event.LOAD)
         for update in self._updates:
             update.lifecycle.on_load()
         super().load_state_dict(state_dict)
@@ -187,6 +191,14 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         return f"OverlappedOptimizer({self.optimizer!r})"
 
     # What a Step stage uses.
+
+    def begin_backward(self, update: _Update) -> None:
+        """A backward of the model of ``update`` begins; that of another model may be part of the same step."""
+        phases = {other.lifecycle.phase for other in self._updates if other is not update}
+        if phases & {Phase.BACKWARD, Phase.APPLIED}:
+            self._stepper.refresh()
+        else:
+            self._stepper.begin()
 
     @property
     def stepper(self) -> SubsetStepper:

@@ -146,7 +146,7 @@ class Step(UpdateStage):
 
     def before_backward(self, *, is_replay: bool) -> None:
         super().before_backward(is_replay=is_replay)
-        self.optimizer.stepper.begin()
+        self.optimizer.begin_backward(self)
         self._held.clear()
         if self.norms is not None:
             self.norms.clear()

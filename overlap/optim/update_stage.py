@@ -75,6 +75,7 @@ class UpdateStage(Stage):
         self.context = context
         self.lifecycle.names = context.names or {}
         self.lifecycle.sees_forwards = context.names is not None
+        self.lifecycle.is_joining = context.is_joining
 
     def detach(self) -> None:
         self.lifecycle.on_remove()

@@ -90,12 +90,12 @@ class _Memory(Stage):
 
 
 def _memory_by_name(rank: int, world_size: int) -> None:
-    plan = chain(_Memory(), Step(SGD((ddp := wrap(MLP.model(), **MLP.ddp_options())).parameters())))
-    plan.register(ddp)
+    stages = chain(_Memory(), Step(SGD((ddp := wrap(MLP.model(), **MLP.ddp_options())).parameters())))
+    stages.register(ddp)
     for step in range(3):
         ddp(*MLP.batch(step, rank).inputs).sum().backward()
     names = [name for name, _ in MLP.model().named_parameters()]
-    assert plan.state_dict() == {"0": dict.fromkeys(names, 3)}
+    assert stages.state_dict() == {"0": dict.fromkeys(names, 3)}
 
 
 def test_memory_is_kept_by_parameter_name_however_often_buckets_are_rebuilt() -> None:

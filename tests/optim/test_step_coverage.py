@@ -64,10 +64,10 @@ def test_an_overlapped_optimizer_updates_parameters_outside_of_the_model_in_ever
 def _second_model(rank: int, world_size: int) -> None:
     first, second = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
     optimizer = OverlappedOptimizer(SGD([*first.parameters(), *second.parameters()]))
-    plan = chain(AllReduce(), Step(optimizer, clip_grad_norm=1e-9))
-    plan.register(first)
+    stages = chain(AllReduce(), Step(optimizer, clip_grad_norm=1e-9))
+    stages.register(first)
     with pytest.raises(RegistrationError, match="serves a model already; make a Step for each model"):
-        plan.register(second)
+        stages.register(second)
     before = [p.detach().clone() for p in first.parameters()]
     first(*MLP.batch(0, rank).inputs).sum().backward()
     optimizer.step()

@@ -77,7 +77,10 @@ def _updates_what_no_rank_used() -> list[Any]:
 
 
 def _keeps_gradients() -> list[Any]:
-    return [mock.patch.object(Step, "before_forward", return_value=None)]
+    def forgets(self: UpdateLifecycle) -> None:
+        self._forget()
+
+    return [mock.patch.object(UpdateLifecycle, "_clear_applied", forgets)]
 
 
 def _updates_twice() -> list[Any]:

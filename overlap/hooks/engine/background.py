@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from overlap._torch.device import has_streams
 from overlap.hooks.collectives import Operation
-from overlap.hooks.engine.executors import BACKGROUND_LANES, Executor, executor_for
+from overlap.hooks.engine.executors import BACKGROUND_LANES, Executor
 from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.task import Task
 
-__all__ = ["Completion", "Item", "run_items", "run_on_group"]
+__all__ = ["Completion", "Item", "run_items", "run_now"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -66,9 +65,8 @@ def _finish(active: deque[Task]) -> None:
 
 
 @torch.no_grad()
-def run_on_group(items: Sequence[T], work: Work[T], *, group: dist.ProcessGroup, device: torch.device) -> None:
-    """:func:`run_items` on the calling thread and on ``group`` itself; the current stream may use the results."""
-    executor = executor_for(group, device)
+def run_now(items: Sequence[T], work: Work[T], executor: Executor) -> None:
+    """:func:`run_items` on the calling thread; the current stream may use the results."""
     executor.begin_background()
     run_items(items, work, executor)
     executor.wait_for_pass()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
-from overlap._torch.join import torch_join_divides_by_count
+from overlap._torch.join import is_joining, torch_join_divides_by_count
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.adapters import is_hook, stage_from
 from overlap.hooks.context import StageContext
@@ -151,13 +151,14 @@ def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], st
             f"this model has {dispatcher.registration.stage!r} registered already; "
             "first call .remove() on what register returned, or make one chain of both"
         )
-    named = data_parallel_parameters(ddp)
+    named, alive = data_parallel_parameters(ddp), weakref.ref(ddp)
     context = StageContext(
         group=ddp.process_group,
         device=next(iter(named)).device,
         names=named,
         finds_unused=ddp.find_unused_parameters or ddp.static_graph,
         module=weakref.ref(ddp.module),
+        is_joining=lambda: (model := alive()) is not None and is_joining(model),
     )
     runtime = Runtime(made, context)
     try:

@@ -70,10 +70,10 @@ class Runtime:
         channels.open()
         if (failures := channels.failures) is None:
             return
-        plan = f"{self.stage.signature} for {_model_in_words(self._context)}"
-        if (other := failures.agree(plan)) is not None:
+        signature = f"{self.stage.signature} for {_model_in_words(self._context)}"
+        if (other := failures.agree(signature)) is not None:
             error = CollectiveError(
-                f"rank {self._context.group.rank()} registers {plan}, but rank 0 registers {other}; "
+                f"rank {self._context.group.rank()} registers {signature}, but rank 0 registers {other}; "
                 "every rank must run the same stages for the same model"
             )
             failures.report(error)

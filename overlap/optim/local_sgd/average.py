@@ -18,7 +18,8 @@ from torch import Tensor
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks import all_reduce
-from overlap.hooks.engine.background import Item, run_on_group
+from overlap.hooks.engine.background import Item, run_now
+from overlap.hooks.engine.executors import executor_for
 
 __all__ = [
     "Packed",
@@ -173,7 +174,7 @@ def average_parts(parts: Sequence[Part], group: dist.ProcessGroup, *, weight: We
 
     for device, mine in by_device.items():
         items = [_PartItem(index=place, part=part) for place, part in enumerate(mine)]
-        run_on_group(items, work, group=group, device=device)
+        run_now(items, work, executor_for(group, device))
 
 
 def tensors_of(params: Iterable[Tensor] | Iterable[dict[str, Tensor]]) -> list[Tensor]:

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap.hooks.engine.background import run_on_group
+from overlap.hooks.engine.background import run_now
+from overlap.hooks.engine.executors import executor_for
 from overlap.join.active import active_join
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.zero.bucket_shards import BucketShards, shards_of_bucket
@@ -30,6 +31,8 @@ class UpdateWithoutHooks:
     def __init__(self, ownership: Ownership, exchange: Exchange) -> None:
         self._ownership = ownership
         self._exchange = exchange
+        # One for all steps: each has streams of its own, on which the allocator keeps memory.
+        self._executor = executor_for(ownership.group, ownership.device)
         self._buckets: list[BucketShards] = []
         self._layout: tuple[int, ...] = ()
 
@@ -59,12 +62,7 @@ class UpdateWithoutHooks:
         buckets = self._current_buckets({id(shard) for shard in stepped})
         gathers = [Gather(index=place, shards=shards) for place, shards in enumerate(buckets)]
         group = self._ownership.group
-        run_on_group(
-            gathers,
-            lambda gather: self._exchange.gather(gather.shards, group),
-            group=group,
-            device=self._ownership.device,
-        )
+        run_now(gathers, lambda gather: self._exchange.gather(gather.shards, group), self._executor)
 
     def _current_buckets(self, stepped: set[int]) -> list[BucketShards]:
         trained = [s for s in self._ownership.shards.values() if s.parameter.requires_grad or id(s) in stepped]

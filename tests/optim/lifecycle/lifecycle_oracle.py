@@ -39,8 +39,6 @@ class Oracle:
         """Of parameters whose gradient was applied: what became of it since: as left, edited, gone, replaced."""
         self.means: set[int] = set()
         """Parameters whose ``.grad`` is what the last backward left, perhaps edited."""
-        self.discarded: set[int] = set()
-        """Parameters whose mean the loop set to ``None`` by itself before ``step()``."""
         self.has_garbage = False
         """A backward failed: ``.grad`` is there, but its values are anything."""
         self.is_unknown = False
@@ -131,7 +129,8 @@ class Oracle:
     def _expect_no_sync(self, call: Call) -> frozenset[str]:
         if self._forward_meets_edit():
             return REFUSED
-        return REFUSED if self.synchronizes_next and self._is_second_backward() else OK
+        is_second = self.phase != "failed" and self._is_second_backward()
+        return REFUSED if self.synchronizes_next and is_second else OK
 
     def _expect_incomplete_backward(self, call: Call) -> frozenset[str]:
         return self._expect_forward(call)
@@ -150,8 +149,8 @@ class Oracle:
 
     def _expect_step_with_closure(self, call: Call) -> frozenset[str]:
         if self.phase == "off" or not self.form.refuses_step:
-            is_refused = self._forward_meets_edit() or self._is_second_backward()
-            return REFUSED if is_refused else OK
+            is_second = self.phase != "failed" and self._is_second_backward()
+            return REFUSED if self._forward_meets_edit() or is_second else OK
         return REFUSED
 
     def _expect_zero_grad(self, call: Call) -> frozenset[str]:
@@ -177,7 +176,9 @@ class Oracle:
         """Parameters with a gradient that ``step()`` would apply, but that is not the mean over ranks."""
         if not self.form.refuses_local or (self.phase == "idle" and self.form.has_whole_gradients):
             return set()
-        return {place for place in self._pending() if place not in self.means and self._is_nonzero(place)}
+        local = {place for place in self._pending() if place not in self.means}
+        # A sharded update cannot tell whether the others have zeros, too.
+        return {place for place in local if self._is_nonzero(place)} if self.form.has_whole_gradients else local
 
     def _is_nonzero(self, place: int) -> bool:
         gradient = self.parameters[place].grad
@@ -189,7 +190,7 @@ class Oracle:
         return [place for place in places if self.parameters[place].grad is not None and place not in self.marks]
 
     def _to_update(self) -> list[int]:
-        """What ``step()`` updates; a sharded update leaves out what no backward has reduced, if it is zero."""
+        """What ``step()`` updates."""
         is_due = self.form.has_whole_gradients or self.phase in ("off", "reduced")
         return self._pending() if is_due else []
 
@@ -216,7 +217,11 @@ class Oracle:
         elif self.phase in ("applied", "stepped"):
             self._clear(place for place, mark in self.marks.items() if mark == "as left")
             self.means -= set(self.marks)
-            self.marks, self.discarded = {}, set()
+            self.marks = {}
+        # What the loop has cleared by itself is no mean any more, and if that is all, the backward is discarded.
+        self.means = {place for place in self.means if self.parameters[place].grad is not None}
+        if self.phase == "reduced" and not self.means:
+            self.phase = "idle"
         if self.phase in ("idle", "stepped", "failed"):
             self.phase = "forward"
             self._forget()
@@ -225,7 +230,6 @@ class Oracle:
     def _take_edits_for_applied(self) -> None:
         """The loop was told once that its edits are lost."""
         self.marks = dict.fromkeys(self.marks, "as left")
-        self.means |= {place for place in self.discarded if self.parameters[place].grad is not None}
 
     def _backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         assert self.loss is not None
@@ -344,9 +348,6 @@ class Oracle:
         for place, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 self._note_change(place, "gone" if call.argument else "edited")
-        if call.argument:
-            self.discarded |= self.means - set(self.marks)
-            self.means &= set(self.marks)
         self.ddp.zero_grad(call.argument)
         self.has_garbage = self.has_own = False
 
@@ -404,7 +405,7 @@ class Oracle:
     # Gradients and the update.
 
     def _forget(self) -> None:
-        self.marks, self.means, self.discarded = {}, set(), set()
+        self.marks, self.means = {}, set()
 
     def _clear(self, places: Iterable[int]) -> None:
         for place in places:

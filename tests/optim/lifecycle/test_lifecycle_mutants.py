@@ -137,11 +137,6 @@ UNOBSERVABLE: dict[tuple[Event, Phase], str] = {
 
 _note_reduced, _on_remove = UpdateLifecycle.note_reduced, UpdateLifecycle.on_remove
 _on_step, _on_reduced = UpdateLifecycle.on_step, UpdateLifecycle.on_reduced
-_on_zero_grad, _is_edited, _on_backward = (
-    UpdateLifecycle.on_zero_grad,
-    UpdateLifecycle._is_edited,
-    UpdateLifecycle.on_backward,
-)
 
 
 def _step_notes_nothing(self: UpdateLifecycle, updated: Any = ()) -> None:
@@ -170,8 +165,8 @@ def _zero_grad_remembers(self: UpdateLifecycle) -> None:
     self._move(Event.ZERO_GRAD)
 
 
-def _takes_new_tensors_for_edits(self: UpdateLifecycle, parameter: Any, keeps_new_tensors: bool) -> bool:
-    return _is_edited(self, parameter, False)
+def _sees_no_new_tensor(self: UpdateLifecycle, parameter: Any) -> bool:
+    return False
 
 
 def _takes_no_versions(self: UpdateLifecycle, outcome: Phase | None = None) -> None:
@@ -204,7 +199,7 @@ METHODS: dict[str, Mutant] = {
     "what the loop set cleared in forward": Mutant(INTERLEAVED, _method("_clear_applied", _clears_what_is_new), 54),
     "a new gradient taken for an edit": Mutant(
         INTERLEAVED,
-        _method("_is_edited", _takes_new_tensors_for_edits),
+        _method("_holds_new_tensor", _sees_no_new_tensor),
         "forward backward step ddp_zero_grad:T own_gradient:1 forward",
     ),
     "gradients of a failed backward kept": Mutant(INTERLEAVED, _method("_clear_all"), 4),
