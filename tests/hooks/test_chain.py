@@ -11,7 +11,7 @@ from torch import nn
 import overlap
 from harness import run_ranks, wrap
 from harness.models import MLP
-from overlap import AllGather, AllReduce, Cast, ConfigurationError, Stage, Step, as_hook, chain
+from overlap import AllGather, AllReduce, Bucket, Cast, ConfigurationError, PowerSGD, Stage, Step, as_hook, chain
 
 from .runs import SGD
 
@@ -123,3 +123,32 @@ def _names_in_a_hook(rank: int, world_size: int) -> None:
 
 def test_names_of_parameters_in_a_hook_given_to_ddp_are_an_error_with_the_remedy() -> None:
     run_ranks(_names_in_a_hook, 2)
+
+
+def _label_of_a_nested_chain(rank: int, world_size: int) -> None:
+    async def boom(bucket: Bucket) -> None:
+        raise ValueError("boom")
+
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    chain(Cast(torch.bfloat16, chain(boom))).register(ddp)
+    with pytest.raises(ValueError, match="boom") as caught:
+        ddp(*MLP.batch(0, rank).inputs).sum().backward()
+    assert "raised in stage boom" in caught.value.__notes__
+
+
+def test_an_error_in_a_chain_inside_of_another_stage_names_the_stage() -> None:
+    run_ranks(_label_of_a_nested_chain, 2)
+
+
+def _state_behind_a_cast(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    stages = chain(Cast(torch.float32, inner := PowerSGD(rank=1)))
+    stages.register(ddp)
+    ddp(*MLP.batch(0, rank).inputs).sum().backward()
+    state = stages.state_dict()
+    assert state["0"].keys() == inner.state_dict().keys() and state["0"]
+    chain(Cast(torch.float32, PowerSGD(rank=1))).load_state_dict(state)
+
+
+def test_a_cast_keeps_what_its_reducer_remembers() -> None:
+    run_ranks(_state_behind_a_cast, 2)

@@ -12,7 +12,16 @@ from torch import nn
 
 from harness import run_ranks, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import ConfigurationError, Join, TrainingLoopError, UnsupportedError
+from overlap import (
+    AllReduce,
+    ConfigurationError,
+    Join,
+    OverlappedOptimizer,
+    Step,
+    TrainingLoopError,
+    UnsupportedError,
+    chain,
+)
 
 _BATCH = MLP.batch(0, 0)
 
@@ -233,3 +242,20 @@ def test_leaving_iterate_early_is_refused() -> None:
 
 def test_ranks_that_were_told_different_things_are_refused() -> None:
     run_ranks(_is_refused, 2, _is_told_different_things, ConfigurationError, "rank 1 enters Join with")
+
+
+def _deferred_loop_that_does_not_step(rank: int, world_size: int, loop: str) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
+    chain(AllReduce(), Step(optimizer, deferred=True)).register(ddp)
+    refused = pytest.raises(TrainingLoopError, match="under Join a backward cannot be discarded or added to")
+    with refused, Join([ddp, optimizer]):
+        for step in range(2 + 2 * rank):
+            ddp(*MLP.batch(step, rank).inputs).sum().backward()
+            if loop == "discards":
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("loop", ["adds up", "discards"])
+def test_a_deferred_update_that_ranks_without_inputs_cannot_follow(loop: str) -> None:
+    run_ranks(_deferred_loop_that_does_not_step, 2, loop)
