@@ -30,8 +30,8 @@ class Step(UpdateStage):
     gradients are there. Clipping by the global norm and ``GradScaler`` need that, and so do optimizers whose step
     couples parameters.
 
-    Given an :class:`OverlappedOptimizer`, the loop calls its ``step()`` once for each backward; that makes the
-    deferred update. Given a plain or a functional optimizer, the stage does everything in backward (the deferred
+    Given an :class:`OverlappedOptimizer`, the loop calls its ``step()`` after each backward (deferred: after one or
+    more, which add up); that makes the deferred update. Given a plain or a functional optimizer, the stage does everything in backward (the deferred
     update with the last bucket) and the loop calls no ``step()``.
 
     After backward ``.grad`` holds the averaged gradient; it is cleared before the model's next forward.
@@ -50,7 +50,8 @@ class Step(UpdateStage):
 
     Raises:
         ConfigurationError: an argument is out of range, or (at registration) optimizer and model do not fit.
-        TrainingLoopError: in ``backward``, when ``step()`` was not called after the one before.
+        TrainingLoopError: in ``backward``, when an interleaved update has not been followed by ``step()``; and as
+            ``docs/lifecycle.md`` has it.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> Step(torch.optim.SGD(layer.parameters(), lr=0.1), clip_grad_norm=1.0)
