@@ -4,11 +4,13 @@
 
 An update that leaves ``optimizer.step()`` must be exactly what plain DDP does, or an error. What decides is where the
 loop stands: whether gradients are there, whether they are the mean over ranks, whether they have been applied. That is
-one value, the :class:`Phase`, and :data:`TRANSITIONS` is the one place that says which phase each event leads to, and
-which events are refused. The update of replicated parameters (``Step``), the sharded one (``ZeroStep``) and local SGD
-use it alike; no other object keeps a flag about it. ``docs/lifecycle.md`` shows the table as a picture.
+one value, the :class:`Phase`, and :data:`TRANSITIONS` says which phase each event leads to, and which events are
+refused. A comment in the table marks the entries that depend on the gradients, too; :class:`UpdateLifecycle` refuses
+those. The update of replicated parameters (``Step``), the sharded one (``ZeroStep``) and local SGD use it alike; no
+other object keeps a flag about it. ``docs/lifecycle.md`` shows the table as a picture.
 
-What becomes of ``.grad``, in every form:
+What becomes of ``.grad`` (local SGD without an update in backward is an ordinary optimizer, and clears what a failure
+left, but nothing else):
 
 - A gradient that the library has not made is never cleared or overwritten.
 - One that has been applied is never applied again. It stays readable until the model's next forward clears it.
@@ -413,17 +415,24 @@ class UpdateLifecycle:
         Between backward and ``step()`` any change counts, since ``step()`` of plain DDP would see it. Afterwards what
         was cleared or set to zero does not, nor does, where ``keeps_new_tensors``, another tensor in ``.grad``.
         """
+        is_due = self.phase is Phase.APPLIED
         edited = [p for p in self._applied.values() if self._clears(p) and not self._is_as_left(p)]
-        if self.phase is not Phase.APPLIED:
+        if not is_due:
             edited = _nonzero([p for p in edited if not (keeps_new_tensors and self._holds_new_tensor(p))])
         if not edited:
             return
         self._versions = GradientVersions(self._reduced.values())
-        raise TrainingLoopError(
+        what = (
             f"the gradient of {self.names.get(edited[0], 'a parameter')} (and of {len(edited) - 1} others) was changed "
-            f"after backward, but its update had been made: clipping, GradScaler and other edits need "
-            f"{self.form.deferred}; to add to gradients before a forward, call zero_grad() first"
         )
+        if is_due or self.form.outcome is Phase.STEPPED:
+            what += (
+                "after backward, but the update had been made in backward: clipping, GradScaler and other edits need "
+                f"{self.form.deferred}"
+            )
+        else:
+            what += f"after {self.form.step} had applied it: change it before, or call zero_grad() first"
+        raise TrainingLoopError(what)
 
     # The table.
 

@@ -30,9 +30,10 @@ class Step(UpdateStage):
     gradients are there. Clipping by the global norm and ``GradScaler`` need that, and so do optimizers whose step
     couples parameters.
 
-    Given an :class:`OverlappedOptimizer`, the loop calls its ``step()`` after each backward (deferred: after one or
-    more, which add up); that makes the deferred update. Given a plain or a functional optimizer, the stage does everything in backward (the deferred
-    update with the last bucket) and the loop calls no ``step()``.
+    Given an :class:`OverlappedOptimizer`, the loop calls its ``step()``: after each backward where updates are
+    interleaved, after one or more where they are deferred. A deferred update is made there. Given a plain or a
+    functional optimizer, the stage does everything in backward (the deferred update with the last bucket), and the loop
+    calls no ``step()``.
 
     After backward ``.grad`` holds the averaged gradient; it is cleared before the model's next forward.
 
@@ -76,7 +77,6 @@ class Step(UpdateStage):
             step="optimizer.step()",
             deferred_form=f"{'an OverlappedOptimizer and ' if automatic else ''}Step(optimizer, deferred=True)",
             adds_up=True,
-            clears=self._owns_gradient_of,
         )
         self.norms = None if self.clipping is None else GradientNorms(norm_type)
         self._functional = optimizer if isinstance(optimizer, FunctionalOptimizer) else None
@@ -142,7 +142,7 @@ class Step(UpdateStage):
         if self._step_guard is not None:
             self._step_guard.remove()
 
-    def _owns_gradient_of(self, parameter: Tensor) -> bool:
+    def owns_gradient_of(self, parameter: Tensor) -> bool:
         return self._updates(parameter) or (not self.is_automatic and self.optimizer.stepper.covers(parameter))
 
     def before_backward(self, *, is_replay: bool) -> None:

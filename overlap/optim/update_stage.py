@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
 
 from torch import Tensor
 
@@ -26,7 +26,6 @@ class UpdateStage(Stage):
         step: what messages call the loop's ``step()``.
         deferred_form: what messages say to use where an update in backward is too early.
         adds_up: see :class:`Form`.
-        clears: whether the gradient of a parameter is this update's to clear.
     """
 
     role = Role.UPDATE
@@ -41,7 +40,6 @@ class UpdateStage(Stage):
         step: str,
         deferred_form: str,
         adds_up: bool,
-        clears: Callable[[Tensor], bool],
     ) -> None:
         self.clipping = None if clip_grad_norm is None else Clipping(clip_grad_norm, norm_type)
         if self.clipping is not None and deferred is False:
@@ -54,7 +52,13 @@ class UpdateStage(Stage):
         self.context: StageContext | None = None
         """Where this is registered."""
         outcome = Phase.STEPPED if automatic else Phase.REDUCED if self.is_deferred else Phase.APPLIED
-        self.lifecycle = UpdateLifecycle(Form(outcome, step, deferred_form, adds_up=adds_up), clears=clears)
+        self.lifecycle = UpdateLifecycle(
+            Form(outcome, step, deferred_form, adds_up=adds_up), clears=self.owns_gradient_of
+        )
+
+    @abstractmethod
+    def owns_gradient_of(self, parameter: Tensor) -> bool:
+        """Whether the gradient of ``parameter`` is this update's to clear."""
 
     @property
     def updates_in_step(self) -> bool:

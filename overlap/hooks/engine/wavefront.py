@@ -1,4 +1,6 @@
-"""[Note: one order of collectives]
+"""The order in which the buckets of a backward pass advance.
+
+[Note: one order of collectives]
 
 Every rank must issue the collectives of a group in the same order. Otherwise they pair up wrongly: results are garbage,
 or ranks wait for each other forever. DDP's buckets arrive in the same order on every rank, but *when* a collective
@@ -6,7 +8,8 @@ completes differs from rank to rank. So nothing here depends on completion. The 
 
     when a bucket arrives, it runs to its first collective;
     then each older bucket advances by one collective, in the order in which those in flight were launched;
-    after the last bucket, all advance in that order, round after round, until all are done.
+    after the last bucket, all advance in that order, round after round, until all are done;
+    a bucket that awaits the whole pass stands still until every other one is done or awaits it, too.
 
 To advance is to wait for the collective in flight, run the stage's code up to the next one and launch it. With two
 collectives per bucket (a1, a2, b1, ...) and three buckets the order is
@@ -36,21 +39,21 @@ class Wavefront:
         """What has arrived and is not done, in the order in which it advances next."""
         return tuple(self._active)
 
-    def arrive(self, bucket: Task, *, is_last: bool) -> None:
+    def arrive(self, task: Task, *, is_last: bool) -> None:
         """Add the next bucket and advance the older ones; after the last one, advance all until they are done."""
         older = [other for other in self._active if not other.awaits_whole_pass]
         waiting = [other for other in self._active if other.awaits_whole_pass]
-        self._active = [*waiting, bucket, *older]
-        self._advance([bucket, *older])
+        self._active = [*waiting, task, *older]
+        self._advance([task, *older])
         if is_last:
             self._drain()
 
     def _drain(self) -> None:
         while self._active:
-            moving = [bucket for bucket in self._active if not bucket.awaits_whole_pass]
+            moving = [task for task in self._active if not task.awaits_whole_pass]
             self._advance(moving or list(self._active))
 
-    def _advance(self, buckets: list[Task]) -> None:
-        for bucket in buckets:
-            bucket.advance()
-        self._active = [bucket for bucket in self._active if not bucket.is_done]
+    def _advance(self, tasks: list[Task]) -> None:
+        for task in tasks:
+            task.advance()
+        self._active = [task for task in self._active if not task.is_done]

@@ -44,7 +44,7 @@ class ZeroStep(UpdateStage):
     *Interleaved* (default): each bucket is updated as soon as it is reduced, while backward computes the next ones.
     *Deferred* (``deferred=True``, or ``clip_grad_norm``): all buckets are updated at once in ``zero.step()``, as
     clipping by the global norm and ``GradScaler`` need. Call ``zero.step()`` once for each synchronized backward in
-    either case.
+    either case, unless ``automatic``.
 
     After backward ``.grad`` holds the mean where this rank owns it, and elsewhere this rank's own gradient divided by
     ``W`` (after a reducer: the reducer's result). It is cleared before the model's next forward.
@@ -95,7 +95,6 @@ class ZeroStep(UpdateStage):
             step="zero.step()",
             deferred_form="ZeroStep(zero, deferred=True)",
             adds_up=False,
-            clears=self._owns_gradient_of,
         )
         self.zero = zero
         self._prefetch = ParameterPrefetch() if gather == "forward" else None
@@ -145,7 +144,7 @@ class ZeroStep(UpdateStage):
         if self._prefetch is not None:
             self._prefetch.detach()
 
-    def _owns_gradient_of(self, parameter: Tensor) -> bool:
+    def owns_gradient_of(self, parameter: Tensor) -> bool:
         return id(parameter) in self.zero.shards
 
     def before_backward(self, *, is_replay: bool) -> None:
