@@ -117,8 +117,9 @@ def test_a_signal_leaves_no_process(program, tmp_path: Path, number: signal.Sign
     program(WAIT)
     starter = tmp_path / "starter.py"
     starter.write_text(
-        "import sys\n"
+        "import signal, sys\n"
         "from overlap.launch import run_ranks\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Ignored where the tests run under nohup.\n"
         "sys.exit(run_ranks([], 2, prefix=lambda rank: [sys.executable, sys.argv[1]]))\n"
     )
     started = subprocess.Popen([sys.executable, starter, tmp_path / "rank.py"], stderr=subprocess.PIPE, text=True)

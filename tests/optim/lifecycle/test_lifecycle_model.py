@@ -11,7 +11,7 @@ from lifecycle_forms import FORMS, Form
 
 from harness import run_ranks
 
-SEQUENCES = int(os.environ.get("OVERLAP_SEQUENCES", "40"))
+SEQUENCES = int(os.environ.get("OVERLAP_SEQUENCES", "25"))
 """For each form."""
 FIRST_SEED = int(os.environ.get("OVERLAP_FIRST_SEED", "0"))
 
