@@ -19,186 +19,26 @@ left, but nothing else):
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from overlap.errors import TrainingLoopError
 from overlap.optim.gradient_versions import GradientVersions
-
-__all__ = ["TRANSITIONS", "Event", "Form", "Phase", "Refusal", "UpdateLifecycle"]
-
-
-class Phase(enum.Enum):
-    """Where a training loop stands with one model and the optimizer that updates it."""
-
-    IDLE = "idle"
-    """No gradient is the library's: before the first forward, and after ``zero_grad()``."""
-    FORWARD = "forward"
-    """A forward recorded gradients. A backward under ``no_sync`` leaves this rank's own gradients, and the phase."""
-    BACKWARD = "backward"
-    """Buckets are coming; or backward ended before all had come."""
-    REDUCED = "reduced"
-    """``.grad`` is the mean over ranks, and ``step()`` updates with it."""
-    APPLIED = "applied"
-    """The update was made in backward; ``step()`` is due."""
-    STEPPED = "stepped"
-    """The update is complete. ``.grad`` holds what was applied, until the next forward."""
-    FAILED = "failed"
-    """Backward or the update raised: ``.grad`` is neither this rank's own nor the mean."""
-
-
-class Event(enum.Enum):
-    """What a training loop does, as the lifecycle sees it."""
-
-    FORWARD = "forward"
-    """A forward of the DDP model that records gradients begins."""
-    BACKWARD = "backward"
-    """The first bucket of a backward that synchronizes gradients has come."""
-    REPLAY = "replay"
-    """The same on a rank without inputs, under ``Join``."""
-    REDUCED = "all buckets through"
-    """Backward is over and DDP has set ``.grad``; the phase that follows is the form's own."""
-    STEP = "step()"
-    ZERO_GRAD = "zero_grad()"
-    LOAD = "load_state_dict()"
-    FAILURE = "exception in backward"
-    """A stage raised."""
-    UPDATE_FAILURE = "exception in the update"
-    """The optimizer raised in ``step()``."""
-    REMOVE = "remove()"
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """The event is an error, and leads to ``then`` (or leaves the phase as it is)."""
-
-    message: str
-    then: Phase | None = None
-
-
-_SECOND_BACKWARD = Refusal(
-    "a second backward began before step() was called for the first: call {step} after each synchronized backward, or "
-    "run all but the last backward of a step under ddp.no_sync()",
-    then=Phase.FAILED,
-)
-_ADDED_TO_APPLIED = Refusal(
-    "a backward has added to gradients that had been applied already, since no forward came after {step} to clear "
-    "them: call zero_grad() between {step} and a backward whose forward came before it",
-    then=Phase.FAILED,
-)
-_ADDED_TO_FAILED = Refusal(
-    "a backward has added to what the last one, which failed, left in .grad: call zero_grad() after a failure, or run "
-    "a forward before the next backward",
-    then=Phase.FAILED,
-)
-_INCOMPLETE = Refusal(
-    "backward has not reached every parameter: no gradient for some of {missing}; use "
-    "DistributedDataParallel(find_unused_parameters=True) if part of the model takes no part in the loss"
-)
-_FAILED = Refusal(
-    "the last backward or update raised, so gradients are neither this rank's own nor the mean, and {step} cannot "
-    "apply them: discard them with zero_grad(), or run forward and backward again"
-)
-_CANNOT_DISCARD = Refusal(
-    "zero_grad() between backward and {step} would discard this backward, but its update was made in backward already: "
-    "call {step} first, or use {deferred}, whose update can still be skipped"
-)
-_CANNOT_LOAD = Refusal(
-    "load_state_dict() between backward and {step}: the update was made in backward, with the state from before; call "
-    "{step} first"
-)
-_CANNOT_DISCARD_UNDER_JOIN = Refusal(
-    "under Join a backward cannot be discarded or added to before {step}: ranks that have run out of inputs have made "
-    "its update already; call {step} after each synchronized backward"
-)
-_LEFT_WITHOUT_STEP = Refusal(
-    "this rank ran out of inputs between backward and {step}, so its last gradients were never applied: call {step} "
-    "before the loop ends"
+from overlap.optim.phases import (
+    ADDED_TO_APPLIED,
+    CANNOT_DISCARD_UNDER_JOIN,
+    SECOND_BACKWARD,
+    TRANSITIONS,
+    Event,
+    Form,
+    Phase,
+    Refusal,
 )
 
-TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
-    Event.FORWARD: {
-        Phase.IDLE: Phase.FORWARD,
-        Phase.FORWARD: Phase.FORWARD,
-        Phase.BACKWARD: Phase.BACKWARD,  # DDP itself refuses this forward, with its own error.
-        Phase.REDUCED: Phase.REDUCED,  # What step() is to apply is kept.
-        Phase.APPLIED: Phase.APPLIED,  # What was applied is cleared; step() is still due.
-        Phase.STEPPED: Phase.FORWARD,  # What was applied is cleared.
-        Phase.FAILED: Phase.FORWARD,  # Everything is cleared.
-    },
-    Event.BACKWARD: {
-        Phase.IDLE: Phase.BACKWARD,
-        Phase.FORWARD: Phase.BACKWARD,
-        Phase.BACKWARD: Phase.BACKWARD,
-        Phase.REDUCED: Phase.BACKWARD,  # Adds up, as in plain DDP; refused where .grad is the mean in part only.
-        Phase.APPLIED: _SECOND_BACKWARD,
-        Phase.STEPPED: Phase.BACKWARD,  # Refused where it has added to what was applied, for want of a forward.
-        Phase.FAILED: _ADDED_TO_FAILED,  # A forward leads out; where none is seen, the loop clears gradients itself.
-    },
-    Event.REPLAY: {
-        Phase.IDLE: Phase.BACKWARD,
-        Phase.FORWARD: Phase.BACKWARD,
-        Phase.BACKWARD: Phase.BACKWARD,
-        Phase.REDUCED: _LEFT_WITHOUT_STEP,
-        Phase.APPLIED: Phase.BACKWARD,
-        Phase.STEPPED: Phase.BACKWARD,
-        Phase.FAILED: Phase.BACKWARD,
-    },
-    Event.STEP: {
-        Phase.IDLE: Phase.IDLE,  # Gradients that the user set are applied, as by any optimizer.
-        Phase.FORWARD: Phase.FORWARD,  # Refused where a gradient is this rank's own: it ran under no_sync.
-        Phase.BACKWARD: _INCOMPLETE,
-        Phase.REDUCED: Phase.STEPPED,
-        Phase.APPLIED: Phase.STEPPED,  # Refused where a gradient was edited since.
-        Phase.STEPPED: Phase.STEPPED,  # Nothing is left to do, and nothing is done twice.
-        Phase.FAILED: _FAILED,
-    },
-    Event.ZERO_GRAD: {
-        Phase.IDLE: Phase.IDLE,
-        Phase.FORWARD: Phase.FORWARD,
-        Phase.BACKWARD: Phase.BACKWARD,
-        Phase.REDUCED: Phase.IDLE,  # Discards the backward.
-        Phase.APPLIED: _CANNOT_DISCARD,
-        Phase.STEPPED: Phase.IDLE,
-        Phase.FAILED: Phase.IDLE,
-    },
-    Event.LOAD: {
-        Phase.IDLE: Phase.IDLE,
-        Phase.FORWARD: Phase.FORWARD,
-        Phase.BACKWARD: Phase.BACKWARD,
-        Phase.REDUCED: Phase.REDUCED,
-        Phase.APPLIED: _CANNOT_LOAD,
-        Phase.STEPPED: Phase.STEPPED,
-        Phase.FAILED: Phase.FAILED,
-    },
-    Event.FAILURE: dict.fromkeys(Phase, Phase.FAILED),
-    Event.UPDATE_FAILURE: {
-        **{phase: phase for phase in Phase},  # What failed to be applied was the user's own.
-        Phase.REDUCED: Phase.FAILED,
-        Phase.APPLIED: Phase.FAILED,
-    },
-    Event.REMOVE: dict.fromkeys(Phase, Phase.IDLE),
-}
-"""What each event leads to, by the phase that it meets. After :attr:`Event.REDUCED`, see :class:`Form`."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """How one update is made, as far as its lifecycle can tell."""
-
-    outcome: Phase
-    """Where backward leads: ``REDUCED`` if ``step()`` updates, ``APPLIED`` if backward did and the loop calls
-    ``step()``, ``STEPPED`` if backward did and it does not."""
-    step: str
-    """What messages call ``step()``."""
-    deferred: str
-    """How to ask for the deferred form."""
-    adds_up: bool = True
-    """Whether a second backward before ``step()`` adds up as in plain DDP, since all of ``.grad`` is the mean."""
+__all__ = ["UpdateLifecycle"]
 
 
 class UpdateLifecycle:
@@ -279,11 +119,11 @@ class UpdateLifecycle:
         if is_replay:
             self._begin_replay()
         elif self.phase is Phase.REDUCED and not self.form.adds_up:
-            self._refuse(_SECOND_BACKWARD)
+            self._refuse(SECOND_BACKWARD)
         elif self.phase is Phase.REDUCED and self.is_joining():
-            self._refuse(replace(_CANNOT_DISCARD_UNDER_JOIN, then=Phase.FAILED))
+            self._refuse(replace(CANNOT_DISCARD_UNDER_JOIN, then=Phase.FAILED))
         elif self.phase is Phase.STEPPED and self.sees_forwards and self._has_added_to_applied():
-            self._refuse(_ADDED_TO_APPLIED)
+            self._refuse(ADDED_TO_APPLIED)
         else:
             self._move(Event.BACKWARD)
         self._is_replay = is_replay
@@ -359,7 +199,7 @@ class UpdateLifecycle:
         if isinstance(outcome, Refusal):
             self._refuse(outcome)
         if event is Event.ZERO_GRAD and self.phase is Phase.REDUCED and self.is_joining():
-            self._refuse(_CANNOT_DISCARD_UNDER_JOIN)
+            self._refuse(CANNOT_DISCARD_UNDER_JOIN)
 
     def check_step(self) -> None:
         """Raises: TrainingLoopError: ``step()`` cannot be called now, or what was applied has been changed since."""

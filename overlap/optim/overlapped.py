@@ -16,7 +16,8 @@ from overlap.hooks import StageContext
 from overlap.join import Join, Joinable, JoinHook
 from overlap.optim.clipping import Clipping, GradientNorms
 from overlap.optim.grad_scaler import LossScale
-from overlap.optim.lifecycle import Event, Phase, UpdateLifecycle
+from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.phases import Event, Phase
 from overlap.optim.proxy import OptimizerProxy
 from overlap.optim.subset import SubsetStepper, check_optimizer
 

@@ -14,8 +14,8 @@ from overlap.hooks import Bucket, StageContext, whole_pass
 from overlap.join.active import active_join
 from overlap.optim.clipping import GradientNorms
 from overlap.optim.functional import FunctionalOptimizer
-from overlap.optim.lifecycle import Phase
 from overlap.optim.overlapped import OverlappedOptimizer
+from overlap.optim.phases import Phase
 from overlap.optim.unused import used_on_any_rank
 from overlap.optim.update_stage import UpdateStage
 

@@ -10,7 +10,8 @@ from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks import Role, Stage, StageContext
 from overlap.optim.clipping import Clipping
-from overlap.optim.lifecycle import Form, Phase, UpdateLifecycle
+from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.phases import Form, Phase
 
 __all__ = ["UpdateStage"]
 

@@ -18,7 +18,7 @@ from overlap._torch.ddp import GradientSync
 from overlap.errors import ConfigurationError, OverlapError, TrainingLoopError
 from overlap.hooks import Stage, StageContext, chain
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
-from overlap.optim.lifecycle import Form, Phase, UpdateLifecycle
+from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
 from overlap.optim.local_sgd.join_hook import LocalSGDJoinHook
 from overlap.optim.local_sgd.model_tensors import ModelTensors, trained_parameters
@@ -26,6 +26,7 @@ from overlap.optim.local_sgd.outer import MakeOptimizer, OuterOptimizer
 from overlap.optim.local_sgd.schedule import Period, Schedule
 from overlap.optim.local_sgd.stages import LocalSGDStage, check_update
 from overlap.optim.local_sgd.synchronizer import Options, Synchronizer
+from overlap.optim.phases import Form, Phase
 
 __all__ = ["LocalSGD"]
 

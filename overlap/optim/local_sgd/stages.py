@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext
-from overlap.optim.lifecycle import Phase, UpdateLifecycle
+from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.local_sgd.torch_names import ModelAverager
 from overlap.optim.overlapped import OverlappedOptimizer
+from overlap.optim.phases import Phase
 
 __all__ = ["Average", "LocalSGDStage", "check_update"]
 

@@ -13,7 +13,7 @@ from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
 from overlap.hooks import Bucket, StageContext, all_reduce, whole_pass
 from overlap.optim.grad_scaler import LossScale
-from overlap.optim.lifecycle import Phase
+from overlap.optim.phases import Phase
 from overlap.optim.unused import used_on_any_rank
 from overlap.optim.update_stage import UpdateStage
 from overlap.optim.zero.bucket_shards import BucketShards, shards_of_bucket

@@ -18,7 +18,8 @@ from lifecycle_driver import Player
 from lifecycle_forms import FORMS
 
 from harness import run_ranks
-from overlap.optim.lifecycle import TRANSITIONS, Event, Phase, Refusal, UpdateLifecycle
+from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.phases import TRANSITIONS, Event, Phase, Refusal
 
 Patches = Callable[[], list[Any]]
 _LIMIT = int(os.environ.get("OVERLAP_MUTANT_SEQUENCES", "60"))
