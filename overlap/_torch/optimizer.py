@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["drop_hooks", "mark_stepped", "patch_step", "unhooked_step"]
+__all__ = ["bare_copy", "drop_hooks", "mark_stepped", "own_step", "patch_step", "unhooked_step"]
 
 
 def unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
@@ -21,6 +21,28 @@ def unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
     while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step  # type: ignore[no-any-return]
+
+
+def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """The ``step`` that was set on the object in place of its class's, if that is not what an LR scheduler sets.
+
+    Private: the attribute by which LR schedulers mark the method that they replace, to see whether it is called.
+    """
+    step: Any = vars(optimizer).get("step")
+    if step is None:
+        return None
+    inner = step
+    while getattr(inner, "_wrapped_by_lr_sched", False) and hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    return None if inner is getattr(type(optimizer), "step", None) else step
+
+
+def bare_copy(optimizer: Optimizer) -> Optimizer:
+    """An object of the same class without attributes but those of ``Optimizer`` itself, and without hooks."""
+    cls = type(optimizer)
+    copied = cls.__new__(cls)
+    Optimizer.__setstate__(copied, {"defaults": {}})
+    return copied
 
 
 def patch_step(optimizer: Optimizer) -> None:
