@@ -19,6 +19,7 @@ __all__ = [
     "pre_hooks",
     "run_post_hooks",
     "run_pre_hooks",
+    "runs_step_hooks",
     "unhooked_step",
     "unwrapped",
 ]
@@ -72,6 +73,11 @@ def drop_hooks(twin: Optimizer) -> None:
     """Remove the step hooks of ``twin``, whose ``step`` calls its parent's wrapped one."""
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
+
+
+def runs_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether ``step`` runs hooks; wrappers that do not call ``Optimizer.__init__`` need not."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def pre_hooks(optimizer: Optimizer) -> dict[int, Any]:

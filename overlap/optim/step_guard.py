@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from overlap._torch.optimizer import pre_hooks
+from overlap._torch.optimizer import pre_hooks, runs_step_hooks
 from overlap.errors import RegistrationError, TrainingLoopError
 from overlap.hooks import StageContext
 
@@ -69,7 +69,7 @@ class StepGuard:
 
 def guarded_by(guard: StepGuard, optimizer: Optimizer) -> RemovableHandle | None:
     """Let ``guard`` watch ``optimizer``, if that runs step hooks; some wrappers do not."""
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if not runs_step_hooks(optimizer):
         return None
     return optimizer.register_step_pre_hook(guard)
 
