@@ -131,12 +131,16 @@ class Step(UpdateStage):
 
     @property
     def _instead(self) -> str:
-        """What to call, and not the optimizer's own ``step()``."""
+        """How the optimizer is stepped, and what to call in place of its own ``step()``."""
         if not self.is_automatic:
-            return "call step() of the OverlappedOptimizer"
+            return (
+                "by the OverlappedOptimizer that wraps it, and its own step() would apply the gradients again: call "
+                "step() of the OverlappedOptimizer"
+            )
         return (
-            "leave the call out, or give OverlappedOptimizer(optimizer) to Step and call that one's step() (with "
-            "GradScaler, together with deferred=True)"
+            "inside backward, and step() would apply the gradients again: leave the call out, or give "
+            "OverlappedOptimizer(optimizer) to Step and call that one's step() (with GradScaler, together with "
+            "deferred=True)"
         )
 
     def _check_order(self) -> None:

@@ -33,7 +33,7 @@ class StepGuard:
 
     Args:
         stage: what makes the update.
-        instead: what to call in place of ``step()``.
+        instead: how the optimizer is stepped, and what to call in place of ``step()``.
     """
 
     def __init__(self, stage: Guarded, instead: str) -> None:
@@ -61,10 +61,7 @@ class StepGuard:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _changes_nothing(optimizer) or not self.is_alive():
             return
-        raise TrainingLoopError(
-            f"this {type(optimizer).__name__} is stepped by a registered stage, and step() would apply the gradients "
-            f"again: {self._instead}"
-        )
+        raise TrainingLoopError(f"this {type(optimizer).__name__} is stepped {self._instead}")
 
 
 def guarded_by(guard: StepGuard, optimizer: Optimizer) -> RemovableHandle | None:
