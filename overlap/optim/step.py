@@ -127,7 +127,8 @@ class Step(UpdateStage):
         super().attach(context)
         self.optimizer.adopt(self)
         if self._functional is None:
-            self._guard = guarded_by(StepGuard(self, self._instead), self.optimizer.optimizer)
+            through = None if self.is_automatic else self.optimizer
+            self._guard = guarded_by(StepGuard(self, self._instead, through=through), self.optimizer.optimizer)
 
     @property
     def _instead(self) -> str:
