@@ -155,8 +155,8 @@ class UpdateLifecycle:
             TrainingLoopError: the update was made in backward, and ``step()`` is due.
         """
         self.check(Event.ZERO_GRAD)
-        if self.phase is Phase.FORWARD and not set_to_none:
-            self.gradients.zero_cleared()
+        if self.phase is Phase.FORWARD:
+            self.gradients.note_zero_grad(set_to_none=set_to_none)
         self._move(Event.ZERO_GRAD)
         if self.phase is Phase.IDLE:
             self.gradients.forget()

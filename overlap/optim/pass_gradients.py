@@ -137,9 +137,9 @@ class PassGradients:
         parameter.grad = None
 
     @torch.no_grad()
-    def zero_cleared(self) -> None:
-        """``zero_grad(set_to_none=False)`` came: zeros where it would have met what the forward has cleared."""
-        for parameter in self._cleared:
+    def note_zero_grad(self, *, set_to_none: bool) -> None:
+        """``zero_grad()`` came after a forward: zeros where it would have met what that forward has cleared."""
+        for parameter in [] if set_to_none else self._cleared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._cleared = []

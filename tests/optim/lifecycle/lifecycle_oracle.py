@@ -218,7 +218,7 @@ class Oracle:
             self._forget()
         elif self.phase in ("applied", "stepped"):
             as_left = {place for place, mark in self.marks.items() if mark == "as left"}
-            self.cleared |= as_left
+            self.cleared |= {place for place in as_left if self.parameters[place].grad is not None}
             self._clear(as_left)
             self.means -= set(self.marks)
             self.marks = {}
