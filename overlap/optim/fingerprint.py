@@ -10,20 +10,32 @@ it is. So beside the counter the sum of a gradient's memory, taken as 64-bit int
 Where a counter has moved, the sum is compared. Where none has, it is compared in the first passes after registration
 and in a few later ones: a loop that edits through ``.data`` does so from its first step on.
 
-The sum wraps and does not depend on the order of its terms, so a permutation of 64-bit words is not seen. Scaling is
-seen: it adds a multiple of a power of two far below 2**64 for each pair of elements. On an accelerator nothing waits
-for the sum: the verdict is read at a later step.
+The sum wraps. Scaling is always seen: it adds a multiple of a power of two far below 2**64 for each pair of elements. A
+changed sign adds or takes the same, so the sum of a small tensor, in which as many may have been positive as negative,
+weighs each element by its place; in one large tensor in hundreds a change of all signs, and in all large ones a
+permutation, is not seen. On an accelerator nothing waits for the sum: the verdict is read at a later step.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "is_sampled"]
+
+_FIRST_SAMPLES = 16
+_SAMPLE_EVERY = 64
 
 _WORD_BYTES = 8
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SMALL = 8192
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def is_sampled(passes: int) -> bool:
+    """Whether in this pass, counted from 1, values are compared even where no version has moved."""
+    return passes <= _FIRST_SAMPLES or passes % _SAMPLE_EVERY == 0
 
 
 @torch.no_grad()
@@ -31,16 +43,21 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """The wrapping sum of the memory of ``tensor`` as integers: an ``int64`` scalar on its device."""
     elements = _in_memory_order(tensor.detach())
     integers = elements.view(_INTEGERS[elements.element_size()])
+    if integers.numel() <= _SMALL:
+        return (integers * _weights(integers.device)[: integers.numel()]).sum()
+    if elements.element_size() == _WORD_BYTES:
+        return integers.sum(dtype=torch.int64)  # Slower, but of whole words the sum wraps where signs are changed.
     per_word = _WORD_BYTES // elements.element_size()
-    # A view as longer integers must begin at a multiple of their length.
-    start = min(-int(integers.storage_offset()) % per_word, integers.numel())
-    end = start + (integers.numel() - start) // per_word * per_word
-    total = integers[start:end].view(torch.int64).sum()
-    if start:
-        total = total + integers[:start].sum(dtype=torch.int64)
-    if end < integers.numel():
-        total = total + integers[end:].sum(dtype=torch.int64)
-    return total
+    if integers.storage_offset() % per_word:
+        integers = integers.clone()  # A view as longer integers must begin at a multiple of their length.
+    end = integers.numel() // per_word * per_word
+    return integers[:end].view(torch.int64).sum() + integers[end:].sum(dtype=torch.int64)
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, 2**30, (_SMALL,), generator=generator).to(device)
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

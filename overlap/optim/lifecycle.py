@@ -229,7 +229,7 @@ class UpdateLifecycle:
         )
         if not edited:
             return
-        self.gradients.note_values(are_there=True)
+        self.gradients.accept_values()
         what = (
             f"the gradient of {self.names.get(edited[0], 'a parameter')} (and of {len(edited) - 1} others) was changed "
         )

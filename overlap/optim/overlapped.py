@@ -232,7 +232,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
     def _refuse_edits_outside(self) -> None:
         self._outside.release_new_tensors()
         if self._outside.edited(keeps_new_tensors=True, ignores_zeros=True, samples=False):
-            self._outside.note_values(are_there=True)
+            self._outside.accept_values()
             raise TrainingLoopError(
                 "the gradient of a parameter outside of the model was changed after optimizer.step() had applied it: "
                 "change it before, or call zero_grad() first"

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from overlap.optim.fingerprint import is_sampled
 from overlap.optim.gradient_versions import GradientVersions, LateVerdicts
 
 __all__ = ["PassGradients"]
-
-_FIRST_SAMPLES = 16
-_SAMPLE_EVERY = 64
 
 
 class PassGradients:
@@ -67,12 +65,17 @@ class PassGradients:
     @property
     def samples(self) -> bool:
         """Whether in this pass values are compared even where no version has moved. See [Note: edits by value]."""
-        return self._passes <= _FIRST_SAMPLES or self._passes % _SAMPLE_EVERY == 0
+        return is_sampled(self._passes)
 
     def note_values(self, *, are_there: bool) -> None:
         """What is in ``.grad`` now is as the library left it, if DDP has set ``.grad`` on this rank at all."""
         everything = {**self._reduced, **self._applied}.values()
         self._versions = GradientVersions(everything, known=self._versions) if are_there else None
+
+    def accept_values(self) -> None:
+        """The loop was told that its edits are lost, and is not told again."""
+        self._versions = None
+        self.note_values(are_there=True)
 
     def forget(self) -> None:
         """What is in ``.grad`` from here on is not of a backward that was reduced."""
