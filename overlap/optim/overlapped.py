@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._torch.optimizer import mark_stepped, unhooked_step
-from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
 from overlap.hooks import StageContext
 from overlap.join import Join, Joinable, JoinHook
 from overlap.optim.clipping import Clipping, GradientNorms
@@ -261,6 +261,15 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
     def stepper(self) -> SubsetStepper:
         """Steps parts of the parameters."""
         return self._stepper
+
+    def check_apart(self, names: Mapping[Tensor, str]) -> None:
+        """Raises: RegistrationError: another stage updates parameters of the model that has these ``names``."""
+        shared = [p for other in self._updates for p in other.lifecycle.names if p in names and self.stepper.covers(p)]
+        if shared:
+            raise RegistrationError(
+                f"{names[shared[0]]} (and {len(shared) - 1} other parameters) are updated already where another "
+                "DistributedDataParallel has them: call .remove() on what register returned for it"
+            )
 
     def check_same_way(self, update: _Update) -> None:
         """Raises: ConfigurationError: another stage updates this optimizer in another way."""

@@ -117,6 +117,7 @@ class Step(UpdateStage):
     def attach(self, context: StageContext) -> None:
         self._check_coverage(context)
         self.optimizer.check_same_way(self)
+        self.optimizer.check_apart(context.names or {})
         super().attach(context)
         self.optimizer.adopt(self)
         if self.is_automatic and self._functional is None:
