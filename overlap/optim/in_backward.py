@@ -18,8 +18,8 @@ def check_draws(optimizer: Optimizer, found: Separability, *, instead: str) -> N
     """Raises: UnsupportedError: ``step()`` draws from a global generator, which backward draws from, too."""
     if found.draws:
         raise UnsupportedError(
-            f"{type(optimizer).__name__}.step() draws random numbers ({', '.join(found.draws)}), and in backward they would "
-            f"come in another order than in step(), between those of recomputed layers; use {instead}"
+            f"{type(optimizer).__name__}.step() draws random numbers ({', '.join(found.draws)}), and in backward they "
+            f"would come in another order than in step(), between those of recomputed layers; use {instead}"
         )
 
 
