@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from overlap._torch import ddp as ddp_state
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
 from overlap._torch.join import is_joining, torch_join_divides_by_count
@@ -161,7 +162,12 @@ def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], st
         ddp=alive,
         is_joining=lambda: (model := alive()) is not None and is_joining(model),
     )
-    runtime = Runtime(made, context)
+
+    def forget_unfinished_backward() -> None:
+        if (model := alive()) is not None:
+            ddp_state.forget_unfinished_backward(model)
+
+    runtime = Runtime(made, context, forget_unfinished_backward=forget_unfinished_backward)
     try:
         runtime.open()
     except BaseException:
