@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["drop_hooks", "mark_stepped", "patch_step", "unhooked_step"]
+__all__ = [
+    "after_load_state_dict",
+    "after_state_dict",
+    "before_load_state_dict",
+    "before_state_dict",
+    "drop_hooks",
+    "mark_stepped",
+    "patch_step",
+    "unhooked_step",
+]
 
 
 def unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
@@ -37,3 +46,32 @@ def drop_hooks(twin: Optimizer) -> None:
     """Remove the step hooks of ``twin``, whose ``step`` calls its parent's wrapped one."""
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
+
+
+def before_state_dict(optimizer: Optimizer) -> None:
+    """Run the hooks of ``register_state_dict_pre_hook``. Private, as the next three: the hooks' registries."""
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
+
+
+def after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Run the hooks of ``register_state_dict_post_hook``, each of which may replace the dict."""
+    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+        replaced = hook(optimizer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    return state_dict
+
+
+def before_load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the hooks of ``register_load_state_dict_pre_hook`` on a shallow copy, which each may replace."""
+    copied = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = hook(optimizer, copied)
+        copied = copied if replaced is None else replaced
+    return copied
+
+
+def after_load_state_dict(optimizer: Optimizer) -> None:
+    """Run the hooks of ``register_load_state_dict_post_hook``."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +14,9 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from overlap._torch.c10d import backend_name
-from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
+from overlap._torch.checkpoint import is_in_checkpointing, is_in_loading
+from overlap._torch.optimizer import after_load_state_dict, after_state_dict, before_load_state_dict, before_state_dict
+from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.subset import SubsetStepper, check_optimizer
@@ -22,6 +25,7 @@ from overlap.optim.zero.exchange import Exchange, Workspace
 from overlap.optim.zero.parameter_groups import check_class, copy_options, names_of, read_groups, with_names
 from overlap.optim.zero.sharding import Ownership, Shard
 from overlap.optim.zero.state import ShardedState, consolidate, load_plain
+from overlap.optim.zero.whole_state import WholeState
 from overlap.optim.zero.without_hooks import UpdateWithoutHooks
 
 if TYPE_CHECKING:
@@ -107,7 +111,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.partition = partition
         self.ownership = Ownership(self.process_group, cls, partition, master_dtype)
         self.stage: ShardedUpdate | None = None
-        self._consolidated: dict[str, Any] | None = None
+        self._whole_state = WholeState(self.rank)
         groups = read_groups(params)
         chunks = self.ownership.add(groups, first_group=0)
         try:
@@ -128,11 +132,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         copy_options(self.optim.param_groups, self.param_groups)
         self._is_complete = True
 
-    @property  # type: ignore[override]
-    def state(self) -> dict[Tensor, Any]:
+    @property
+    def state(self) -> defaultdict[Any, Any]:
         """This rank's part of the state; the keys are the whole parameters."""
         inner = self.optim.state
-        return {s.parameter: inner[s.own] for s in self.shards.values() if s.own is not None and s.own in inner}
+        of_parameters = {
+            s.parameter: inner[s.own] for s in self.shards.values() if s.own is not None and s.own in inner
+        }
+        beside = {key: value for key, value in inner.items() if not isinstance(key, Tensor)}
+        return defaultdict(dict, {**of_parameters, **beside})
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -161,6 +169,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.optim.add_param_group(chunks)
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
+        if not self._whole_state.is_untouched:
+            self._whole_state.note_change()
 
     def begin(self) -> None:
         """Begin a step: take note of parameters that were moved or changed since the last one."""
@@ -171,6 +181,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @torch.no_grad()
     def update(self, pairs: Sequence[tuple[Shard, Tensor]]) -> None:
         """Step what this rank owns of each shard with its flat gradient, and write the parameters."""
+        self._whole_state.note_change()
         shards = [shard for shard, _ in pairs]
         chunks = [shard.own for shard in shards if shard.own is not None]
         shaped = [shard.shaped(gradient) for shard, gradient in pairs]
@@ -196,6 +207,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RegistrationError: ``overlap_with_ddp=True``, and no stage is registered.
             TrainingLoopError: a gradient has not been reduced, or ``GradScaler`` is used with interleaved updates.
         """
+        if is_in_checkpointing():
+            self._make_state()
+            return None
         Join.notify_join_context(self)
         loss = None
         if closure is not None:
@@ -217,6 +231,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _step_without_hooks(self, loss_scale: LossScale, *, is_joined: bool = False) -> None:
         self.begin()
         self._without_hooks.step(self.update, loss_scale, is_joining=self.is_joining, is_joined=is_joined)
+
+    @torch.no_grad()
+    def _make_state(self) -> None:
+        """Let the optimizer make the state of this rank's part by a step on zeros, which changes no parameter."""
+        self.begin()
+        owned = [shard for shard in self.shards.values() if shard.own is not None and shard.parameter.requires_grad]
+        values = [shard.own.clone() for shard in owned if shard.own is not None]
+        self.update([(shard, torch.zeros_like(shard.views[shard.rank])) for shard in owned])
+        for shard, value in zip(owned, values, strict=True):
+            if shard.own is not None:
+                shard.own.copy_(value)
+            shard.publish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As any optimizer's; between backward and :meth:`step` it discards the backward.
@@ -265,28 +291,39 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         else:
             self._step_without_hooks(LossScale(), is_joined=True)
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the whole state on rank ``to`` of the group, in CPU memory, where :meth:`state_dict` then returns it.
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Gather the whole state in CPU memory, for :meth:`state_dict` to return until the state changes.
 
-        Call it on every rank. Issues: gathers of at most about 64 MB of state each.
+        Call it on every rank. Issues: one gather of a few bytes per value, and gathers of at most about 64 MB of state
+        each.
+
+        Args:
+            to: the rank of the group that gets the state; ``None`` for all ranks.
 
         Raises:
             ConfigurationError: the group has no rank ``to``.
+            UnsupportedError: the optimizer's state cannot be put together from the ranks' parts.
         """
-        self._consolidated = consolidate(self._settled_state(), to)
+        self._whole_state.keep(consolidate(self._settled_state(), to))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the form of the plain ``optimizer_class``, on the rank where it was consolidated.
+        """The state in the form of the plain ``optimizer_class``; empty on ranks to which it was not consolidated.
+
+        Before the first update every rank has it. Inside of ``torch.distributed.checkpoint``, whose functions every
+        rank calls, the state is consolidated on all ranks.
 
         Raises:
-            TrainingLoopError: :meth:`consolidate_state_dict` was not called, or was called for another rank.
+            TrainingLoopError: :meth:`consolidate_state_dict` was not called since the last update.
         """
-        if self._consolidated is None:
-            raise TrainingLoopError(
-                f"the state is divided among the ranks, and rank {self.rank} does not hold all of it: call "
-                f"consolidate_state_dict(to={self.rank}) on every rank first, or save sharded_state_dict() instead"
-            )
-        return self._consolidated
+        before_state_dict(self)
+        if is_in_loading() and not self.optim.state:
+            self._make_state()
+        if is_in_checkpointing():
+            self.consolidate_state_dict(to=None)
+        elif self._whole_state.is_untouched and not self.optim.state:
+            self._whole_state.keep({"state": {}, **self._settled_state().local().shared.entries})
+        packed = self._whole_state.packed(self.param_groups)
+        return after_state_dict(self, packed) if packed else packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's part of a :meth:`state_dict` of this class or of the plain optimizer, on every rank.
@@ -295,7 +332,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ConfigurationError: it belongs to other parameters.
         """
         self._prepare_to_load()
-        load_plain(self._settled_state(), state_dict)
+        given = before_load_state_dict(self, state_dict)
+        load_plain(self._settled_state(), given)
+        # Accelerate loads what a new optimizer gave, which leaves it as it was.
+        if given["state"] or not self._whole_state.is_untouched:
+            self._whole_state.note_change()
+        after_load_state_dict(self)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part, for ``torch.distributed.checkpoint.save``; any number of ranks can load it.
@@ -319,12 +361,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ConfigurationError: nothing is saved there, or it belongs to other parameters.
         """
         self._prepare_to_load()
+        self._whole_state.note_change()
         load_pieces(self._settled_state(), checkpoint, key)
 
     def _prepare_to_load(self) -> None:
         if self.stage is not None:
             self.stage.lifecycle.on_load()
-        self._consolidated = None
 
     def _settled_state(self) -> ShardedState:
         """This rank's part of the state, after all gathers have ended."""

@@ -1,9 +1,10 @@
-"""The optimizer's state: this rank's part, and all of it on one rank in the form of the plain optimizer."""
+"""The optimizer's state: this rank's part, and all of it in the form of the plain optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,20 +12,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap.errors import ConfigurationError
+from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.optim.zero.kinds import Kind, Kinds, StateValue
 from overlap.optim.zero.parameter_groups import copy_options, options_of
+from overlap.optim.zero.plain_values import as_plain, cloned, fingerprint
 from overlap.optim.zero.sharding import Shard, flatten
 
-__all__ = ["ShardedState", "consolidate", "is_by_element", "load_plain"]
+__all__ = ["GlobalState", "LocalState", "ShardedState", "consolidate", "load_plain", "packed_groups"]
 
 # The key of a parameter's master, its copy in a wider dtype.
 _MASTER = "master_param"
 
-# State that is one number per parameter in optimizers of PyTorch. For a parameter without dimensions the shape does not
-# tell.
-_BY_PARAMETER = ("step", "mu_product", "eta", "mu")
-
 _BLOCK_BYTES = 16 * 2**20
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class GlobalState:
+    """What belongs to no parameter: the same on every rank."""
+
+    state: dict[Any, Any] = field(default_factory=dict)
+    """State under keys that are not parameters."""
+    entries: dict[str, Any] = field(default_factory=dict)
+    """What the optimizer's own ``state_dict()`` has beside state and groups."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +50,41 @@ class ShardedState:
     """The shard of each parameter, by ``id`` of the parameter, in the groups' order."""
     process_group: dist.ProcessGroup
 
-    def of(self, shard: Shard) -> dict[str, Any]:
-        """This rank's state of one parameter, with its master if there is one."""
-        if shard.own is None:
-            return {}
-        state = dict(self.optimizer.state.get(shard.own, {}))
-        if shard.has_master:
-            state[_MASTER] = shard.own
-        return state
+    @property
+    def are_cut(self) -> bool:
+        """Whether parameters are divided by element."""
+        return not any(shard.is_whole for shard in self.shards.values())
+
+    @property
+    def owns_something(self) -> bool:
+        """Whether this rank's optimizer has anything to step."""
+        return any(shard.own is not None for shard in self.shards.values())
+
+    def kinds(self, values: Sequence[StateValue]) -> Kinds:
+        """What tells the kinds of ``values``."""
+        return Kinds(type(self.optimizer).__name__, values, are_cut=self.are_cut)
+
+    def local(self) -> LocalState:
+        """This rank's part, as the optimizer of its chunks saves it, so that its own hooks and overrides take part."""
+        packed = self.optimizer.state_dict()
+        order = [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
+        place_of = {id(chunk): place for place, chunk in enumerate(order)}
+        by_shard: dict[int, dict[str, Any]] = {}
+        for shard in self.shards.values():
+            if shard.own is None:
+                continue
+            state = dict(packed["state"].get(place_of[id(shard.own)], {}))
+            if shard.has_master:
+                state[_MASTER] = shard.own
+            by_shard[id(shard)] = state
+        beside = {key: value for key, value in packed["state"].items() if key not in range(len(order))}
+        entries = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+        return LocalState(self, by_shard, GlobalState(beside, entries))
 
     @torch.no_grad()
-    def replace(self, states: Mapping[int, dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+    def replace(
+        self, states: Mapping[int, dict[str, Any]], options: Sequence[Mapping[str, Any]], shared: GlobalState
+    ) -> None:
         """Replace the state of this rank's chunks, given by ``id`` of the shard, and the options of each group.
 
         State that is missing is made anew if the optimizer makes it at its first step.
@@ -57,7 +92,8 @@ class ShardedState:
         by_chunk = {id(shard.own): shard for shard in self.shards.values() if shard.own is not None}
         packed = self.optimizer.state_dict()
         order = [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
-        packed["state"] = {}
+        packed.update(cloned(shared.entries))
+        packed["state"] = cloned(shared.state)
         for place, chunk in enumerate(order):
             shard = by_chunk[id(chunk)]
             state = dict(states.get(id(shard), {}))
@@ -75,30 +111,139 @@ class ShardedState:
         copy_options(self.optimizer.param_groups, self.param_groups)
 
 
-def is_by_element(shard: Shard, key: str, value: Any) -> bool:
-    """Whether a state value has one element for each element that this rank owns."""
-    has_shape = isinstance(value, Tensor) and shard.own is not None and value.shape == shard.own.shape
-    return has_shape and key not in _BY_PARAMETER
+@dataclass(frozen=True)
+class LocalState:
+    """What this rank's optimizer has saved."""
+
+    sharded: ShardedState
+    by_shard: dict[int, dict[str, Any]]
+    """The state of each parameter of which this rank has a part, its master included, by ``id`` of the shard."""
+    shared: GlobalState
+
+    @cached_property
+    def _kinds(self) -> Kinds:
+        return self.sharded.kinds(
+            [
+                _local_value(shard, key, value)
+                for shard in self.sharded.shards.values()
+                for key, value in self.by_shard.get(id(shard), {}).items()
+            ]
+        )
+
+    def of(self, shard: Shard) -> dict[str, tuple[Kind, Any]]:
+        """The values of one parameter, each with its kind.
+
+        Raises:
+            UnsupportedError: a value belongs neither to an element nor to the parameter.
+        """
+        state = self.by_shard.get(id(shard), {})
+        return {key: (self._kinds.of(_local_value(shard, key, value)), value) for key, value in state.items()}
+
+    def agree(self) -> GlobalState:
+        """Compare what should be the same on all ranks; returns what belongs to no parameter, in CPU memory.
+
+        Issues: one gather of a few bytes per value.
+
+        Raises:
+            UnsupportedError: something is of no known kind, or differs; raised on every rank.
+        """
+        gathered: list[Any] = [None] * self.sharded.process_group.size()
+        shared = as_plain(cloned(vars(self.shared), device=_CPU)) if self.sharded.owns_something else None
+        try:
+            mine: Any = self._described()
+        except UnsupportedError as error:
+            mine = str(error)
+        dist.all_gather_object(gathered, (mine, shared), group=self.sharded.process_group)
+        everyone = [described for described, _ in gathered]
+        for rank, described in enumerate(everyone):
+            if isinstance(described, str):
+                raise UnsupportedError(f"rank {rank}: {described}")
+        known: dict[tuple[str, str], tuple[int, str]] = {}
+        for rank, described in enumerate(everyone):
+            for what, text in described.items():
+                first, expected = known.setdefault(what, (rank, text))
+                if text != expected:
+                    raise UnsupportedError(self._difference(what, (first, expected), (rank, text)))
+        if self.sharded.are_cut:
+            self._check_complete(everyone)
+        # A rank that owns nothing has stepped nothing, so its values are those of the first step.
+        return GlobalState(**next((one for _, one in gathered if one is not None), {}))
+
+    def _described(self) -> dict[tuple[str, str], str]:
+        described: dict[tuple[str, str], str] = {}
+        for shard in self.sharded.shards.values():
+            for key, (kind, value) in self.of(shard).items():
+                if kind is Kind.BY_ELEMENT:
+                    described[shard.name, key] = f"{kind.value}, {value.dtype}"
+                elif not shard.is_whole:
+                    described[shard.name, key] = f"{kind.value}, {fingerprint(as_plain(value))}"
+        if self.sharded.owns_something:
+            beside = {**self.shared.state, **self.shared.entries}
+            described.update((("", str(key)), fingerprint(as_plain(value))) for key, value in beside.items())
+        return described
+
+    def _check_complete(self, everyone: Sequence[Mapping[tuple[str, str], str]]) -> None:
+        """A rank without elements of a parameter may lack its state, but no other rank."""
+        shards = {shard.name: shard for shard in self.sharded.shards.values()}
+        for what in {what: None for described in everyone for what in described if what[0]}:
+            for rank, (start, end) in enumerate(shards[what[0]].ranges):
+                if start < end and what not in everyone[rank]:
+                    first = next(other for other, described in enumerate(everyone) if what in described)
+                    raise UnsupportedError(self._difference(what, (first, everyone[first][what]), (rank, "missing")))
+
+    def _difference(self, what: tuple[str, str], first: tuple[int, str], other: tuple[int, str]) -> str:
+        (name, key), optimizer = what, type(self.sharded.optimizer).__name__
+        told = f"rank {first[0]} has {first[1]}, rank {other[0]} {other[1]}"
+        if not name:
+            return (
+                f"{optimizer}: {key!r}, which belongs to no parameter, differs between ranks: {told}. It depends on "
+                "all parameters, of which each rank steps a part; use plain DDP with this optimizer"
+            )
+        return (
+            f"{optimizer}: state {key!r} of {name} differs between ranks: {told}. An optimizer that does not treat "
+            "each element by itself needs ZeroRedundancyOptimizer(..., partition='parameter')"
+        )
 
 
-def consolidate(sharded: ShardedState, to: int) -> dict[str, Any] | None:
-    """Gather the state on rank ``to``, block by block; returns ``None`` on the other ranks."""
+def _local_value(shard: Shard, key: str, value: Any) -> StateValue:
+    assert shard.own is not None, "state is of parameters of which this rank has a part"
+    return StateValue(shard.name, tuple(shard.own.shape), key, value)
+
+
+def consolidate(sharded: ShardedState, to: int | None) -> dict[str, Any] | None:
+    """Gather the state on rank ``to``, or on all ranks, block by block; returns ``None`` on the other ranks."""
     rank, world_size = sharded.process_group.rank(), sharded.process_group.size()
-    if not 0 <= to < world_size:
-        raise ConfigurationError(f"consolidate_state_dict(to={to}): ranks of the group are 0 to {world_size - 1}")
-    state: dict[int, dict[str, Any]] = {}
+    if to is not None and not 0 <= to < world_size:
+        raise ConfigurationError(
+            f"consolidate_state_dict(to={to}): ranks of the group are 0 to {world_size - 1}, and None stands for all"
+        )
+    local = sharded.local()
+    shared = local.agree()
+    state: dict[Any, dict[str, Any]] = {}
     for block in _blocks(list(sharded.shards.values())):
-        mine = [_on_cpu(sharded.of(shard)) for _, shard in block]
-        gathered: list[Any] | None = [None] * world_size if rank == to else None
-        dist.gather_object(mine, gathered, group=sharded.process_group, group_dst=to)
+        mine = [
+            {key: (kind, as_plain(cloned(value, device=_CPU))) for key, (kind, value) in local.of(shard).items()}
+            for _, shard in block
+        ]
+        gathered = _gather(mine, sharded.process_group, to)
         if gathered is None:
             continue
         for (index, shard), parts in zip(block, zip(*gathered, strict=True), strict=True):
             if any(parts):
                 state[index] = _assemble(shard, parts)
-    if rank != to:
+    if to not in (None, rank):
         return None
-    return {"state": state, "param_groups": _packed_groups(sharded)}
+    return {"state": {**state, **shared.state}, **shared.entries}
+
+
+def _gather(value: Any, group: dist.ProcessGroup, to: int | None) -> list[Any] | None:
+    if to is None:
+        everyone: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyone, value, group=group)
+        return everyone
+    gathered: list[Any] | None = [None] * group.size() if group.rank() == to else None
+    dist.gather_object(value, gathered, group=group, group_dst=to)
+    return gathered
 
 
 def _blocks(shards: Sequence[Shard]) -> Iterator[list[tuple[int, Shard]]]:
@@ -112,40 +257,34 @@ def _blocks(shards: Sequence[Shard]) -> Iterator[list[tuple[int, Shard]]]:
         yield block
 
 
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    # Cloned, because pickling a view saves all of its memory.
-    return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-
-
-def _assemble(shard: Shard, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _assemble(shard: Shard, parts: Sequence[Mapping[str, tuple[Kind, Any]]]) -> dict[str, Any]:
     """The state of a whole parameter, from the parts of all ranks."""
     present = [part for part in parts if part]
     if shard.is_whole:
-        return dict(present[0])
+        return {key: value for key, (_, value) in present[0].items()}
     assembled: dict[str, Any] = {}
-    for key, first in present[0].items():
-        values = [part.get(key) for part in parts]
-        if key in _BY_PARAMETER or not all(
-            isinstance(value, Tensor) and value.shape == (end - start,)
-            for value, (start, end) in zip(values, shard.ranges, strict=True)
-        ):
+    keys = {key: None for part in present for key in part}
+    for key in keys:
+        kind, first = next(part[key] for part in present if key in part)
+        if kind is Kind.BY_PARAMETER:
             assembled[key] = first
             continue
-        whole = torch.empty_like(shard.parameter, dtype=first.dtype, device="cpu", requires_grad=False)
+        whole = torch.empty_like(shard.parameter, dtype=first.dtype, device=_CPU, requires_grad=False)
         flat = flatten(whole)
-        for value, (start, end) in zip(values, shard.ranges, strict=True):
-            assert isinstance(value, Tensor), "checked above"
-            flat[start:end] = value
+        for part, (start, end) in zip(parts, shard.ranges, strict=True):
+            if start < end:
+                flat[start:end] = part[key][1]
         assembled[key] = whole
     return assembled
 
 
-def _packed_groups(sharded: ShardedState) -> list[dict[str, Any]]:
+def packed_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The groups as ``state_dict()`` has them: places for parameters, and plain values."""
     packed: list[dict[str, Any]] = []
     index = 0
-    for group in sharded.param_groups:
+    for group in param_groups:
         count = len(group["params"])
-        others = {key: value for key, value in group.items() if key != "params"}
+        others = {key: as_plain(value) for key, value in group.items() if key != "params"}
         packed.append({**others, "params": list(range(index, index + count))})
         index += count
     return packed
@@ -154,8 +293,9 @@ def _packed_groups(sharded: ShardedState) -> list[dict[str, Any]]:
 def load_plain(sharded: ShardedState, state_dict: Mapping[str, Any]) -> None:
     """Load this rank's part of a state in the form of the plain optimizer."""
     if not {"state", "param_groups"} <= set(state_dict):
+        hint = "; state_dict() is empty on ranks to which it was not consolidated" if not state_dict else ""
         raise ConfigurationError(
-            f"this is not a state_dict of an optimizer: its keys are {sorted(map(str, state_dict))}"
+            f"this is not a state_dict of an optimizer: its keys are {sorted(map(str, state_dict))}{hint}"
         )
     groups = state_dict["param_groups"]
     given = [len(group["params"]) for group in groups]
@@ -164,20 +304,30 @@ def load_plain(sharded: ShardedState, state_dict: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"the state_dict has groups of {given} parameters, but this ZeroRedundancyOptimizer has {expected}"
         )
-    keys = [key for group in groups for key in group["params"]]
-    states: dict[int, dict[str, Any]] = {}
-    for key, shard in zip(keys, sharded.shards.values(), strict=True):
-        if key in state_dict["state"] and shard.own is not None:
-            states[id(shard)] = {k: _part(shard, k, v) for k, v in state_dict["state"][key].items()}
-    sharded.replace(states, [options_of(group) for group in groups])
+    shard_of = dict(zip((k for group in groups for k in group["params"]), sharded.shards.values(), strict=True))
+    of_parameters = {key: state for key, state in state_dict["state"].items() if key in shard_of}
+    values = {
+        key: [StateValue(shard_of[key].name, tuple(shard_of[key].parameter.shape), k, v) for k, v in state.items()]
+        for key, state in of_parameters.items()
+    }
+    kinds = sharded.kinds([value for state in values.values() for value in state])
+    states = {
+        id(shard_of[key]): {value.key: _part(shard_of[key], value, kinds) for value in state}
+        for key, state in values.items()
+        if shard_of[key].own is not None
+    }
+    shared = GlobalState(
+        {key: value for key, value in state_dict["state"].items() if key not in shard_of},
+        {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")},
+    )
+    sharded.replace(states, [options_of(group) for group in groups], shared)
 
 
-def _part(shard: Shard, key: str, value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if shard.is_whole or value.shape != shard.parameter.shape or key in _BY_PARAMETER:
-        # Another optimizer may load the same dict, and both count their steps in place.
-        return value.clone()
+def _part(shard: Shard, value: StateValue, kinds: Kinds) -> Any:
+    """This rank's part of a value of the whole parameter; a copy, since several optimizers may load the same dict."""
+    if shard.is_whole or kinds.of(value) is Kind.BY_PARAMETER:
+        return cloned(value.value)
     start, end = shard.range
-    like_parameter = torch.empty_like(shard.parameter, dtype=value.dtype, device=value.device, requires_grad=False)
-    return flatten(like_parameter.copy_(value))[start:end].clone()
+    given: Tensor = value.value
+    like_parameter = torch.empty_like(shard.parameter, dtype=given.dtype, device=given.device, requires_grad=False)
+    return flatten(like_parameter.copy_(given))[start:end].clone()
