@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = [
-    "after_load_state_dict",
-    "after_state_dict",
-    "before_load_state_dict",
-    "before_state_dict",
-    "drop_hooks",
-    "mark_stepped",
-    "patch_step",
-    "unhooked_step",
-]
+__all__ = ["bare_copy", "drop_hooks", "mark_stepped", "own_step", "patch_step", "unhooked_step"]
 
 
 def unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
@@ -30,6 +21,28 @@ def unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
     while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step  # type: ignore[no-any-return]
+
+
+def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """The ``step`` that was set on the object in place of its class's, if that is not what an LR scheduler sets.
+
+    Private: the attribute by which LR schedulers mark the method that they replace, to see whether it is called.
+    """
+    step: Any = vars(optimizer).get("step")
+    if step is None:
+        return None
+    inner = step
+    while getattr(inner, "_wrapped_by_lr_sched", False) and hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    return None if inner is getattr(type(optimizer), "step", None) else step
+
+
+def bare_copy(optimizer: Optimizer) -> Optimizer:
+    """An object of the same class without attributes but those of ``Optimizer`` itself, and without hooks."""
+    cls = type(optimizer)
+    copied = cls.__new__(cls)
+    Optimizer.__setstate__(copied, {"defaults": {}})
+    return copied
 
 
 def patch_step(optimizer: Optimizer) -> None:
@@ -46,32 +59,3 @@ def drop_hooks(twin: Optimizer) -> None:
     """Remove the step hooks of ``twin``, whose ``step`` calls its parent's wrapped one."""
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
-
-
-def before_state_dict(optimizer: Optimizer) -> None:
-    """Run the hooks of ``register_state_dict_pre_hook``. Private, as the next three: the hooks' registries."""
-    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
-        hook(optimizer)
-
-
-def after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Run the hooks of ``register_state_dict_post_hook``, each of which may replace the dict."""
-    for hook in optimizer._optimizer_state_dict_post_hooks.values():
-        replaced = hook(optimizer, state_dict)
-        state_dict = state_dict if replaced is None else replaced
-    return state_dict
-
-
-def before_load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the hooks of ``register_load_state_dict_pre_hook`` on a shallow copy, which each may replace."""
-    copied = dict(state_dict)
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        replaced = hook(optimizer, copied)
-        copied = copied if replaced is None else replaced
-    return copied
-
-
-def after_load_state_dict(optimizer: Optimizer) -> None:
-    """Run the hooks of ``register_load_state_dict_post_hook``."""
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)

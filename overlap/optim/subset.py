@@ -29,7 +29,14 @@ from overlap._torch.autograd import version
 from overlap._torch.optimizer import drop_hooks, unhooked_step
 from overlap.errors import ConfigurationError, UnsupportedError
 
-__all__ = ["SubsetStepper", "check_optimizer"]
+__all__ = ["CoupledError", "SubsetStepper", "check_optimizer"]
+
+
+class CoupledError(UnsupportedError):
+    """Stepping in parts is not the same as stepping at once."""
+
+    what = ""
+    """What was seen of that, in words."""
 
 
 def check_optimizer(optimizer: object) -> Optimizer:
@@ -120,10 +127,12 @@ class SubsetStepper:
 
     def _note_write(self, key: str, place: int | None) -> None:
         if (key, place) in self._written:
-            raise UnsupportedError(
+            error = CoupledError(
                 f"{type(self._optimizer).__name__}.step() changes {key!r} at every call, so updating bucket by "
                 "bucket would not equal one step; start again with Step(optimizer, deferred=True)"
             )
+            error.what = f"its step() changes {key!r} at every call"
+            raise error
         self._written.add((key, place))
 
     def _split(self, parameters: Sequence[Tensor]) -> list[tuple[int, list[Tensor]]]:

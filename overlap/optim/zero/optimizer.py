@@ -15,7 +15,12 @@ from torch.optim import Optimizer
 
 from overlap._torch.c10d import backend_name
 from overlap._torch.checkpoint import is_in_checkpointing, is_in_loading
-from overlap._torch.optimizer import after_load_state_dict, after_state_dict, before_load_state_dict, before_state_dict
+from overlap._torch.state_dict_hooks import (
+    after_load_state_dict,
+    after_state_dict,
+    before_load_state_dict,
+    before_state_dict,
+)
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle
