@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +22,22 @@ from overlap._torch.state_dict_hooks import (
     before_load_state_dict,
     before_state_dict,
 )
-from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
+from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle
-from overlap.optim.subset import SubsetStepper, check_optimizer
+from overlap.optim.probe import Verdict
+from overlap.optim.subset import SubsetStepper
 from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
+from overlap.optim.zero.division import check_division, choose_partition, make_optimizer, separability_of
 from overlap.optim.zero.exchange import Exchange, Workspace
-from overlap.optim.zero.parameter_groups import check_class, copy_options, names_of, read_groups, with_names
+from overlap.optim.zero.parameter_groups import (
+    check_class,
+    check_master_dtype,
+    copy_options,
+    names_of,
+    read_groups,
+    with_names,
+)
 from overlap.optim.zero.sharding import Ownership, Shard
 from overlap.optim.zero.state import ShardedState, consolidate, load_plain
 from overlap.optim.zero.whole_state import WholeState
@@ -43,6 +53,10 @@ class ShardedUpdate(Protocol):
     """What the optimizer asks of the stage that updates it in backward."""
 
     lifecycle: UpdateLifecycle
+
+    @property
+    def updates_in_step(self) -> bool:
+        """Whether the update is made in the optimizer's ``step()``."""
 
     def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         """Raises: ConfigurationError: the stage's model does not train one of ``parameters``."""
@@ -81,6 +95,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: a stage makes the update in backward; :meth:`step` raises an error if none is registered.
         partition: ``"element"`` cuts every parameter into equal chunks, for optimizers that treat all elements alike,
             as most do. ``"parameter"`` gives whole parameters to ranks, balanced by size, for other optimizers.
+            ``None`` finds out, by an experiment on a few small parameters, which of them equals the plain optimizer.
         master_dtype: update a copy of each chunk in this dtype if it is wider than the parameter's, such as
             ``torch.float32`` for ``bfloat16`` parameters. Adds ``1/W`` of the parameters in that dtype on each rank.
         **defaults: arguments of ``optimizer_class``.
@@ -89,7 +104,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Raises:
         ConfigurationError: an argument is wrong, or the ranks have different parameters.
-        UnsupportedError: the optimizer, or the memory layout of a parameter, is not supported.
+        UnsupportedError: the optimizer computes something from several parameters at once, or from several elements
+            where ``partition`` cuts them; it draws random numbers; or a parameter has gaps in memory.
     """
 
     # GradScaler then leaves gradients as they are, always calls step(), and sets found_inf and grad_scale here.
@@ -103,34 +119,33 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
-        partition: str = "element",
+        partition: str | None = None,
         master_dtype: torch.dtype | None = None,
         **defaults: Any,
     ) -> None:
         if not dist.is_initialized():
             raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
         cls = check_class(optimizer_class)
+        check_master_dtype(master_dtype)
         self.process_group: dist.ProcessGroup = process_group or dist.group.WORLD  # type: ignore[assignment]
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.overlap_with_ddp = overlap_with_ddp
-        self.partition = partition
-        self.ownership = Ownership(self.process_group, cls, partition, master_dtype)
+        groups = read_groups(params)
+        self._separability_of = functools.partial(separability_of, cls, defaults=defaults, master_dtype=master_dtype)
+        self.separability = self._separability_of(groups)
+        """How ``optimizer_class`` may be stepped."""
+        self.partition = choose_partition(cls, self.separability, partition)
+        self.ownership = Ownership(self.process_group, self.partition, master_dtype)
         self.stage: ShardedUpdate | None = None
         self._whole_state = WholeState(self.rank)
-        groups = read_groups(params)
         chunks = self.ownership.add(groups, first_group=0)
-        try:
-            optim = cls(chunks, **defaults)
-        except ConfigurationError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"{cls.__name__}: {error}") from error
-        self.optim = check_optimizer(optim)
+        self.optim = make_optimizer(cls, chunks, defaults)
         """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
         self._stepper = SubsetStepper(self.optim)
         sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
         self.exchange = Exchange(sends_directly and self.ownership.device.type == "cpu", Workspace())
         self._without_hooks = UpdateWithoutHooks(self.ownership, self.exchange)
+        self._step_arguments: dict[str, Any] = {}
         self._is_complete = False
         Joinable.__init__(self)
         Optimizer.__init__(self, [with_names(group) for group in groups], self.optim.defaults)
@@ -168,6 +183,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not isinstance(param_group, Mapping):
             raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
         (group,) = groups = read_groups([param_group])
+        found = self._separability_of([*self.param_groups, group])
+        check_division(type(self.optim), found, self.partition)
         if self.stage is not None:
             self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
         (chunks,) = self.ownership.add(groups, first_group=len(self.param_groups))
@@ -192,25 +209,29 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         shaped = [shard.shaped(gradient) for shard, gradient in pairs]
         matching = [g if g.dtype == own.dtype else g.to(own.dtype) for g, own in zip(shaped, chunks, strict=True)]
         copy_options(self.param_groups, self.optim.param_groups)
-        self._stepper.step(chunks, matching)
+        # What step() does once, whatever it steps, is then done on ranks and in groups without a gradient, too.
+        is_whole = self.separability.in_turn.verdict is Verdict.COUPLED
+        self._stepper.step(chunks, matching, is_whole=is_whole, **self._step_arguments)
         copy_options(self.optim.param_groups, self.param_groups)
         for shard in shards:
             shard.publish()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """Finish the step: update what a stage has not updated in backward, and gather the parameters.
 
         With a stage whose updates are interleaved nothing is left to do, and the call returns at once.
 
         Args:
             closure: evaluates the model and runs backward, as for any optimizer; its result is returned.
+            **arguments: of the ``step`` of ``optimizer_class``.
 
         Issues, on ``process_group``: nothing if interleaved; if deferred one gather per bucket, and one all-reduce of a
         number if gradients are clipped; without a stage, gathers of all trainable parameters.
 
         Raises:
             RegistrationError: ``overlap_with_ddp=True``, and no stage is registered.
-            TrainingLoopError: a gradient has not been reduced, or ``GradScaler`` is used with interleaved updates.
+            TrainingLoopError: a gradient has not been reduced, or ``GradScaler`` or ``arguments`` are used with
+                interleaved updates.
         """
         if is_in_checkpointing():
             self._make_state()
@@ -220,6 +241,29 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_arguments(arguments)
+        self._step_arguments = arguments
+        try:
+            self._finish_step()
+        finally:
+            self._step_arguments = {}
+        return loss
+
+    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        if not arguments:
+            return
+        given = ", ".join(f"{key}=..." for key in arguments)
+        if self.stage is not None and not self.stage.updates_in_step:
+            raise TrainingLoopError(
+                f"zero.step({given}): the update was made in backward, without these arguments; "
+                "use ZeroStep(zero, deferred=True)"
+            )
+        if self.is_joining:
+            raise TrainingLoopError(
+                f"zero.step({given}): a rank that has run out of inputs does not have these arguments; call zero.step()"
+            )
+
+    def _finish_step(self) -> None:
         loss_scale = LossScale.given_to(self)
         if self.stage is not None:
             self.stage.step(loss_scale)
@@ -230,7 +274,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         else:
             self._step_without_hooks(loss_scale)
-        return loss
 
     @torch.no_grad()
     def _step_without_hooks(self, loss_scale: LossScale, *, is_joined: bool = False) -> None:

@@ -73,10 +73,10 @@ class ShardedState:
         for shard in self.shards.values():
             if shard.own is None:
                 continue
-            state = dict(packed["state"].get(place_of[id(shard.own)], {}))
-            if shard.has_master:
-                state[_MASTER] = shard.own
-            by_shard[id(shard)] = state
+            place = place_of[id(shard.own)]
+            master = {_MASTER: shard.own} if shard.has_master else {}
+            if place in packed["state"] or master:
+                by_shard[id(shard)] = {**packed["state"].get(place, {}), **master}
         beside = {key: value for key, value in packed["state"].items() if key not in range(len(order))}
         entries = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
         return LocalState(self, by_shard, GlobalState(beside, entries))
@@ -103,7 +103,7 @@ class ShardedState:
             elif shard.has_master:
                 chunk.copy_(shard.shaped(shard.views[shard.rank]))
             shard.note_written()
-            if state:
+            if state or (id(shard) in states and master is None):
                 packed["state"][place] = state
         for group, given in zip(packed["param_groups"], options, strict=True):
             group.update(given)
@@ -223,13 +223,15 @@ def consolidate(sharded: ShardedState, to: int | None) -> dict[str, Any] | None:
     for block in _blocks(list(sharded.shards.values())):
         mine = [
             {key: (kind, as_plain(cloned(value, device=_CPU))) for key, (kind, value) in local.of(shard).items()}
+            if id(shard) in local.by_shard
+            else None
             for _, shard in block
         ]
         gathered = _gather(mine, sharded.process_group, to)
         if gathered is None:
             continue
         for (index, shard), parts in zip(block, zip(*gathered, strict=True), strict=True):
-            if any(parts):
+            if any(part is not None for part in parts):
                 state[index] = _assemble(shard, parts)
     if to not in (None, rank):
         return None
@@ -257,9 +259,9 @@ def _blocks(shards: Sequence[Shard]) -> Iterator[list[tuple[int, Shard]]]:
         yield block
 
 
-def _assemble(shard: Shard, parts: Sequence[Mapping[str, tuple[Kind, Any]]]) -> dict[str, Any]:
-    """The state of a whole parameter, from the parts of all ranks."""
-    present = [part for part in parts if part]
+def _assemble(shard: Shard, parts: Sequence[Mapping[str, tuple[Kind, Any]] | None]) -> dict[str, Any]:
+    """The state of a whole parameter, from the parts of all ranks, ``None`` where a rank has no state of it."""
+    present = [part for part in parts if part is not None]
     if shard.is_whole:
         return {key: value for key, (_, value) in present[0].items()}
     assembled: dict[str, Any] = {}
@@ -273,6 +275,7 @@ def _assemble(shard: Shard, parts: Sequence[Mapping[str, tuple[Kind, Any]]]) -> 
         flat = flatten(whole)
         for part, (start, end) in zip(parts, shard.ranges, strict=True):
             if start < end:
+                assert part is not None, "the ranks have agreed that it is there"
                 flat[start:end] = part[key][1]
         assembled[key] = whole
     return assembled

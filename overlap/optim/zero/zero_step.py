@@ -17,6 +17,7 @@ from overlap.optim.phases import Phase
 from overlap.optim.unused import used_on_any_rank
 from overlap.optim.update_stage import UpdateStage
 from overlap.optim.zero.bucket_shards import BucketShards, shards_of_bucket
+from overlap.optim.zero.division import check_steps_in_turn
 from overlap.optim.zero.exchange import Gather
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.parameter_groups import check_covered, check_same_group
@@ -118,6 +119,8 @@ class ZeroStep(UpdateStage):
         if zero.stage is not None and zero.stage is not self:
             raise RegistrationError("this ZeroRedundancyOptimizer is registered already; .remove() that registration")
         check_same_group(context.group, zero.process_group)
+        if not self.is_deferred:
+            check_steps_in_turn(type(zero.optim), zero.separability)
         shards = zero.shards.values()
         if context.names is not None:
             check_covered(context.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
