@@ -11,7 +11,7 @@ from torch import Tensor
 from overlap._torch.autograd import version
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.zero.parameter_groups import check_same_on_all_ranks, device_of, is_narrower, names_of
-from overlap.optim.zero.partition import ByElement, ByParameter, Partition, Range
+from overlap.optim.zero.partition import ByElement, ByParameter, Extent, Partition, Range
 
 __all__ = ["Ownership", "Shard", "flatten"]
 
@@ -46,9 +46,8 @@ class Ownership:
             known[id(parameter)] = name
         device_of([*(shard.parameter for shard in self.shards.values()), *(parameter for _, parameter in pairs)])
         check_same_on_all_ranks(groups, names, self.group, self._settings)
-        # Parameters of one pool have state of the same size per element, so equal numbers are equal sizes.
-        pools = [(place, p.dtype, p.device, p.requires_grad) for place, p in pairs]
-        ranges = self._partition.assign([p.numel() for _, p in pairs], pools)
+        extents = [Extent(p.numel(), p.element_size(), p.requires_grad, pool=(place, p.dtype)) for place, p in pairs]
+        ranges = self._partition.assign(extents)
         made = [
             Shard(
                 parameter,
