@@ -14,15 +14,10 @@ The copies share nothing with the optimizer: what cannot be copied, or leads to 
 
 from __future__ import annotations
 
-import copy
 import enum
-import itertools
-import math
-import types
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,13 +45,13 @@ from overlap._torch.isolation import (
     collectives_refused,
     global_step_hooks_suspended,
 )
-from overlap._torch.optimizer import bare_copy, unhooked_step
+from overlap._torch.optimizer import unhooked_step
+from overlap.optim.miniature import WHOLE, CannotCopyError, Miniature, MiniatureMaker, piece_of
+from overlap.optim.snapshot import Snapshot, difference
 from overlap.optim.subset import CoupledError, SubsetStepper
-from overlap.optim.wrappers import held_by, reachable, why_not_in_parts
+from overlap.optim.wrappers import why_not_in_parts
 
 __all__ = ["Finding", "Separability", "Verdict", "probe"]
-
-_Record = dict[str, Any]
 
 
 class Verdict(enum.Enum):
@@ -97,18 +92,7 @@ _ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSpr
 _BY_PARAMETER = (Adafactor, Muon)
 
 _STEPS = 12
-# Small parameters keep one state in some optimizers, and large ones, from 4096 elements on, another one.
-_SMALL, _LARGE = 192, 8256
-_LARGE_FROM = 4096
-_SHAPES = {
-    _SMALL: {1: (192,), 2: (12, 16), 3: (4, 6, 8), 4: (4, 4, 4, 3)},
-    _LARGE: {1: (8256,), 2: (96, 86), 3: (8, 12, 86), 4: (8, 12, 2, 43)},
-}
-# Whole vectors of any dtype, but no multiple of the blocks of which blockwise state is made.
-_CUTS = {1: 0, _SMALL: 96, _LARGE: 2784}
 _SCALES = (1.0, 1e-3, 30.0, 0.1, 1e-5, 3.0)
-# Attributes with tensors larger than this belong to the real parameters, and not to the small ones.
-_LARGEST_ATTRIBUTE = 65536
 
 
 def probe(optimizer: Optimizer) -> Separability:
@@ -135,38 +119,18 @@ def probe(optimizer: Optimizer) -> Separability:
         return Separability(unknown, unknown, unknown)
 
 
-@dataclass
-class _Copy:
-    """A copy of the optimizer with small parameters, or with pieces of them, in the groups of their originals."""
-
-    optimizer: Optimizer
-    parameters: list[Tensor] = field(default_factory=list)
-
-
-class _CannotCopyError(Exception):
-    pass
-
-
 class _Experiment:
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
         self._step: Callable[[Any], Any] = unhooked_step(type(optimizer))
-        self._generator = torch.Generator().manual_seed(1)
-        _check_attributes(optimizer)
-        groups = [_representatives(group["params"]) for group in optimizer.param_groups]
-        if len(groups) > 8:
-            groups = [group[:1] for group in groups]
-        self._chosen = list(itertools.chain.from_iterable(groups))
-        if not self._chosen:
-            raise _CannotCopyError("it has no parameters yet")
-        self._values = [self._random(_shape(parameter), parameter) * 0.5 for parameter in self._chosen]
+        self._maker = MiniatureMaker(optimizer)
+        self._places = range(len(self._maker.values))
         self._gradients = [
-            [self._gradient(value, _SCALES[(step + place) % len(_SCALES)]) for place, value in enumerate(self._values)]
+            [self._maker.gradient(place, _SCALES[(step + place) % len(_SCALES)]) for place in self._places]
             for step in range(_STEPS)
         ]
 
     def run(self) -> Separability:
-        states = GeneratorStates(parameter.device for parameter in self._chosen)
+        states = GeneratorStates(parameter.device for parameter in self._maker.values)
         try:
             with warnings.catch_warnings(), collectives_refused(), global_step_hooks_suspended():
                 warnings.simplefilter("ignore")
@@ -181,115 +145,67 @@ class _Experiment:
         in_turn, by_parameter, by_element = findings
         return Separability(in_turn, by_parameter, by_element, draws)
 
-    def _run_whole(self) -> list[_Record]:
-        whole = self._copied([slice(None)] * len(self._chosen))
+    def _run_whole(self) -> list[Snapshot]:
+        whole = self._maker.make([WHOLE for _ in self._places])
         histories = []
         for gradients in self._gradients:
             self._step_with(whole, gradients)
-            histories.append(_record(whole))
-        for before, parameter in zip(self._values, whole.parameters, strict=True):
+            histories.append(whole.snapshot())
+        for before, parameter in zip(self._maker.values, whole.parameters, strict=True):
             if not bool(torch.isfinite(parameter).all()):
-                raise _CannotCopyError("its parameters became infinite or NaN in the experiment")
+                raise CannotCopyError("its parameters became infinite or NaN in the experiment")
             if torch.equal(before, parameter):
-                raise _CannotCopyError("it left parameters as they were in the experiment")
+                raise CannotCopyError("it left parameters as they were in the experiment")
         return histories
 
-    def _in_turn(self, histories: list[_Record]) -> Finding:
-        """Every other parameter, from the last on, and then the rest: buckets have no more order than that."""
-        one = self._copied([slice(None)] * len(self._chosen))
+    def _in_turn(self, histories: list[Snapshot]) -> Finding:
+        """Parameter by parameter, from the last on, as in the smallest buckets there could be."""
+        one = self._maker.make([WHOLE for _ in self._places])
         stepper = SubsetStepper(one.optimizer)
-        places = list(range(len(self._chosen)))[::-1]
         for gradients, history in zip(self._gradients, histories, strict=True):
             stepper.begin()
-            for part in (places[::2], places[1::2]):
-                stepper.step([one.parameters[p] for p in part], [gradients[p] for p in part])
-            if (what := _difference(history, _record(one))) is not None:
+            for parameter, gradient in zip(reversed(one.parameters), reversed(gradients), strict=True):
+                stepper.step([parameter], [gradient])
+            if (what := difference(history, one.snapshot())) is not None:
                 return Finding(Verdict.COUPLED, f"{what} differs when its parameters are stepped in turn")
         return _SEPARABLE
 
-    def _by_parameter(self, histories: list[_Record]) -> Finding:
-        places = range(len(self._chosen))
-        parts = [[slice(None) if p % 2 == part else None for p in places] for part in (0, 1)]
+    def _by_parameter(self, histories: list[Snapshot]) -> Finding:
+        parts = [[WHOLE if place % 2 == part else None for place in self._places] for part in (0, 1)]
         return self._apart(parts, histories, "its parameters are stepped by two optimizers")
 
-    def _by_element(self, histories: list[_Record]) -> Finding:
-        cuts = [_CUTS[value.numel()] for value in self._values]
+    def _by_element(self, histories: list[Snapshot]) -> Finding:
+        cuts = self._maker.cuts
         parts: list[list[slice | None]] = [
             [slice(cut) if cut else None for cut in cuts],
             [slice(cut, None) for cut in cuts],
         ]
         return self._apart(parts, histories, "parts of a parameter are stepped by two optimizers")
 
-    def _apart(self, parts: list[list[slice | None]], histories: list[_Record], how: str) -> Finding:
+    def _apart(self, parts: list[list[slice | None]], histories: list[Snapshot], how: str) -> Finding:
         for part in parts:
             if all(piece is None for piece in part):
                 continue
-            one = self._copied(part)
+            one = self._maker.make(part)
             kept = [(place, piece) for place, piece in enumerate(part) if piece is not None]
             for gradients, history in zip(self._gradients, histories, strict=True):
-                self._step_with(one, [_piece(gradients[place], piece) for place, piece in kept])
+                self._step_with(one, [piece_of(gradients[place], piece) for place, piece in kept])
                 expected = {
                     **history,
-                    "parameters": [_piece(history["parameters"][place], piece) for place, piece in kept],
+                    "parameters": [piece_of(history["parameters"][place], piece) for place, piece in kept],
                     "state": [history["state"][place] for place, _ in kept],
                 }
-                if (what := _difference(expected, _record(one))) is not None:
+                if (what := difference(expected, one.snapshot())) is not None:
                     return Finding(Verdict.COUPLED, f"{what} differs when {how}")
         return _SEPARABLE
 
-    def _step_with(self, one: _Copy, gradients: Sequence[Tensor]) -> None:
+    def _step_with(self, one: Miniature, gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(one.parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
         self._step(one.optimizer)
 
-    def _copied(self, pieces: Sequence[slice | None]) -> _Copy:
-        """A copy whose parameters are these pieces of the chosen ones; where it is ``None`` there is no parameter."""
-        stand_ins: dict[int, Tensor] = {}
-        for parameter, value, piece in zip(self._chosen, self._values, pieces, strict=True):
-            if piece is not None:
-                stand_ins[id(parameter)] = _leaf(_piece(value, piece).clone())
-        copied = bare_copy(self._optimizer)
-        memo: dict[int, Any] = {id(self._optimizer): copied}
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                memo[id(parameter)] = stand_ins.get(id(parameter), _leaf(parameter.detach().new_zeros(0)))
-        own = {key: value for key, value in vars(self._optimizer).items() if _is_own(key)}
-        copied.__dict__.update(copy.deepcopy(own, memo))
-        copied.state = self._copied_state(memo)
-        copied.param_groups = [
-            {
-                **copy.deepcopy({key: value for key, value in group.items() if key != "params"}, memo),
-                "params": [stand_ins[id(p)] for p in group["params"] if id(p) in stand_ins],
-            }
-            for group in self._optimizer.param_groups
-        ]
-        for group in copied.param_groups:
-            _give_rate(group, self._optimizer.defaults)
-        chosen = [stand_ins[id(p)] for p in self._chosen if id(p) in stand_ins]
-        return _Copy(copied, chosen)
 
-    def _copied_state(self, memo: dict[int, Any]) -> Any:
-        """State of no parameter; what is kept under other keys is copied."""
-        state = self._optimizer.state
-        shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-        return defaultdict(dict, copy.deepcopy(shared, memo))
-
-    def _gradient(self, like: Tensor, scale: float) -> Tensor:
-        """Away from zero, and from what has no square in half precision."""
-        values = torch.randn(like.shape, generator=self._generator)
-        values = (values + values.sign() * 0.5) * (max(scale, 0.05) if like.dtype == torch.float16 else scale)
-        return values.to(device=like.device, dtype=like.dtype)
-
-    def _random(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        values = torch.randn(tuple(shape), generator=self._generator)
-        return values.to(device=like.device, dtype=like.dtype)
-
-
-def _is_own(attribute: str) -> bool:
-    return attribute not in ("param_groups", "state", "step") and not attribute.startswith("_optimizer_")
-
-
-def _tried(trial: Callable[[list[_Record]], Finding], histories: list[_Record]) -> Finding:
+def _tried(trial: Callable[[list[Snapshot]], Finding], histories: list[Snapshot]) -> Finding:
     try:
         return trial(histories)
     except CoupledError as error:
@@ -299,128 +215,4 @@ def _tried(trial: Callable[[list[_Record]], Finding], histories: list[_Record]) 
 
 
 def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, _CannotCopyError) else f"a copy of it raised {type(error).__name__}: {error}"
-
-
-def _check_attributes(optimizer: Optimizer) -> None:
-    """Raises: _CannotCopyError: a copy would share what changes with the optimizer, or be large."""
-    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for value in reachable(held_by(optimizer)):
-        if isinstance(value, Tensor) and id(value) not in parameters and value.numel() > _LARGEST_ATTRIBUTE:
-            raise _CannotCopyError(f"an attribute holds a tensor of {value.numel()} elements")
-        # A function is copied by reference, with all that it has closed over.
-        if isinstance(value, types.FunctionType) and any(
-            isinstance(inner, (Tensor, Optimizer)) for inner in reachable([value])
-        ):
-            raise _CannotCopyError(f"the function {value.__qualname__} refers to tensors")
-
-
-def _representatives(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The largest and the smallest parameter of each number of dimensions."""
-    by_dimensions: dict[int, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.numel() and parameter.requires_grad:
-            by_dimensions.setdefault(parameter.dim(), []).append(parameter)
-    chosen = []
-    for those in by_dimensions.values():
-        largest, smallest = max(those, key=Tensor.numel), min(reversed(those), key=Tensor.numel)
-        chosen += [largest] if largest is smallest else [largest, smallest]
-    return chosen
-
-
-def _shape(parameter: Tensor) -> tuple[int, ...]:
-    if parameter.dim() == 0:
-        return ()
-    numel = _SMALL if parameter.numel() < _LARGE_FROM else _LARGE
-    missing = max(0, parameter.dim() - 4)
-    return (1,) * missing + _SHAPES[numel][parameter.dim() - missing]
-
-
-def _piece(value: Tensor, piece: slice) -> Tensor:
-    """The value itself for the whole of it, and flat otherwise, as elements are sharded."""
-    return value if piece == slice(None) else value.reshape(-1)[piece]
-
-
-def _leaf(value: Tensor) -> Tensor:
-    return torch.nn.Parameter(value)
-
-
-def _give_rate(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """A rate of zero, with which a warm-up begins, would hide everything."""
-    rate = group.get("lr")
-    if not isinstance(rate, (int, float, Tensor)) or bool(rate):
-        return
-    usable = [r for r in (group.get("initial_lr"), defaults.get("lr")) if isinstance(r, (int, float)) and r]
-    given = float(usable[0]) if usable else 0.01
-    if isinstance(rate, Tensor):
-        rate.fill_(given)
-    else:
-        group["lr"] = given
-
-
-def _record(one: _Copy) -> _Record:
-    """Everything that a step can have changed, copied."""
-    optimizer = one.optimizer
-    return {
-        "parameters": [parameter.detach().clone() for parameter in one.parameters],
-        "state": [_copied_values(optimizer.state.get(parameter, {})) for parameter in one.parameters],
-        "groups": [
-            _copied_values({key: value for key, value in group.items() if key != "params"})
-            for group in optimizer.param_groups
-        ],
-        "attributes": _copied_values(
-            {
-                **{key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)},
-                **{key: value for key, value in vars(optimizer).items() if _is_own(key)},
-            }
-        ),
-    }
-
-
-def _copied_values(values: Any) -> Any:
-    """The tensors, numbers and strings in ``values``, and in what it holds, copied; other objects are left out."""
-    if isinstance(values, Tensor):
-        return values.detach().clone()
-    if isinstance(values, Mapping):
-        return {key: _copied_values(value) for key, value in values.items() if not isinstance(key, Tensor)}
-    if isinstance(values, (list, tuple)):
-        return [_copied_values(value) for value in values]
-    return values if isinstance(values, (bool, int, float, complex, str)) else None
-
-
-def _difference(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> str | None:
-    """What is not the same in two records, in words."""
-    for key, words in (("groups", "{} in a group"), ("attributes", "{} of the optimizer")):
-        if (name := _differing(expected[key], actual[key])) is not None:
-            return words.format(repr(name))
-    for place, (one, other) in enumerate(zip(expected["parameters"], actual["parameters"], strict=True)):
-        if not _is_same(one, other):
-            return f"parameter {place}"
-    if (name := _differing(expected["state"], actual["state"])) is not None:
-        return f"{name!r} in the state"
-    return None
-
-
-def _differing(expected: Any, actual: Any) -> Any:
-    """The innermost key under which two values differ."""
-    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
-        pairs: Iterator[tuple[Any, Any, Any]] = ((key, expected[key], actual.get(key)) for key in expected)
-    elif isinstance(expected, list) and isinstance(actual, list):
-        # Lists whose lengths differ have an entry for each parameter.
-        pairs = ((place, one, other) for place, (one, other) in enumerate(zip(expected, actual, strict=False)))
-    else:
-        return None if _is_same(expected, actual) else "value"
-    for key, one, other in pairs:
-        if (found := _differing(one, other)) is not None:
-            return key if found == "value" else found
-    return None
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape:
-            return True  # State of a part has the shape of the part.
-        return torch.equal(one, other) or bool(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))
-    if isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other):
-        return True
-    return type(one) is type(other) and one == other
+    return str(error) if isinstance(error, CannotCopyError) else f"a copy of it raised {type(error).__name__}: {error}"

@@ -40,6 +40,18 @@ def _verdicts(found: Separability) -> tuple[Verdict, Verdict, Verdict]:
     return found.in_turn.verdict, found.by_parameter.verdict, found.by_element.verdict
 
 
+class _ReadsTheFirstGroup(users.Lion):
+    """Takes the rate of its first group for all."""
+
+    def __init__(self, params: Any) -> None:
+        first, *rest = params
+        super().__init__([{"params": rest, "lr": 0.1}, {"params": [first], "lr": 0.01}])
+
+    def begin(self) -> None:
+        for group in self.param_groups:
+            group["lr"] = self.param_groups[0]["lr"]
+
+
 USERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], tuple[Verdict, Verdict, Verdict]]] = {
     "Lion": (users.Lion, (SEPARABLE, SEPARABLE, SEPARABLE)),
     "derived from AdamW": (MyAdamW, (SEPARABLE, SEPARABLE, SEPARABLE)),
@@ -50,6 +62,7 @@ USERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], tuple[Verdict, Ve
     "Prodigy": (users.Prodigy, (COUPLED, COUPLED, COUPLED)),
     # Each of two optimizers counts its own steps, but one that is stepped twice counts twice.
     "counts its steps": (users.CountingSGD, (COUPLED, SEPARABLE, SEPARABLE)),
+    "reads its first group": (_ReadsTheFirstGroup, (COUPLED, SEPARABLE, SEPARABLE)),
     "Lookahead": (lambda params: users.Lookahead(torch.optim.SGD(params, lr=0.1)), (COUPLED,) * 3),
     "step replaced": (lambda params: users.patch_step(torch.optim.SGD(params, lr=0.1)), (COUPLED,) * 3),
 }

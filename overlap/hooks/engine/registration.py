@@ -158,6 +158,7 @@ def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], st
         names=named,
         finds_unused=ddp.find_unused_parameters or ddp.static_graph,
         module=weakref.ref(ddp.module),
+        ddp=alive,
         is_joining=lambda: (model := alive()) is not None and is_joining(model),
     )
     runtime = Runtime(made, context)

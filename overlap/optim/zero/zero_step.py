@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.optimizer import mark_stepped
+from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
 from overlap.hooks import Bucket, StageContext, all_reduce, whole_pass
 from overlap.optim.grad_scaler import LossScale
@@ -81,6 +81,7 @@ class ZeroStep(UpdateStage):
         gather: str = "backward",
         automatic: bool = False,
     ) -> None:
+        zero = unwrapped(zero)
         if not isinstance(zero, ZeroRedundancyOptimizer):
             raise ConfigurationError(
                 f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for an optimizer that every "
