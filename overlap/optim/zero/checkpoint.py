@@ -67,6 +67,7 @@ def _manifest(sharded: ShardedState, shared: GlobalState) -> dict[str, Any]:
     return {
         "state": as_plain(shared.state),
         "entries": as_plain(shared.entries),
+        "dtypes": [shard.dtype for shard in sharded.shards.values()],
         **_shape_of(sharded),
     }
 
@@ -139,9 +140,10 @@ def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
     load(values, storage_reader=reader, process_group=sharded.process_group)
     values.update((entry.name, _from_tensor(values[entry.name])) for entry in wanted if entry.is_packed)
     _check_kinds(sharded, wanted, values)
-    # What was saved by earlier versions has no global state.
+    # What was saved by earlier versions has no global state and no dtypes.
     shared = GlobalState(manifest.get("state", {}), manifest.get("entries", {}))
-    sharded.replace(_join(entries, values, shards), manifest["options"], shared)
+    dtypes = {id(shard): dtype for shard, dtype in zip(shards, manifest.get("dtypes", ()), strict=False)}
+    sharded.replace(_join(entries, values, shards), manifest["options"], shared, dtypes=dtypes)
 
 
 def _check_kinds(sharded: ShardedState, wanted: Sequence[_Entry], values: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from overlap.errors import UnsupportedError
 
-__all__ = ["Kind", "Kinds", "StateValue"]
+__all__ = ["Kind", "Kinds", "StateValue", "tensors_in"]
 
 # Numbers per parameter in optimizers of PyTorch, for models in which every parameter has one element.
 _KNOWN_BY_PARAMETER = ("step", "mu_product", "eta", "mu")
@@ -63,7 +63,7 @@ class StateValue:
     def fits_parameter(self) -> bool:
         if isinstance(self.value, Tensor):
             return self.value.numel() == 1
-        return not any(tensor.numel() > 1 for tensor in _tensors_in(self.value))
+        return not any(tensor.numel() > 1 for tensor in tensors_in(self.value))
 
 
 @dataclass
@@ -134,13 +134,14 @@ class Kinds:
         return " (perhaps one per block of elements)" if is_blocks else ""
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors_in(item)]
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
     if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors_in(item)]
+        return [tensor for item in value for tensor in tensors_in(item)]
     return []
 
 

@@ -39,7 +39,7 @@ from overlap.optim.zero.parameter_groups import (
     with_names,
 )
 from overlap.optim.zero.sharding import Ownership, Shard
-from overlap.optim.zero.state import ShardedState, consolidate, load_plain
+from overlap.optim.zero.state import ShardedState, check_new_state, consolidate, load_plain
 from overlap.optim.zero.whole_state import WholeState
 from overlap.optim.zero.without_hooks import UpdateWithoutHooks
 
@@ -146,6 +146,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.exchange = Exchange(sends_directly and self.ownership.device.type == "cpu", Workspace())
         self._without_hooks = UpdateWithoutHooks(self.ownership, self.exchange)
         self._step_arguments: dict[str, Any] = {}
+        self._state_sizes: dict[int, int] = {}
         self._is_complete = False
         Joinable.__init__(self)
         Optimizer.__init__(self, [with_names(group) for group in groups], self.optim.defaults)
@@ -215,6 +216,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         copy_options(self.optim.param_groups, self.param_groups)
         for shard in shards:
             shard.publish()
+        if self.partition == "element":
+            check_new_state(self.optim, shards, self._state_sizes)
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """Finish the step: update what a stage has not updated in backward, and gather the parameters.

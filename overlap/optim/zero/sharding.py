@@ -113,6 +113,8 @@ class Shard:
         """The parameter's own memory, cut by rank."""
         self._pointer = parameter.data_ptr()
         self.has_master = is_narrower(parameter, master_dtype)
+        self.dtype = master_dtype if self.has_master and master_dtype is not None else parameter.dtype
+        """That of what the optimizer steps."""
         self.own: Tensor | None = None
         if not is_whole or rank == max(range(len(ranges)), key=lambda other: ranges[other][1] - ranges[other][0]):
             # A tensor of its own, since the optimizer may ask whether it requires a gradient, and gathers write views.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.zero.kinds import Kind, Kinds, StateValue
+from overlap.optim.zero.kinds import Kind, Kinds, StateValue, tensors_in
 from overlap.optim.zero.parameter_groups import copy_options, options_of
 from overlap.optim.zero.plain_values import as_plain, cloned, fingerprint
 from overlap.optim.zero.sharding import Shard, flatten
 
-__all__ = ["GlobalState", "LocalState", "ShardedState", "consolidate", "load_plain", "packed_groups"]
+__all__ = ["GlobalState", "LocalState", "ShardedState", "check_new_state", "consolidate", "load_plain", "packed_groups"]
 
 # The key of a parameter's master, its copy in a wider dtype.
 _MASTER = "master_param"
@@ -83,11 +83,17 @@ class ShardedState:
 
     @torch.no_grad()
     def replace(
-        self, states: Mapping[int, dict[str, Any]], options: Sequence[Mapping[str, Any]], shared: GlobalState
+        self,
+        states: Mapping[int, dict[str, Any]],
+        options: Sequence[Mapping[str, Any]],
+        shared: GlobalState,
+        *,
+        dtypes: Mapping[int, torch.dtype],
     ) -> None:
         """Replace the state of this rank's chunks, given by ``id`` of the shard, and the options of each group.
 
-        State that is missing is made anew if the optimizer makes it at its first step.
+        State that is missing is made anew if the optimizer makes it at its first step. ``dtypes`` are those in which
+        chunks were stepped when the state was saved, by ``id`` of the shard, as far as that is known.
         """
         by_chunk = {id(shard.own): shard for shard in self.shards.values() if shard.own is not None}
         packed = self.optimizer.state_dict()
@@ -108,7 +114,52 @@ class ShardedState:
         for group, given in zip(packed["param_groups"], options, strict=True):
             group.update(given)
         self.optimizer.load_state_dict(packed)
+        for place, chunk in enumerate(order):
+            is_as_saved = dtypes.get(id(by_chunk[id(chunk)])) == chunk.dtype
+            _keep_values(
+                packed["state"].get(place, {}), self.optimizer.state.get(chunk, {}), chunk, is_as_saved=is_as_saved
+            )
         copy_options(self.optimizer.param_groups, self.param_groups)
+
+
+def _keep_values(given: Mapping[str, Any], loaded: dict[str, Any], chunk: Tensor, *, is_as_saved: bool) -> None:
+    """Undo what PyTorch's ``load_state_dict`` does to strings, which it takes for sequences, and to codes, counters and
+    numbers: it loads all in the chunk's dtype.
+
+    Moments stay in that dtype unless they were in another one beside the same dtype when they were saved; what the
+    optimizer's own ``load_state_dict`` has seen to stays as it is.
+    """
+    for key, value in given.items():
+        now = loaded.get(key)
+        if isinstance(value, (str, dict, list, tuple)) and not tensors_in(value):
+            loaded[key] = value
+        if key == "step" or not isinstance(value, Tensor) or not isinstance(now, Tensor):
+            continue
+        is_number = value.numel() == 1 and value.shape != chunk.shape
+        is_kept = is_as_saved or is_number or not value.dtype.is_floating_point
+        if is_kept and now.dtype == chunk.dtype != value.dtype:
+            loaded[key] = value.to(now.device)
+
+
+def check_new_state(optimizer: Optimizer, shards: Iterable[Shard], known: dict[int, int]) -> None:
+    """Look at state that has come into being since the last call, of chunks; ``known`` remembers its size.
+
+    Raises:
+        UnsupportedError: a value belongs neither to an element nor to the parameter.
+    """
+    sizes = {id(shard): len(optimizer.state.get(shard.own, ())) for shard in shards if shard.own is not None}
+    if all(known.get(shard) == size for shard, size in sizes.items()):
+        return
+    known.update(sizes)
+    values = [
+        _local_value(shard, key, value)
+        for shard in shards
+        if shard.own is not None
+        for key, value in optimizer.state.get(shard.own, {}).items()
+    ]
+    kinds = Kinds(type(optimizer).__name__, values, are_cut=True)
+    for value in values:
+        kinds.of(value)
 
 
 @dataclass(frozen=True)
@@ -323,7 +374,7 @@ def load_plain(sharded: ShardedState, state_dict: Mapping[str, Any]) -> None:
         {key: value for key, value in state_dict["state"].items() if key not in shard_of},
         {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")},
     )
-    sharded.replace(states, [options_of(group) for group in groups], shared)
+    sharded.replace(states, [options_of(group) for group in groups], shared, dtypes={})
 
 
 def _part(shard: Shard, value: StateValue, kinds: Kinds) -> Any:
