@@ -151,7 +151,7 @@ def _several_groups(ddp: torch.nn.Module) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("cls", [Lion, LAMB, BlockwiseAdamW], ids=lambda cls: cls.__name__)
 def test_third_party_optimizers_equal_plain_ddp(cls: type[Optimizer]) -> None:
-    run_ranks(_equal, 2, cls, ["interleaved", "deferred", "alone"], _one_group)
+    run_ranks(_equal, 2, cls, ["interleaved", "alone"], _one_group)
 
 
 def _one_rank_lacks_a_group(rank: int, world_size: int) -> None:
@@ -211,3 +211,32 @@ def _selective(rank: int, world_size: int) -> None:
 
 def test_names_requires_grad_and_arguments_of_step_reach_the_optimizer() -> None:
     run_ranks(_selective, 2)
+
+
+class Rowwise(Optimizer):
+    """SGD that scales matrices by their norm, as Muon-like optimizers treat matrices and vectors differently."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    scale = 1 / float(parameter.grad.norm()) if parameter.dim() == 2 else 1.0
+                    parameter.add_(parameter.grad, alpha=-group["lr"] * scale)
+
+
+def _added(rank: int, world_size: int) -> None:
+    module = MLP.model()
+    zero = ZeroRedundancyOptimizer([p for p in module.parameters() if p.dim() == 1], Rowwise)
+    assert zero.partition == "element"
+    with pytest.raises(UnsupportedError, match="Rowwise does not update each element by itself"):
+        zero.add_param_group({"params": [p for p in module.parameters() if p.dim() == 2]})
+    assert len(zero.param_groups) == len(zero.optim.param_groups) == 1
+    assert ZeroRedundancyOptimizer(module.parameters(), Rowwise).partition == "parameter"
+
+
+def test_a_group_that_the_optimizer_treats_in_another_way_is_refused() -> None:
+    run_ranks(_added, 2)
