@@ -28,6 +28,7 @@ from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.probe import Verdict
 from overlap.optim.subset import SubsetStepper
 from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
+from overlap.optim.zero.consolidation import consolidate, load_plain
 from overlap.optim.zero.division import check_division, choose_partition, make_optimizer, separability_of
 from overlap.optim.zero.exchange import Exchange, Workspace
 from overlap.optim.zero.parameter_groups import (
@@ -39,7 +40,7 @@ from overlap.optim.zero.parameter_groups import (
     with_names,
 )
 from overlap.optim.zero.sharding import Ownership, Shard
-from overlap.optim.zero.state import ShardedState, check_new_state, consolidate, load_plain
+from overlap.optim.zero.state import ShardedState, check_new_state
 from overlap.optim.zero.whole_state import WholeState
 from overlap.optim.zero.without_hooks import UpdateWithoutHooks
 

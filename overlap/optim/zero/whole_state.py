@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overlap.errors import TrainingLoopError
-from overlap.optim.zero.state import packed_groups
+from overlap.optim.zero.consolidation import packed_groups
 
 __all__ = ["WholeState"]
 
