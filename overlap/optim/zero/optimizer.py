@@ -22,6 +22,7 @@ from overlap.optim.zero.exchange import Exchange, Workspace
 from overlap.optim.zero.parameter_groups import check_class, copy_options, names_of, read_groups, with_names
 from overlap.optim.zero.sharding import Ownership, Shard
 from overlap.optim.zero.state import ShardedState, consolidate, load_plain
+from overlap.optim.zero.strides import follow_strides
 from overlap.optim.zero.without_hooks import UpdateWithoutHooks
 
 if TYPE_CHECKING:
@@ -162,6 +163,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
 
+    def follow_strides(self) -> None:
+        """Bring the state into the order of parameters whose memory format was changed; call it on every rank."""
+        follow_strides(ShardedState(self.optim, self.param_groups, self.shards, self.process_group))
+
     def begin(self) -> None:
         """Begin a step: take note of parameters that were moved or changed since the last one."""
         self._stepper.begin()
@@ -215,6 +220,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def _step_without_hooks(self, loss_scale: LossScale, *, is_joined: bool = False) -> None:
+        self.follow_strides()
         self.begin()
         self._without_hooks.step(self.update, loss_scale, is_joining=self.is_joining, is_joined=is_joined)
 
@@ -329,6 +335,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _settled_state(self) -> ShardedState:
         """This rank's part of the state, after all gathers have ended."""
         self.wait()
+        self.follow_strides()
         return ShardedState(self.optim, self.param_groups, self.shards, self.process_group)
 
     def __getstate__(self) -> dict[str, Any]:
