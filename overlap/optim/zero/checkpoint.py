@@ -135,7 +135,8 @@ def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
         if name.startswith(prefix) and name != prefix + _MANIFEST and "/" in name.removeprefix(prefix)
     ]
     entries = [entry for entry in entries if shards[entry.index].own is not None]
-    wanted = [entry for entry in entries if _is_needed(entry, shards[entry.index])]
+    strides = [tuple(saved) for saved in manifest["strides"]]
+    wanted = [entry for entry in entries if _is_needed(entry, shards[entry.index], strides[entry.index])]
     values: dict[str, Any] = {entry.name: entry.target() for entry in wanted}
     load(values, storage_reader=reader, process_group=sharded.process_group)
     values.update((entry.name, _from_tensor(values[entry.name])) for entry in wanted if entry.is_packed)
@@ -143,7 +144,7 @@ def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
     # What was saved by earlier versions has no global state and no dtypes.
     shared = GlobalState(manifest.get("state", {}), manifest.get("entries", {}))
     dtypes = {id(shard): dtype for shard, dtype in zip(shards, manifest.get("dtypes", ()), strict=False)}
-    sharded.replace(_join(entries, values, shards), manifest["options"], shared, dtypes=dtypes)
+    sharded.replace(_join(entries, values, shards, strides), manifest["options"], shared, dtypes=dtypes)
 
 
 def _check_kinds(sharded: ShardedState, wanted: Sequence[_Entry], values: Mapping[str, Any]) -> None:
@@ -159,18 +160,31 @@ def _check_kinds(sharded: ShardedState, wanted: Sequence[_Entry], values: Mappin
         kinds.of(value)
 
 
-def _is_needed(entry: _Entry, shard: Shard) -> bool:
-    return entry.span is None or (entry.span[0] < shard.range[1] and shard.range[0] < entry.span[1])
+def _is_needed(entry: _Entry, shard: Shard, strides: tuple[int, ...]) -> bool:
+    # In another order, what this rank owns may be anywhere.
+    is_permuted = strides != shard.parameter.stride()
+    return entry.span is None or is_permuted or (entry.span[0] < shard.range[1] and shard.range[0] < entry.span[1])
 
 
-def _join(entries: Sequence[_Entry], values: Mapping[str, Any], shards: Sequence[Shard]) -> dict[int, dict[str, Any]]:
-    """The state of what this rank owns of each shard, put together from pieces."""
+def _join(
+    entries: Sequence[_Entry],
+    values: Mapping[str, Any],
+    shards: Sequence[Shard],
+    strides: Sequence[tuple[int, ...]],
+) -> dict[int, dict[str, Any]]:
+    """The state of what this rank owns of each shard, put together from pieces; ``strides`` are those at saving."""
     states: dict[int, dict[str, Any]] = {}
+    in_another_order: dict[tuple[int, str], Tensor] = {}
     for entry in entries:
         shard = shards[entry.index]
         state = states.setdefault(id(shard), {})
         if entry.span is None:
             state[entry.key] = values[entry.name]
+            continue
+        if strides[entry.index] != shard.parameter.stride():
+            empty = torch.empty(shard.parameter.numel(), dtype=entry.metadata.properties.dtype)
+            whole = in_another_order.setdefault((entry.index, entry.key), empty)
+            whole[entry.span[0] : entry.span[1]] = values[entry.name]
             continue
         if entry.key not in state:
             assert shard.own is not None, "entries are only of shards of which this rank has a part"
@@ -180,7 +194,16 @@ def _join(entries: Sequence[_Entry], values: Mapping[str, Any], shards: Sequence
             first, last = max(start, entry.span[0]), min(end, entry.span[1])
             piece = values[entry.name][first - entry.span[0] : last - entry.span[0]]
             flatten(state[entry.key])[first - start : last - start] = piece
+    for (index, key), flat in in_another_order.items():
+        states[id(shards[index])][key] = _reordered(shards[index], flat, strides[index])
     return states
+
+
+def _reordered(shard: Shard, flat: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """What this rank owns of a value that was saved in the order of other strides."""
+    whole = torch.empty_like(shard.parameter, dtype=flat.dtype, device="cpu", requires_grad=False)
+    whole.copy_(flat.as_strided(whole.size(), strides))
+    return whole if shard.is_whole else flatten(whole)[shard.range[0] : shard.range[1]].clone()
 
 
 def _check(sharded: ShardedState, manifest: Mapping[str, Any]) -> None:
@@ -189,10 +212,9 @@ def _check(sharded: ShardedState, manifest: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"the checkpoint has groups of {manifest['groups']} parameters, but this optimizer has {mine['groups']}"
         )
-    for what in ("shapes", "strides"):
-        for shard, saved, here in zip(sharded.shards.values(), manifest[what], mine[what], strict=True):
-            if saved != here:
-                raise ConfigurationError(f"{shard.name}: its {what[:-1]} in the checkpoint is {saved}, here {here}")
+    for shard, saved, here in zip(sharded.shards.values(), manifest["shapes"], mine["shapes"], strict=True):
+        if saved != here:
+            raise ConfigurationError(f"{shard.name}: its shape in the checkpoint is {saved}, here {here}")
 
 
 def _to_tensor(value: Any) -> Tensor:

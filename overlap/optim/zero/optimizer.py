@@ -41,6 +41,7 @@ from overlap.optim.zero.parameter_groups import (
 )
 from overlap.optim.zero.sharding import Ownership, Shard
 from overlap.optim.zero.state import ShardedState, check_new_state
+from overlap.optim.zero.strides import follow_strides
 from overlap.optim.zero.whole_state import WholeState
 from overlap.optim.zero.without_hooks import UpdateWithoutHooks
 
@@ -196,6 +197,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self._whole_state.is_untouched:
             self._whole_state.note_change()
 
+    def follow_strides(self) -> None:
+        """Bring the state into the order of parameters whose memory format was changed; call it on every rank."""
+        follow_strides(ShardedState(self.optim, self.param_groups, self.shards, self.process_group))
+
     def begin(self) -> None:
         """Begin a step: take note of parameters that were moved or changed since the last one."""
         self._stepper.begin()
@@ -281,6 +286,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def _step_without_hooks(self, loss_scale: LossScale, *, is_joined: bool = False) -> None:
+        self.follow_strides()
         self.begin()
         self._without_hooks.step(self.update, loss_scale, is_joining=self.is_joining, is_joined=is_joined)
 
@@ -423,6 +429,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _settled_state(self) -> ShardedState:
         """This rank's part of the state, after all gathers have ended."""
         self.wait()
+        self.follow_strides()
         return ShardedState(self.optim, self.param_groups, self.shards, self.process_group)
 
     def __getstate__(self) -> dict[str, Any]:

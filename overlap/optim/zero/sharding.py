@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.autograd import version
-from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.optim.zero.parameter_groups import check_same_on_all_ranks, device_of, is_narrower, names_of
 from overlap.optim.zero.partition import ByElement, ByParameter, Extent, Partition, Range
 
@@ -111,6 +111,8 @@ class Shard:
         flat = flatten(parameter)
         self.views = tuple(flat[start:end] for start, end in ranges)
         """The parameter's own memory, cut by rank."""
+        self.strides = parameter.stride()
+        """The parameter's strides when it was cut: the order of its elements in memory."""
         self._pointer = parameter.data_ptr()
         self.has_master = is_narrower(parameter, master_dtype)
         self.dtype = master_dtype if self.has_master and master_dtype is not None else parameter.dtype
@@ -150,11 +152,26 @@ class Shard:
         start, end = self.range
         return flatten(grad)[start:end]
 
+    @property
+    def is_permuted(self) -> bool:
+        """Whether the parameter's memory format has changed, so that its elements are in another order."""
+        return self.parameter.stride() != self.strides
+
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take note of a parameter that was moved to other memory, or changed by other code."""
+        """Take note of a parameter that was moved to other memory, or changed by other code.
+
+        Raises:
+            TrainingLoopError: the elements of the parameter are in another order than the state.
+        """
+        if self.is_permuted:
+            raise TrainingLoopError(
+                f"{self.name} has strides {self.parameter.stride()}, but had {self.strides}: after "
+                "model.to(memory_format=...) remove() the registration, build DistributedDataParallel anew and "
+                "register again, which brings the optimizer's state into the new order"
+            )
         if self.parameter.data_ptr() != self._pointer:
-            self._follow()
+            self.follow()
         if self.own is not None and self.own.requires_grad != self.parameter.requires_grad:
             self.own.requires_grad_(self.parameter.requires_grad)
         if self.has_master and version(self.parameter) != self._seen_version and self.own is not None:
@@ -164,13 +181,15 @@ class Shard:
             self.own.copy_(torch.where(kept, self.own, view.to(self.own.dtype)))
             self._seen_version = version(self.parameter)
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
+        """Cut the parameter again, where and as it lies in memory now; a master and the state stay as they are."""
         # By `.data`, as the parameter itself was moved: values are the same, so the version must not change.
         flat = flatten(self.parameter)
         for view, (start, end) in zip(self.views, self.ranges, strict=True):
             view.data = flat[start:end]
         if self.own is not None and not self.has_master:
             self.own.data = self.shaped(self.views[self.rank])
+        self.strides = self.parameter.stride()
         self._pointer = self.parameter.data_ptr()
 
     def publish(self) -> None:

@@ -125,6 +125,7 @@ class ZeroStep(UpdateStage):
         shards = zero.shards.values()
         if context.names is not None:
             check_covered(context.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
+        zero.follow_strides()
         super().attach(context)
         if context.names is None:
             self.lifecycle.names = {shard.parameter: shard.name for shard in shards}
@@ -282,6 +283,7 @@ class ZeroStep(UpdateStage):
     @torch.no_grad()
     def _update_in_step(self, loss_scale: LossScale) -> None:
         try:
+            self.zero.begin()  # Parameters may have been moved since backward.
             pairs = self._pairs_of_step()
             gradients = [gradient for _, gradient in pairs]
             loss_scale.unscale_(gradients)
