@@ -170,7 +170,10 @@ class _RawBucket:
         return self._bucket.buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        return list(self._bucket.gradients)
+        # Contiguous whatever the strides of the parameters, as DDP's own: hooks flatten them.
+        gradients = self._bucket.gradients
+        parts = self._bucket.buffer.split([gradient.numel() for gradient in gradients])
+        return [part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)]
 
     def parameters(self) -> list[torch.Tensor]:
         return list(self._bucket.parameters)

@@ -19,6 +19,7 @@ from overlap.optim.unused import used_on_any_rank
 from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.update_stage import UpdateStage
 from overlap.optim.zero.bucket_shards import BucketShards, shards_of_bucket
+from overlap.optim.zero.division import check_steps_in_turn
 from overlap.optim.zero.exchange import Gather
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.parameter_groups import check_covered, check_same_group
@@ -122,9 +123,12 @@ class ZeroStep(UpdateStage):
         if zero.stage is not None and zero.stage is not self:
             raise RegistrationError("this ZeroRedundancyOptimizer is registered already; .remove() that registration")
         check_same_group(context.group, zero.process_group)
+        if not self.is_deferred:
+            check_steps_in_turn(type(zero.optim), zero.separability)
         shards = zero.shards.values()
         if context.names is not None:
             check_covered(context.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
+        zero.follow_strides()
         super().attach(context)
         if context.names is None:
             self.lifecycle.names = {shard.parameter: shard.name for shard in shards}
@@ -302,6 +306,7 @@ class ZeroStep(UpdateStage):
     @torch.no_grad()
     def _update_in_step(self, loss_scale: LossScale) -> None:
         try:
+            self.zero.begin()  # Parameters may have been moved since backward.
             pairs = self._pairs_of_step()
             gradients = [gradient for _, gradient in pairs]
             loss_scale.unscale_(gradients)
