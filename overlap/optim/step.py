@@ -134,7 +134,8 @@ class Step(UpdateStage):
             self.optimizer.stepper.refresh()
         self.optimizer.adopt(self)
         if self._functional is None:
-            self._guard = guarded_by(StepGuard(self, self._instead), self.optimizer.optimizer)
+            through = None if self.is_automatic else self.optimizer
+            self._guard = guarded_by(StepGuard(self, self._instead, through=through), self.optimizer.optimizer)
 
     @property
     def _instead(self) -> str:
