@@ -51,7 +51,8 @@ def apply_activation_checkpointing(
             wrapped[module] = checkpoint_wrapper_fn(module)
     # A module and its wrapper share their children, so the order does not matter.
     for parent in list(model.modules()):
-        for name, child in parent.named_children():
+        # Not named_children, which names a module once, whatever other names the parent has for it.
+        for name, child in list(parent._modules.items()):
             if child in wrapped:
                 parent.register_module(name, wrapped[child])
     return len(wrapped)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from overlap.activations.offload import NOT_TRACED, offloading
+from overlap.activations.recompute import run_again
 from overlap.activations.shared_module import SharedModule, shared_module
 from overlap.errors import ConfigurationError
 
@@ -45,9 +46,10 @@ class Checkpointed(SharedModule):
 
         extra: dict[str, Any] = {} if options.context_fn is None else {"context_fn": options.context_fn}
         save = self._save_offloaded if options.offload_to_cpu else checkpoint
-        # By position, since what goes by name could be an option of checkpoint's own.
+        # By position, since what goes by name could be an option of checkpoint's own. A compiled module needs no care:
+        # what its forward changes is not part of what is computed again.
         return save(
-            run,
+            run if torch.compiler.is_compiling() else run_again(run, self),
             *args,
             *kwargs.values(),
             use_reentrant=False,
