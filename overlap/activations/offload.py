@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from overlap._checks import check_whole_number
 from overlap.activations.shared_module import SharedModule, shared_module
 from overlap.activations.store import Stored, store_of, stores
 from overlap.errors import ConfigurationError
@@ -93,9 +94,7 @@ def limit_offload_pool(nbytes: int, device: torch.device | str | None = None) ->
     Raises:
         ConfigurationError: ``nbytes`` is not a whole number of at least 0.
     """
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
-        raise ConfigurationError(f"nbytes must be a whole number of at least 0, got {nbytes!r}")
-    store_of(_device(device)).limit(nbytes)
+    store_of(_device(device)).limit(check_whole_number("nbytes", nbytes, least=0))
 
 
 def _device(device: torch.device | str | None) -> torch.device:

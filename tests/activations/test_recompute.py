@@ -17,7 +17,7 @@ from overlap.activations import apply_activation_checkpointing, checkpoint_wrapp
 
 
 class MovingScale(nn.Module):
-    """Its output depends on attributes, and on buffers that it changes in place, through ``.data`` and by assignment."""
+    """Its output depends on attributes and buffers, which it changes in place, through ``.data`` and by assignment."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

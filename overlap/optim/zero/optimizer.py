@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from overlap._torch import classes
 from overlap._torch.c10d import backend_name
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.optim.grad_scaler import LossScale
@@ -48,6 +49,7 @@ class ShardedUpdate(Protocol):
         """Wait for gathers that are under way."""
 
 
+@classes.ZeroRedundancyOptimizer.register
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """``optimizer_class`` with its state divided among the ranks: each of ``W`` ranks keeps and updates ``1/W``.
 

@@ -1,0 +1,59 @@
+"""Checks of arguments, and how messages name what was given instead."""
+
+from __future__ import annotations
+
+from numbers import Integral
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from overlap._torch.ddp import uncompiled
+from overlap.errors import ConfigurationError
+
+__all__ = ["check_ddp", "check_whole_number", "described"]
+
+
+def check_ddp(model: object, *, error: type[Exception] = ConfigurationError) -> DistributedDataParallel:
+    """The ``DistributedDataParallel`` model that ``model`` is, or that ``torch.compile`` was given to make it.
+
+    Raises:
+        error: it is not; the message says what to give instead.
+    """
+    plain = uncompiled(model)
+    if isinstance(plain, DistributedDataParallel):
+        return plain
+    raise error(f"{described(model)} is not a DistributedDataParallel model; {_instead_of(plain)}")
+
+
+def _instead_of(model: object) -> str:
+    if isinstance(model, type):
+        return "give the model itself: ddp = DistributedDataParallel(model)"
+    if not isinstance(model, nn.Module):
+        return "give the model itself, as in ddp = DistributedDataParallel(model)"
+    for name, part in model.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            return f"the one inside of it is its .{name}: give that"
+    kinds = {cls.__name__ for cls in type(model).__mro__}
+    if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
+        return "FSDP shards parameters and reduces gradients by itself: use one of the two, not both"
+    if isinstance(model, DataParallel):
+        return "use DistributedDataParallel in its place, with one process per device"
+    return "wrap it first: ddp = DistributedDataParallel(model)"
+
+
+def check_whole_number(name: str, value: object, *, least: int) -> int:
+    """``value`` as an ``int``, if it is a whole number of at least ``least``.
+
+    Raises:
+        ConfigurationError: it is not; the message calls it ``name``.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return int(value)
+
+
+def described(value: object) -> str:
+    """The class of ``value`` in a message, and whose it is where both PyTorch and this library have one of the name."""
+    cls = value if isinstance(value, type) else type(value)
+    name = f"PyTorch's {cls.__name__}" if cls.__module__.startswith("torch.distributed.") else cls.__name__
+    return f"the class {name}" if isinstance(value, type) else name
