@@ -75,9 +75,7 @@ def test_states_keep_their_attributes_to_themselves_and_are_pickled_whole() -> N
 
 
 def test_pytorchs_own_state_is_named_where_ours_is_needed() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"PostLocalSGDState of overlap\.hooks, got PyTorch's PostLocalSGDState"
-    ):
+    with pytest.raises(ConfigurationError, match=r"of overlap\.hooks, got PyTorch's PostLocalSGDState"):
         post_localSGD_hook.stage(torch_post_local.PostLocalSGDState(None, None, 3))
     with pytest.raises(ConfigurationError, match="PowerSGDState, got PyTorch's PowerSGDState"):
         powerSGD_hook.stage(torch_power.PowerSGDState(None))
