@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from numbers import Integral
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from overlap._torch.ddp import uncompiled
 from overlap.errors import ConfigurationError
 
-__all__ = ["check_ddp", "check_whole_number", "described"]
+__all__ = ["check_ddp", "check_group", "check_whole_number", "described"]
 
 
 def check_ddp(model: object, *, error: type[Exception] = ConfigurationError) -> DistributedDataParallel:
@@ -39,6 +40,27 @@ def _instead_of(model: object) -> str:
     if isinstance(model, DataParallel):
         return "use DistributedDataParallel in its place, with one process per device"
     return "wrap it first: ddp = DistributedDataParallel(model)"
+
+
+def check_group(name: str, group: object, *, may_be_outside: bool = False) -> dist.ProcessGroup | None:
+    """``group`` itself, if it is a process group or ``None``.
+
+    Raises:
+        ConfigurationError: it is something else, or this rank is not in it, unless it ``may_be_outside``; the message
+            calls it ``name``.
+    """
+    if group is None:
+        return None
+    is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not is_outside and not isinstance(group, dist.ProcessGroup):
+        raise ConfigurationError(
+            f"{name} is a process group such as torch.distributed.new_group returns, or None, got {described(group)}"
+        )
+    if not may_be_outside and (is_outside or dist.get_rank(group) < 0):  # type: ignore[arg-type]
+        raise ConfigurationError(
+            f"this rank is not in the group that it was given as {name}; give it one that it is in"
+        )
+    return group  # type: ignore[return-value]
 
 
 def check_whole_number(name: str, value: object, *, least: int) -> int:

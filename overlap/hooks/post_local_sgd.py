@@ -13,10 +13,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from overlap._checks import check_whole_number, described
+from overlap._checks import check_group, check_whole_number, described
 from overlap._torch import classes
 from overlap._torch.c10d import GradBucket
 from overlap.errors import ConfigurationError
+from overlap.hooks.adapters import stage_from
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.stage import Stage
@@ -49,7 +50,7 @@ class PostLocalSGDState(classes.PostLocalSGDState):
         start = check_whole_number("start_localSGD_iter", start_localSGD_iter, least=0)
         if subgroup is not None:
             check_subgroup(subgroup)
-        self.process_group = process_group
+        self.process_group = check_group("process_group", process_group)
         self.subgroup = subgroup
         self.start_localSGD_iter = start
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
@@ -103,7 +104,7 @@ class PostLocal(Stage):
     ) -> None:
         self._state = state
         self._asks_is_local = is_local
-        self.inner = AllReduce() if inner is None else inner
+        self.inner = AllReduce() if inner is None else stage_from(inner)
         if not self.inner.reduces:
             raise ConfigurationError(f"PostLocal takes a reducer, and {self.inner!r} is not a reducer")
         self._is_local = False

@@ -94,6 +94,10 @@ class Join(base.Join):
         on_exhausted = check_on_exhausted(on_exhausted, throws=throw_on_early_termination)
         if lengths is not None and (isinstance(lengths, bool) or not isinstance(lengths, int) or lengths < 0):
             raise ConfigurationError(f"lengths is this rank's number of iterations, len(loader) say, got {lengths!r}")
+        if not isinstance(weight_by_samples, bool) and not callable(weight_by_samples):
+            raise ConfigurationError(
+                f"weight_by_samples is True, False, or a callable that is given a batch, got {weight_by_samples!r}"
+            )
         if lengths is not None and weight_by_samples:
             raise ConfigurationError("weight_by_samples exchanges the samples in every iteration: leave lengths out")
         joinables = _joinables(joinables)
@@ -202,7 +206,11 @@ def _joinables(given: Any) -> list[Any]:
     """``given`` as a list; where it holds a compiled model, the model."""
     if isinstance(given, (nn.Module, Optimizer, LRScheduler, base.Joinable)) or not isinstance(given, Iterable):
         raise ConfigurationError(f"joinables is a list, as in Join([ddp, optimizer]), got {described(given)}")
-    return [uncompiled(joinable) for joinable in given]
+    joinables = [uncompiled(joinable) for joinable in given]
+    for place, joinable in enumerate(joinables):
+        if any(joinable is other for other in joinables[:place]):
+            raise ConfigurationError(f"this {described(joinable)} is given twice: joinables names each once")
+    return joinables
 
 
 def _adapters(joinables: Sequence[Any], kwargs: dict[str, Any], *, shadows: bool) -> list[JoinableAdapter]:

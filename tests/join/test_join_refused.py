@@ -113,7 +113,10 @@ def test_a_version_of_pytorch_without_the_names_that_join_needs_is_refused() -> 
 
 ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no joinable": (lambda ddp: Join([]), "The join context manager requires at least one joinable"),
-    "a plain module": (lambda ddp: Join([ddp.module[0]]), "Linear is not a Joinable"),
+    "a plain module": (
+        lambda ddp: Join([ddp.module[0]]),
+        "Linear is not a DistributedDataParallel model; wrap it first",
+    ),
     "an optimizer alone": (
         lambda ddp: Join([torch.optim.SGD(ddp.parameters(), lr=0.1)]),
         "joinable with a process group",

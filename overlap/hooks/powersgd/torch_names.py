@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._checks import described
+from overlap._checks import check_group, described
 from overlap._torch import classes
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket, on_group
@@ -69,7 +69,7 @@ class PowerSGDState(classes.PowerSGDState):
         batch_tensors_with_same_shape: bool = False,
         **options: Any,
     ) -> None:
-        self.process_group = process_group
+        self.process_group = check_group("process_group", process_group)
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
         self.min_compression_rate = min_compression_rate

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import check_whole_number
+from overlap._checks import check_group, check_whole_number, described
 from overlap._torch import classes
 from overlap.errors import ConfigurationError
 from overlap.optim.local_sgd.average import average_parameters
@@ -42,7 +42,8 @@ class ModelAverager(ABC):
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
             raise ConfigurationError("averaging needs torch.distributed.init_process_group first")
-        self.process_group: dist.ProcessGroup = process_group if process_group is not None else dist.group.WORLD  # type: ignore[assignment]
+        given = check_group("process_group", process_group, may_be_outside=True)
+        self.process_group: dist.ProcessGroup = given if given is not None else dist.group.WORLD  # type: ignore[assignment]
         self.step = 0
         """Calls of :meth:`average_parameters` so far."""
 
@@ -146,7 +147,7 @@ class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
     def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
         if not hasattr(averager, "average_parameters") or not hasattr(averager, "step") or isinstance(averager, type):
             raise ConfigurationError(
-                f"PostLocalSGDOptimizer takes a ModelAverager, got {averager!r}; make one, as in "
+                f"PostLocalSGDOptimizer takes a ModelAverager, got {described(averager)}; make one, as in "
                 "PeriodicModelAverager(period=8, warmup_steps=1000)"
             )
         super().__init__(optim)

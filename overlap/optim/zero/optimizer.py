@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from overlap._checks import check_group
 from overlap._torch import classes
 from overlap._torch.c10d import backend_name
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
@@ -103,7 +104,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not dist.is_initialized():
             raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
         cls = check_class(optimizer_class)
-        self.process_group: dist.ProcessGroup = process_group or dist.group.WORLD  # type: ignore[assignment]
+        self.process_group: dist.ProcessGroup = check_group("process_group", process_group) or dist.group.WORLD  # type: ignore[assignment]
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.overlap_with_ddp = overlap_with_ddp
         self.partition = partition
