@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from overlap._torch.ddp import uncompiled
+from overlap._torch.compiled import uncompiled
 from overlap.errors import ConfigurationError
 
 __all__ = ["check_ddp", "check_group", "check_whole_number", "described"]

@@ -8,21 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "GradientSync",
-    "before_final_sync",
-    "data_parallel_parameters",
-    "has_foreign_hook",
-    "refusal",
-    "uncompiled",
-]
-
-
-def uncompiled(module: object) -> object:
-    """What ``torch.compile`` was given to make ``module``, or ``module`` itself. Private: the names."""
-    while type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod"):
-        module = module._orig_mod
-    return module
+__all__ = ["GradientSync", "before_final_sync", "data_parallel_parameters", "has_foreign_hook", "refusal"]
 
 
 def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from overlap._checks import check_ddp, described
 from overlap._torch.c10d import group_timeout
-from overlap._torch.ddp import uncompiled
+from overlap._torch.compiled import uncompiled
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError, PeerError, TrainingLoopError
 from overlap.join.active import active_join, clear_active_join, set_active_join
 from overlap.join.adapters import JoinHookAdapter, OptimizerAdapter, SchedulerAdapter
