@@ -2,9 +2,10 @@
 
 Backward runs a checkpointed forward again. It must then find what the first run found, or it computes something else:
 spectral normalization improves its vectors in each forward. And it must leave no trace, or BatchNorm counts each batch
-twice. Parameters and arguments are the same tensors; what else a forward may read and change is the state of its
-modules, which is noted before the first run and put in place for every later one:
+twice. Arguments are the same tensors; what else a forward may read and change is the state of its modules, which is
+noted before the first run and put in place for every later one:
 
+- parameters themselves, which ``torch.func.functional_call`` exchanges for the time of a forward;
 - buffers, as copies: most are changed in place, some through ``.data``, which raises no version counter. Of a large
   buffer whose counter stood still, no copy is kept;
 - numbers, flags and strings among the attributes of every module, such as its mode;
@@ -55,6 +56,7 @@ class ModuleState:
         parts = {id(vars(part)): part for part in module.modules()}.values()
         self._attributes = [_Attributes(part, with_tensors=part is module) for part in parts]
         self._buffers = [_Buffers(part._buffers) for part in parts]
+        self._parameters = [(part._parameters, dict(part._parameters)) for part in parts]
 
     def forget_unchanged(self) -> None:
         """The forward is done: let go of copies of large buffers that it did not change."""
@@ -65,6 +67,7 @@ class ModuleState:
     def restored(self) -> Iterator[None]:
         """Runs the block in this state, and undoes what it changes."""
         dicts: list[dict[str, Any]] = [*(one.of for one in self._attributes), *(one.of for one in self._buffers)]
+        dicts.extend(parameters for parameters, _ in self._parameters)
         before = [(values, dict(values)) for values in dicts]
         copies: dict[int, Tensor] = {}
         try:
@@ -72,6 +75,8 @@ class ModuleState:
                 attributes.of.update(attributes.found)
             for buffers in self._buffers:
                 buffers.put_copies(copies)
+            for parameters, found in self._parameters:
+                parameters.update(found)
             yield
         finally:
             for values, old in before:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
 
 from activations.wrappers import WRAPPERS
@@ -170,6 +171,20 @@ def test_autocast_and_named_arguments_are_those_of_the_first_run() -> None:
         out.square().mean().backward()
         results.append([*(p.grad for p in module.parameters()), *module.buffers()])
     assert_parity(results[1], results[0], what="under autocast")
+
+
+def test_with_exchanged_parameters_it_runs_again_with_those() -> None:
+    plain = MODULES["BatchNorm"]()
+    wrapped = checkpoint_wrapper(copy.deepcopy(plain))
+    results = []
+    for module in (plain, wrapped):
+        torch.manual_seed(0)
+        exchanged = {name: torch.randn_like(p).requires_grad_() for name, p in module.named_parameters()}
+        out = functional_call(module, exchanged, (torch.randn(16, 8),))
+        out.square().mean().backward()
+        results.append([value.grad for value in exchanged.values()])
+    assert_parity(results[1], results[0], what="gradients of the exchanged parameters")
+    assert all(p.grad is None for p in wrapped.parameters())
 
 
 def _compiled(rank: int, world_size: int) -> None:
