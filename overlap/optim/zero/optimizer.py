@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from overlap._checks import check_group
+from overlap._torch import classes
 from overlap._torch.c10d import backend_name
 from overlap._torch.checkpoint import is_in_checkpointing, is_in_loading
 from overlap._torch.state_dict_hooks import (
@@ -75,6 +77,7 @@ class ShardedUpdate(Protocol):
         """Wait for gathers that are under way."""
 
 
+@classes.ZeroRedundancyOptimizer.register
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """``optimizer_class`` with its state divided among the ranks: each of ``W`` ranks keeps and updates ``1/W``.
 
@@ -131,7 +134,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
         cls = check_class(optimizer_class)
         check_master_dtype(master_dtype)
-        self.process_group: dist.ProcessGroup = process_group or dist.group.WORLD  # type: ignore[assignment]
+        self.process_group: dist.ProcessGroup = check_group("process_group", process_group) or dist.group.WORLD  # type: ignore[assignment]
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.overlap_with_ddp = overlap_with_ddp
         groups = read_groups(params)

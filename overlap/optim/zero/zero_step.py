@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap._checks import described
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
 from overlap.hooks import Bucket, StageContext, all_reduce, whole_pass
@@ -86,8 +87,8 @@ class ZeroStep(UpdateStage):
         zero = unwrapped(zero)
         if not isinstance(zero, ZeroRedundancyOptimizer):
             raise ConfigurationError(
-                f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for an optimizer that every "
-                "rank holds in full use chain(AllReduce(), Step(optimizer))"
+                f"ZeroStep takes an overlap.ZeroRedundancyOptimizer, got {described(zero)}; for an optimizer that "
+                "every rank holds in full use chain(AllReduce(), Step(optimizer))"
             )
         if gather not in ("backward", "forward"):
             raise ConfigurationError(f"gather is 'backward' or 'forward', got {gather!r}")
