@@ -128,6 +128,10 @@ class Step(UpdateStage):
         check_one_model(self.optimizer.optimizer, context)
         self._check_order()
         super().attach(context)
+        if self._functional is not None and self._adopts_parameters and context.names is not None:
+            # In the model's order, which is that of its state, and not as buckets bring them.
+            self._functional.adopt(parameter for parameter in context.names if parameter.requires_grad)
+            self.optimizer.stepper.refresh()
         self.optimizer.adopt(self)
         if self._functional is None:
             through = None if self.is_automatic else self.optimizer
@@ -292,10 +296,11 @@ class Step(UpdateStage):
             return self._note_failure()
         if self.norms is not None:
             self.norms.note_gradients(self.lifecycle.gradients.reduced)
-        if not (self.is_deferred or self.leaves_update) and (self.is_automatic or self.lifecycle.is_replay):
+        outcome = Phase.STEPPED if self.lifecycle.is_replay else self.lifecycle.outcome
+        if outcome is Phase.STEPPED and not self.is_deferred:
             self._run_hooks()
-        self.lifecycle.on_reduced(Phase.STEPPED if self.lifecycle.is_replay else None)
-        if self.lifecycle.phase is Phase.STEPPED:
+        self.lifecycle.on_reduced(outcome)
+        if outcome is Phase.STEPPED:
             mark_stepped(self.optimizer.optimizer)
         return None
 
