@@ -92,8 +92,9 @@ def check_one_model(optimizer: Optimizer, context: StageContext) -> None:
         shared = [parameter for parameter in other.context.names or {} if parameter in names]
         if shared and guard.is_alive():
             raise RegistrationError(
-                f"{names[shared[0]]} (and {len(shared) - 1} other parameters) are updated by {other!r} already, where "
-                "another DistributedDataParallel has them: call .remove() on what register returned for it"
+                f"{names[shared[0]]} (and {len(shared) - 1} other parameters) are updated by {other!r} already, of "
+                "another DistributedDataParallel of the same module: first call .remove() on what register returned "
+                "for that"
             )
 
 
