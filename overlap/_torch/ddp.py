@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["GradientSync", "before_final_sync", "data_parallel_parameters", "has_foreign_hook", "refusal"]
+__all__ = [
+    "GradientSync",
+    "before_final_sync",
+    "data_parallel_parameters",
+    "has_foreign_hook",
+    "refusal",
+    "registered_hook",
+]
 
 
 def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
@@ -35,6 +43,11 @@ def has_foreign_hook(ddp: DistributedDataParallel, ours: type) -> str | None:
         return getattr(hook, "__qualname__", repr(hook))
     name = ddp._get_ddp_logging_data().get("comm_hook")
     return str(name) if name else None
+
+
+def registered_hook(ddp: DistributedDataParallel) -> tuple[Any, Any] | None:
+    """The hook registered with DDP itself, and its state. Private: there is no public way to ask."""
+    return ddp._comm_hooks[-1] if ddp._comm_hooks else None
 
 
 def refusal(ddp: DistributedDataParallel) -> str | None:

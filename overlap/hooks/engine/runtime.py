@@ -17,11 +17,13 @@ from overlap.errors import CollectiveError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.context import StageContext
+from overlap.hooks.cut import BucketCut
 from overlap.hooks.engine.background import run_items
 from overlap.hooks.engine.backward_pass import BackwardPass, BucketFuture
 from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.executors import Executor, HostExecutor, executor_for
 from overlap.hooks.engine.observer import Subject
+from overlap.hooks.engine.regrouping import Regrouping
 from overlap.hooks.engine.worker import Worker
 from overlap.hooks.stage import Stage, walk
 from overlap.join import gradient_divisor
@@ -41,11 +43,14 @@ class Runtime:
 
     def __init__(self, stage: Stage, context: StageContext) -> None:
         self.stage = stage
-        self._context = replace(context, background=self.background)
+        self._cut = BucketCut()
+        self._context = replace(context, background=self.background, cut=self._cut)
         self._pass: BackwardPass | None = None
         self._steps = 0
         self._is_open = False
         self._attached: list[Stage] = []
+        # The parameters of each bucket of this pass.
+        self._buckets: list[tuple[str, ...]] = []
         self._worker: Worker | None = None
         self.executor: Executor
         if not has_streams(context.device) and PrivateChannels.can_serve(context.group):
@@ -104,6 +109,7 @@ class Runtime:
             self._pass = self._begin(is_replay=is_replay)
         current = self._pass
         bucket = self._bucket(raw, step=current.step, is_replay=is_replay)
+        self._buckets.append(self._cut.keys_of(bucket))
         device = self._context.device
         future: BucketFuture = torch.futures.Future(devices=[device] if has_streams(device) else None)
         if (observer := self.executor.observer) is not None:
@@ -155,9 +161,11 @@ class Runtime:
             stale.wait()
         begun = BackwardPass(self._steps, self.stage, self.executor)
         self._steps += 1
+        self._buckets.clear()
         try:
             if not self._is_open:  # Registered as a hook: the model was not known before its first bucket.
                 self.open()
+            begun.regrouping = self._regrouping()
             for stage in walk(self.stage):
                 stage.before_backward(is_replay=is_replay)
         except Exception as error:
@@ -165,10 +173,20 @@ class Runtime:
             begun.fail(error)
         return begun
 
+    def _regrouping(self) -> Regrouping | None:
+        wanted = self._cut.wanted
+        # A hook's code runs when its bucket comes.
+        if wanted is None or self.stage.sequence[0].starts_on_autograd_thread:
+            return None
+        return Regrouping(wanted, self._cut, self.executor)
+
     def _finish(self, finished: BackwardPass) -> None:
         """Called on the training thread when DDP has set the gradients; raises the error of a failed pass."""
         self._pass = None
         error = finished.error
+        if error is None:
+            own = tuple(self._buckets)
+            self._cut.note(own if finished.regrouping is None else finished.regrouping.used(own))
         for stage in walk(self.stage):
             note = stage.after_backward(failed=error is not None)
             if note and error is not None:

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.cut import SavedCut
 from overlap.hooks.powersgd.checkpoint import Snapshot, State
 from overlap.hooks.stage import StageContext
 
@@ -114,6 +115,7 @@ class Memory:
         self._saved_by: tuple[int, int] | None = None
         # Loaded for parameters whose gradients have not come yet.
         self._unclaimed: set[str] = set()
+        self._cut = SavedCut()
 
     def attach(self, context: StageContext) -> None:
         """Serve the model of ``context``; numbering starts anew.
@@ -129,10 +131,12 @@ class Memory:
         self._check(context)
         self._numbers = WeakIdKeyDictionary()
         self._context = context
+        self._cut.attach(context.cut)
 
     def detach(self) -> None:
         """Stop serving the model, so that another one can be attached."""
         self._context = None
+        self._cut.detach()
 
     def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the slots of the bucket's parameters."""
@@ -172,6 +176,7 @@ class Memory:
             bypassed=self.bypassed,
             numel=(self.statistics.numel_before, self.statistics.numel_after),
             saved_by=(group.rank(), group.size()) if group is not None else self._saved_by,
+            buckets=self._cut.state(),
         ).pack()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -196,6 +201,7 @@ class Memory:
         self.bypassed = loaded.bypassed
         self.statistics = Statistics(*loaded.numel)
         self._unclaimed = set(self.slots)
+        self._cut.load(loaded.buckets)
 
     def _check(self, context: StageContext) -> None:
         """Raises: ConfigurationError: what was loaded is another rank's or another model's."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -67,6 +68,15 @@ class Average(Stage):
     def after_backward(self, *, failed: bool) -> None:
         if not failed:
             self.averager.average_parameters(self._parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averager's ``step``."""
+        return {"step": self.averager.step} if hasattr(self.averager, "step") else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; nothing leaves the averager as it is."""
+        if "step" in state_dict:
+            self.averager.step = state_dict["step"]
 
     def __repr__(self) -> str:
         return self.signature
