@@ -25,9 +25,11 @@ def inner_optimizer(optim: object) -> Any:
     """The optimizer of this library in ``optim``, if ``optim`` is a framework's wrapper of one; else ``optim``."""
     if isinstance(optim, FunctionalOptimizer):
         return optim.optimizer
+    if isinstance(optim, OptimizerProxy):
+        return optim
     inner = getattr(optim, "optimizer", None)
     if isinstance(inner, (ZeroRedundancyOptimizer, OptimizerProxy)):
-        return inner_optimizer(inner)
+        return inner
     if not hasattr(optim, "param_groups") or not hasattr(optim, "load_state_dict"):
         raise ConfigurationError(
             f"{optim!r} is not an optimizer: give the one whose step() the training loop calls, or the one that the "
