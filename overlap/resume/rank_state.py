@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from overlap._torch.ddp import registered_hook
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks import Stage, StageHook
-from overlap.hooks.adapters import hook_name
+from overlap.hooks.adapters import HookStage, hook_name
 from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.stage import walk
 from overlap.optim import FunctionalOptimizer, LocalSGD, ZeroRedundancyOptimizer
@@ -127,16 +127,24 @@ def model_of(ddp: object) -> DistributedDataParallel:
 def _stage_of(ddp: DistributedDataParallel) -> Stage | None:
     """The stage that is registered, by overlap or with DDP itself."""
     if (registration := registration_of(ddp)) is not None:
+        for stage in walk(registration.stage):
+            if isinstance(stage, HookStage):
+                _check_hook(*stage.hook)
         return registration.stage
     hook, state = registered_hook(ddp) or (None, None)
     if isinstance(hook, StageHook):
         return hook.stage(state)
-    if hook is None or state is None or isinstance(state, dist.ProcessGroup):
-        return None
-    raise ConfigurationError(
-        f"the hook {hook_name(hook)} keeps its memory in a {type(state).__name__}, of which overlap knows nothing; use "
-        "overlap's hook of that name, or a stage with a state_dict()"
-    )
+    _check_hook(hook, state)
+    return None
+
+
+def _check_hook(hook: object, state: object) -> None:
+    """Raises: ConfigurationError: a hook that is not overlap's may remember something."""
+    if state is not None and not isinstance(state, dist.ProcessGroup):
+        raise ConfigurationError(
+            f"the hook {hook_name(hook)} keeps its memory in a {type(state).__name__}, of which overlap knows nothing; "
+            "use overlap's hook of that name, or a stage with a state_dict()"
+        )
 
 
 def _check_phase(stage: Stage | None) -> None:

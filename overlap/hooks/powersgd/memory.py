@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.cut import SavedCut
+from overlap.hooks.cut import BucketCut, SavedCut
 from overlap.hooks.powersgd.checkpoint import Snapshot, State
 from overlap.hooks.stage import StageContext
 
@@ -110,7 +109,7 @@ class Memory:
     statistics: Statistics = field(default_factory=Statistics)
 
     def __post_init__(self) -> None:
-        self._numbers: Any = WeakIdKeyDictionary()
+        self._numbering = BucketCut()
         self._context: StageContext | None = None
         self._saved_by: tuple[int, int] | None = None
         # Loaded for parameters whose gradients have not come yet.
@@ -129,7 +128,7 @@ class Memory:
                 "remove() that registration first, or make one PowerSGD for each model"
             )
         self._check(context)
-        self._numbers = WeakIdKeyDictionary()
+        self._numbering = context.cut or BucketCut()
         self._context = context
         self._cut.attach(context.cut)
 
@@ -140,9 +139,7 @@ class Memory:
 
     def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the slots of the bucket's parameters."""
-        if bucket.fqns is not None:
-            return bucket.fqns
-        return tuple(self._numbers.setdefault(parameter, str(len(self._numbers))) for parameter in bucket.parameters)
+        return self._numbering.keys_of(bucket)
 
     def slots_of(self, keys: tuple[str, ...]) -> list[Slot]:
         """The slots of parameters, made where there are none."""
