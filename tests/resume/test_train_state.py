@@ -246,3 +246,36 @@ def _kept(rank: int, world_size: int) -> None:
 
 def test_what_cannot_be_saved_is_named_and_counters_are_saved_before_they_matter() -> None:
     run_ranks(_kept, 2)
+
+
+def _powersgd() -> PowerSGD:
+    return PowerSGD(rank=1, min_compression_rate=1)
+
+
+def _of_three(rank: int, world_size: int) -> Any:
+    return overlap.state_dict(*_overlapped(rank, reducer=_powersgd()))
+
+
+def _on_two(rank: int, world_size: int, states: list[Any]) -> Any:
+    stage = _powersgd()
+    ddp, optimizer = _overlapped(rank, steps=0, reducer=stage)
+    ddp.module.load_state_dict(states[0]["model"])
+    optimizer.load_state_dict(states[0]["optimizer"]["state"])
+    own = [state["stages"]["state"]["0"] for state in states]
+    stage.load_state_dict(PowerSGD.redistribute(own, rank=rank, ranks=world_size))
+    before = overlap.state_dict(ddp, optimizer)
+    _train(rank, ddp, optimizer, range(3, 5))
+    return before
+
+
+def test_the_documented_way_to_another_number_of_ranks() -> None:
+    states = run_ranks(_of_three, 3)
+    resumed = run_ranks(_on_two, 2, states)
+    assert_parity(resumed[0]["model"], states[0]["model"], what="the model")
+    assert_parity(resumed[0]["optimizer"], states[0]["optimizer"], what="the optimizer")
+    for name in states[0]["stages"]["state"]["0"]["residuals"]:
+        pending = [
+            sum(state["stages"]["state"]["0"]["residuals"].get(name, 0) for state in all_ranks) / len(all_ranks)
+            for all_ranks in (states, resumed)
+        ]
+        torch.testing.assert_close(*pending)
