@@ -18,8 +18,8 @@ from overlap.hooks.adapters import HookStage, hook_name
 from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.stage import walk
 from overlap.optim import FunctionalOptimizer, LocalSGD, ZeroRedundancyOptimizer
+from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.phases import Phase
-from overlap.optim.update_stage import UpdateStage
 from overlap.resume.optimizers import (
     check_optimizer_state,
     inner_optimizer,
@@ -149,10 +149,13 @@ def _check_hook(hook: object, state: object) -> None:
 
 def _check_phase(stage: Stage | None) -> None:
     for one in [] if stage is None else walk(stage):
-        if isinstance(one, UpdateStage) and one.lifecycle.phase in (Phase.BACKWARD, Phase.REDUCED, Phase.APPLIED):
+        lifecycle = getattr(one, "lifecycle", None)
+        if not isinstance(lifecycle, UpdateLifecycle):
+            continue
+        if lifecycle.phase in (Phase.BACKWARD, Phase.REDUCED, Phase.APPLIED):
             raise TrainingLoopError(
-                f"state_dict() between backward and {one.lifecycle.form.step}: gradients are not saved, so this step "
-                f"would be lost; call {one.lifecycle.form.step} or zero_grad() first"
+                f"state_dict() between backward and {lifecycle.form.step}: gradients are not saved, so this step would "
+                f"be lost; call {lifecycle.form.step} first"
             )
 
 

@@ -20,6 +20,7 @@ from overlap import (
     AllReduce,
     Cast,
     ConfigurationError,
+    LocalSGD,
     OverlappedOptimizer,
     PowerSGD,
     PowerSGDState,
@@ -117,6 +118,11 @@ def _between(rank: int, world_size: int) -> None:
             overlap.state_dict(ddp, optimizer)
         optimizer.step()
         overlap.state_dict(ddp, optimizer)
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    local = LocalSGD(ddp, ADAMW(ddp.parameters()), start_step=5)
+    mean_squared_error(ddp, MLP.batch(5, rank)).backward()
+    with pytest.raises(TrainingLoopError, match=r"between backward and local.step\(\)"):
+        overlap.state_dict(ddp, local)
 
 
 def test_a_state_between_backward_and_step_is_refused() -> None:

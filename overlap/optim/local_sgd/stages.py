@@ -126,6 +126,11 @@ class LocalSGDStage(Stage):
         return self._context
 
     @property
+    def lifecycle(self) -> UpdateLifecycle | None:
+        """Of the update that ``LocalSGD.step`` makes; ``None`` where a stage updates in backward."""
+        return self._lifecycle
+
+    @property
     def signature(self) -> str:
         return self._signature
 

@@ -228,4 +228,4 @@ def test_scaling_for_float16_is_as_exact_for_ordinary_gradients(
     monkeypatch.setattr(PowerIteration, "_scale_", lambda *args, **options: None)
     unscaled = outputs(torch.float16)
     smallest = 2.0**-24
-    assert (scaled - exact).abs().mean() <= 1.02 * (unscaled - exact).abs().mean() + smallest
+    assert (scaled - exact).abs().mean() <= 1.02 * (unscaled - exact).abs().mean() + 4 * smallest
