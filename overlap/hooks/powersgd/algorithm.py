@@ -137,8 +137,8 @@ class PowerIteration:
         """Scale factors for ``float16``, which holds no more than 65504, by powers of two, which round nothing.
 
         An element is a product with a direction of length 1, so it can be larger than all of the matrix by the root of
-        that direction's number of elements, and no more. By that it is scaled. Outputs below the range of full precision
-        can change by a few of the smallest steps of ``float16``, which are 6e-8.
+        that direction's number of elements, and no more. By that it is scaled. Outputs below the range of full
+        precision can change by a few of the smallest steps of ``float16``, which are 6e-8.
         """
         for each in self.matrices:
             summed = each.batch.cols if is_left else each.batch.rows
