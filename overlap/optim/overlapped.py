@@ -11,8 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._torch.optimizer import mark_stepped, unhooked_step
-from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
+from overlap._torch.optimizer import (
+    global_pre_hooks,
+    mark_stepped,
+    own_step,
+    run_post_hooks,
+    run_pre_hooks,
+    unwrapped,
+)
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import StageContext
 from overlap.join import Join, Joinable, JoinHook
 from overlap.optim.clipping import Clipping, GradientNorms
@@ -22,7 +29,8 @@ from overlap.optim.pass_gradients import PassGradients
 from overlap.optim.phases import SCALED_UNDER_JOIN, Event, Phase
 from overlap.optim.proxy import OptimizerProxy
 from overlap.optim.skipping import SkippedUpdates
-from overlap.optim.subset import SubsetStepper, check_optimizer
+from overlap.optim.step_guard import guards_lifted, refused_pre_hooks
+from overlap.optim.subset import SubsetStepper, check_optimizer, grads_replaced, step_whole
 
 __all__ = ["OverlappedOptimizer"]
 
@@ -45,11 +53,13 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
     :meth:`step` makes sure that every parameter with a gradient has been updated once: what the stage has updated in
     backward is left alone, the rest is updated now. Other attributes are the wrapped optimizer's.
 
-    Step hooks (of either object) run around :meth:`step`; with interleaved updates that is after the parameters have
-    changed. ``GradScaler`` works with a deferred stage.
+    Step hooks (of either object) get the wrapped optimizer, and run once per :meth:`step`. With interleaved updates
+    that is after the parameters have changed, so pre-hooks are refused there. ``GradScaler`` works with a deferred
+    stage. A copy, by ``copy.deepcopy`` or ``pickle``, is registered with no model.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer`` that steps without a closure.
+        optimizer: any ``torch.optim.Optimizer`` that steps without a closure; of Accelerate's and Lightning's wrappers
+            the optimizer inside is taken.
 
     Raises:
         ConfigurationError: ``optimizer`` is something else, or is overlapped already.
@@ -57,27 +67,31 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        optimizer = unwrapped(optimizer)
         if isinstance(optimizer, OverlappedOptimizer):
             raise ConfigurationError("this optimizer is an OverlappedOptimizer already; use it as it is")
-        super().__init__(check_optimizer(optimizer))
+        self.optimizer = check_optimizer(optimizer)
         Joinable.__init__(self)
         self._updates: list[_Update] = []
+        self._was_registered = False
         self._stepper = SubsetStepper(self.optimizer)
         self._outside = PassGradients(clears=lambda parameter: True)
         self.skipped = SkippedUpdates()
         """Where the loop says that a backward is not this optimizer's."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """Update every parameter that has a gradient and was not updated in backward.
 
         Args:
             closure: evaluates the model and runs backward, as for any optimizer; its result is returned.
+            **arguments: of the wrapped optimizer's ``step``, where the update is left to this call.
 
         Raises:
-            TrainingLoopError: a gradient has not been reduced (the backward ran under ``no_sync``, or did not reach
-                every parameter), or was changed after an interleaved update had applied it (clipping,
-                ``GradScaler``); or the last backward raised.
+            TrainingLoopError: a gradient has not been reduced (no stage was ever registered with this optimizer, the
+                backward ran under ``no_sync``, or did not reach every parameter), or was changed after an interleaved
+                update had applied it (clipping, ``GradScaler``); or the last backward raised.
         """
+        self._check_registered()
         Join.notify_join_context(self)
         loss = None
         if closure is not None:
@@ -86,7 +100,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         loss_scale = LossScale.given_to(self)
         pending = self._pending(loss_scale)
         try:
-            self._update(pending, loss_scale)
+            self._update(pending, loss_scale, arguments)
         except BaseException:
             for update in self._updates:
                 update.lifecycle.on_update_failure()
@@ -138,30 +152,57 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             lifecycle.check_reduced(pending)
         return pending
 
-    @torch.no_grad()
-    def _update(self, pending: list[Tensor], loss_scale: LossScale) -> None:
-        if not pending:
+    def _check_registered(self) -> None:
+        if self._was_registered:
+            return
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(bool(gradient.any()) for gradient in gradients):
+            raise TrainingLoopError(
+                f"no stage updates with this {type(self.optimizer).__name__}'s OverlappedOptimizer, so nothing has "
+                "averaged its gradients over ranks: first call chain(AllReduce(), Step(optimizer)).register(ddp)"
+            )
+
+    def _update(self, pending: list[Tensor], loss_scale: LossScale, arguments: dict[str, Any]) -> None:
+        phases = {update.lifecycle.phase for update in self._updates}
+        if Phase.APPLIED in phases:
+            self._finish(pending, arguments)
+            return
+        if not pending and phases == {Phase.STEPPED}:
             return
         clipped = next((update for update in self._updates if update.clipping is not None), None)
         if clipped is None and loss_scale.is_supported_by(self.optimizer):
             with loss_scale.passed_to(self.optimizer):
-                self._step(pending)
+                self._step(pending, arguments)
             return
         if loss_scale.skips_step():
             return
         gradients = [parameter.grad for parameter in pending if parameter.grad is not None]
-        loss_scale.unscale_(gradients)
-        if clipped is not None and clipped.clipping is not None and clipped.norms is not None:
-            clipped.clipping.scale_(gradients, clipped.norms.of(pending))
-        self._step(pending)
+        with torch.no_grad():
+            loss_scale.unscale_(gradients)
+            if gradients and clipped is not None and clipped.clipping is not None and clipped.norms is not None:
+                clipped.clipping.scale_(gradients, clipped.norms.of(pending))
+        self._step(pending, arguments)
 
-    def _step(self, pending: list[Tensor]) -> None:
-        if self._outside.applied or any(update.lifecycle.gradients.applied for update in self._updates):
+    def _step(self, pending: list[Tensor], arguments: dict[str, Any]) -> None:
+        """One whole step, which any optimizer can do; what has been applied is hidden from it."""
+        kept = set(map(id, pending))
+        hidden = [p for group in self.param_groups for p in group["params"] if p.grad is not None and id(p) not in kept]
+        with grads_replaced(hidden, [None] * len(hidden)):
+            step_whole(self.optimizer, **arguments)
+
+    @torch.no_grad()
+    def _finish(self, pending: list[Tensor], arguments: dict[str, Any]) -> None:
+        """Update what backward has left, such as parameters that are not in the model, and run the step hooks."""
+        self.check_updates_in_backward()
+        if arguments:
+            raise TrainingLoopError(
+                f"step() was given {', '.join(arguments)}, but the update was made in backward; use "
+                "Step(optimizer, deferred=True)"
+            )
+        if pending:
             self._stepper.refresh()
             self._stepper.step(pending, [parameter.grad for parameter in pending])  # type: ignore[misc]
-        else:
-            # Nothing was updated in backward: one whole step, which any optimizer can do.
-            unhooked_step(type(self.optimizer))(self.optimizer)
+        self.run_hooks()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the wrapped optimizer's; between backward and :meth:`step` it discards the backward.
@@ -212,10 +253,11 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         return groups[0] if groups else dist.group.WORLD  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer}
+        return {"optimizer": self.optimizer, "was_registered": self._was_registered and not self._updates}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["optimizer"])  # type: ignore[misc]
+        self._was_registered = state.get("was_registered", False)
 
     def __repr__(self) -> str:
         return f"OverlappedOptimizer({self.optimizer!r})"
@@ -251,6 +293,8 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
 
     def begin_backward(self, update: _Update) -> None:
         """A backward of the model of ``update`` begins; that of another model may be part of the same step."""
+        if not update.is_deferred:
+            self.check_updates_in_backward()
         phases = {other.lifecycle.phase for other in self._updates if other is not update}
         if phases & {Phase.BACKWARD, Phase.APPLIED}:
             self._stepper.refresh()
@@ -262,24 +306,37 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         """Steps parts of the parameters."""
         return self._stepper
 
-    def check_apart(self, names: Mapping[Tensor, str]) -> None:
-        """Raises: RegistrationError: another stage updates parameters of the model that has these ``names``."""
-        shared = [p for other in self._updates for p in other.lifecycle.names if p in names and self.stepper.covers(p)]
-        if shared:
-            raise RegistrationError(
-                f"{names[shared[0]]} (and {len(shared) - 1} other parameters) are updated already where another "
-                "DistributedDataParallel has them: call .remove() on what register returned for it"
-            )
-
     def check_same_way(self, update: _Update) -> None:
         """Raises: ConfigurationError: another stage updates this optimizer in another way."""
         for other in self._updates:
             if (other.is_deferred, other.clipping) != (update.is_deferred, update.clipping):
                 raise ConfigurationError(f"one optimizer is updated in one way, but has {other!r} and {update!r}")
 
+    def check_updates_in_backward(self) -> None:
+        """Raises: UnsupportedError: something must run before the update, or in place of it."""
+        name = type(self.optimizer).__name__
+        if own_step(self.optimizer) is not None:
+            raise UnsupportedError(
+                f"step() of this {name} was replaced on the object, and an update in backward would not call it; use "
+                "Step(OverlappedOptimizer(optimizer), deferred=True)"
+            )
+        if hooks := refused_pre_hooks(self.optimizer, global_pre_hooks()):
+            raise UnsupportedError(
+                f"the step pre-hook {hooks[0]} must run before the update of this {name}, when all gradients are "
+                "there, but updates are made while backward runs; use "
+                "Step(OverlappedOptimizer(optimizer), deferred=True)"
+            )
+
+    def run_hooks(self) -> None:
+        """Run the step hooks of an update that was made in backward; the pre-hooks among them only watch."""
+        with guards_lifted(self.optimizer):
+            run_pre_hooks(self.optimizer)
+            run_post_hooks(self.optimizer)
+
     def adopt(self, update: _Update) -> None:
         """Have :meth:`step` finish what ``update`` leaves."""
         self._updates.append(update)
+        self._was_registered = True
 
     def release(self, update: _Update) -> None:
         """Forget ``update``."""
