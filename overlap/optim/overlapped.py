@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -24,8 +25,10 @@ from overlap.join import Join, Joinable, JoinHook
 from overlap.optim.clipping import Clipping, GradientNorms
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle
-from overlap.optim.phases import Event, Phase
+from overlap.optim.pass_gradients import PassGradients
+from overlap.optim.phases import SCALED_UNDER_JOIN, Event, Phase
 from overlap.optim.proxy import OptimizerProxy
+from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.step_guard import guards_lifted, refused_pre_hooks
 from overlap.optim.subset import SubsetStepper, check_optimizer, grads_replaced, step_whole
 
@@ -72,6 +75,9 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         self._updates: list[_Update] = []
         self._was_registered = False
         self._stepper = SubsetStepper(self.optimizer)
+        self._outside = PassGradients(clears=lambda parameter: True)
+        self.skipped = SkippedUpdates()
+        """Where the loop says that a backward is not this optimizer's."""
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """Update every parameter that has a gradient and was not updated in backward.
@@ -102,23 +108,45 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         mark_stepped(self.optimizer)
         for update in self._updates:
             update.lifecycle.on_step(pending)
+        self._note_outside(pending)
         return loss
+
+    def skip_update(self) -> AbstractContextManager[None]:
+        """``with optimizer.skip_update():`` for backwards of a loss that is not this optimizer's.
+
+        A backward that begins inside leaves averaged gradients and makes no update, whatever the form:
+        :meth:`zero_grad` then discards it, another backward adds to it, :meth:`step` applies it, as with plain DDP.
+        So a generator's loss goes through the discriminator's model::
+
+            with optimizer_d.skip_update():
+                criterion(discriminator(generator(noise)), real).backward()
+            optimizer_g.step()
+            optimizer_d.zero_grad()
+
+        Blocks may be nested, and an exception ends one as any other ``with``. Enter it on every rank alike. A backward
+        goes by where it begins; without a registered stage there is nothing to skip, and nothing changes.
+        """
+        return self.skipped.skipping()
 
     def _pending(self, loss_scale: LossScale) -> list[Tensor]:
         """The parameters to update, if the lifecycles allow it."""
-        if loss_scale.is_used and any(not update.is_deferred for update in self._updates):
+        lifecycles = [update.lifecycle for update in self._updates]
+        if loss_scale.is_used and any(lifecycle.outcome is not Phase.REDUCED for lifecycle in lifecycles):
             raise TrainingLoopError(
                 "GradScaler decides after backward whether to step, but the parameters were updated in backward; "
                 "use Step(optimizer, deferred=True) with it"
             )
-        lifecycles = [update.lifecycle for update in self._updates]
+        if loss_scale.is_used and any(lifecycle.is_joining() for lifecycle in lifecycles):
+            raise TrainingLoopError(SCALED_UNDER_JOIN)
         for lifecycle in lifecycles:
             lifecycle.check_step()
+        self._refuse_edits_outside()
+        applied = [*(lifecycle.gradients for lifecycle in lifecycles), self._outside]
         pending = [
             parameter
             for group in self.param_groups
             for parameter in group["params"]
-            if parameter.grad is not None and not any(lifecycle.has_applied(parameter) for lifecycle in lifecycles)
+            if parameter.grad is not None and not any(gradients.has_applied(parameter) for gradients in applied)
         ]
         for lifecycle in lifecycles:
             lifecycle.check_reduced(pending)
@@ -187,7 +215,8 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         for update in self._updates:
             update.lifecycle.check(Event.ZERO_GRAD)
         for update in self._updates:
-            update.lifecycle.on_zero_grad()
+            update.lifecycle.on_zero_grad(set_to_none=set_to_none)
+        self._outside.forget()
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -232,6 +261,33 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
 
     def __repr__(self) -> str:
         return f"OverlappedOptimizer({self.optimizer!r})"
+
+    # Parameters that are not in any registered model: step() updates them, and the next forward clears them, too.
+
+    def _note_outside(self, updated: list[Tensor]) -> None:
+        names = [update.lifecycle.names for update in self._updates]
+        if not names or not all(names):
+            return  # No forward is seen.
+        self._outside.note_applied(p for p in updated if not any(p in of_model for of_model in names))
+        self._outside.note_values(are_there=True)
+
+    def _refuse_edits_outside(self) -> None:
+        self._outside.release_new_tensors()
+        if self._outside.edited(keeps_new_tensors=True, ignores_zeros=True, samples=False):
+            self._outside.accept_values()
+            raise TrainingLoopError(
+                "the gradient of a parameter outside of the model was changed after optimizer.step() had applied it: "
+                "change it before, or call zero_grad() first"
+            )
+
+    def clear_outside(self) -> None:
+        """A forward of a registered model begins.
+
+        Raises:
+            TrainingLoopError: a gradient outside of the model was changed after :meth:`step` had applied it.
+        """
+        self._refuse_edits_outside()
+        self._outside.clear_applied()
 
     # What a Step stage uses.
 

@@ -18,9 +18,11 @@ from overlap.optim.functional import FunctionalOptimizer
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.phases import Phase
 from overlap.optim.probe import Verdict, probe
+from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.step_guard import StepGuard, check_one_model, guarded_by
 from overlap.optim.subset import grads_replaced, step_whole
 from overlap.optim.unused import used_on_any_rank
+from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.update_stage import UpdateStage
 
 __all__ = ["Step"]
@@ -84,6 +86,7 @@ class Step(UpdateStage):
             norm_type=norm_type,
             step="optimizer.step()",
             deferred_form=f"{'an OverlappedOptimizer and ' if automatic else ''}Step(optimizer, deferred=True)",
+            skip="stage.skip_update()" if automatic else "optimizer.skip_update()",
             adds_up=True,
         )
         self.norms = None if self.clipping is None else GradientNorms(norm_type)
@@ -131,7 +134,8 @@ class Step(UpdateStage):
             self.optimizer.stepper.refresh()
         self.optimizer.adopt(self)
         if self._functional is None:
-            self._guard = guarded_by(StepGuard(self, self._instead), self.optimizer.optimizer)
+            through = None if self.is_automatic else self.optimizer
+            self._guard = guarded_by(StepGuard(self, self._instead, through=through), self.optimizer.optimizer)
 
     @property
     def _instead(self) -> str:
@@ -198,6 +202,21 @@ class Step(UpdateStage):
     def owns_gradient_of(self, parameter: Tensor) -> bool:
         return self._updates(parameter) or (not self.is_automatic and self.optimizer.stepper.covers(parameter))
 
+    @property
+    def skipped(self) -> SkippedUpdates:
+        return self.optimizer.skipped
+
+    def marks_of(self, updated: list[Tensor], samples: bool) -> UpdateMarks:
+        optimizer, names = self.optimizer, self.lifecycle.names
+        named = {parameter: names.get(parameter, "a parameter") for parameter in updated}
+        groups = [(f"parameter group {place}", group) for place, group in enumerate(optimizer.param_groups)]
+        states = [(f"the state of {name}", optimizer.state.get(p, {})) for p, name in named.items()]
+        return UpdateMarks([*groups, *states], named, samples=samples)
+
+    def before_forward(self) -> None:
+        self.optimizer.clear_outside()
+        super().before_forward()
+
     def before_backward(self, *, is_replay: bool) -> None:
         super().before_backward(is_replay=is_replay)
         self.optimizer.begin_backward(self)
@@ -220,10 +239,12 @@ class Step(UpdateStage):
             await self._defer(bucket, mine)
         else:
             await self._interleave(bucket, mine)
-        self.lifecycle.note_reduced(bucket.parameters)
+        self.lifecycle.gradients.note_reduced(bucket.parameters)
 
     async def _interleave(self, bucket: Bucket, mine: list[tuple[Tensor, Tensor]]) -> None:
         used = await used_on_any_rank(bucket, [parameter for parameter, _ in mine], self._finds_unused)
+        if self.leaves_update:
+            return
         self._apply([pair for pair, is_used in zip(mine, used, strict=True) if is_used])
 
     @property
@@ -243,7 +264,7 @@ class Step(UpdateStage):
                 "others used; use `with overlap.Join([ddp, optimizer])`, or the interleaved update"
             )
         used = await used_on_any_rank(bucket, [parameter for parameter, _ in mine], self._finds_unused)
-        if not (self.is_automatic or bucket.is_replay):
+        if self.leaves_update and not bucket.is_replay:
             return
         kept = [pair for pair, is_used in zip(mine, used, strict=True) if is_used]
         self._held.append(([parameter for parameter, _ in kept], [gradient for _, gradient in kept]))
@@ -275,12 +296,12 @@ class Step(UpdateStage):
         # As SubsetStepper has it.
         if any(group.get("fused") for group in groups):
             torch.autograd.graph.increment_version(parameters)
-        self.lifecycle.note_applied(parameters)
+        self.lifecycle.gradients.note_applied(parameters)
 
     def _apply(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         parameters = [parameter for parameter, _ in pairs]
         self.optimizer.stepper.step(parameters, [gradient for _, gradient in pairs])
-        self.lifecycle.note_applied(parameters)
+        self.lifecycle.gradients.note_applied(parameters)
 
     def _updates(self, parameter: Tensor) -> bool:
         return (self._only is None or id(parameter) in self._only) and self.optimizer.stepper.covers(parameter)
@@ -289,14 +310,13 @@ class Step(UpdateStage):
         if failed:
             return self._note_failure()
         if self.norms is not None:
-            self.norms.note_gradients(self.lifecycle.reduced)
-        if not self.is_deferred and (self.is_automatic or self.lifecycle.is_replay):
+            self.norms.note_gradients(self.lifecycle.gradients.reduced)
+        outcome = Phase.STEPPED if self.lifecycle.is_replay else self.lifecycle.outcome
+        if outcome is Phase.STEPPED and not self.is_deferred:
             self._run_hooks()
-        if self.is_automatic or self.lifecycle.is_replay:
+        self.lifecycle.on_reduced(outcome)
+        if outcome is Phase.STEPPED:
             mark_stepped(self.optimizer.optimizer)
-            self.lifecycle.on_reduced(Phase.STEPPED)
-        else:
-            self.lifecycle.on_reduced()
         return None
 
     def _run_hooks(self) -> None:
@@ -309,7 +329,7 @@ class Step(UpdateStage):
 
     def _note_failure(self) -> str | None:
         is_in_backward = self.lifecycle.phase is Phase.BACKWARD
-        updated = len(self.lifecycle.applied) if is_in_backward and not self.is_deferred else 0
+        updated = len(self.lifecycle.gradients.applied) if is_in_backward and not self.is_deferred else 0
         self.lifecycle.on_failure()
         if not updated:
             return None

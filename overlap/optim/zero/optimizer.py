@@ -6,6 +6,7 @@ import functools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from overlap._checks import check_group
+from overlap._torch import classes
 from overlap._torch.c10d import backend_name
 from overlap._torch.checkpoint import is_in_checkpointing, is_in_loading
 from overlap._torch.state_dict_hooks import (
@@ -26,6 +29,7 @@ from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopEr
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.probe import Verdict
+from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.subset import SubsetStepper
 from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
 from overlap.optim.zero.consolidation import consolidate, load_plain
@@ -74,6 +78,7 @@ class ShardedUpdate(Protocol):
         """Wait for gathers that are under way."""
 
 
+@classes.ZeroRedundancyOptimizer.register
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """``optimizer_class`` with its state divided among the ranks: each of ``W`` ranks keeps and updates ``1/W``.
 
@@ -130,7 +135,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
         cls = check_class(optimizer_class)
         check_master_dtype(master_dtype)
-        self.process_group: dist.ProcessGroup = process_group or dist.group.WORLD  # type: ignore[assignment]
+        self.process_group: dist.ProcessGroup = check_group("process_group", process_group) or dist.group.WORLD  # type: ignore[assignment]
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.overlap_with_ddp = overlap_with_ddp
         groups = read_groups(params)
@@ -141,6 +146,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.ownership = Ownership(self.process_group, self.partition, master_dtype)
         self.stage: ShardedUpdate | None = None
         self._whole_state = WholeState(self.rank)
+        self.skipped = SkippedUpdates()
+        """Where the loop says that a backward is not this optimizer's."""
         chunks = self.ownership.add(groups, first_group=0)
         self.optim = make_optimizer(cls, chunks, defaults)
         """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
@@ -313,8 +320,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
         if self.stage is not None:
-            self.stage.lifecycle.on_zero_grad()
+            self.stage.lifecycle.on_zero_grad(set_to_none=set_to_none)
         super().zero_grad(set_to_none)
+
+    def skip_update(self) -> AbstractContextManager[None]:
+        """``with zero.skip_update():`` for backwards of a loss that is not this optimizer's.
+
+        A backward that begins inside reduces, and makes no update: as with ``ZeroStep(zero, deferred=True)``,
+        :meth:`step` then applies it and :meth:`zero_grad` discards it. Enter it on every rank alike. See
+        :meth:`OverlappedOptimizer.skip_update`; under ``Join`` it needs that form.
+        """
+        return self.skipped.skipping()
 
     def wait(self) -> None:
         """Wait until every parameter holds its new value, if gathers run during the next forward.
@@ -423,6 +439,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._prepare_to_load()
         self._whole_state.note_change()
         load_pieces(self._settled_state(), checkpoint, key)
+
+    def prepare_to_load(self) -> None:
+        """The state is about to be replaced.
+
+        Raises:
+            TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
+        """
+        self._prepare_to_load()
 
     def _prepare_to_load(self) -> None:
         if self.stage is not None:

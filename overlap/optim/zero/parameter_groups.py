@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap.errors import ConfigurationError
+from overlap.errors import ArgumentTypeError, ConfigurationError
 
 __all__ = [
     "check_class",
@@ -38,7 +38,7 @@ def read_groups(params: Any) -> list[dict[str, Any]]:
         ConfigurationError: there are no parameters, or something is not a parameter.
     """
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise ConfigurationError(
+        raise ArgumentTypeError(
             f"params is an iterable of parameters or of groups, got {type(params).__name__}; "
             "pass ddp.parameters(), or [parameter]"
         )
