@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from overlap._torch.c10d import group_timeout
+from overlap._torch.optimizer import unwrapped
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError, PeerError, TrainingLoopError
 from overlap.join.active import active_join, clear_active_join, set_active_join
 from overlap.join.adapters import JoinHookAdapter, OptimizerAdapter, SchedulerAdapter
@@ -57,7 +58,8 @@ class Join:
 
     Args:
         joinables: models, optimizers and other joinables of one process group; also plain ``torch.optim.Optimizer`` and
-            LR schedulers, which then step on joined ranks as they do on active ones.
+            LR schedulers, which then step on joined ranks as they do on active ones. Of Accelerate's and Lightning's
+            wrappers the optimizer inside is taken.
         enable: ``False`` makes the block do nothing.
         throw_on_early_termination: the same as ``on_exhausted="raise"``.
         lengths: how many iterations this rank will run.
@@ -99,6 +101,7 @@ class Join:
             counts_samples=bool(weight_by_samples),
         )
         self._lengths, self._enable, self._samples = lengths, enable, weight_by_samples
+        joinables = [unwrapped(joinable) for joinable in joinables]
         self._adapters = _adapters(joinables, kwargs, shadows=enable and on_exhausted == "shadow")
         self._group, self._device = _group_and_device(joinables)
         self._session: JoinSession | None = None

@@ -26,10 +26,22 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from overlap._torch.autograd import version
+from overlap._torch.isolation import global_step_hooks_suspended
 from overlap._torch.optimizer import drop_hooks, unhooked_step
 from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.optim.step_guard import guards_lifted
 
-__all__ = ["SubsetStepper", "check_optimizer"]
+__all__ = ["CoupledError", "SubsetStepper", "check_optimizer", "grads_replaced", "step_whole"]
+
+# Steps after which what a step reaches is taken to be known.
+_WATCHED_STEPS = 10
+
+
+class CoupledError(UnsupportedError):
+    """Stepping in parts is not the same as stepping at once."""
+
+    what = ""
+    """What was seen of that, in words."""
 
 
 def check_optimizer(optimizer: object) -> Optimizer:
@@ -46,7 +58,7 @@ def check_optimizer(optimizer: object) -> Optimizer:
     name = type(optimizer).__name__
     if isinstance(optimizer, SparseAdam):
         raise UnsupportedError(f"{name} works on sparse gradients, and stages on dense ones; use Adam")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
     if isinstance(optimizer, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
         raise UnsupportedError(
             f"{name} evaluates the model again inside step(closure), so its update cannot be made in backward; "
@@ -60,8 +72,8 @@ class SubsetStepper:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._step = unhooked_step(type(optimizer))
         self._written: set[tuple[str, int | None]] = set()
+        self._steps = 0
         self._places: dict[int, int] = {}
         self._layout: tuple[tuple[int, ...], ...] = ()
         self._splits: dict[tuple[int, ...], list[tuple[int, list[Tensor]]]] = {}
@@ -70,6 +82,7 @@ class SubsetStepper:
     def begin(self) -> None:
         """A new step begins: each parameter will be stepped at most once before the next call."""
         self._written.clear()
+        self._steps += 1
         self.refresh()
 
     def covers(self, parameter: Tensor) -> bool:
@@ -92,8 +105,12 @@ class SubsetStepper:
         attributes = _Snapshot(twin.__dict__, skipped=("param_groups", "state", "defaults"))
         shared = _Snapshot({key: value for key, value in twin.state.items() if not isinstance(key, Tensor)})
         groups = [_Snapshot(group, skipped=("params",)) for group in twin.param_groups]
-        with _grads_replaced(parameters, gradients):
-            self._step(twin)
+        others = self._others(parameters) if self._steps <= _WATCHED_STEPS else []
+        versions = [version(parameter) for parameter in others]
+        with grads_replaced(parameters, gradients), global_step_hooks_suspended():
+            unhooked_step(type(self._optimizer))(twin)
+        if any(version(parameter) != before for parameter, before in zip(others, versions, strict=True)):
+            self._refuse_reach()
         for (place, _), group, values in zip(split, groups, twin.param_groups, strict=True):
             for key in group.changed(values):
                 self._note_write(key, place)
@@ -118,12 +135,27 @@ class SubsetStepper:
         drop_hooks(twin)
         return twin
 
+    def _others(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        stepped = set(map(id, parameters))
+        return [p for group in self._optimizer.param_groups for p in group["params"] if id(p) not in stepped]
+
+    def _refuse_reach(self) -> None:
+        error = CoupledError(
+            f"{type(self._optimizer).__name__}.step() has changed parameters that it was not asked to step, with "
+            "gradients that were not reduced: load a checkpoint, and start again with "
+            "Step(OverlappedOptimizer(optimizer), deferred=True)"
+        )
+        error.what = "its step() changes parameters that it is not given"
+        raise error
+
     def _note_write(self, key: str, place: int | None) -> None:
         if (key, place) in self._written:
-            raise UnsupportedError(
+            error = CoupledError(
                 f"{type(self._optimizer).__name__}.step() changes {key!r} at every call, so updating bucket by "
                 "bucket would not equal one step; start again with Step(optimizer, deferred=True)"
             )
+            error.what = f"its step() changes {key!r} at every call"
+            raise error
         self._written.add((key, place))
 
     def _split(self, parameters: Sequence[Tensor]) -> list[tuple[int, list[Tensor]]]:
@@ -143,6 +175,12 @@ class SubsetStepper:
             self._layout = layout
             self._splits.clear()
             self._places = {parameter: place for place, group in enumerate(layout) for parameter in group}
+
+
+def step_whole(optimizer: Optimizer, **arguments: Any) -> None:
+    """One ``step(**arguments)`` of ``optimizer`` itself, hooks and all, with what is in ``.grad``; any can do that."""
+    with guards_lifted(optimizer):
+        optimizer.step(**arguments)
 
 
 _ABSENT = object()
@@ -193,7 +231,7 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 @contextmanager
-def _grads_replaced(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Iterator[None]:
+def grads_replaced(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
     """Let ``.grad`` of ``parameters`` be ``gradients``, and put back what was there."""
     before = [parameter.grad for parameter in parameters]
     try:
@@ -201,5 +239,5 @@ def _grads_replaced(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -
             parameter.grad = gradient
         yield
     finally:
-        for parameter, gradient in zip(parameters, before, strict=True):  # type: ignore[assignment]
+        for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient

@@ -18,9 +18,23 @@ from overlap.hooks.engine.task import Task
 from overlap.hooks.engine.wavefront import Wavefront
 from overlap.hooks.stage import Stage
 
-__all__ = ["BackwardPass", "BucketFuture"]
+__all__ = ["AbandonedBackwardError", "BackwardPass", "BucketFuture"]
 
 BucketFuture = torch.futures.Future[torch.Tensor]
+
+_ABANDONED = "backward ended with an error outside of the stages, which that rank has raised"
+
+
+class AbandonedBackwardError(RuntimeError):
+    """Stands for an error of the model's own in backward, where only autograd knows it."""
+
+    def __init__(self) -> None:
+        super().__init__(_ABANDONED)
+
+    @staticmethod
+    def caused(error: BaseException | None) -> bool:
+        """Whether ``error`` is one, on this rank or on another, so that DDP has a backward that it cannot finish."""
+        return _ABANDONED in str(error)
 
 
 class BackwardPass:

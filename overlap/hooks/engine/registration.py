@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from overlap._torch import ddp as ddp_state
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
 from overlap._torch.join import is_joining, torch_join_divides_by_count
@@ -158,9 +159,15 @@ def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], st
         names=named,
         finds_unused=ddp.find_unused_parameters or ddp.static_graph,
         module=weakref.ref(ddp.module),
+        ddp=alive,
         is_joining=lambda: (model := alive()) is not None and is_joining(model),
     )
-    runtime = Runtime(made, context)
+
+    def forget_unfinished_backward() -> None:
+        if (model := alive()) is not None:
+            ddp_state.forget_unfinished_backward(model)
+
+    runtime = Runtime(made, context, forget_unfinished_backward=forget_unfinished_backward)
     try:
         runtime.open()
     except BaseException:

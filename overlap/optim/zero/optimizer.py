@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from overlap._torch.c10d import backend_name
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.subset import SubsetStepper, check_optimizer
 from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
 from overlap.optim.zero.exchange import Exchange, Workspace
@@ -107,6 +109,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.partition = partition
         self.ownership = Ownership(self.process_group, cls, partition, master_dtype)
         self.stage: ShardedUpdate | None = None
+        self.skipped = SkippedUpdates()
+        """Where the loop says that a backward is not this optimizer's."""
         self._consolidated: dict[str, Any] | None = None
         groups = read_groups(params)
         chunks = self.ownership.add(groups, first_group=0)
@@ -227,8 +231,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
         if self.stage is not None:
-            self.stage.lifecycle.on_zero_grad()
+            self.stage.lifecycle.on_zero_grad(set_to_none=set_to_none)
         super().zero_grad(set_to_none)
+
+    def skip_update(self) -> AbstractContextManager[None]:
+        """``with zero.skip_update():`` for backwards of a loss that is not this optimizer's.
+
+        A backward that begins inside reduces, and makes no update: as with ``ZeroStep(zero, deferred=True)``,
+        :meth:`step` then applies it and :meth:`zero_grad` discards it. Enter it on every rank alike. See
+        :meth:`OverlappedOptimizer.skip_update`; under ``Join`` it needs that form.
+        """
+        return self.skipped.skipping()
 
     def wait(self) -> None:
         """Wait until every parameter holds its new value, if gathers run during the next forward.

@@ -39,6 +39,8 @@ class Oracle:
         """Of parameters whose gradient was applied: what became of it since: as left, edited, gone, replaced."""
         self.means: set[int] = set()
         """Parameters whose ``.grad`` is what the last backward left, perhaps edited."""
+        self.cleared: set[int] = set()
+        """Parameters whose gradient a forward has cleared since the last backward."""
         self.has_garbage = False
         """A backward failed: ``.grad`` is there, but its values are anything."""
         self.is_unknown = False
@@ -215,7 +217,9 @@ class Oracle:
             self.has_garbage = self.has_own = False
             self._forget()
         elif self.phase in ("applied", "stepped"):
-            self._clear(place for place, mark in self.marks.items() if mark == "as left")
+            as_left = {place for place, mark in self.marks.items() if mark == "as left"}
+            self.cleared |= {place for place in as_left if self.parameters[place].grad is not None}
+            self._clear(as_left)
             self.means -= set(self.marks)
             self.marks = {}
         # What the loop has cleared by itself is no mean any more, and if that is all, the backward is discarded.
@@ -240,6 +244,7 @@ class Oracle:
         self.loss, self.synchronizes_next = None, False
         if self.phase == "off" or not is_noticed:
             return
+        self.cleared = set()
         is_refused = self._is_second_backward()
         self.has_own = False
         self._forget()
@@ -338,6 +343,11 @@ class Oracle:
         if not self.form.sees_calls or self.phase == "off":
             self._ddp_zero_grad(call, outcome, batch)
             return
+        if self.phase == "forward" and not call.argument:
+            for place in self.cleared:  # As if the forward had left them for this call.
+                if self.parameters[place].grad is None:
+                    self.parameters[place].grad = torch.zeros_like(self.parameters[place])
+        self.cleared = set()
         self.optimizer.zero_grad(call.argument)
         self.has_garbage = self.has_own = False
         self._forget()
@@ -396,6 +406,7 @@ class Oracle:
             self._clear(range(len(self.parameters)))
         self._clear(place for place, mark in self.marks.items() if mark != "replaced")
         self.has_garbage = False
+        self.cleared = set()
         self._forget()
         self.phase = "off"
 
