@@ -9,6 +9,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim import optimizer as base
 
+from overlap._torch.isolation import global_step_hooks_suspended
+
 __all__ = [
     "bare_copy",
     "drop_hooks",
@@ -20,6 +22,7 @@ __all__ = [
     "run_post_hooks",
     "run_pre_hooks",
     "runs_step_hooks",
+    "step_without_hooks",
     "unhooked_step",
     "unwrapped",
 ]
@@ -35,6 +38,22 @@ def unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
     while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step  # type: ignore[no-any-return]
+
+
+def step_without_hooks(optimizer: Optimizer, *args: Any) -> Any:
+    """``optimizer.step(*args)``, the object's own where one was set, by a proxy that has run its step hooks already."""
+    if own_step(optimizer) is None and getattr(type(optimizer).step, "hooked", False):
+        return unhooked_step(type(optimizer))(optimizer, *args)
+    hooks = [pre_hooks(optimizer), post_hooks(optimizer)]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        with global_step_hooks_suspended():
+            return optimizer.step(*args)
+    finally:
+        for each, before in zip(hooks, kept, strict=True):
+            each.update(before)
 
 
 def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
@@ -85,6 +104,11 @@ def pre_hooks(optimizer: Optimizer) -> dict[int, Any]:
     return getattr(optimizer, "_optimizer_step_pre_hooks", {})
 
 
+def post_hooks(optimizer: Optimizer) -> dict[int, Any]:
+    """The step post-hooks, likewise."""
+    return getattr(optimizer, "_optimizer_step_post_hooks", {})
+
+
 def global_pre_hooks() -> list[Any]:
     """The step pre-hooks of all optimizers."""
     return list(base._global_optimizer_pre_hooks.values())
@@ -98,8 +122,7 @@ def run_pre_hooks(optimizer: Optimizer) -> None:
 
 def run_post_hooks(optimizer: Optimizer) -> None:
     """Run the hooks that run after a ``step`` without arguments, in the order of torch.optim's wrapper."""
-    own: dict[int, Any] = getattr(optimizer, "_optimizer_step_post_hooks", {})
-    for hook in list(own.values()) + list(base._global_optimizer_post_hooks.values()):
+    for hook in list(post_hooks(optimizer).values()) + list(base._global_optimizer_post_hooks.values()):
         hook(optimizer, (optimizer,), {})
 
 

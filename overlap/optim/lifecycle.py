@@ -198,7 +198,7 @@ class UpdateLifecycle:
         self.check(Event.STEP)
         self._refuse_edits(keeps_new_tensors=False)
         marks, self._marks = self._marks, None  # It is told once.
-        if marks is not None:
+        if marks is not None and self.phase is Phase.APPLIED:
             marks.refuse_changes(step=self.form.step, deferred=self.form.deferred)
 
     def check_reduced(self, pending: Iterable[Tensor], *, applies_what_the_user_set: bool = True) -> None:

@@ -128,9 +128,14 @@ class Step(UpdateStage):
         check_one_model(self.optimizer.optimizer, context)
         self._check_order()
         super().attach(context)
+        if self._functional is not None and self._adopts_parameters and context.names is not None:
+            # In the model's order, which is that of its state, and not as buckets bring them.
+            self._functional.adopt(parameter for parameter in context.names if parameter.requires_grad)
+            self.optimizer.stepper.refresh()
         self.optimizer.adopt(self)
         if self._functional is None:
-            self._guard = guarded_by(StepGuard(self, self._instead), self.optimizer.optimizer)
+            through = None if self.is_automatic else self.optimizer
+            self._guard = guarded_by(StepGuard(self, self._instead, through=through), self.optimizer.optimizer)
 
     @property
     def _instead(self) -> str:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from overlap._torch.optimizer import pre_hooks, runs_step_hooks
 from overlap.errors import RegistrationError, TrainingLoopError
 from overlap.hooks import StageContext
+from overlap.optim.proxy import OptimizerProxy
 
 __all__ = ["Guarded", "StepGuard", "check_one_model", "guarded_by", "guards_lifted", "refused_pre_hooks"]
 
@@ -34,11 +35,13 @@ class StepGuard:
     Args:
         stage: what makes the update.
         instead: how the optimizer is stepped, and what to call in place of ``step()``.
+        through: by whose ``step`` it may be stepped all the same.
     """
 
-    def __init__(self, stage: Guarded, instead: str) -> None:
+    def __init__(self, stage: Guarded, instead: str, *, through: OptimizerProxy | None) -> None:
         self._stage = weakref.ref(stage)
         self._instead = instead
+        self._through = None if through is None else weakref.ref(through)
 
     @property
     def stage(self) -> Guarded | None:
@@ -59,9 +62,17 @@ class StepGuard:
         return False
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _changes_nothing(optimizer) or not self.is_alive():
+        if self._comes_through(optimizer) or _changes_nothing(optimizer) or not self.is_alive():
             return
         raise TrainingLoopError(f"this {type(optimizer).__name__} is stepped {self._instead}")
+
+    def _comes_through(self, optimizer: Optimizer) -> bool:
+        """Whether this is the step of a proxy, which shares its hooks, and that goes on to the one it may come by."""
+        while isinstance(optimizer, OptimizerProxy) and self._through is not None:
+            if optimizer is self._through():
+                return True
+            optimizer = optimizer.optimizer
+        return False
 
 
 def guarded_by(guard: StepGuard, optimizer: Optimizer) -> RemovableHandle | None:

@@ -90,25 +90,35 @@ class SubsetStepper:
         return id(parameter) in self._places
 
     @torch.no_grad()
-    def step(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def step(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], *, is_whole: bool = False, **arguments: Any
+    ) -> None:
         """One update of ``parameters``, all of them the optimizer's, with ``gradients`` of their shapes and dtypes.
 
         Changes the parameters and ``optimizer.state`` in place; ``.grad`` is as before.
 
+        Args:
+            parameters: those to step.
+            gradients: theirs.
+            is_whole: no other part follows, so the optimizer steps groups of which no parameter is given, too.
+            **arguments: of the optimizer's ``step``.
+
         Raises:
             UnsupportedError: updating in parts is not the same as updating at once, for this optimizer.
         """
-        if not parameters:
+        if not parameters and not is_whole:
             return
         split = self._split(parameters)
+        if is_whole:
+            split = [(place, dict(split).get(place, [])) for place in range(len(self._optimizer.param_groups))]
         twin = self._twin(split)
         attributes = _Snapshot(twin.__dict__, skipped=("param_groups", "state", "defaults"))
         shared = _Snapshot({key: value for key, value in twin.state.items() if not isinstance(key, Tensor)})
-        groups = [_Snapshot(group, skipped=("params",)) for group in twin.param_groups]
+        groups = [_Snapshot(group, skipped=("params", "param_names")) for group in twin.param_groups]
         others = self._others(parameters) if self._steps <= _WATCHED_STEPS else []
         versions = [version(parameter) for parameter in others]
         with grads_replaced(parameters, gradients), global_step_hooks_suspended():
-            unhooked_step(type(self._optimizer))(twin)
+            unhooked_step(type(self._optimizer))(twin, **arguments)
         if any(version(parameter) != before for parameter, before in zip(others, versions, strict=True)):
             self._refuse_reach()
         for (place, _), group, values in zip(split, groups, twin.param_groups, strict=True):
@@ -129,9 +139,7 @@ class SubsetStepper:
         cls = type(self._optimizer)
         twin = cls.__new__(cls)
         twin.__dict__.update(self._optimizer.__dict__)
-        twin.param_groups = [
-            {**self._optimizer.param_groups[place], "params": parameters} for place, parameters in split
-        ]
+        twin.param_groups = [_reduced(self._optimizer.param_groups[place], parameters) for place, parameters in split]
         drop_hooks(twin)
         return twin
 
@@ -175,6 +183,14 @@ class SubsetStepper:
             self._layout = layout
             self._splits.clear()
             self._places = {parameter: place for place, group in enumerate(layout) for parameter in group}
+
+
+def _reduced(group: dict[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
+    """A group with these of its parameters alone, and their names if it has names."""
+    if "param_names" not in group:
+        return {**group, "params": parameters}
+    names = dict(zip(map(id, group["params"]), group["param_names"], strict=True))
+    return {**group, "params": parameters, "param_names": [names[id(parameter)] for parameter in parameters]}
 
 
 def step_whole(optimizer: Optimizer, **arguments: Any) -> None:

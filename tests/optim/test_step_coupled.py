@@ -11,6 +11,7 @@ import torch
 from step_loops import SGD, NoScheduler, overlapped_ddp, plain_ddp
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.checkpoint import checkpoint
 
 from harness import assert_parity, overlapped_step, run_ranks, third_party, train, wrap
 from harness.models import MLP, mean_squared_error
@@ -79,6 +80,43 @@ def _exact_when_deferred(rank: int, world_size: int) -> None:
 
 def test_what_must_be_stepped_whole_is_exact_when_deferred() -> None:
     run_ranks(_exact_when_deferred, 2)
+
+
+class _Dropped(nn.Module):
+    """Layers that are computed again in backward, with the same dropout masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.dropout(self.first(x).tanh(), 0.3)
+        hidden = checkpoint(lambda h: nn.functional.dropout(self.middle(h).tanh(), 0.3), hidden, use_reentrant=False)
+        out: torch.Tensor = self.last(hidden)
+        return out
+
+
+def _masks_and_noise(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    module = _Dropped()
+    values = []
+    for overlapped in (False, True):
+        torch.manual_seed(rank)
+        ddp = wrap(module)
+        optimizer: Any = third_party.SGLD(ddp.parameters())
+        if overlapped:
+            optimizer = OverlappedOptimizer(optimizer)
+            chain(AllReduce(), Step(optimizer, deferred=True)).register(ddp)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            ddp(torch.full((3, 16), float(step))).square().mean().backward()
+            optimizer.step()
+        values.append([*(parameter.detach() for parameter in ddp.parameters()), torch.get_rng_state()])
+    assert_parity(values[1], values[0], what="dropout that is computed again, and noise in step()")
+
+
+def test_noise_in_a_deferred_step_and_dropout_that_is_computed_again_are_those_of_plain_ddp() -> None:
+    run_ranks(_masks_and_noise, 2)
 
 
 def _exact_without_step(rank: int, world_size: int) -> None:

@@ -70,14 +70,16 @@ class BackwardPass:
             task.start()
         return task
 
-    def drive(self, task: Task, *, is_last: bool) -> None:
-        """Add a bucket to the wavefront, on the thread that runs the stages."""
+    def drive(self, task: Task, *, is_last: bool, refusal: Exception | None = None) -> None:
+        """Add a bucket to the wavefront, on the thread that runs the stages; with a ``refusal`` the pass fails."""
         if self.error is not None:
             task.close()
             return
         try:
             # After a failure the ranks connect again in every pass, so that a second failure is reported too.
             self._executor.channels.open()
+            if refusal is not None:
+                raise refusal
             self._wavefront.arrive(task, is_last=is_last)
         except BaseException as error:
             task.close()

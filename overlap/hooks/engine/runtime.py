@@ -23,6 +23,7 @@ from overlap.hooks.engine.background import run_items
 from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardPass, BucketFuture
 from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.executors import Executor, HostExecutor, executor_for
+from overlap.hooks.engine.memory_format import MemoryFormats
 from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.regrouping import Regrouping
 from overlap.hooks.engine.worker import Worker
@@ -59,6 +60,7 @@ class Runtime:
         self._steps = 0
         self._is_open = False
         self._attached: list[Stage] = []
+        self._formats = MemoryFormats()
         # The parameters of each bucket of this pass.
         self._buckets: list[tuple[str, ...]] = []
         self._worker: Worker | None = None
@@ -133,9 +135,10 @@ class Runtime:
         self.executor.begin(bucket.index)
         if bucket.is_last and not is_replay:
             after_backward(lambda: self._finish(current))
+        refusal = None if is_replay else self._formats.refusal(bucket)
         task = current.admit(bucket, future)
         if task is not None:
-            self._submit(lambda: current.drive(task, is_last=bucket.is_last))
+            self._submit(lambda: current.drive(task, is_last=bucket.is_last, refusal=refusal))
         if bucket.is_last and is_replay:
             current.wait()
             self._finish(current)

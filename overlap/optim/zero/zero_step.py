@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap._checks import described
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
 from overlap.hooks import Bucket, StageContext, all_reduce, whole_pass
@@ -19,6 +20,7 @@ from overlap.optim.unused import used_on_any_rank
 from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.update_stage import UpdateStage
 from overlap.optim.zero.bucket_shards import BucketShards, shards_of_bucket
+from overlap.optim.zero.division import check_steps_in_turn
 from overlap.optim.zero.exchange import Gather
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.parameter_groups import check_covered, check_same_group
@@ -85,8 +87,8 @@ class ZeroStep(UpdateStage):
         zero = unwrapped(zero)
         if not isinstance(zero, ZeroRedundancyOptimizer):
             raise ConfigurationError(
-                f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for an optimizer that every "
-                "rank holds in full use chain(AllReduce(), Step(optimizer))"
+                f"ZeroStep takes an overlap.ZeroRedundancyOptimizer, got {described(zero)}; for an optimizer that "
+                "every rank holds in full use chain(AllReduce(), Step(optimizer))"
             )
         if gather not in ("backward", "forward"):
             raise ConfigurationError(f"gather is 'backward' or 'forward', got {gather!r}")
@@ -122,9 +124,12 @@ class ZeroStep(UpdateStage):
         if zero.stage is not None and zero.stage is not self:
             raise RegistrationError("this ZeroRedundancyOptimizer is registered already; .remove() that registration")
         check_same_group(context.group, zero.process_group)
+        if not self.is_deferred:
+            check_steps_in_turn(type(zero.optim), zero.separability)
         shards = zero.shards.values()
         if context.names is not None:
             check_covered(context.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
+        zero.follow_strides()
         super().attach(context)
         if context.names is None:
             self.lifecycle.names = {shard.parameter: shard.name for shard in shards}
@@ -302,6 +307,7 @@ class ZeroStep(UpdateStage):
     @torch.no_grad()
     def _update_in_step(self, loss_scale: LossScale) -> None:
         try:
+            self.zero.begin()  # Parameters may have been moved since backward.
             pairs = self._pairs_of_step()
             gradients = [gradient for _, gradient in pairs]
             loss_scale.unscale_(gradients)
