@@ -447,6 +447,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
         self._prepare_to_load()
+        self._whole_state.note_change()
 
     def _prepare_to_load(self) -> None:
         if self.stage is not None:
