@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from overlap._checks import described
 from overlap._torch.autograd import version
 from overlap._torch.isolation import global_step_hooks_suspended
 from overlap._torch.optimizer import drop_hooks, unhooked_step
@@ -55,7 +56,8 @@ def check_optimizer(optimizer: object) -> Optimizer:
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
-            f"expected a torch.optim.Optimizer, got {optimizer!r} of type {type(optimizer).__name__}"
+            f"expected a torch.optim.Optimizer, got {described(optimizer)}; make one, as in "
+            "torch.optim.SGD(ddp.parameters(), lr=0.1)"
         )
     name = type(optimizer).__name__
     if isinstance(optimizer, SparseAdam):
