@@ -407,12 +407,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ConfigurationError: it belongs to other parameters.
         """
-        self._prepare_to_load()
-        given = before_load_state_dict(self, state_dict)
+        given, was_untouched = before_load_state_dict(self, state_dict), self._whole_state.is_untouched
+        self.prepare_to_load()
         load_plain(self._settled_state(), given)
-        # Accelerate loads what a new optimizer gave, which leaves it as it was.
-        if given["state"] or not self._whole_state.is_untouched:
-            self._whole_state.note_change()
+        if was_untouched and not given["state"]:
+            # Accelerate loads what a new optimizer gave, which leaves it as it was.
+            self._whole_state = WholeState(self.rank)
         after_load_state_dict(self)
 
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -436,8 +436,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ConfigurationError: nothing is saved there, or it belongs to other parameters.
         """
-        self._prepare_to_load()
-        self._whole_state.note_change()
+        self.prepare_to_load()
         load_pieces(self._settled_state(), checkpoint, key)
 
     def prepare_to_load(self) -> None:
@@ -446,11 +445,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
-        self._prepare_to_load()
-
-    def _prepare_to_load(self) -> None:
         if self.stage is not None:
             self.stage.lifecycle.on_load()
+        self._whole_state.note_change()
 
     def _settled_state(self) -> ShardedState:
         """This rank's part of the state, after all gathers have ended."""
