@@ -39,6 +39,9 @@ class ShardedUpdate(Protocol):
     def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         """Raises: ConfigurationError: the stage's model does not train one of ``parameters``."""
 
+    def note_added(self) -> None:
+        """The optimizer has new parameters."""
+
     def step(self, loss_scale: LossScale) -> None:
         """Do what is left of the step after backward."""
 
@@ -162,6 +165,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.optim.add_param_group(chunks)
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
+        if self.stage is not None:
+            self.stage.note_added()
 
     def follow_strides(self) -> None:
         """Bring the state into the order of parameters whose memory format was changed; call it on every rank."""

@@ -138,6 +138,10 @@ class ZeroStep(UpdateStage):
         if self.context is not None and self.context.names is not None:
             check_covered(self.context.names, parameters, names)
 
+    def note_added(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.follow(self.zero.shards.keys())
+
     def detach(self) -> None:
         super().detach()
         if self.zero.stage is self:
