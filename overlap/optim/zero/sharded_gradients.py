@@ -41,10 +41,15 @@ class ShardedNorm:
     def op(self) -> dist.ReduceOp.RedOpType:
         return dist.ReduceOp.MAX if self._is_max else dist.ReduceOp.SUM
 
+    @property
+    def total(self) -> Tensor:
+        """The global norm, after :attr:`partial` was all-reduced."""
+        return (self.partial if self._is_max else self.partial.pow(1 / self._clipping.norm_type)).float()
+
     def clip_(self) -> Tensor:
         """Scale the gradients in place, after :attr:`partial` was all-reduced; returns the global norm."""
-        total = self.partial if self._is_max else self.partial.pow(1 / self._clipping.norm_type)
-        self._clipping.scale_to_(self._gradients, total.float())
+        total = self.total
+        self._clipping.scale_to_(self._gradients, total)
         return total
 
 
