@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["GradientSync", "before_final_sync", "data_parallel_parameters", "has_foreign_hook", "refusal"]
+__all__ = [
+    "GradientSync",
+    "before_final_sync",
+    "data_parallel_parameters",
+    "forget_unfinished_backward",
+    "has_foreign_hook",
+    "refusal",
+    "registered_hook",
+]
 
 
 def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
@@ -37,6 +46,11 @@ def has_foreign_hook(ddp: DistributedDataParallel, ours: type) -> str | None:
     return str(name) if name else None
 
 
+def registered_hook(ddp: DistributedDataParallel) -> tuple[Any, Any] | None:
+    """The hook registered with DDP itself, and its state. Private: there is no public way to ask."""
+    return ddp._comm_hooks[-1] if ddp._comm_hooks else None
+
+
 def refusal(ddp: DistributedDataParallel) -> str | None:
     """Why a stage cannot be registered with ``ddp``, if it cannot. Private: the flags of DDP's special modes."""
     if ddp.mixed_precision is not None:
@@ -52,6 +66,14 @@ def refusal(ddp: DistributedDataParallel) -> str | None:
             "set it to 'ddp_optimizer', its default"
         )
     return None
+
+
+def forget_unfinished_backward(ddp: DistributedDataParallel) -> None:
+    """Let ``ddp`` run forward again after a backward that ended with an error; call it on every rank.
+
+    Buckets are then rebuilt, which is a collective. Private: there is no public way, and DDP refuses the forward.
+    """
+    ddp.reducer._reset_state()
 
 
 class GradientSync:

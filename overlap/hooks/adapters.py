@@ -13,10 +13,21 @@ from overlap._torch.c10d import GradBucket, is_future
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import future_result
+from overlap.hooks.not_a_stage import instead_of, is_never_a_hook, shown
 from overlap.hooks.stage import Role, Stage
 from overlap.hooks.stage_hook import StageHook
 
-__all__ = ["CommHook", "as_hook", "as_stage", "hook_name", "is_hook", "stage_from", "to_stage"]
+__all__ = [
+    "CommHook",
+    "HookStage",
+    "as_hook",
+    "as_stage",
+    "hook_name",
+    "check_hook",
+    "is_hook",
+    "stage_from",
+    "to_stage",
+]
 
 
 class CommHook(Protocol):
@@ -48,15 +59,22 @@ def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
     """
     if isinstance(hook, StageHook):
         return hook.stage(state)
-    if not callable(hook):
-        raise ConfigurationError(f"{hook!r} is not callable; a hook is called with (state, bucket)")
+    if not is_hook(hook) and (isinstance(hook, Stage) or _is_async(hook)) and state is None:
+        return to_stage(hook)
+    if not is_hook(hook):
+        raise ConfigurationError(
+            f"{shown(hook)} is not a hook, which is called with (state, bucket): {instead_of(hook)}"
+        )
     try:
         inspect.signature(hook).bind(state, None)
     except TypeError as error:
-        raise ConfigurationError(f"the hook {hook_name(hook)} cannot be called with (state, bucket): {error}") from None
+        raise ConfigurationError(
+            f"the hook {hook_name(hook)} cannot be called with (state, bucket): {error}; "
+            "a stage is an `async` callable of one bucket"
+        ) from None
     except ValueError:
         pass  # A builtin may have no signature to look at.
-    return _HookStage(hook, state)
+    return HookStage(hook, state)
 
 
 def to_stage(thing: object) -> Stage:
@@ -67,14 +85,13 @@ def to_stage(thing: object) -> Stage:
     """
     if isinstance(thing, Stage):
         return thing
-    if isinstance(thing, type):
-        raise ConfigurationError(f"{thing.__name__} is a class; a chain takes stages: {thing.__name__}(...)")
-    if _is_async(thing):
+    if _is_async(thing) and not isinstance(thing, type):
         return _FunctionStage(thing)  # type: ignore[arg-type]
-    raise ConfigurationError(
-        f"{thing!r} is not a stage: a stage is an overlap.Stage or an `async` callable of one bucket; "
-        "a DDP communication hook becomes one with overlap.hooks.as_stage(hook, state)"
-    )
+    if isinstance(thing, StageHook):
+        raise ConfigurationError(f"{thing!r} is a hook already, not a stage; as a stage it is as_stage(hook, state)")
+    if isinstance(thing, type):
+        raise ConfigurationError(f"{thing.__name__} is a class; a chain takes stages, so {instead_of(thing)}")
+    raise ConfigurationError(f"{shown(thing)} is not a stage: {instead_of(thing)}")
 
 
 def stage_from(thing: object, state: Any = None) -> Stage:
@@ -84,7 +101,17 @@ def stage_from(thing: object, state: Any = None) -> Stage:
 
 def is_hook(thing: object) -> bool:
     """Whether ``thing`` may be a communication hook: a callable that is neither a stage nor ``async``."""
-    return callable(thing) and not isinstance(thing, (Stage, type)) and not _is_async(thing)
+    return callable(thing) and not isinstance(thing, Stage) and not _is_async(thing) and not is_never_a_hook(thing)
+
+
+def check_hook(thing: object) -> None:
+    """Check what can be checked of a hook or a stage before its state is known.
+
+    Raises:
+        ConfigurationError: ``thing`` is neither.
+    """
+    if not isinstance(thing, StageHook):
+        stage_from(thing)
 
 
 def hook_name(hook: object) -> str:
@@ -116,7 +143,7 @@ class _FunctionStage(Stage):
         return self.signature
 
 
-class _HookStage(Stage):
+class HookStage(Stage):
     """A communication hook as a reducer.
 
     The hook is called where DDP would call it, on autograd's thread when its bucket arrives, and runs its collectives
@@ -145,6 +172,11 @@ class _HookStage(Stage):
             raise reduced  # Future.set_exception stores the exception as the value.
         if reduced.data_ptr() != bucket.buffer.data_ptr() or reduced.dtype != bucket.buffer.dtype:
             bucket.buffer.copy_(reduced.view_as(bucket.buffer))
+
+    @property
+    def hook(self) -> tuple[Any, Any]:
+        """The hook and its state."""
+        return self._hook, self._state
 
     @property
     def signature(self) -> str:

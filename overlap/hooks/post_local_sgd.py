@@ -6,6 +6,7 @@ parameters, is in :mod:`overlap.optim`.
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,8 +14,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from overlap._checks import check_group, check_whole_number, described
+from overlap._torch import classes
 from overlap._torch.c10d import GradBucket
 from overlap.errors import ConfigurationError
+from overlap.hooks.adapters import stage_from
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.stage import Stage
@@ -22,8 +26,10 @@ from overlap.hooks.stage_hook import StageHook
 
 __all__ = ["PostLocal", "PostLocalSGDState", "check_subgroup", "machine_group", "post_localSGD_hook"]
 
+_logger = logging.getLogger(__name__)
 
-class PostLocalSGDState:
+
+class PostLocalSGDState(classes.PostLocalSGDState):
     """When gradients stop being averaged over all ranks, and over which ranks they are averaged from then on.
 
     Args:
@@ -32,6 +38,8 @@ class PostLocalSGDState:
             same machine, in a group that is made when it is first needed.
         start_localSGD_iter: backward passes before that.
         post_local_gradient_allreduce: ``False`` averages no gradients from then on.
+
+    Pickling leaves the process groups out: set them again, or leave them ``None``.
 
     Raises:
         ConfigurationError: ``start_localSGD_iter`` is below 0, or this rank is not in ``subgroup``.
@@ -44,15 +52,12 @@ class PostLocalSGDState:
         start_localSGD_iter: int,  # noqa: N803
         post_local_gradient_allreduce: bool = True,
     ) -> None:
-        if isinstance(start_localSGD_iter, bool) or not isinstance(start_localSGD_iter, int) or start_localSGD_iter < 0:
-            raise ConfigurationError(
-                f"start_localSGD_iter must be a whole number of at least 0, got {start_localSGD_iter!r}"
-            )
+        start = check_whole_number("start_localSGD_iter", start_localSGD_iter, least=0)
         if subgroup is not None:
             check_subgroup(subgroup)
-        self.process_group = process_group
+        self.process_group = check_group("process_group", process_group)
         self.subgroup = subgroup
-        self.start_localSGD_iter = start_localSGD_iter
+        self.start_localSGD_iter = start
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
         """Backward passes so far, counted up to ``start_localSGD_iter``."""
@@ -67,6 +72,11 @@ class PostLocalSGDState:
         is_last = bucket.is_last if isinstance(bucket, Bucket) else bucket.is_last()
         if is_last and not self.is_local:
             self.iter += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None or self.subgroup is not None:
+            _logger.warning("PostLocalSGDState: process groups are not pickled; set them after loading")
+        return {**self.__dict__, "process_group": None, "subgroup": None}
 
     def group_of_pass(self) -> dist.ProcessGroup | None:
         """The ranks that the next local pass averages over; ``None`` if it averages nothing.
@@ -104,7 +114,7 @@ class PostLocal(Stage):
     ) -> None:
         self._state = state
         self._asks_is_local = is_local
-        self.inner = AllReduce() if inner is None else inner
+        self.inner = AllReduce() if inner is None else stage_from(inner)
         if not self.inner.reduces:
             raise ConfigurationError(f"PostLocal takes a reducer, and {self.inner!r} is not a reducer")
         self._is_local = False
@@ -135,12 +145,18 @@ class PostLocal(Stage):
         return replace(bucket, is_mean=self._group is not None or not self._is_local)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of ``inner``; ``state.iter`` is not in it."""
-        return self.inner.state_dict()
+        """That of ``inner``; where ``state`` counts passes, ``{"iter": ..., "inner": ...}``."""
+        if self._asks_is_local is not None:
+            return self.inner.state_dict()
+        return {"iter": self._state.iter, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        self.inner.load_state_dict(state_dict)
+        """Load what :meth:`state_dict` returned; without an ``iter``, ``state`` goes on counting from where it is."""
+        if self._asks_is_local is not None or "iter" not in state_dict:
+            self.inner.load_state_dict(state_dict)
+            return
+        self.inner.load_state_dict(state_dict["inner"])
+        self._state.iter = state_dict["iter"]
 
     def __repr__(self) -> str:
         return f"PostLocal({self.inner!r}, from step {self._state.start_localSGD_iter})"
@@ -149,8 +165,8 @@ class PostLocal(Stage):
 def _checked(state: Any) -> PostLocalSGDState:
     if not isinstance(state, PostLocalSGDState):
         raise ConfigurationError(
-            f"the state of post_localSGD_hook must be a PostLocalSGDState, got {type(state).__name__}; make one, as in "
-            "PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1000)"
+            f"the state of post_localSGD_hook must be a PostLocalSGDState of overlap.hooks, got {described(state)}; "
+            "make one, as in PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1000)"
         )
     return state
 

@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap.optim.zero.kinds import Kind
 from overlap.optim.zero.sharding import Shard, flatten
-from overlap.optim.zero.state import ShardedState, is_by_element
+from overlap.optim.zero.state import ShardedState
 
 __all__ = ["follow_strides"]
 
@@ -18,14 +19,19 @@ def follow_strides(sharded: ShardedState) -> None:
 
     Call it on every rank. Issues: nothing if no parameter's strides have changed; else one gather for each of those.
     """
-    for shard in sharded.shards.values():
-        if shard.is_permuted:
-            _follow(sharded, shard)
+    permuted = [shard for shard in sharded.shards.values() if shard.is_permuted]
+    if not permuted:
+        return
+    local = sharded.local()
+    by_element = [
+        {key: value for key, (kind, value) in local.of(shard).items() if kind is Kind.BY_ELEMENT} for shard in permuted
+    ]
+    for shard, mine in zip(permuted, by_element, strict=True):
+        _follow(sharded, shard, mine)
 
 
-def _follow(sharded: ShardedState, shard: Shard) -> None:
+def _follow(sharded: ShardedState, shard: Shard, mine: dict[str, Tensor]) -> None:
     old = shard.strides
-    mine = {key: value for key, value in sharded.of(shard).items() if is_by_element(shard, key, value)}
     shard.follow()
     if shard.is_whole:
         return
@@ -35,6 +41,7 @@ def _follow(sharded: ShardedState, shard: Shard) -> None:
     for key, value in mine.items():
         flat = torch.empty(shard.parameter.numel(), dtype=value.dtype)
         for parts, (first, last) in zip(gathered, shard.ranges, strict=True):
-            flat[first:last] = parts[key]
+            if first < last:
+                flat[first:last] = parts[key]
         whole = torch.empty_like(shard.parameter, dtype=value.dtype, device="cpu", requires_grad=False)
         value.copy_(flatten(whole.copy_(flat.as_strided(whole.size(), old)))[start:end])

@@ -74,3 +74,24 @@ def _refused(rank: int, world_size: int) -> None:
 
 def test_clipping_zero_where_there_is_nothing_to_clip_is_refused() -> None:
     run_ranks(_refused, 2)
+
+
+def _by_hand(rank: int, world_size: int) -> None:
+    for unscales in (False, True):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        zero = _zero(ddp, "deferred")
+        for step in range(3):
+            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+            for parameter in ddp.parameters():
+                parameter.grad.mul_(0.25 if unscales else 1.0)
+            if step == 1:
+                torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e9)  # Multiplies by 1.
+            if step < 2:
+                zero.step()
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+        with pytest.raises(TrainingLoopError, match=r"use zero\.clip_grad_norm_\(max_norm\)"):
+            zero.step()
+
+
+def test_clipping_zero_by_hand_with_torchs_function_is_an_error_where_it_binds() -> None:
+    run_ranks(_by_hand, 2)
