@@ -55,11 +55,14 @@ def start(
         try:
             target()
         finally:
-            _running.pop(threading.current_thread(), None)
+            _running.pop(thread, None)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     _running[thread] = _Ending(stop, abandon)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12 starts no thread when the script has ended.
+        run()
     return thread
 
 

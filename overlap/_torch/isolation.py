@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -34,21 +35,42 @@ def collectives_refused() -> Any:
     return _RefuseCollectives()  # type: ignore[no-untyped-call]
 
 
+class _GlobalHooks:
+    """The hooks of all optimizers. The threads of several models may suspend them at the same time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._suspensions = 0
+        self._kept: tuple[Any, Any] = (None, None)
+
+    def suspend(self) -> None:
+        with self._lock:
+            if not self._suspensions:
+                self._kept = base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks
+                base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks = OrderedDict(), OrderedDict()
+            self._suspensions += 1
+
+    def resume(self) -> None:
+        with self._lock:
+            self._suspensions -= 1
+            if not self._suspensions:
+                base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks = self._kept
+
+
+_global_hooks = _GlobalHooks()
+
+
 @contextmanager
 def global_step_hooks_suspended() -> Iterator[None]:
     """Within, ``Optimizer.step`` runs no hooks that were registered for all optimizers. Private: where they are kept.
 
     A step on a part of the parameters, or on copies, is not a step of the training loop.
     """
-    before, after = base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks
-    if not (before or after):
-        yield
-        return
-    base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks = OrderedDict(), OrderedDict()
+    _global_hooks.suspend()
     try:
         yield
     finally:
-        base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks = before, after
+        _global_hooks.resume()
 
 
 class GeneratorStates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -71,7 +72,7 @@ class GradientNorms:
     def __init__(self, norm_type: float) -> None:
         self._norm_type = norm_type
         self._norms: dict[int, Tensor] = {}
-        self._versions: dict[int, tuple[Tensor, int]] = {}
+        self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._passes = 0
         self._has_seen_edits = False
 
@@ -88,7 +89,7 @@ class GradientNorms:
 
     def note_gradients(self, parameters: Iterable[Tensor]) -> None:
         """``.grad`` of ``parameters`` now holds what was noted: a later change makes the note void."""
-        self._versions = {id(p): (p.grad, version(p.grad)) for p in parameters if p.grad is not None}
+        self._versions = {id(p): (weakref.ref(p.grad), version(p.grad)) for p in parameters if p.grad is not None}
 
     def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The norm of each parameter's ``.grad``, which must not be ``None``; computed where no note of it holds."""
@@ -111,7 +112,7 @@ class GradientNorms:
         noted, gradient = self._versions.get(id(parameter)), parameter.grad
         if gradient is None or noted is None or id(parameter) not in self._norms:
             return False
-        return noted[0] is gradient and noted[1] == version(gradient)
+        return noted[0]() is gradient and noted[1] == version(gradient)
 
     def noted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The norms as noted, wherever the gradients are."""

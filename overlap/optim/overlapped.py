@@ -98,6 +98,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
                 loss = closure()
         loss_scale = LossScale.given_to(self)
         pending = self._pending(loss_scale)
+        self._check_call(arguments)
         try:
             self._update(pending, loss_scale, arguments)
         except BaseException:
@@ -168,7 +169,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
     def _update(self, pending: list[Tensor], loss_scale: LossScale, arguments: dict[str, Any]) -> None:
         phases = {update.lifecycle.phase for update in self._updates}
         if Phase.APPLIED in phases:
-            self._finish(pending, arguments)
+            self._finish(pending)
             return
         if not pending and phases == {Phase.STEPPED}:
             return
@@ -193,15 +194,20 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         with grads_replaced(hidden, [None] * len(hidden)):
             step_whole(self.optimizer, **arguments)
 
-    @torch.no_grad()
-    def _finish(self, pending: list[Tensor], arguments: dict[str, Any]) -> None:
-        """Update what backward has left, such as parameters that are not in the model, and run the step hooks."""
+    def _check_call(self, arguments: dict[str, Any]) -> None:
+        """Raises: TrainingLoopError: the update was made in backward, but should have known ``arguments`` or a hook."""
+        if all(update.lifecycle.phase is not Phase.APPLIED for update in self._updates):
+            return
         check_nothing_before(self.optimizer)
         if arguments:
             raise TrainingLoopError(
                 f"step() was given {', '.join(arguments)}, but the update was made in backward; use "
                 "Step(optimizer, deferred=True)"
             )
+
+    @torch.no_grad()
+    def _finish(self, pending: list[Tensor]) -> None:
+        """Update what backward has left, such as parameters that are not in the model, and run the step hooks."""
         if pending:
             self._stepper.refresh()
             self._stepper.step(pending, [parameter.grad for parameter in pending])  # type: ignore[misc]

@@ -19,7 +19,7 @@ from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.stage import walk
 from overlap.optim import FunctionalOptimizer, LocalSGD, ZeroRedundancyOptimizer
 from overlap.optim.lifecycle import UpdateLifecycle
-from overlap.optim.phases import Phase
+from overlap.optim.phases import Event, Phase
 from overlap.resume.optimizers import (
     check_optimizer_state,
     inner_optimizer,
@@ -102,6 +102,8 @@ def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: Mapping[s
         raise ConfigurationError(f"the state was saved {saved} an optimizer, and load_state_dict was given {here}")
     if found is not None:
         check_optimizer_state(found, _names(model), state["optimizer"])
+    for lifecycle in _lifecycles(stage):
+        lifecycle.check(Event.LOAD)
     if isinstance(found, ZeroRedundancyOptimizer):
         found.wait()
     stages = None if stage is None else state["stages"]["state"]
@@ -148,15 +150,17 @@ def _check_hook(hook: object, state: object) -> None:
 
 
 def _check_phase(stage: Stage | None) -> None:
-    for one in [] if stage is None else walk(stage):
-        lifecycle = getattr(one, "lifecycle", None)
-        if not isinstance(lifecycle, UpdateLifecycle):
-            continue
+    for lifecycle in _lifecycles(stage):
         if lifecycle.phase in (Phase.BACKWARD, Phase.REDUCED, Phase.APPLIED):
             raise TrainingLoopError(
                 f"state_dict() between backward and {lifecycle.form.step}: gradients are not saved, so this step would "
                 f"be lost; call {lifecycle.form.step} first"
             )
+
+
+def _lifecycles(stage: Stage | None) -> list[UpdateLifecycle]:
+    found = [getattr(one, "lifecycle", None) for one in ([] if stage is None else walk(stage))]
+    return [lifecycle for lifecycle in found if isinstance(lifecycle, UpdateLifecycle)]
 
 
 def _names(ddp: DistributedDataParallel) -> dict[Tensor, str]:

@@ -52,7 +52,7 @@ class Runtime:
     ) -> None:
         self.stage = stage
         self._forget_unfinished_backward = forget_unfinished_backward
-        self._last_error: BaseException | None = None
+        self._has_unfinished_backward = False
         self._watched = -1
         self._cut = BucketCut()
         self._context = replace(context, background=self.background, cut=self._cut)
@@ -111,9 +111,9 @@ class Runtime:
 
     def before_forward(self) -> None:
         """Called before a forward that records gradients."""
-        if AbandonedBackwardError.caused(self._last_error):
+        if self._has_unfinished_backward:
+            self._has_unfinished_backward = False
             self._forget_unfinished_backward()
-        self._last_error = None
         for stage in walk(self.stage):
             stage.before_forward()
 
@@ -224,7 +224,7 @@ class Runtime:
                 error.add_note(note)
         if finished.error is not None:
             self.executor.channels.settle()
-        self._last_error = error
+        self._has_unfinished_backward = AbandonedBackwardError.caused(error)
         return error
 
     def _abandon(self, abandoned: BackwardPass) -> None:
@@ -247,7 +247,7 @@ class Runtime:
         self._submit(end)
         is_over.wait()
         self._end(abandoned)
-        self._last_error = error
+        self._has_unfinished_backward = True
 
     def _bucket(self, raw: GradBucket, *, step: int, is_replay: bool) -> Bucket:
         parameters = tuple(raw.parameters())

@@ -127,8 +127,8 @@ class ScaleVote:
         factor = self._factor(pairs, device) if has_changed else torch.ones((), device=device)
         extremes = torch.stack([factor, -factor])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        if not has_changed:
-            return
+        if not has_changed and has_streams(device):
+            return  # The host would wait in every step.
         largest, smallest = extremes[0].item(), -extremes[1].item()
         # In half precision a factor is only known so well.
         if largest - smallest > 0.01 * abs(largest):
