@@ -19,6 +19,7 @@ as is a look at the other parameters' version counters in the first steps.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -78,6 +79,8 @@ class SubsetStepper:
         self._optimizer = optimizer
         self._written: set[tuple[str, int | None]] = set()
         self._steps = 0
+        # The threads of two models may step parts of one optimizer at the same time.
+        self._lock = threading.Lock()
         self._places: dict[int, int] = {}
         self._layout: tuple[tuple[int, ...], ...] = ()
         self._splits: dict[tuple[int, ...], list[tuple[int, list[Tensor]]]] = {}
@@ -112,6 +115,12 @@ class SubsetStepper:
         """
         if not parameters and not is_whole:
             return
+        with self._lock:
+            self._step(parameters, gradients, is_whole, arguments)
+
+    def _step(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], is_whole: bool, arguments: dict[str, Any]
+    ) -> None:
         split = self._split(parameters)
         if is_whole:
             split = [(place, dict(split).get(place, [])) for place in range(len(self._optimizer.param_groups))]
