@@ -1,0 +1,156 @@
+"""Optimizers: PyTorch's, and those that users bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from harness.third_party import (
+    LAMB,
+    SAM,
+    SGLD,
+    BlockwiseAdamW,
+    CountingSGD,
+    DelegatingOptimizer,
+    Lion,
+    Lookahead,
+    Prodigy,
+    PropertyWrapper,
+    patch_step,
+)
+from torch import nn, optim
+from torch.nn.functional import mse_loss
+
+from .corpus import loop, variant
+from .plain import usual
+from .run import Run
+
+
+def matrices() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.Linear(16, 16, False))
+
+
+class SlowSGD(Lookahead):
+    """Lookahead around SGD, as one class."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(optim.SGD(params, lr=lr, momentum=0.9))
+
+
+class DelegatedAdamW(DelegatingOptimizer):
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(optim.AdamW(params, lr=lr))
+
+
+class WrappedAdamW(PropertyWrapper):
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(optim.AdamW(params, lr=lr))
+
+
+variant(usual, "SGD without momentum", optimizer=partial(optim.SGD, lr=0.1))
+variant(
+    usual,
+    "SGD, foreach, Nesterov",
+    optimizer=partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=True),
+)
+variant(usual, "SGD, fused, maximize", optimizer=partial(optim.SGD, lr=0.01, momentum=0.9, fused=True, maximize=True))
+variant(usual, "Adam", optimizer=partial(optim.Adam, lr=0.01, weight_decay=0.1))
+variant(usual, "Adam, foreach, amsgrad", optimizer=partial(optim.Adam, lr=0.01, amsgrad=True, foreach=True))
+variant(usual, "AdamW, fused", optimizer=partial(optim.AdamW, lr=0.01, fused=True))
+variant(usual, "AdamW, lr a tensor", optimizer=partial(optim.AdamW, lr=torch.tensor(0.01)))
+variant(usual, "NAdam", optimizer=partial(optim.NAdam, lr=0.01))
+variant(usual, "RAdam, foreach", optimizer=partial(optim.RAdam, lr=0.01, foreach=True))
+variant(usual, "RMSprop, centered", optimizer=partial(optim.RMSprop, lr=0.01, centered=True, momentum=0.9))
+variant(usual, "Adagrad", optimizer=partial(optim.Adagrad, lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1))
+variant(usual, "Adadelta", optimizer=partial(optim.Adadelta, lr=1.0))
+variant(usual, "Adamax", optimizer=partial(optim.Adamax, lr=0.01))
+variant(usual, "ASGD", optimizer=partial(optim.ASGD, lr=0.1, t0=1))
+variant(usual, "Rprop", optimizer=partial(optim.Rprop, lr=0.01))
+variant(usual, "Adafactor", optimizer=partial(optim.Adafactor, lr=0.01))
+variant(usual, "Muon", model=matrices, optimizer=partial(optim.Muon, lr=0.01))
+
+variant(usual, "Lion", optimizer=partial(Lion, lr=0.01, weight_decay=0.1))
+variant(usual, "blockwise 8-bit AdamW", optimizer=partial(BlockwiseAdamW, lr=0.01))
+variant(usual, "LAMB", optimizer=partial(LAMB, lr=0.01))
+variant(usual, "LAMB with a global norm", optimizer=partial(LAMB, lr=0.01, max_norm=0.1))
+variant(usual, "Prodigy", optimizer=partial(Prodigy, d0=1e-2))
+variant(usual, "SGLD: noise drawn in step()", optimizer=partial(SGLD, lr=0.1))
+variant(usual, "a step counter in an object", optimizer=partial(CountingSGD, lr=0.1))
+variant(usual, "Lookahead, inside", optimizer=partial(SlowSGD))
+variant(usual, "Lookahead, outside", optimizer=partial(optim.SGD, lr=0.1), outer=Lookahead)
+variant(usual, "a delegating wrapper, inside", optimizer=partial(DelegatedAdamW))
+variant(usual, "a delegating wrapper, outside", optimizer=partial(optim.AdamW, lr=0.01), outer=DelegatingOptimizer)
+variant(usual, "a wrapper whose step is a property", optimizer=partial(WrappedAdamW))
+variant(usual, "step patched on the instance", optimizer=partial(optim.SGD, lr=0.1), prepare=patch_step)
+variant(usual, "step patched on what the library gives", optimizer=partial(optim.SGD, lr=0.1), outer=patch_step)
+
+
+@loop("SAM", optimizer=partial(SAM, base=optim.SGD, lr=0.1))
+def sam(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.first_step(zero_grad=True)
+        mse_loss(ddp(x), y).backward()
+        optimizer.second_step()
+        yield loss
+
+
+@loop("SAM, outside", optimizer=partial(optim.SGD, lr=0.1))
+def sam_by_hand(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        with torch.no_grad():
+            climbs = [(p, 0.05 * p.grad) for p in ddp.parameters()]
+            for parameter, climb in climbs:
+                parameter.add_(climb)
+        optimizer.zero_grad()
+        mse_loss(ddp(x), y).backward()
+        with torch.no_grad():
+            for parameter, climb in climbs:
+                parameter.sub_(climb)
+        optimizer.step()
+        yield loss
+
+
+@loop("LBFGS", optimizer=partial(optim.LBFGS, lr=0.1, max_iter=2))
+def lbfgs(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+
+        def evaluate(x: Any = x, y: Any = y) -> Any:
+            optimizer.zero_grad()
+            loss = mse_loss(ddp(x), y)
+            loss.backward()
+            return loss
+
+        yield optimizer.step(evaluate)
+
+
+@loop("a step post-hook that clamps weights", prepare=lambda optimizer: _clamped(optimizer))
+def step_hooks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    yield from usual(ddp, optimizer, run)
+
+
+@loop("a step pre-hook that clips")
+def clipping_hook(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    def clip(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for parameter in ddp.parameters():
+            parameter.grad.clamp_(-0.01, 0.01)
+
+    optimizer.register_step_pre_hook(clip)
+    yield from usual(ddp, optimizer, run)
+
+
+def _clamped(optimizer: Any) -> Any:
+    def clamp(optimizer: Any, args: Any, kwargs: Any) -> None:
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.clamp_(-0.2, 0.2)
+
+    optimizer.register_step_post_hook(clamp)
+    return optimizer
