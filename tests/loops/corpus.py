@@ -126,6 +126,7 @@ def wrong(forms: Iterable[str], finding: str) -> Declaration:
 def load() -> Mapping[str, Loop]:
     """All loops, by name, topic after topic."""
     import pathlib
+
     for topic in [t for t in TOPICS if (pathlib.Path(__file__).parent / f"{t}.py").exists()]:
         importlib.import_module(f"{__package__}.{topic}")
     return LOOPS

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from overlap import (
     AllReduce,
@@ -22,7 +21,7 @@ from overlap import (
     hook_then_optimizer,
 )
 
-from .run import Run
+from .run import Run, Stepless
 
 __all__ = [
     "ALL",
@@ -34,7 +33,6 @@ __all__ = [
     "SHARDED",
     "STEPPED",
     "Form",
-    "Stepless",
 ]
 
 
@@ -52,31 +50,6 @@ class Form:
     """Whether parameters are final after ``step()``, so that reading them disturbs nothing."""
     has_whole_state: bool = True
     """Whether every rank has the whole state without asking the others."""
-
-
-class Stepless(Optimizer):
-    """A plain optimizer in a loop that leaves the call of ``step()`` out, as the automatic form asks.
-
-    Everything else is the optimizer's own. (The loops of the corpus are written once, and call ``step()``.)
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        object.__setattr__(self, "bare", optimizer)
-
-    def step(self, closure: Any = None) -> Any:
-        """What a loop without the call does: run the closure."""
-        return None if closure is None else closure()
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("bare", "step", "__class__", "__dict__", "_opt_called") or name.startswith("_optimizer_step"):
-            return object.__getattribute__(self, name)
-        return getattr(object.__getattribute__(self, "bare"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("step", "_opt_called"):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.bare, name, value)
 
 
 def _replicated(**options: Any) -> Callable[[Run, Any, Any], Any]:
@@ -132,7 +105,9 @@ def _consolidated(zero: Any) -> Any:
 
 _ZERO: dict[str, Any] = {"state": _consolidated, "has_whole_state": False}
 
-PLAIN = Form(name="plain", made="DDP, then optimizer.step()", build=lambda run, ddp, params: run.plain_optimizer(params))
+PLAIN = Form(
+    name="plain", made="DDP, then optimizer.step()", build=lambda run, ddp, params: run.plain_optimizer(params)
+)
 
 FORMS: tuple[Form, ...] = (
     Form(name="interleaved", made="Step(OverlappedOptimizer(o))", build=_replicated()),

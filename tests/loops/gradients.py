@@ -92,12 +92,17 @@ def _zero_one(ddp: Any, optimizer: Any) -> None:
 
 
 variant(after_backward(_clip(0.05)), "clip_grad_norm_ that binds")
-variant(after_backward(_clip(0.05, norm_type=float("inf"))), "clip_grad_norm_ with the largest element", optimizer=_ADAMW)
+variant(
+    after_backward(_clip(0.05, norm_type=float("inf"))), "clip_grad_norm_ with the largest element", optimizer=_ADAMW
+)
 variant(after_backward(_clip(float("inf"))), "clip_grad_norm_(inf), to log the norm")
 variant(after_backward(_clip(1e6)), "clip_grad_norm_ that does not bind", optimizer=_ADAMW)
 variant(after_backward(_clip(0.05, foreach=True)), "clip_grad_norm_, foreach")
 variant(after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 0.05)), "a clip by hand")
-variant(after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 1e6)), "a clip by hand that does not bind")
+variant(
+    after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 1e6)),
+    "a clip by hand that does not bind",
+)
 variant(after_backward(lambda ddp, optimizer: clip_grad_value_(ddp.parameters(), 0.01)), "clip_grad_value_")
 variant(after_backward(_clip_if_large), "a clip that may bind, of a norm taken by hand")
 variant(after_backward(_scale_data), "p.grad.data.mul_()")

@@ -29,7 +29,9 @@ from .run import Run
 
 
 def matrices() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.Linear(16, 16, False))
+    return nn.Sequential(
+        nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.Linear(16, 16, False)
+    )
 
 
 class SlowSGD(Lookahead):

@@ -11,18 +11,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from .corpus import Loop
     from .forms import Form
 
-__all__ = ["Record", "Run", "play"]
+__all__ = ["Record", "Run", "Stepless", "play"]
 
 _BUCKET_CAP_MB = 1024 / 2**20
 
 Record = dict[str, Any]
 """What there was at one yield, or at the end."""
+
+
+class Stepless(Optimizer):
+    """A plain optimizer in a loop that leaves the call of ``step()`` out, as the automatic form asks.
+
+    Everything else is the optimizer's own. (The loops of the corpus are written once, and call ``step()``.)
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        object.__setattr__(self, "bare", optimizer)
+
+    def step(self, closure: Any = None) -> Any:
+        """What a loop without the call does: run the closure."""
+        return None if closure is None else closure()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("bare", "step", "__class__", "__dict__", "_opt_called") or name.startswith("_optimizer_step"):
+            return object.__getattribute__(self, name)
+        return getattr(object.__getattribute__(self, "bare"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("step", "_opt_called"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.bare, name, value)
 
 
 class Run:
@@ -79,9 +105,18 @@ class Run:
         self._models.remove(ddp)
         return self.wrap(ddp.module)
 
+    def settle(self, optimizer: Any) -> None:
+        """Wait for parameters that are still on their way, as the docs ask of whoever reads them outside a forward."""
+        if not self.form.is_settled:
+            optimizer.wait()
+
     def state_of(self, optimizer: Any) -> Any:
         """The optimizer's whole state, which a plain optimizer can load."""
         return copy.deepcopy(self.form.state(optimizer))
+
+    def bare(self, optimizer: Any) -> Any:
+        """What another library that calls ``step()`` is given: in the automatic forms the plain optimizer itself."""
+        return optimizer.bare if isinstance(optimizer, Stepless) else optimizer
 
     def skip(self, optimizer: Any) -> AbstractContextManager[Any]:
         """Around a backward that is not this optimizer's."""

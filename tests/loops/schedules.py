@@ -41,11 +41,13 @@ variant(
 variant(scheduled(lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=2)), "CosineAnnealingWarmRestarts")
 variant(scheduled(_NESTED), "SequentialLR: warm-up, then cosine")
 variant(
-    scheduled(lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2)), "CyclicLR with AdamW",
+    scheduled(lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2)),
+    "CyclicLR with AdamW",
     optimizer=partial(torch.optim.AdamW, lr=0.01),
 )
 variant(
-    scheduled(lambda o: lr_scheduler.StepLR(o, 2, 0.5)), "StepLR with lr a tensor, foreach",
+    scheduled(lambda o: lr_scheduler.StepLR(o, 2, 0.5)),
+    "StepLR with lr a tensor, foreach",
     optimizer=partial(torch.optim.SGD, lr=torch.tensor(0.1), momentum=0.9, foreach=False),
 )
 

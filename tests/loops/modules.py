@@ -1,0 +1,224 @@
+"""Kinds of models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+from overlap import checkpoint_wrapper
+
+from .corpus import loop, variant
+from .models import batch_norm, convolutional, dropout, images, mlp, tokens
+from .plain import usual
+from .run import Run
+
+_ADAMW = partial(optim.AdamW, lr=0.01)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.middle = nn.Embedding(32, 16), nn.Linear(16, 16)
+        self.head, self.last = nn.Linear(16, 32, bias=False), nn.Linear(32, 16)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.head(self.middle(self.embedding(x)).tanh()))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm, self.head = (
+            nn.Embedding(32, 16),
+            nn.LSTM(16, 16, batch_first=True),
+            nn.Linear(16, 16),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(x))[0])
+
+
+class Transformer(nn.Module):
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=dropout, batch_first=True)
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.embedding(x)))
+
+
+class Checkpointed(nn.Module):
+    """Two blocks with dropout, computed again in backward."""
+
+    def __init__(self, *, use_reentrant: bool, block: Any = dropout) -> None:
+        super().__init__()
+        self.first, self.second, self.head = block(), block(), nn.Linear(16, 16)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (self.first, self.second):
+            x = checkpoint(part, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+class ReadsItself(nn.Module):
+    """Uses the detached weight of its first layer in its last, as some attention and memory modules do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(self.first(x).tanh()).tanh()
+        # The product's own backward needs the first weight after the layer itself was updated.
+        weight = self.second.weight
+        read = weight.detach() if self.how == "detach" else weight.data if self.how == "data" else weight
+        return self.first(hidden @ read)
+
+
+class Transposed(nn.Module):
+    """A weight that lies transposed in memory, and is dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 16).mul_(0.2).t())
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh() @ self.weight)
+
+
+class SparseEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 16, sparse=True), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x))
+
+
+class WithScalars(nn.Module):
+    """Parameters of no dimension, of one element and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(1))
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale + self.shift + self.nothing.sum()
+
+
+class Unused(nn.Module):
+    """A branch that is used by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (self.left if self.calls % 2 else self.right)(self.first(x))
+
+
+def _channels_last() -> nn.Module:
+    return convolutional().to(memory_format=torch.channels_last)
+
+
+def _frozen() -> nn.Module:
+    model = mlp()
+    model[0].requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+variant(usual, "convolutions", model=convolutional, inputs=images)
+variant(usual, "channels_last, SGD", model=_channels_last, inputs=images)
+variant(
+    usual,
+    "channels_last, AdamW, foreach",
+    model=_channels_last,
+    inputs=images,
+    optimizer=partial(optim.AdamW, lr=0.01, foreach=True),
+)
+variant(
+    usual,
+    "channels_last, AdamW, fused",
+    model=_channels_last,
+    inputs=images,
+    optimizer=partial(optim.AdamW, lr=0.01, fused=True),
+)
+variant(usual, "a weight that lies transposed in memory", model=Transposed, optimizer=_ADAMW)
+variant(usual, "tied weights", model=Tied, inputs=tokens)
+variant(usual, "LSTM", model=Recurrent, inputs=tokens)
+variant(usual, "attention with dropout", model=Transformer, inputs=tokens, optimizer=_ADAMW)
+variant(usual, "dropout", model=dropout)
+variant(usual, "BatchNorm, buffers broadcast", model=batch_norm)
+variant(usual, "BatchNorm, buffers not broadcast", model=batch_norm, ddp={"broadcast_buffers": False})
+variant(usual, "SyncBatchNorm", model=lambda: nn.SyncBatchNorm.convert_sync_batchnorm(batch_norm()))
+variant(usual, "frozen layers", model=_frozen, optimizer=_ADAMW)
+variant(usual, "scalar, one-element and empty parameters", model=WithScalars, optimizer=_ADAMW)
+variant(usual, "a sparse embedding", model=SparseEmbedding, inputs=tokens, optimizer=partial(optim.SGD, lr=0.1))
+variant(usual, "checkpointing with dropout", model=lambda: Checkpointed(use_reentrant=False))
+variant(
+    usual,
+    "checkpointing, reentrant, static_graph",
+    model=lambda: Checkpointed(use_reentrant=True),
+    ddp={"static_graph": True},
+)
+variant(
+    usual,
+    "checkpoint_wrapper with BatchNorm",
+    model=lambda: nn.Sequential(checkpoint_wrapper(batch_norm()), nn.Linear(16, 16)),
+)
+variant(usual, "a network that reads its own weight", model=lambda: ReadsItself("itself"))
+variant(usual, "a network that reads its own weight.detach()", model=lambda: ReadsItself("detach"))
+variant(usual, "a network that reads its own weight.data", model=lambda: ReadsItself("data"))
+variant(usual, "branches used by turns, find_unused_parameters", model=Unused, ddp={"find_unused_parameters": True})
+variant(usual, "branches used by turns, AdamW", model=Unused, ddp={"find_unused_parameters": True}, optimizer=_ADAMW)
+variant(usual, "static_graph", ddp={"static_graph": True})
+variant(usual, "gradient_as_bucket_view", ddp={"gradient_as_bucket_view": True})
+variant(usual, "one bucket", ddp={"bucket_cap_mb": 25})
+variant(usual, "a bucket per parameter", ddp={"bucket_cap_mb": 1e-6}, optimizer=_ADAMW)
+
+
+@loop("a model turned channels_last in mid-run", model=convolutional, inputs=images, optimizer=_ADAMW)
+def turned(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    yield from usual(ddp, optimizer, run)
+    ddp.module.to(memory_format=torch.channels_last)
+    yield from usual(ddp, optimizer, run)
+
+
+@loop("torch.compile of the model, inside DDP")
+def compiled(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    ddp.module.compile(backend="eager")
+    yield from usual(ddp, optimizer, run)
+
+
+@loop("torch.compile of the DDP model")
+def compiled_ddp(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    yield from usual(torch.compile(ddp, backend="eager"), optimizer, run)
+
+
+@loop("the forward of a submodule through ddp.module, in no_grad")
+def inspects(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        with torch.no_grad():
+            seen = ddp.module[0](x)
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss, seen
