@@ -67,18 +67,6 @@ def two_backwards(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield first, second
 
 
-@loop("two losses of one forward: backward(retain_graph=True)")
-def retained(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        out = ddp(x)
-        loss = mse_loss(out, y)
-        loss.backward(retain_graph=True)
-        out.square().mean().backward()
-        optimizer.step()
-        yield loss
-
-
 @loop("two forwards, one backward")
 def two_forwards(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
@@ -87,17 +75,6 @@ def two_forwards(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         loss.backward()
         optimizer.step()
         yield loss
-
-
-@loop("two forwards, two backwards, one step()")
-def two_of_each(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        first, second = mse_loss(ddp(x), y), mse_loss(ddp(-x), y)
-        first.backward()
-        second.backward()
-        optimizer.step()
-        yield first, second
 
 
 @loop("two step() for one backward", optimizer=_ADAMW)

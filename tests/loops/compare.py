@@ -105,8 +105,11 @@ def _play_all(rank: int, world_size: int, cells: Sequence[Cell], folder: Path) -
     played, reference = "", []
     for name, form in cells:
         if played != name:
-            played, reference = name, play(loops[name], PLAIN)
-            _check_replicas(reference[-1], control)
+            try:
+                played, reference = name, play(loops[name], PLAIN)
+                _check_replicas(reference[-1], control)
+            except Exception as error:
+                raise RuntimeError(f"the loop {name!r} does not run plain") from error
         found[name, form] = outcome = _outcome(name, forms[form], reference)
         (folder / f"rank{rank}").write_bytes(pickle.dumps(found))
         dist.barrier(control)
@@ -131,7 +134,7 @@ def _outcome(name: str, form: Form, reference: list[Record]) -> Outcome:
 
 def _check_replicas(record: Record, group: Any) -> None:
     """The ranks of the plain run end with the same parameters, so those of a form that is exact do, too."""
-    sums = torch.stack([value.double().abs().sum() for value in tree_leaves(record["parameters"])])
+    sums = torch.stack([value.abs().double().sum() for value in tree_leaves(record["parameters"])])
     first = sums.clone()
     dist.broadcast(first, 0, group=group)
     assert torch.equal(first, sums), "the replicas of the plain run differ"

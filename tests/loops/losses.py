@@ -193,19 +193,9 @@ def regularizer(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 def regularizer_before(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()
+        run.settle(optimizer)
         (0.01 * sum(parameter.square().sum() for parameter in ddp.parameters())).backward()
         loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-@loop("a regularizer with its own backward, after the forward")
-def regularizer_between(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        (0.01 * sum(parameter.square().sum() for parameter in ddp.parameters())).backward()
         loss.backward()
         optimizer.step()
         yield loss

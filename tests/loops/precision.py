@@ -32,11 +32,11 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.single, self.double = nn.Linear(16, 16), nn.Linear(16, 16, dtype=torch.float64)
-        self.half = nn.Linear(16, 16, dtype=torch.bfloat16)
+        self.in_single, self.in_double = nn.Linear(16, 16), nn.Linear(16, 16, dtype=torch.float64)
+        self.in_half = nn.Linear(16, 16, dtype=torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.single(x) + self.double(x.double()).float() + self.half(x.bfloat16()).float()
+        return self.in_single(x) + self.in_double(x.double()).float() + self.in_half(x.bfloat16()).float()
 
 
 class Complex(nn.Module):

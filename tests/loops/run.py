@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -69,9 +70,10 @@ class Run:
             yield self.loop.inputs(torch.Generator().manual_seed(1000 * self._batches_given + self.rank))
             self._batches_given += 1
 
-    def wrap(self, model: nn.Module, **options: Any) -> DistributedDataParallel:
+    def wrap(self, model: nn.Module) -> DistributedDataParallel:
         """A DDP model with several buckets."""
-        ddp = DistributedDataParallel(model, **{"bucket_cap_mb": _BUCKET_CAP_MB, **self.loop.ddp, **options})
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # Of newer names of some options.
+            ddp = DistributedDataParallel(model, **{"bucket_cap_mb": _BUCKET_CAP_MB, **self.loop.ddp})
         self._models.append(ddp)
         return ddp
 
