@@ -12,6 +12,7 @@ from torch import optim
 from torch.nn.functional import mse_loss
 
 from .corpus import loop
+from .declared import NOT_DISCARDED, SECOND_BACKWARD
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
@@ -44,7 +45,7 @@ def leftover(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("accumulation without no_sync()", steps=6)
+@loop("accumulation without no_sync()", SECOND_BACKWARD, steps=6)
 def accumulation(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
         loss = mse_loss(ddp(x), y) / 2
@@ -55,7 +56,7 @@ def accumulation(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("two losses, two backwards, one step()")
+@loop("two losses, two backwards, one step()", SECOND_BACKWARD)
 def two_backwards(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()
@@ -88,7 +89,7 @@ def steps_twice(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("a skipped batch: zero_grad() after backward")
+@loop("a skipped batch: zero_grad() after backward", NOT_DISCARDED)
 def skips_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
         loss = mse_loss(ddp(x), y)
@@ -99,7 +100,7 @@ def skips_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("a skipped batch: continue between backward and step()", steps=5)
+@loop("a skipped batch: continue between backward and step()", NOT_DISCARDED, steps=5)
 def continues(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
         optimizer.zero_grad()
@@ -111,7 +112,7 @@ def continues(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("a step skipped where a gradient is not finite")
+@loop("a step skipped where a gradient is not finite", NOT_DISCARDED)
 def skips_non_finite(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
         optimizer.zero_grad()

@@ -20,7 +20,7 @@ from overlap import OverlapError
 
 from .corpus import Expected, load
 from .forms import FORMS, PLAIN, Form
-from .run import Record, play
+from .run import NotOffered, Record, play
 
 __all__ = ["Cell", "Outcome", "is_as_expected", "outcomes"]
 
@@ -122,6 +122,8 @@ def _outcome(name: str, form: Form, reference: list[Record]) -> Outcome:
         records = play(load()[name], form)
     except OverlapError as error:
         return Outcome("refused", _words(error), traceback.format_exc())
+    except NotOffered as error:
+        return Outcome("not offered", str(error))
     except Exception as error:
         return Outcome("fails", f"{type(error).__name__}: {_words(error)}", traceback.format_exc())
     try:

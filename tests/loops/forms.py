@@ -63,8 +63,9 @@ def _replicated(**options: Any) -> Callable[[Run, Any, Any], Any]:
 
 def _automatic(run: Run, ddp: Any, params: Any) -> Any:
     optimizer = run.plain_optimizer(params)
-    run.keep(chain(AllReduce(), Step(optimizer)).register(ddp))
-    return Stepless(optimizer)
+    stage = Step(optimizer)
+    run.keep(chain(AllReduce(), stage).register(ddp))
+    return Stepless(optimizer, stage)
 
 
 def _hook(run: Run, ddp: Any, params: Any) -> Any:

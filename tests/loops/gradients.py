@@ -7,12 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness.third_party import clip_gradients
 from torch import optim
 from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector
 
+from harness.third_party import clip_gradients
+
 from .corpus import loop, variant
+from .declared import EDITED
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
@@ -91,37 +93,41 @@ def _zero_one(ddp: Any, optimizer: Any) -> None:
     next(iter(ddp.parameters())).grad = None
 
 
-variant(after_backward(_clip(0.05)), "clip_grad_norm_ that binds")
+variant(after_backward(_clip(0.05)), "clip_grad_norm_ that binds", EDITED)
 variant(
-    after_backward(_clip(0.05, norm_type=float("inf"))), "clip_grad_norm_ with the largest element", optimizer=_ADAMW
+    after_backward(_clip(0.05, norm_type=float("inf"))),
+    "clip_grad_norm_ with the largest element",
+    EDITED,
+    optimizer=_ADAMW,
 )
 variant(after_backward(_clip(float("inf"))), "clip_grad_norm_(inf), to log the norm")
 variant(after_backward(_clip(1e6)), "clip_grad_norm_ that does not bind", optimizer=_ADAMW)
-variant(after_backward(_clip(0.05, foreach=True)), "clip_grad_norm_, foreach")
-variant(after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 0.05)), "a clip by hand")
+variant(after_backward(_clip(0.05, foreach=True)), "clip_grad_norm_, foreach", EDITED)
+variant(after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 0.05)), "a clip by hand", EDITED)
 variant(
     after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 1e6)),
     "a clip by hand that does not bind",
 )
-variant(after_backward(lambda ddp, optimizer: clip_grad_value_(ddp.parameters(), 0.01)), "clip_grad_value_")
-variant(after_backward(_clip_if_large), "a clip that may bind, of a norm taken by hand")
-variant(after_backward(_scale_data), "p.grad.data.mul_()")
-variant(after_backward(_replace_data), "p.grad.data = ...")
-variant(after_backward(_replace), "p.grad = p.grad * 0.5")
-variant(after_backward(_add_noise), "gradient noise")
-variant(after_backward(_centralize), "gradient centralization")
-variant(after_backward(_decay_into_gradients), "weight decay by hand, into the gradients")
+variant(after_backward(lambda ddp, optimizer: clip_grad_value_(ddp.parameters(), 0.01)), "clip_grad_value_", EDITED)
+variant(after_backward(_clip_if_large), "a clip that may bind, of a norm taken by hand", EDITED)
+variant(after_backward(_scale_data), "p.grad.data.mul_()", EDITED)
+variant(after_backward(_replace_data), "p.grad.data = ...", EDITED)
+variant(after_backward(_replace), "p.grad = p.grad * 0.5", EDITED)
+variant(after_backward(_add_noise), "gradient noise", EDITED)
+variant(after_backward(_centralize), "gradient centralization", EDITED)
+variant(after_backward(_decay_into_gradients), "weight decay by hand, into the gradients", EDITED)
 variant(after_backward(_decay_by_hand), "weight decay by hand, between backward and step()")
 variant(after_backward(_log), "gradient norms logged")
-variant(after_backward(_zero_one), "one gradient set to None")
+variant(after_backward(_zero_one), "one gradient set to None", EDITED)
 variant(
     after_backward(_clip(0.05)),
     "clip_grad_norm_, gradients as bucket views",
+    EDITED,
     ddp={"gradient_as_bucket_view": True},
 )
 
 
-@loop("a clip with the library's own option", optimizer=_ADAMW)
+@loop("a clip with the library's own option", EDITED, optimizer=_ADAMW)
 def own_clip(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()

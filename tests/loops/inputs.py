@@ -12,7 +12,7 @@ from torch import optim
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.functional import mse_loss
 
-from overlap import Join, Joinable
+from overlap import Join
 
 from .corpus import loop
 from .models import batch_norm
@@ -26,10 +26,11 @@ def joined(join: Any, *, is_even: bool) -> Any:
     """The usual loop under ``Join``, where rank 0 may have fewer batches."""
 
     def body(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-        joinables = [ddp, optimizer] if isinstance(optimizer, Joinable) else [ddp]
+        joinables = [ddp, optimizer] if hasattr(optimizer, "join_hook") else [ddp]
         with join(joinables):
             for place, (x, y) in enumerate(run.batches()):
                 if not is_even and run.rank == 0 and place >= 2:
+                    run.compare_models_only()  # Plain, this rank's optimizer stops here.
                     break
                 optimizer.zero_grad()
                 loss = mse_loss(ddp(x), y)

@@ -11,11 +11,14 @@ import torch
 from torch import optim
 from torch.nn.functional import mse_loss
 
-from .corpus import loop
+from .corpus import limit, loop
+from .declared import EDITED, NOT_DISCARDED
 from .models import mlp
 from .run import Run
 
 _ADAM = partial(optim.Adam, lr=0.01, betas=(0.5, 0.9))
+
+NO_SKIP = limit(["hook", "zero alone", "local"], "an ordinary step(): there is no update in backward to skip")
 
 
 def _second(run: Run) -> tuple[Any, Any]:
@@ -50,8 +53,8 @@ def gan(*, says_so: bool) -> Any:
     return body
 
 
-loop("GAN", optimizer=_ADAM)(gan(says_so=False))
-loop("GAN, with skip_update()", optimizer=_ADAM)(gan(says_so=True))
+loop("GAN", NOT_DISCARDED, optimizer=_ADAM)(gan(says_so=False))
+loop("GAN, with skip_update()", NO_SKIP, optimizer=_ADAM)(gan(says_so=True))
 
 
 @loop("GAN whose discriminator is frozen for the generator's loss", optimizer=_ADAM)
@@ -99,7 +102,7 @@ def actor_critic(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("actor and critic, two losses, the actor's through the critic")
+@loop("actor and critic, two losses, the actor's through the critic", NOT_DISCARDED)
 def actor_through_critic(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     critic, values = _second(run)
     for x, y in run.batches():
@@ -115,10 +118,10 @@ def actor_through_critic(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss_v, loss_a
 
 
-@loop("adversarial examples: a backward for the inputs' gradient")
+@loop("adversarial examples: a backward for the inputs' gradient", NOT_DISCARDED)
 def adversarial(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
-        x = x.requires_grad_()
+        x.requires_grad_()
         mse_loss(ddp(x), y).backward()
         attacked = (x + 0.1 * x.grad.sign()).detach()
         optimizer.zero_grad()
@@ -128,10 +131,10 @@ def adversarial(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("adversarial examples, with skip_update()")
+@loop("adversarial examples, with skip_update()", NO_SKIP)
 def adversarial_skipped(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
-        x = x.requires_grad_()
+        x.requires_grad_()
         with run.skip(optimizer):
             mse_loss(ddp(x), y).backward()
         attacked = (x + 0.1 * x.grad.sign()).detach()
@@ -145,7 +148,7 @@ def adversarial_skipped(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 @loop("adversarial examples by autograd.grad of ddp.module")
 def adversarial_by_grad(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
-        x = x.requires_grad_()
+        x.requires_grad_()
         (slope,) = torch.autograd.grad(mse_loss(ddp.module(x), y), x)
         optimizer.zero_grad()
         loss = mse_loss(ddp((x + 0.1 * slope.sign()).detach()), y)
@@ -157,7 +160,7 @@ def adversarial_by_grad(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 @loop("gradient penalty: double backward through the inputs")
 def gradient_penalty(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
-        x = x.requires_grad_()
+        x.requires_grad_()
         optimizer.zero_grad()
         out = ddp(x)
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
@@ -201,7 +204,7 @@ def regularizer_before(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("a regularizer with its own backward, after the loss's")
+@loop("a regularizer with its own backward, after the loss's", EDITED)
 def regularizer_after(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()

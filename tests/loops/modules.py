@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from overlap import checkpoint_wrapper
 
-from .corpus import loop, variant
+from .corpus import loop, refused, variant
+from .declared import HOOK_IS_NOT_TOLD
+from .forms import ALL
 from .models import batch_norm, convolutional, dropout, images, mlp, tokens
 from .plain import usual
 from .run import Run
@@ -81,11 +83,10 @@ class ReadsItself(nn.Module):
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.second(self.first(x).tanh()).tanh()
-        # The product's own backward needs the first weight after the layer itself was updated.
         weight = self.second.weight
         read = weight.detach() if self.how == "detach" else weight.data if self.how == "data" else weight
-        return self.first(hidden @ read)
+        # In backward this product needs the weight after the gradient of the layer below has come.
+        return self.second((self.first(x).tanh() @ read).tanh())
 
 
 class Transposed(nn.Module):
@@ -135,6 +136,12 @@ class Unused(nn.Module):
         return (self.left if self.calls % 2 else self.right)(self.first(x))
 
 
+SPARSE = [
+    *refused([form for form in ALL if form != "zero alone"], "this gradient is sparse, and stages work on dense ones"),
+    *refused(["zero alone"], "the gradient of parameter 0 of group 0 is sparse"),
+]
+
+
 def _channels_last() -> nn.Module:
     return convolutional().to(memory_format=torch.channels_last)
 
@@ -171,7 +178,7 @@ variant(usual, "BatchNorm, buffers broadcast", model=batch_norm)
 variant(usual, "BatchNorm, buffers not broadcast", model=batch_norm, ddp={"broadcast_buffers": False})
 variant(usual, "frozen layers", model=_frozen, optimizer=_ADAMW)
 variant(usual, "scalar, one-element and empty parameters", model=WithScalars, optimizer=_ADAMW)
-variant(usual, "a sparse embedding", model=SparseEmbedding, inputs=tokens, optimizer=partial(optim.SGD, lr=0.1))
+variant(usual, "a sparse embedding", SPARSE, model=SparseEmbedding, inputs=tokens, optimizer=partial(optim.SGD, lr=0.1))
 variant(usual, "checkpointing with dropout", model=lambda: Checkpointed(use_reentrant=False))
 variant(
     usual,
@@ -187,8 +194,21 @@ variant(
 variant(usual, "a network that reads its own weight", model=lambda: ReadsItself("itself"))
 variant(usual, "a network that reads its own weight.detach()", model=lambda: ReadsItself("detach"))
 variant(usual, "a network that reads its own weight.data", model=lambda: ReadsItself("data"))
-variant(usual, "branches used by turns, find_unused_parameters", model=Unused, ddp={"find_unused_parameters": True})
-variant(usual, "branches used by turns, AdamW", model=Unused, ddp={"find_unused_parameters": True}, optimizer=_ADAMW)
+variant(
+    usual,
+    "branches used by turns, find_unused_parameters",
+    HOOK_IS_NOT_TOLD,
+    model=Unused,
+    ddp={"find_unused_parameters": True},
+)
+variant(
+    usual,
+    "branches used by turns, AdamW",
+    HOOK_IS_NOT_TOLD,
+    model=Unused,
+    ddp={"find_unused_parameters": True},
+    optimizer=_ADAMW,
+)
 variant(usual, "static_graph", ddp={"static_graph": True})
 variant(usual, "gradient_as_bucket_view", ddp={"gradient_as_bucket_view": True})
 variant(usual, "one bucket", ddp={"bucket_cap_mb": 25})

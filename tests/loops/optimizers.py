@@ -7,6 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn, optim
+from torch.nn.functional import mse_loss
+
 from harness.third_party import (
     LAMB,
     SAM,
@@ -20,8 +23,6 @@ from harness.third_party import (
     PropertyWrapper,
     patch_step,
 )
-from torch import nn, optim
-from torch.nn.functional import mse_loss
 
 from .corpus import loop, variant
 from .plain import usual
@@ -49,6 +50,16 @@ class DelegatedAdamW(DelegatingOptimizer):
 class WrappedAdamW(PropertyWrapper):
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(optim.AdamW(params, lr=lr))
+
+
+def _clamped(optimizer: Any) -> Any:
+    def clamp(optimizer: Any, args: Any, kwargs: Any) -> None:
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.clamp_(-0.2, 0.2)
+
+    optimizer.register_step_post_hook(clamp)
+    return optimizer
 
 
 variant(usual, "SGD without momentum", optimizer=partial(optim.SGD, lr=0.1))
@@ -133,7 +144,7 @@ def lbfgs(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield optimizer.step(evaluate)
 
 
-@loop("a step post-hook that clamps weights", prepare=lambda optimizer: _clamped(optimizer))
+@loop("a step post-hook that clamps weights", prepare=_clamped)
 def step_hooks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
 
@@ -146,13 +157,3 @@ def clipping_hook(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 
     optimizer.register_step_pre_hook(clip)
     yield from usual(ddp, optimizer, run)
-
-
-def _clamped(optimizer: Any) -> Any:
-    def clamp(optimizer: Any, args: Any, kwargs: Any) -> None:
-        with torch.no_grad():
-            for parameter in optimizer.param_groups[0]["params"]:
-                parameter.clamp_(-0.2, 0.2)
-
-    optimizer.register_step_post_hook(clamp)
-    return optimizer

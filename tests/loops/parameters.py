@@ -12,7 +12,9 @@ from torch import nn, optim
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from .corpus import loop, variant
+from .corpus import limit, loop, refused, variant
+from .declared import HOOK_IS_NOT_TOLD
+from .forms import SHARDED
 from .models import mlp
 from .plain import usual
 from .run import Run
@@ -46,6 +48,16 @@ def _with_ignored() -> nn.Module:
     return model
 
 
+OUTSIDE = [
+    *refused(["automatic"], "1 parameters of the SGD are not in this model"),
+    *refused(SHARDED[:-1], "1 of 7 parameters of the ZeroRedundancyOptimizer are not trained by this model"),
+]
+IGNORED = [
+    *refused(["automatic"], "2 parameters of the SGD are not in this model"),
+    *refused(SHARDED[:-1], "2 of 6 parameters of the ZeroRedundancyOptimizer are not trained by this model"),
+]
+SECOND_MODEL = refused(SHARDED[:-1], "1 of 1 parameters of the ZeroRedundancyOptimizer are not trained by this model")
+
 variant(usual, "groups: no decay for biases", groups=_decay_groups)
 variant(usual, "a group per parameter, layer-wise rates", groups=_per_layer, optimizer=_ADAMW)
 variant(usual, "named_parameters()", groups=_named)
@@ -61,7 +73,7 @@ def _outside() -> None:
         temperature.grad = None
         return [*ddp.parameters(), temperature]
 
-    @loop("a parameter outside the model, such as a learned temperature", groups=groups)
+    @loop("a parameter outside the model, such as a learned temperature", OUTSIDE, groups=groups)
     def outside(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         for x, y in run.batches():
             optimizer.zero_grad()
@@ -99,7 +111,7 @@ def partial_optimizer(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("parameters that DDP ignores", model=_with_ignored)
+@loop("parameters that DDP ignores", IGNORED, model=_with_ignored)
 def ignored(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()
@@ -124,7 +136,7 @@ def added(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("layers frozen late", ddp={"find_unused_parameters": True}, optimizer=_ADAMW, steps=6)
+@loop("layers frozen late", HOOK_IS_NOT_TOLD, ddp={"find_unused_parameters": True}, optimizer=_ADAMW, steps=6)
 def frozen_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
         if place == 3:
@@ -154,7 +166,7 @@ def unfrozen_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("the optimizer made anew in mid-run", steps=6)
+@loop("the optimizer made anew in mid-run", limit(["hook"], "DDP does not take a hook out again"), steps=6)
 def made_anew(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
         if place == 3:
@@ -167,7 +179,7 @@ def made_anew(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("one optimizer for two DDP models")
+@loop("one optimizer for two DDP models", SECOND_MODEL)
 def two_models(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     other = run.wrap(mlp())
     for parameter in other.parameters():

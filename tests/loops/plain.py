@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.nn.functional import mse_loss
 
-from .corpus import loop
+from .corpus import limit, loop
+from .forms import ALL
 from .run import Run
 
 # Of a loop whose own step() is what the automatic forms leave out.
@@ -76,7 +77,13 @@ def no_zero_grad(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("plain DDP that never clears its gradients")
+@loop(
+    "no zero_grad() at all, in plain DDP, too",
+    limit(
+        [form for form in ALL if form not in ("hook", "zero alone", "local")],
+        "gradients are cleared, and plain DDP's add up",
+    ),
+)
 def adds_up_for_ever(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         loss = mse_loss(ddp(x), y)

@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
 
 from .corpus import loop, variant
+from .declared import EDITED, SCALED
 from .models import features, mlp
 from .plain import usual
 from .run import Run
@@ -90,18 +91,21 @@ def scaled(*, clips: bool, spoils: bool) -> Any:
     return body
 
 
-variant(scaled(clips=False, spoils=False), "GradScaler")
-variant(scaled(clips=False, spoils=True), "GradScaler that skips a step", optimizer=_ADAMW)
-variant(scaled(clips=True, spoils=False), "GradScaler with unscale_ and a clip")
-variant(scaled(clips=True, spoils=True), "GradScaler with unscale_, a clip and a skipped step", optimizer=_ADAMW)
+variant(scaled(clips=False, spoils=False), "GradScaler", SCALED)
+variant(scaled(clips=False, spoils=True), "GradScaler that skips a step", SCALED, optimizer=_ADAMW)
+variant(scaled(clips=True, spoils=False), "GradScaler with unscale_ and a clip", SCALED)
+variant(
+    scaled(clips=True, spoils=True), "GradScaler with unscale_, a clip and a skipped step", SCALED, optimizer=_ADAMW
+)
 variant(
     scaled(clips=False, spoils=True),
     "GradScaler with a fused optimizer",
+    SCALED,
     optimizer=partial(optim.AdamW, lr=0.01, fused=True),
 )
 
 
-@loop("loss scaling by hand")
+@loop("loss scaling by hand", EDITED)
 def scaled_by_hand(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()

@@ -13,7 +13,9 @@ from torch import optim
 from torch.nn.functional import mse_loss
 from torch.optim import lr_scheduler
 
-from .corpus import loop
+from .corpus import limit, loop, refused
+from .declared import ALREADY_UPDATED
+from .forms import IN_BACKWARD, STEPPED
 from .models import batch_norm
 from .plain import usual
 from .run import Run
@@ -23,7 +25,7 @@ _ADAMW = partial(optim.AdamW, lr=0.01)
 
 def _shared(state: Any) -> Any:
     """Rank 0's, on every rank, as from a file."""
-    box = [state]
+    box = [copy.deepcopy(state)]
     dist.broadcast_object_list(box, 0)
     return box[0]
 
@@ -37,7 +39,7 @@ def resumed(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         torch.nn.init.zeros_(value)
     ddp.module.load_state_dict(saved["model"])
     optimizer = run.optimizer(ddp)
-    optimizer.load_state_dict(saved["optimizer"])
+    run.load(optimizer, saved["optimizer"])
     yield from usual(ddp, optimizer, run)
 
 
@@ -55,7 +57,7 @@ def resumed_scheduler(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     ddp = run.rewrap(ddp)
     optimizer = run.optimizer(ddp)
     scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    optimizer.load_state_dict(saved["optimizer"])
+    run.load(optimizer, saved["optimizer"])
     scheduler.load_state_dict(saved["scheduler"])
     for x, y in run.batches(3):
         optimizer.zero_grad()
@@ -69,14 +71,19 @@ def resumed_scheduler(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 @loop("the optimizer's state loaded in mid-run, into the same optimizer", optimizer=_ADAMW)
 def reloaded(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
-    saved = _shared({"model": copy.deepcopy(ddp.module.state_dict()), "optimizer": run.state_of(optimizer)})
+    saved = _shared({"model": ddp.module.state_dict(), "optimizer": run.state_of(optimizer)})
     yield from usual(ddp, optimizer, run)
     ddp.module.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
+    run.load(optimizer, saved["optimizer"])
     yield from usual(ddp, optimizer, run)
 
 
-@loop("the optimizer's state loaded between backward and step()", optimizer=_ADAMW)
+@loop(
+    "the optimizer's state loaded between backward and step()",
+    refused(STEPPED, "load_state_dict() between backward and "),
+    ALREADY_UPDATED,
+    optimizer=_ADAMW,
+)
 def reloaded_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
     saved = _shared(run.state_of(optimizer))
@@ -84,19 +91,18 @@ def reloaded_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         optimizer.zero_grad()
         loss = mse_loss(ddp(x), y)
         loss.backward()
-        optimizer.load_state_dict(saved)
+        run.load(optimizer, saved)
         optimizer.step()
         yield loss
 
 
 @loop("plain, then this form, then plain", optimizer=_ADAMW)
 def there_and_back(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    run.release()
     ddp = run.rewrap(ddp)
     first = run.plain_optimizer(ddp.parameters())
     yield from usual(ddp, first, run)
     optimizer = run.optimizer(ddp)
-    optimizer.load_state_dict(first.state_dict())
+    run.load(optimizer, first.state_dict())
     yield from usual(ddp, optimizer, run)
     saved = _shared(run.state_of(optimizer))
     run.settle(optimizer)
@@ -106,7 +112,11 @@ def there_and_back(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, last, run)
 
 
-@loop("the state saved between backward and step()", optimizer=_ADAMW)
+@loop(
+    "the state saved between backward and step()",
+    limit(IN_BACKWARD, "after backward it is the new one already"),
+    optimizer=_ADAMW,
+)
 def saved_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()

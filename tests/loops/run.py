@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     from .corpus import Loop
     from .forms import Form
 
-__all__ = ["Record", "Run", "Stepless", "play"]
+__all__ = ["NotOffered", "Record", "Run", "Stepless", "play"]
 
 _BUCKET_CAP_MB = 1024 / 2**20
 
 Record = dict[str, Any]
 """What there was at one yield, or at the end."""
+
+
+class NotOffered(Exception):
+    """A form has no way to do what the loop does."""
 
 
 class Stepless(Optimizer):
@@ -33,15 +37,22 @@ class Stepless(Optimizer):
     Everything else is the optimizer's own. (The loops of the corpus are written once, and call ``step()``.)
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, stage: Any = None) -> None:
         object.__setattr__(self, "bare", optimizer)
+        object.__setattr__(self, "stage", stage)
+
+    def skip_update(self) -> AbstractContextManager[Any]:
+        """The stage's, where the loop has one."""
+        if self.stage is None:
+            raise NotOffered("hook_then_optimizer() has no skip_update()")
+        return self.stage.skip_update()
 
     def step(self, closure: Any = None) -> Any:
         """What a loop without the call does: run the closure."""
         return None if closure is None else closure()
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("bare", "step", "__class__", "__dict__", "_opt_called") or name.startswith("_optimizer_step"):
+        if name in ("bare", "stage", "step", "skip_update", "__class__", "__dict__", "_opt_called"):
             return object.__getattribute__(self, name)
         return getattr(object.__getattribute__(self, "bare"), name)
 
@@ -63,6 +74,7 @@ class Run:
         self._models: list[DistributedDataParallel] = []
         self._optimizers: list[Any] = []
         self._batches_given = 0
+        self._compares_state = True
 
     def batches(self, steps: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's next inputs and targets."""
@@ -96,6 +108,11 @@ class Run:
 
     def release(self) -> None:
         """Leave all models to plain DDP, and forget the optimizers made so far."""
+        if self.form.name == "hook":
+            raise NotOffered("DDP does not take a hook out again")
+        self._forget()
+
+    def _forget(self) -> None:
         for registration in self._registered:
             registration.remove()
         self._registered.clear()
@@ -103,7 +120,7 @@ class Run:
 
     def rewrap(self, ddp: DistributedDataParallel) -> DistributedDataParallel:
         """A new DDP model of the same module, with nothing registered."""
-        self.release()
+        self._forget()
         self._models.remove(ddp)
         return self.wrap(ddp.module)
 
@@ -112,9 +129,18 @@ class Run:
         if not self.form.is_settled:
             optimizer.wait()
 
+    def compare_models_only(self) -> None:
+        """From here on this rank's optimizers may be in another state than plain ones."""
+        self._compares_state = False
+
     def state_of(self, optimizer: Any) -> Any:
         """The optimizer's whole state, which a plain optimizer can load."""
         return copy.deepcopy(self.form.state(optimizer))
+
+    def load(self, optimizer: Any, state: Any) -> None:
+        """Load a plain optimizer's state; local SGD warns that it has no count of steps."""
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            optimizer.load_state_dict(copy.deepcopy(state))
 
     def bare(self, optimizer: Any) -> Any:
         """What another library that calls ``step()`` is given: in the automatic forms the plain optimizer itself."""
@@ -122,7 +148,7 @@ class Run:
 
     def skip(self, optimizer: Any) -> AbstractContextManager[Any]:
         """Around a backward that is not this optimizer's."""
-        return nullcontext() if self.is_plain else optimizer.skip_update()
+        return nullcontext() if self.is_plain or self.form.name == "local" else optimizer.skip_update()
 
     # What the player uses.
 
@@ -137,7 +163,7 @@ class Run:
                     {name: value for name, value in state.items() if (name in own) == (kind == "parameters")}
                     for state, own in zip(modules, names, strict=True)
                 ]
-        if is_last or self.form.has_whole_state:
+        if self._compares_state and (is_last or self.form.has_whole_state):
             states = [self.form.state(optimizer) for optimizer in self._optimizers]
             if None not in states:  # Only some ranks may be told of the whole.
                 record["optimizers"] = states

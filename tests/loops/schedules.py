@@ -10,8 +10,12 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.optim import lr_scheduler
 
-from .corpus import loop, variant
+from .corpus import loop, refused, variant
+from .declared import ALREADY_UPDATED
+from .forms import STEPPED
 from .run import Run
+
+RATES = [*refused(STEPPED, ""), *ALREADY_UPDATED]
 
 
 def scheduled(make: Any) -> Any:
@@ -76,7 +80,7 @@ def warm_up(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("a rate set between backward and step()")
+@loop("a rate set between backward and step()", RATES)
 def rate_after_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
         optimizer.zero_grad()
@@ -88,7 +92,7 @@ def rate_after_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("scheduler.step() between backward and optimizer.step()")
+@loop("scheduler.step() between backward and optimizer.step()", RATES)
 def scheduler_first(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     import warnings
 
@@ -103,7 +107,7 @@ def scheduler_first(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("momentum and weight decay set between backward and step()")
+@loop("momentum set between backward and step()", RATES)
 def momentum_after_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
         optimizer.zero_grad()

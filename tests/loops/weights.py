@@ -14,12 +14,15 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from .corpus import loop, variant
+from .corpus import limit, loop, variant
+from .forms import IN_BACKWARD
 from .models import batch_norm, mlp
 from .plain import usual
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
+
+ALREADY_NEW = limit(IN_BACKWARD, "after backward they are the new ones already")
 
 
 def _old_weight_norm() -> nn.Module:
@@ -78,6 +81,7 @@ def masks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         loss = mse_loss(ddp(x), y)
         loss.backward()
         optimizer.step()
+        run.settle(optimizer)
         with torch.no_grad():
             for layer in (ddp.module[0], ddp.module[2]):
                 layer.weight.mul_(layer.weight.abs() > 0.05)
@@ -174,12 +178,13 @@ def edited(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("weights read between backward and step()")
+@loop("weights read between backward and step()", ALREADY_NEW)
 def read_before_step(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()
         loss = mse_loss(ddp(x), y)
         loss.backward()
+        run.settle(optimizer)
         seen = [parameter.detach().clone() for parameter in ddp.parameters()]
         optimizer.step()
         yield loss, seen

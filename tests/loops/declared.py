@@ -1,0 +1,46 @@
+"""What many loops declare: errors and limits that follow from when a form makes its update."""
+
+from __future__ import annotations
+
+from .corpus import limit, refused
+from .forms import AUTOMATIC, SHARDED, STEPPED
+
+__all__ = [
+    "ALREADY_UPDATED",
+    "EDITED",
+    "EVERY_BACKWARD",
+    "HOOK_IS_NOT_TOLD",
+    "NOT_DISCARDED",
+    "SCALED",
+    "SECOND_BACKWARD",
+]
+
+_AFTER = "backward is the step: what the loop does between backward and step() comes after the update"
+_EVERY = "backward is the step: every synchronized backward makes an update, and the loop has no step() to skip"
+
+EDITED = [*refused(STEPPED, "the gradient of "), *limit(AUTOMATIC, _AFTER)]
+"""The loop changes gradients between backward and step()."""
+
+ALREADY_UPDATED = limit(AUTOMATIC, _AFTER)
+"""The loop does something else there, which the forms with a step() take into account."""
+
+EVERY_BACKWARD = limit(AUTOMATIC, _EVERY)
+"""The loop makes a backward for which it does not step."""
+
+NOT_DISCARDED = [*refused(STEPPED, "zero_grad() between backward and "), *EVERY_BACKWARD]
+"""The loop throws a backward away."""
+
+SECOND_BACKWARD = [
+    *refused(("interleaved", *(form for form in SHARDED if form != "zero alone")), "a second backward began before "),
+    *EVERY_BACKWARD,
+]
+"""The loop makes two synchronized backwards for one step."""
+
+SCALED = [
+    *refused(STEPPED, "GradScaler decides after backward whether to step"),
+    *refused(AUTOMATIC, "this "),
+]
+"""The loop is left to GradScaler."""
+
+HOOK_IS_NOT_TOLD = refused(["hook"], "a parameter has no gradient on this rank, and a hook registered with ddp.")
+"""A parameter has no gradient."""
