@@ -32,7 +32,7 @@ from .models import features, mlp
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["LOOPS", "Expected", "Loop", "limit", "load", "loop", "refused", "variant", "wrong"]
+__all__ = ["LOOPS", "Expected", "Loop", "limit", "load", "loop", "refused", "topic_title", "variant", "wrong"]
 
 Body = Callable[[Any, Any, "Run"], Iterator[Any]]
 
@@ -60,6 +60,8 @@ class Expected:
     """``refused``, ``limit`` or ``wrong``."""
     words: str
     """How the error begins; of a limit, why it is one."""
+    is_a_race: bool = False
+    """Whether a limit depends on timing, and may not show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +115,9 @@ def refused(forms: Iterable[str], words: str) -> Declaration:
     return [(form, Expected("refused", words)) for form in forms]
 
 
-def limit(forms: Iterable[str], reason: str) -> Declaration:
+def limit(forms: Iterable[str], reason: str, *, is_a_race: bool = False) -> Declaration:
     """These forms differ, or cannot play the loop, for a documented reason."""
-    return [(form, Expected("limit", reason)) for form in forms]
+    return [(form, Expected("limit", reason, is_a_race)) for form in forms]
 
 
 def wrong(forms: Iterable[str], finding: str) -> Declaration:
@@ -125,11 +127,14 @@ def wrong(forms: Iterable[str], finding: str) -> Declaration:
 
 def load() -> Mapping[str, Loop]:
     """All loops, by name, topic after topic."""
-    import pathlib
-
-    for topic in [t for t in TOPICS if (pathlib.Path(__file__).parent / f"{t}.py").exists()]:
+    for topic in TOPICS:
         importlib.import_module(f"{__package__}.{topic}")
     return LOOPS
+
+
+def topic_title(topic: str) -> str:
+    """The first line of a topic's module."""
+    return str(importlib.import_module(f"{__package__}.{topic}").__doc__).partition("\n")[0].rstrip(".")
 
 
 def _add(entry: Loop) -> None:

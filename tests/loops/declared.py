@@ -38,7 +38,7 @@ SECOND_BACKWARD = [
 
 SCALED = [
     *refused(STEPPED, "GradScaler decides after backward whether to step"),
-    *refused(AUTOMATIC, "this "),
+    *refused(AUTOMATIC, "this SGD is stepped inside backward"),
 ]
 """The loop is left to GradScaler."""
 

@@ -106,37 +106,35 @@ def _consolidated(zero: Any) -> Any:
 
 _ZERO: dict[str, Any] = {"state": _consolidated, "has_whole_state": False}
 
-PLAIN = Form(
-    name="plain", made="DDP, then optimizer.step()", build=lambda run, ddp, params: run.plain_optimizer(params)
-)
+PLAIN = Form(name="plain", made="DDP, then `o.step()`", build=lambda run, ddp, params: run.plain_optimizer(params))
 
 FORMS: tuple[Form, ...] = (
-    Form(name="interleaved", made="Step(OverlappedOptimizer(o))", build=_replicated()),
-    Form(name="deferred", made="Step(OverlappedOptimizer(o), deferred=True)", build=_replicated(deferred=True)),
-    Form(name="automatic", made="Step(o)", build=_automatic),
-    Form(name="hook", made="hook_then_optimizer(allreduce_hook, OptimizerHookState(o))", build=_hook),
-    Form(name="zero", made="ZeroStep(zero)", build=_sharded(), **_ZERO),
+    Form(name="interleaved", made="`Step(OverlappedOptimizer(o))`", build=_replicated()),
+    Form(name="deferred", made="`Step(OverlappedOptimizer(o), deferred=True)`", build=_replicated(deferred=True)),
+    Form(name="automatic", made="`Step(o)`", build=_automatic),
+    Form(name="hook", made="`hook_then_optimizer(allreduce_hook, OptimizerHookState(o))`", build=_hook),
+    Form(name="zero", made="`ZeroStep(zero)`", build=_sharded(), **_ZERO),
     Form(
         name="zero forward",
-        made='ZeroStep(zero, gather="forward")',
+        made='`ZeroStep(zero, gather="forward")`',
         build=_sharded(gather="forward"),
         is_settled=False,
         **_ZERO,
     ),
-    Form(name="zero deferred", made="ZeroStep(zero, deferred=True)", build=_sharded(deferred=True), **_ZERO),
+    Form(name="zero deferred", made="`ZeroStep(zero, deferred=True)`", build=_sharded(deferred=True), **_ZERO),
     Form(
         name="zero parameter",
-        made='ZeroStep(zero) of ZeroRedundancyOptimizer(partition="parameter")',
+        made='`ZeroStep(zero)`, where `zero` has `partition="parameter"`',
         build=_sharded(partition="parameter"),
         **_ZERO,
     ),
     Form(
         name="zero alone",
-        made="ZeroRedundancyOptimizer without a stage",
+        made="`ZeroRedundancyOptimizer` without a stage",
         build=lambda run, ddp, params: _zero(run, params),
         **_ZERO,
     ),
-    Form(name="local", made="LocalSGD before its start_step", build=_local, state=_local_state),
+    Form(name="local", made="`LocalSGD` before its `start_step`", build=_local, state=_local_state),
 )
 
 ALL = tuple(form.name for form in FORMS)

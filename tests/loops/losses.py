@@ -18,7 +18,7 @@ from .run import Run
 
 _ADAM = partial(optim.Adam, lr=0.01, betas=(0.5, 0.9))
 
-NO_SKIP = limit(["hook", "zero alone", "local"], "an ordinary step(): there is no update in backward to skip")
+NO_SKIP = limit(["hook"], "a hook has no skip_update()")
 
 
 def _second(run: Run) -> tuple[Any, Any]:

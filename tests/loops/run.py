@@ -44,7 +44,7 @@ class Stepless(Optimizer):
     def skip_update(self) -> AbstractContextManager[Any]:
         """The stage's, where the loop has one."""
         if self.stage is None:
-            raise NotOffered("hook_then_optimizer() has no skip_update()")
+            raise NotOffered("a hook has no skip_update()")
         return self.stage.skip_update()
 
     def step(self, closure: Any = None) -> Any:
