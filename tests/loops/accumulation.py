@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import optim
 from torch.nn.functional import mse_loss
 
@@ -16,20 +15,6 @@ from .declared import NOT_DISCARDED, SECOND_BACKWARD
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
-
-
-@loop("accumulation under no_sync()", steps=6)
-def no_sync(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for place, (x, y) in enumerate(run.batches()):
-        is_last = place % 2 == 1
-        if not is_last:
-            optimizer.zero_grad()
-        with nullcontext() if is_last else ddp.no_sync():
-            loss = mse_loss(ddp(x), y) / 2
-            loss.backward()
-        if is_last:
-            optimizer.step()
-        yield loss
 
 
 @loop("accumulation under no_sync() with a leftover batch", steps=5)
@@ -121,27 +106,3 @@ def skips_non_finite(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         if all(bool(parameter.grad.isfinite().all()) for parameter in ddp.parameters()):
             optimizer.step()
         yield loss
-
-
-@loop("a step skipped where the loss is not finite, before backward")
-def skips_loss(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for place, (x, y) in enumerate(run.batches()):
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y) * (float("nan") if place == 1 else 1.0)
-        if loss.isnan():
-            continue
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-@loop("gradients read by autograd.grad, before backward")
-def autograd_grad(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp.module(x), y)
-        gradients = torch.autograd.grad(loss, list(ddp.parameters()))
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss, gradients

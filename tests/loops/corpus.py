@@ -84,7 +84,7 @@ class Loop:
     """What the loop wraps around the optimizer that the library gives it."""
     ddp: Mapping[str, Any] = field(default_factory=dict)
     inputs: Callable[[torch.Generator], tuple[Tensor, Tensor]] = features
-    steps: int = 4
+    steps: int = 3
     expected: Mapping[str, Expected] = field(default_factory=dict)
 
 

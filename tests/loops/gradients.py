@@ -102,20 +102,12 @@ variant(
 )
 variant(after_backward(_clip(float("inf"))), "clip_grad_norm_(inf), to log the norm")
 variant(after_backward(_clip(1e6)), "clip_grad_norm_ that does not bind", optimizer=_ADAMW)
-variant(after_backward(_clip(0.05, foreach=True)), "clip_grad_norm_, foreach", EDITED)
 variant(after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 0.05)), "a clip by hand", EDITED)
-variant(
-    after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 1e6)),
-    "a clip by hand that does not bind",
-)
 variant(after_backward(lambda ddp, optimizer: clip_grad_value_(ddp.parameters(), 0.01)), "clip_grad_value_", EDITED)
-variant(after_backward(_clip_if_large), "a clip that may bind, of a norm taken by hand", EDITED)
 variant(after_backward(_scale_data), "p.grad.data.mul_()", EDITED)
 variant(after_backward(_replace_data), "p.grad.data = ...", EDITED)
 variant(after_backward(_replace), "p.grad = p.grad * 0.5", EDITED)
 variant(after_backward(_add_noise), "gradient noise", EDITED)
-variant(after_backward(_centralize), "gradient centralization", EDITED)
-variant(after_backward(_decay_into_gradients), "weight decay by hand, into the gradients", EDITED)
 variant(after_backward(_decay_by_hand), "weight decay by hand, between backward and step()")
 variant(after_backward(_log), "gradient norms logged")
 variant(after_backward(_zero_one), "one gradient set to None", EDITED)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import optim
 from torch.distributed.algorithms.join import Join as TorchJoin
@@ -15,8 +14,6 @@ from torch.nn.functional import mse_loss
 from overlap import Join
 
 from .corpus import loop
-from .models import batch_norm
-from .plain import usual
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
@@ -57,43 +54,3 @@ def collectives(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         optimizer.step()
         dist.barrier()
         yield mean
-
-
-@loop("all ranks stop early where one says so")
-def early_stop(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for place, (x, y) in enumerate(run.batches()):
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
-        stop = torch.tensor(int(run.rank == 0 and place == 2))
-        dist.all_reduce(stop)
-        if stop:
-            break
-
-
-@loop("training and evaluation by turns, BatchNorm", model=batch_norm)
-def by_turns(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for _ in range(2):
-        ddp.train()
-        yield from usual(ddp, optimizer, run)
-        ddp.eval()
-        with torch.no_grad():
-            for x, y in run.batches(2):
-                yield mse_loss(ddp(x), y)
-
-
-@loop("an exception in the forward that the loop catches")
-def caught(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for place, (x, y) in enumerate(run.batches()):
-        optimizer.zero_grad()
-        try:
-            loss = mse_loss(ddp(x), y)
-            if place == 1:
-                raise FloatingPointError
-            loss.backward()
-        except FloatingPointError:
-            continue
-        optimizer.step()
-        yield loss

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -55,23 +54,6 @@ def gan(*, says_so: bool) -> Any:
 
 loop("GAN", NOT_DISCARDED, optimizer=_ADAM)(gan(says_so=False))
 loop("GAN, with skip_update()", NO_SKIP, optimizer=_ADAM)(gan(says_so=True))
-
-
-@loop("GAN whose discriminator is frozen for the generator's loss", optimizer=_ADAM)
-def frozen_gan(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    critic, criticizes = _second(run)
-    for x, y in run.batches():
-        criticizes.zero_grad()
-        loss_d = critic(ddp(x).detach()).mean() - critic(y).mean()
-        loss_d.backward()
-        criticizes.step()
-        critic.requires_grad_(False)
-        optimizer.zero_grad()
-        loss_g = -critic.module(ddp(x)).mean()
-        loss_g.backward()
-        optimizer.step()
-        critic.requires_grad_(True)
-        yield loss_d, loss_g
 
 
 @loop("GAN whose generator's loss goes through ddp.module of the discriminator", optimizer=_ADAM)
@@ -145,18 +127,6 @@ def adversarial_skipped(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("adversarial examples by autograd.grad of ddp.module")
-def adversarial_by_grad(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        x.requires_grad_()
-        (slope,) = torch.autograd.grad(mse_loss(ddp.module(x), y), x)
-        optimizer.zero_grad()
-        loss = mse_loss(ddp((x + 0.1 * slope.sign()).detach()), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
 @loop("gradient penalty: double backward through the inputs")
 def gradient_penalty(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
@@ -177,16 +147,6 @@ def weight_penalty(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         slopes = torch.autograd.grad(mse_loss(ddp.module(x), y), list(ddp.parameters()), create_graph=True)
         penalty = sum(slope.square().sum() for slope in slopes)
         loss = mse_loss(ddp(x), y) + 0.1 * penalty
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-@loop("a regularizer in the loss")
-def regularizer(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y) + 0.01 * sum(parameter.square().sum() for parameter in ddp.parameters())
         loss.backward()
         optimizer.step()
         yield loss
@@ -222,32 +182,6 @@ def module_before(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         # The same inputs on every rank, so that replicas stay equal in plain DDP.
         ddp.module(torch.ones(2, 16)).square().mean().backward()
         loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-@loop("distillation from a frozen copy")
-def distillation(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    teacher = copy.deepcopy(ddp.module).requires_grad_(False)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), teacher(2 * x)) + mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-@loop("a meta loss by functional_call")
-def functional(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        named = dict(ddp.module.named_parameters())
-        slopes = torch.autograd.grad(mse_loss(ddp.module(x), y), list(named.values()))
-        ahead = {name: value.detach() - 0.1 * slope for (name, value), slope in zip(named.items(), slopes, strict=True)}
-        with torch.no_grad():
-            seen = torch.func.functional_call(ddp.module, ahead, (x,))
-        loss = mse_loss(ddp(x), y + 0.1 * seen)
         loss.backward()
         optimizer.step()
         yield loss

@@ -153,29 +153,12 @@ def _frozen() -> nn.Module:
     return model
 
 
-variant(usual, "convolutions", model=convolutional, inputs=images)
 variant(usual, "channels_last, SGD", model=_channels_last, inputs=images)
-variant(
-    usual,
-    "channels_last, AdamW, foreach",
-    model=_channels_last,
-    inputs=images,
-    optimizer=partial(optim.AdamW, lr=0.01, foreach=True),
-)
-variant(
-    usual,
-    "channels_last, AdamW, fused",
-    model=_channels_last,
-    inputs=images,
-    optimizer=partial(optim.AdamW, lr=0.01, fused=True),
-)
 variant(usual, "a weight that lies transposed in memory", model=Transposed, optimizer=_ADAMW)
 variant(usual, "tied weights", model=Tied, inputs=tokens)
 variant(usual, "LSTM", model=Recurrent, inputs=tokens)
 variant(usual, "attention with dropout", model=Transformer, inputs=tokens, optimizer=_ADAMW)
-variant(usual, "dropout", model=dropout)
 variant(usual, "BatchNorm, buffers broadcast", model=batch_norm)
-variant(usual, "BatchNorm, buffers not broadcast", model=batch_norm, ddp={"broadcast_buffers": False})
 variant(usual, "frozen layers", model=_frozen, optimizer=_ADAMW)
 variant(usual, "scalar, one-element and empty parameters", model=WithScalars, optimizer=_ADAMW)
 variant(usual, "a sparse embedding", SPARSE, model=SparseEmbedding, inputs=tokens, optimizer=partial(optim.SGD, lr=0.1))
@@ -191,16 +174,8 @@ variant(
     "checkpoint_wrapper with BatchNorm",
     model=lambda: nn.Sequential(checkpoint_wrapper(batch_norm()), nn.Linear(16, 16)),
 )
-variant(usual, "a network that reads its own weight", model=lambda: ReadsItself("itself"))
 variant(usual, "a network that reads its own weight.detach()", model=lambda: ReadsItself("detach"))
 variant(usual, "a network that reads its own weight.data", model=lambda: ReadsItself("data"))
-variant(
-    usual,
-    "branches used by turns, find_unused_parameters",
-    HOOK_IS_NOT_TOLD,
-    model=Unused,
-    ddp={"find_unused_parameters": True},
-)
 variant(
     usual,
     "branches used by turns, AdamW",
@@ -209,9 +184,7 @@ variant(
     ddp={"find_unused_parameters": True},
     optimizer=_ADAMW,
 )
-variant(usual, "static_graph", ddp={"static_graph": True})
 variant(usual, "gradient_as_bucket_view", ddp={"gradient_as_bucket_view": True})
-variant(usual, "one bucket", ddp={"bucket_cap_mb": 25})
 variant(usual, "a bucket per parameter", ddp={"bucket_cap_mb": 1e-6}, optimizer=_ADAMW)
 
 

@@ -62,25 +62,18 @@ def _clamped(optimizer: Any) -> Any:
     return optimizer
 
 
-variant(usual, "SGD without momentum", optimizer=partial(optim.SGD, lr=0.1))
 variant(
     usual,
     "SGD, foreach, Nesterov",
     optimizer=partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=True),
 )
 variant(usual, "SGD, fused, maximize", optimizer=partial(optim.SGD, lr=0.01, momentum=0.9, fused=True, maximize=True))
-variant(usual, "Adam", optimizer=partial(optim.Adam, lr=0.01, weight_decay=0.1))
 variant(usual, "Adam, foreach, amsgrad", optimizer=partial(optim.Adam, lr=0.01, amsgrad=True, foreach=True))
 variant(usual, "AdamW, fused", optimizer=partial(optim.AdamW, lr=0.01, fused=True))
 variant(usual, "AdamW, lr a tensor", optimizer=partial(optim.AdamW, lr=torch.tensor(0.01)))
 variant(usual, "NAdam", optimizer=partial(optim.NAdam, lr=0.01))
-variant(usual, "RAdam, foreach", optimizer=partial(optim.RAdam, lr=0.01, foreach=True))
-variant(usual, "RMSprop, centered", optimizer=partial(optim.RMSprop, lr=0.01, centered=True, momentum=0.9))
 variant(usual, "Adagrad", optimizer=partial(optim.Adagrad, lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1))
-variant(usual, "Adadelta", optimizer=partial(optim.Adadelta, lr=1.0))
-variant(usual, "Adamax", optimizer=partial(optim.Adamax, lr=0.01))
 variant(usual, "ASGD", optimizer=partial(optim.ASGD, lr=0.1, t0=1))
-variant(usual, "Rprop", optimizer=partial(optim.Rprop, lr=0.01))
 variant(usual, "Adafactor", optimizer=partial(optim.Adafactor, lr=0.01))
 variant(usual, "Muon", model=matrices, optimizer=partial(optim.Muon, lr=0.01))
 
@@ -97,7 +90,6 @@ variant(usual, "a delegating wrapper, inside", optimizer=partial(DelegatedAdamW)
 variant(usual, "a delegating wrapper, outside", optimizer=partial(optim.AdamW, lr=0.01), outer=DelegatingOptimizer)
 variant(usual, "a wrapper whose step is a property", optimizer=partial(WrappedAdamW))
 variant(usual, "step patched on the instance", optimizer=partial(optim.SGD, lr=0.1), prepare=patch_step)
-variant(usual, "step patched on what the library gives", optimizer=partial(optim.SGD, lr=0.1), outer=patch_step)
 
 
 @loop("SAM", optimizer=partial(SAM, base=optim.SGD, lr=0.1))

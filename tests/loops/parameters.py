@@ -61,7 +61,6 @@ SECOND_MODEL = refused(SHARDED[:-1], "1 of 1 parameters of the ZeroRedundancyOpt
 variant(usual, "groups: no decay for biases", groups=_decay_groups)
 variant(usual, "a group per parameter, layer-wise rates", groups=_per_layer, optimizer=_ADAMW)
 variant(usual, "named_parameters()", groups=_named)
-variant(usual, "parameters in reversed order", groups=lambda ddp: list(ddp.parameters())[::-1], optimizer=_ADAMW)
 
 
 def _outside() -> None:

@@ -26,16 +26,6 @@ def usual(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("zero_grad() between forward and backward")
-def zero_grad_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        loss = mse_loss(ddp(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
 @loop("zero_grad() after step()")
 def zero_grad_after(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
@@ -86,17 +76,6 @@ def no_zero_grad(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 )
 def adds_up_for_ever(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-@loop("gradients cleared by hand with p.grad = None")
-def clears_by_hand(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        for parameter in ddp.parameters():
-            parameter.grad = None
         loss = mse_loss(ddp(x), y)
         loss.backward()
         optimizer.step()

@@ -51,12 +51,9 @@ class Complex(nn.Module):
 
 
 variant(usual, "a bfloat16 model, SGD", **_in(torch.bfloat16))
-variant(usual, "a bfloat16 model, AdamW", optimizer=_ADAMW, **_in(torch.bfloat16))
-variant(usual, "a float16 model", optimizer=partial(optim.SGD, lr=0.01), **_in(torch.float16))
 variant(usual, "a float64 model, AdamW", optimizer=_ADAMW, **_in(torch.float64))
 variant(usual, "layers of three dtypes", model=Mixed, optimizer=partial(optim.AdamW, lr=0.01))
 variant(usual, "complex parameters", model=Complex)
-variant(usual, "complex parameters, AdamW", model=Complex, optimizer=partial(optim.AdamW, lr=0.01))
 
 
 @loop("autocast to bfloat16")
@@ -91,9 +88,7 @@ def scaled(*, clips: bool, spoils: bool) -> Any:
     return body
 
 
-variant(scaled(clips=False, spoils=False), "GradScaler", SCALED)
 variant(scaled(clips=False, spoils=True), "GradScaler that skips a step", SCALED)
-variant(scaled(clips=True, spoils=False), "GradScaler with unscale_ and a clip", SCALED)
 variant(scaled(clips=True, spoils=True), "GradScaler with unscale_, a clip and a skipped step", SCALED)
 variant(
     scaled(clips=False, spoils=True),

@@ -125,13 +125,3 @@ def saved_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         saved = _shared(run.state_of(optimizer))
         optimizer.step()
         yield loss, saved["state"]
-
-
-@loop("deepcopy of the optimizer's state_dict at every step", optimizer=partial(optim.Adam, lr=0.01))
-def saved_always(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss, _shared(run.state_of(optimizer))["state"]

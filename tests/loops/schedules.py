@@ -43,12 +43,6 @@ variant(
     scheduled(lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=6)), "OneCycleLR, which cycles momentum, too"
 )
 variant(scheduled(lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=2)), "CosineAnnealingWarmRestarts")
-variant(scheduled(_NESTED), "SequentialLR: warm-up, then cosine")
-variant(
-    scheduled(lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2)),
-    "CyclicLR with AdamW",
-    optimizer=partial(torch.optim.AdamW, lr=0.01),
-)
 variant(
     scheduled(lambda o: lr_scheduler.StepLR(o, 2, 0.5)),
     "StepLR with lr a tensor, foreach",
@@ -92,21 +86,6 @@ def rate_after_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("scheduler.step() between backward and optimizer.step()", RATES)
-def scheduler_first(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    import warnings
-
-    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        with warnings.catch_warnings(action="ignore"):
-            scheduler.step()
-        optimizer.step()
-        yield loss
-
-
 @loop("momentum set between backward and step()", RATES)
 def momentum_after_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
@@ -116,16 +95,3 @@ def momentum_after_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]
         optimizer.param_groups[0]["momentum"] = 0.5 + 0.1 * place
         optimizer.step()
         yield loss
-
-
-@loop("a scheduler per epoch")
-def per_epoch(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    scheduler = lr_scheduler.StepLR(optimizer, 1, 0.1)
-    for _ in range(3):
-        for x, y in run.batches(2):
-            optimizer.zero_grad()
-            loss = mse_loss(ddp(x), y)
-            loss.backward()
-            optimizer.step()
-            yield loss
-        scheduler.step()

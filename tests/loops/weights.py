@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 from torch.nn.functional import mse_loss
-from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
+from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from .corpus import limit, loop, variant
@@ -67,9 +67,6 @@ class Hooked(nn.Sequential):
 
 variant(usual, "weight_norm, old style", model=_old_weight_norm)
 variant(usual, "spectral_norm, old style", model=_old_spectral_norm)
-variant(usual, "weight_norm, parametrization", model=_parametrized(parametrizations.weight_norm))
-variant(usual, "spectral_norm, parametrization", model=_parametrized(parametrizations.spectral_norm), optimizer=_ADAMW)
-variant(usual, "orthogonal parametrization", model=_parametrized(parametrizations.orthogonal))
 variant(usual, "pruning before DDP", model=_pruned)
 variant(usual, "a forward pre-hook that reads weights", model=Hooked)
 
@@ -86,21 +83,6 @@ def masks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
             for layer in (ddp.module[0], ddp.module[2]):
                 layer.weight.mul_(layer.weight.abs() > 0.05)
         yield loss
-
-
-@loop("EMA of the weights by hand")
-def ema(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    average = copy.deepcopy(ddp.module)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        run.settle(optimizer)
-        with torch.no_grad():
-            for mean, parameter in zip(average.parameters(), ddp.module.parameters(), strict=True):
-                mean.lerp_(parameter, 0.1)
-        yield loss, list(average.parameters())
 
 
 @loop("EMA by AveragedModel", model=batch_norm)
@@ -149,20 +131,6 @@ def ema_hook(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         loss.backward()
         optimizer.step()
         yield loss, average
-
-
-@loop("weights clamped after step()")
-def clamped(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        run.settle(optimizer)
-        with torch.no_grad():
-            for parameter in ddp.parameters():
-                parameter.clamp_(-0.1, 0.1)
-        yield loss
 
 
 @loop("weights edited before the forward, through .data")
@@ -224,6 +192,6 @@ def rolls_back(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         loss = mse_loss(ddp(x), y)
         loss.backward()
         optimizer.step()
-        if place == 2:
+        if place == 1:
             ddp.module.load_state_dict(best)
         yield loss
