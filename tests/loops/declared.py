@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .corpus import limit, refused
+from .corpus import Declaration, limit, refused
 from .forms import AUTOMATIC, SHARDED, STEPPED
 
 __all__ = [
@@ -10,9 +10,12 @@ __all__ = [
     "EDITED",
     "EVERY_BACKWARD",
     "HOOK_IS_NOT_TOLD",
+    "MOVED",
     "NOT_DISCARDED",
+    "PARTS",
     "SCALED",
     "SECOND_BACKWARD",
+    "coupled",
 ]
 
 _AFTER = "backward is the step: what the loop does between backward and step() comes after the update"
@@ -35,6 +38,18 @@ SECOND_BACKWARD = [
     *EVERY_BACKWARD,
 ]
 """The loop makes two synchronized backwards for one step."""
+
+
+def coupled(name: str) -> Declaration:
+    """One step of the optimizer ``name`` is not one of each bucket."""
+    return refused(("interleaved", *AUTOMATIC), f"updating bucket by bucket would not equal one step of {name}: ")
+
+
+PARTS = limit(SHARDED[:-1], "under ZeroStep a gradient is the mean only where this rank owns it")
+"""The loop reads gradients."""
+
+MOVED = [*refused(STEPPED, "0.weight (and 5 other parameters) was changed between backward and "), *ALREADY_UPDATED]
+"""The loop changes parameters between backward and step()."""
 
 SCALED = [
     *refused(STEPPED, "GradScaler decides after backward whether to step"),

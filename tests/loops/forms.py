@@ -75,8 +75,8 @@ def _hook(run: Run, ddp: Any, params: Any) -> Any:
 
 
 def _zero(run: Run, params: Any, **options: Any) -> ZeroRedundancyOptimizer:
-    made = run.loop.optimizer
-    return run.prepared(ZeroRedundancyOptimizer(params, made.func, **options, **made.keywords))
+    cls, defaults = run.optimizer_class()
+    return run.prepared(ZeroRedundancyOptimizer(params, cls, **options, **defaults))
 
 
 def _sharded(*, partition: str = "element", **options: Any) -> Callable[[Run, Any, Any], Any]:

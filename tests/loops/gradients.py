@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vect
 from harness.third_party import clip_gradients
 
 from .corpus import loop, variant
-from .declared import EDITED
+from .declared import EDITED, MOVED, PARTS
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
@@ -37,6 +37,10 @@ def after_backward(touch: Callable[[Any, Any], Any]) -> Any:
 
 def _clip(max_norm: float, **options: Any) -> Callable[[Any, Any], Any]:
     return lambda ddp, optimizer: clip_grad_norm_(ddp.parameters(), max_norm, **options)
+
+
+def _clip_quietly(ddp: Any, optimizer: Any) -> None:
+    clip_grad_norm_(ddp.parameters(), 1e6)
 
 
 def _scale_data(ddp: Any, optimizer: Any) -> None:
@@ -66,7 +70,13 @@ def _centralize(ddp: Any, optimizer: Any) -> None:
             parameter.grad.sub_(parameter.grad.mean(dim=1, keepdim=True))
 
 
+def _settle(optimizer: Any) -> None:
+    if hasattr(optimizer, "wait"):
+        optimizer.wait()
+
+
 def _decay_by_hand(ddp: Any, optimizer: Any) -> None:
+    _settle(optimizer)
     with torch.no_grad():
         for parameter in ddp.parameters():
             parameter.mul_(0.99)
@@ -100,16 +110,16 @@ variant(
     EDITED,
     optimizer=_ADAMW,
 )
-variant(after_backward(_clip(float("inf"))), "clip_grad_norm_(inf), to log the norm")
-variant(after_backward(_clip(1e6)), "clip_grad_norm_ that does not bind", optimizer=_ADAMW)
+variant(after_backward(_clip(float("inf"))), "clip_grad_norm_(inf), to log the norm", PARTS)
+variant(after_backward(_clip_quietly), "clip_grad_norm_ that does not bind", optimizer=_ADAMW)
 variant(after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 0.05)), "a clip by hand", EDITED)
 variant(after_backward(lambda ddp, optimizer: clip_grad_value_(ddp.parameters(), 0.01)), "clip_grad_value_", EDITED)
 variant(after_backward(_scale_data), "p.grad.data.mul_()", EDITED)
 variant(after_backward(_replace_data), "p.grad.data = ...", EDITED)
 variant(after_backward(_replace), "p.grad = p.grad * 0.5", EDITED)
 variant(after_backward(_add_noise), "gradient noise", EDITED)
-variant(after_backward(_decay_by_hand), "weight decay by hand, between backward and step()")
-variant(after_backward(_log), "gradient norms logged")
+variant(after_backward(_decay_by_hand), "weight decay by hand, between backward and step()", MOVED)
+variant(after_backward(_log), "gradient norms logged", PARTS)
 variant(after_backward(_zero_one), "one gradient set to None", EDITED)
 variant(
     after_backward(_clip(0.05)),
@@ -156,7 +166,7 @@ def tensor_hooks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("gradients read after step()")
+@loop("gradients read after step()", PARTS)
 def read_after_step(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()

@@ -24,7 +24,9 @@ from harness.third_party import (
     patch_step,
 )
 
-from .corpus import loop, variant
+from .corpus import limit, loop, refused, variant
+from .declared import NOT_DISCARDED, coupled
+from .forms import ALL, AUTOMATIC, IN_BACKWARD
 from .plain import usual
 from .run import Run
 
@@ -80,19 +82,36 @@ variant(usual, "Muon", model=matrices, optimizer=partial(optim.Muon, lr=0.01))
 variant(usual, "Lion", optimizer=partial(Lion, lr=0.01, weight_decay=0.1))
 variant(usual, "blockwise 8-bit AdamW", optimizer=partial(BlockwiseAdamW, lr=0.01))
 variant(usual, "LAMB", optimizer=partial(LAMB, lr=0.01))
-variant(usual, "LAMB with a global norm", optimizer=partial(LAMB, lr=0.01, max_norm=0.1))
-variant(usual, "Prodigy", optimizer=partial(Prodigy, d0=1e-2))
-variant(usual, "SGLD: noise drawn in step()", optimizer=partial(SGLD, lr=0.1))
-variant(usual, "a step counter in an object", optimizer=partial(CountingSGD, lr=0.1))
-variant(usual, "Lookahead, inside", optimizer=partial(SlowSGD))
-variant(usual, "Lookahead, outside", optimizer=partial(optim.SGD, lr=0.1), outer=Lookahead)
-variant(usual, "a delegating wrapper, inside", optimizer=partial(DelegatedAdamW))
+variant(usual, "LAMB with a global norm", coupled("LAMB"), optimizer=partial(LAMB, lr=0.01, max_norm=0.1))
+variant(usual, "Prodigy", coupled("Prodigy"), optimizer=partial(Prodigy, d0=1e-2))
+variant(
+    usual,
+    "SGLD: noise drawn in step()",
+    refused(["interleaved", *AUTOMATIC], "SGLD.step() draws random numbers"),
+    optimizer=partial(SGLD, lr=0.1),
+)
+variant(usual, "a step counter in an object", coupled("CountingSGD"), optimizer=partial(CountingSGD, lr=0.1))
+variant(usual, "Lookahead, inside", coupled("SlowSGD"), optimizer=partial(SlowSGD))
+variant(
+    usual,
+    "Lookahead, outside",
+    limit(IN_BACKWARD, "it reads weights before the inner step(), and after backward they are the new ones"),
+    optimizer=partial(optim.SGD, lr=0.1),
+    outer=Lookahead,
+)
+variant(usual, "a delegating wrapper, inside", coupled("DelegatedAdamW"), optimizer=partial(DelegatedAdamW))
 variant(usual, "a delegating wrapper, outside", optimizer=partial(optim.AdamW, lr=0.01), outer=DelegatingOptimizer)
-variant(usual, "a wrapper whose step is a property", optimizer=partial(WrappedAdamW))
-variant(usual, "step patched on the instance", optimizer=partial(optim.SGD, lr=0.1), prepare=patch_step)
+variant(usual, "a wrapper whose step is a property", coupled("WrappedAdamW"), optimizer=partial(WrappedAdamW))
+variant(
+    usual,
+    "step patched on the instance",
+    refused(["interleaved", *AUTOMATIC], "step() of this SGD was replaced on the object"),
+    optimizer=partial(optim.SGD, lr=0.1),
+    prepare=patch_step,
+)
 
 
-@loop("SAM", optimizer=partial(SAM, base=optim.SGD, lr=0.1))
+@loop("SAM", coupled("SAM"), optimizer=partial(SAM, base=optim.SGD, lr=0.1))
 def sam(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()
@@ -104,7 +123,7 @@ def sam(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("SAM, outside", optimizer=partial(optim.SGD, lr=0.1))
+@loop("SAM, outside", NOT_DISCARDED, optimizer=partial(optim.SGD, lr=0.1))
 def sam_by_hand(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()
@@ -123,7 +142,7 @@ def sam_by_hand(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("LBFGS", optimizer=partial(optim.LBFGS, lr=0.1, max_iter=2))
+@loop("LBFGS", refused(ALL, "LBFGS "), optimizer=partial(optim.LBFGS, lr=0.1, max_iter=2))
 def lbfgs(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
 
@@ -141,7 +160,10 @@ def step_hooks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
 
 
-@loop("a step pre-hook that clips")
+@loop(
+    "a step pre-hook that clips",
+    refused(["interleaved", *AUTOMATIC], "the step pre-hook clipping_hook.<locals>.clip must run before the update"),
+)
 def clipping_hook(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     def clip(optimizer: Any, args: Any, kwargs: Any) -> None:
         for parameter in ddp.parameters():

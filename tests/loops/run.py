@@ -97,7 +97,12 @@ class Run:
 
     def plain_optimizer(self, params: Any) -> Any:
         """The plain optimizer of the loop, as the user makes it."""
-        return self.prepared(self.loop.optimizer(params))
+        cls, options = self.optimizer_class()
+        return self.prepared(cls(params, **options))
+
+    def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
+        """The class of the loop's optimizer, and its options."""
+        return self.loop.optimizer.func, copy.deepcopy(self.loop.optimizer.keywords)  # A rate may be a tensor.
 
     def prepared(self, optimizer: Any) -> Any:
         return optimizer if self.loop.prepare is None else self.loop.prepare(optimizer)
