@@ -1,0 +1,176 @@
+"""Gradients that are clipped, changed or logged between backward and step()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import optim
+from torch.nn.functional import mse_loss
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector
+
+from harness.third_party import clip_gradients
+
+from .corpus import loop, variant
+from .declared import EDITED, MOVED, PARTS
+from .run import Run
+
+_ADAMW = partial(optim.AdamW, lr=0.01)
+
+
+def after_backward(touch: Callable[[Any, Any], Any]) -> Any:
+    """The usual loop that calls ``touch(ddp, optimizer)`` between backward and step()."""
+
+    def body(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+        for x, y in run.batches():
+            optimizer.zero_grad()
+            loss = mse_loss(ddp(x), y)
+            loss.backward()
+            seen = touch(ddp, optimizer)
+            optimizer.step()
+            yield loss, seen
+
+    return body
+
+
+def _clip(max_norm: float, **options: Any) -> Callable[[Any, Any], Any]:
+    return lambda ddp, optimizer: clip_grad_norm_(ddp.parameters(), max_norm, **options)
+
+
+def _clip_quietly(ddp: Any, optimizer: Any) -> None:
+    clip_grad_norm_(ddp.parameters(), 1e6)
+
+
+def _scale_data(ddp: Any, optimizer: Any) -> None:
+    for parameter in ddp.parameters():
+        parameter.grad.data.mul_(0.5)
+
+
+def _replace(ddp: Any, optimizer: Any) -> None:
+    for parameter in ddp.parameters():
+        parameter.grad = parameter.grad * 0.5
+
+
+def _replace_data(ddp: Any, optimizer: Any) -> None:
+    for parameter in ddp.parameters():
+        parameter.grad.data = parameter.grad.data * 0.5
+
+
+def _add_noise(ddp: Any, optimizer: Any) -> None:
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            parameter.grad.add_(0.01 * torch.randn_like(parameter))
+
+
+def _centralize(ddp: Any, optimizer: Any) -> None:
+    for parameter in ddp.parameters():
+        if parameter.ndim > 1:
+            parameter.grad.sub_(parameter.grad.mean(dim=1, keepdim=True))
+
+
+def _settle(optimizer: Any) -> None:
+    if hasattr(optimizer, "wait"):
+        optimizer.wait()
+
+
+def _decay_by_hand(ddp: Any, optimizer: Any) -> None:
+    _settle(optimizer)
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            parameter.mul_(0.99)
+
+
+def _decay_into_gradients(ddp: Any, optimizer: Any) -> None:
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            parameter.grad.add_(parameter, alpha=0.01)
+
+
+def _clip_if_large(ddp: Any, optimizer: Any) -> Any:
+    norm = parameters_to_vector([parameter.grad for parameter in ddp.parameters()]).norm()
+    if norm > 0.2:
+        clip_grad_norm_(ddp.parameters(), 0.2)
+    return norm
+
+
+def _log(ddp: Any, optimizer: Any) -> Any:
+    return [parameter.grad.norm() for parameter in ddp.parameters()], [p.grad.abs().max() for p in ddp.parameters()]
+
+
+def _zero_one(ddp: Any, optimizer: Any) -> None:
+    next(iter(ddp.parameters())).grad = None
+
+
+variant(after_backward(_clip(0.05)), "clip_grad_norm_ that binds", EDITED)
+variant(
+    after_backward(_clip(0.05, norm_type=float("inf"))),
+    "clip_grad_norm_ with the largest element",
+    EDITED,
+    optimizer=_ADAMW,
+)
+variant(after_backward(_clip(float("inf"))), "clip_grad_norm_(inf), to log the norm", PARTS)
+variant(after_backward(_clip_quietly), "clip_grad_norm_ that does not bind", optimizer=_ADAMW)
+variant(after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 0.05)), "a clip by hand", EDITED)
+variant(after_backward(lambda ddp, optimizer: clip_grad_value_(ddp.parameters(), 0.01)), "clip_grad_value_", EDITED)
+variant(after_backward(_scale_data), "p.grad.data.mul_()", EDITED)
+variant(after_backward(_replace_data), "p.grad.data = ...", EDITED)
+variant(after_backward(_replace), "p.grad = p.grad * 0.5", EDITED)
+variant(after_backward(_add_noise), "gradient noise", EDITED)
+variant(after_backward(_decay_by_hand), "weight decay by hand, between backward and step()", MOVED)
+variant(after_backward(_log), "gradient norms logged", PARTS)
+variant(after_backward(_zero_one), "one gradient set to None", EDITED)
+variant(
+    after_backward(_clip(0.05)),
+    "clip_grad_norm_, gradients as bucket views",
+    EDITED,
+    ddp={"gradient_as_bucket_view": True},
+)
+
+
+@loop("a clip with the library's own option", EDITED, optimizer=_ADAMW)
+def own_clip(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        if hasattr(optimizer, "clip_grad_norm_"):
+            norm = optimizer.clip_grad_norm_(0.05)
+        else:
+            norm = clip_grad_norm_(ddp.parameters(), 0.05)
+        optimizer.step()
+        yield loss, norm
+
+
+@loop("weight decay by hand, after step()")
+def decay_after_step(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        _decay_by_hand(ddp, optimizer)
+        yield loss
+
+
+@loop("tensor hooks on parameters")
+def tensor_hooks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for parameter in ddp.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("gradients read after step()", PARTS)
+def read_after_step(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss, [parameter.grad for parameter in ddp.parameters()]

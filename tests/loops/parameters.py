@@ -1,0 +1,191 @@
+"""Which parameters there are, and who updates them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from .corpus import limit, loop, refused, variant
+from .declared import HOOK_IS_NOT_TOLD
+from .forms import SHARDED
+from .models import mlp
+from .plain import usual
+from .run import Run
+
+_ADAMW = partial(optim.AdamW, lr=0.01)
+
+
+def _decay_groups(ddp: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(ddp.parameters())
+    return [
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in parameters if parameter.ndim <= 1], "weight_decay": 0.0, "lr": 0.05},
+    ]
+
+
+def _per_layer(ddp: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": [parameter], "lr": 0.01 * 2**place} for place, parameter in enumerate(ddp.parameters())]
+
+
+def _named(ddp: nn.Module) -> Any:
+    return list(ddp.named_parameters())
+
+
+def _some(ddp: nn.Module) -> list[nn.Parameter]:
+    return list(ddp.parameters())[:2]
+
+
+def _with_ignored() -> nn.Module:
+    model = mlp()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "0.bias"])
+    return model
+
+
+OUTSIDE = [
+    *refused(["automatic"], "1 parameters of the SGD are not in this model"),
+    *refused(SHARDED[:-1], "1 of 7 parameters of the ZeroRedundancyOptimizer are not trained by this model"),
+]
+IGNORED = [
+    *refused(["automatic"], "2 parameters of the SGD are not in this model"),
+    *refused(SHARDED[:-1], "2 of 6 parameters of the ZeroRedundancyOptimizer are not trained by this model"),
+]
+SECOND_MODEL = refused(SHARDED[:-1], "1 of 1 parameters of the ZeroRedundancyOptimizer are not trained by this model")
+
+variant(usual, "groups: no decay for biases", groups=_decay_groups)
+variant(usual, "a group per parameter, layer-wise rates", groups=_per_layer, optimizer=_ADAMW)
+variant(usual, "named_parameters()", groups=_named)
+
+
+def _outside() -> None:
+    temperature = nn.Parameter(torch.ones(1))
+
+    def groups(ddp: nn.Module) -> list[nn.Parameter]:
+        with torch.no_grad():
+            temperature.fill_(1.0)
+        temperature.grad = None
+        return [*ddp.parameters(), temperature]
+
+    @loop("a parameter outside the model, such as a learned temperature", OUTSIDE, groups=groups)
+    def outside(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+        for x, y in run.batches():
+            optimizer.zero_grad()
+            loss = mse_loss(ddp(x) * temperature, y)
+            loss.backward()
+            dist.all_reduce(temperature.grad)
+            temperature.grad.div_(dist.get_world_size())
+            optimizer.step()
+            yield loss, temperature
+
+
+_outside()
+
+
+@loop("a second plain optimizer for the last layer", groups=lambda ddp: list(ddp.parameters())[:4])
+def second_optimizer(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    other = optim.Adam(list(ddp.parameters())[4:], lr=0.01)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        other.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        other.step()
+        yield loss
+
+
+@loop("an optimizer of a part of the model, the rest not trained", groups=_some)
+def partial_optimizer(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        ddp.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("parameters that DDP ignores", IGNORED, model=_with_ignored)
+def ignored(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        for parameter in ddp.module[0].parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(dist.get_world_size())
+        optimizer.step()
+        yield loss
+
+
+@loop("add_param_group in mid-run", groups=lambda ddp: list(ddp.parameters())[4:], steps=6)
+def added(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for place, (x, y) in enumerate(run.batches()):
+        if place == 2:
+            optimizer.add_param_group({"params": list(ddp.parameters())[:4], "lr": 0.05})
+        ddp.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("layers frozen late", HOOK_IS_NOT_TOLD, ddp={"find_unused_parameters": True}, optimizer=_ADAMW, steps=6)
+def frozen_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for place, (x, y) in enumerate(run.batches()):
+        if place == 3:
+            ddp.module[0].requires_grad_(False)
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("layers unfrozen late, with a new DDP model and optimizer", steps=6)
+def unfrozen_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for place, (x, y) in enumerate(run.batches()):
+        if place == 0:
+            ddp.module[0].requires_grad_(False)
+            ddp = run.rewrap(ddp)
+            optimizer = run.optimizer(ddp, [p for p in ddp.parameters() if p.requires_grad])
+        if place == 3:
+            ddp.module[0].requires_grad_(True)
+            ddp = run.rewrap(ddp)
+            optimizer = run.optimizer(ddp)
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("the optimizer made anew in mid-run", limit(["hook"], "DDP does not take a hook out again"), steps=6)
+def made_anew(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for place, (x, y) in enumerate(run.batches()):
+        if place == 3:
+            run.release()
+            optimizer = run.optimizer(ddp)
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("one optimizer for two DDP models", SECOND_MODEL)
+def two_models(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    other = run.wrap(mlp())
+    for parameter in other.parameters():
+        optimizer.add_param_group({"params": [parameter]})
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x) + other(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss

@@ -1,0 +1,127 @@
+"""Saving, loading and going on, in the same process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import optim
+from torch.nn.functional import mse_loss
+from torch.optim import lr_scheduler
+
+from .corpus import limit, loop, refused
+from .declared import ALREADY_UPDATED
+from .forms import IN_BACKWARD, STEPPED
+from .models import batch_norm
+from .plain import usual
+from .run import Run
+
+_ADAMW = partial(optim.AdamW, lr=0.01)
+
+
+def _shared(state: Any) -> Any:
+    """Rank 0's, on every rank, as from a file."""
+    box = [copy.deepcopy(state)]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+@loop("saved, and resumed with a new model and optimizer", model=batch_norm, optimizer=_ADAMW)
+def resumed(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    yield from usual(ddp, optimizer, run)
+    saved = _shared({"model": ddp.module.state_dict(), "optimizer": run.state_of(optimizer)})
+    ddp = run.rewrap(ddp)
+    for value in ddp.parameters():
+        torch.nn.init.zeros_(value)
+    ddp.module.load_state_dict(saved["model"])
+    optimizer = run.optimizer(ddp)
+    run.load(optimizer, saved["optimizer"])
+    yield from usual(ddp, optimizer, run)
+
+
+@loop("resumed with its scheduler", optimizer=_ADAMW)
+def resumed_scheduler(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    for x, y in run.batches(3):
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        yield loss
+    saved = _shared({"optimizer": run.state_of(optimizer), "scheduler": scheduler.state_dict()})
+    ddp = run.rewrap(ddp)
+    optimizer = run.optimizer(ddp)
+    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    run.load(optimizer, saved["optimizer"])
+    scheduler.load_state_dict(saved["scheduler"])
+    for x, y in run.batches(3):
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        yield loss
+
+
+@loop("the optimizer's state loaded in mid-run, into the same optimizer", optimizer=_ADAMW)
+def reloaded(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    yield from usual(ddp, optimizer, run)
+    saved = _shared({"model": ddp.module.state_dict(), "optimizer": run.state_of(optimizer)})
+    yield from usual(ddp, optimizer, run)
+    ddp.module.load_state_dict(saved["model"])
+    run.load(optimizer, saved["optimizer"])
+    yield from usual(ddp, optimizer, run)
+
+
+@loop(
+    "the optimizer's state loaded between backward and step()",
+    refused(STEPPED, "load_state_dict() between backward and "),
+    ALREADY_UPDATED,
+    optimizer=_ADAMW,
+)
+def reloaded_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    yield from usual(ddp, optimizer, run)
+    saved = _shared(run.state_of(optimizer))
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        run.load(optimizer, saved)
+        optimizer.step()
+        yield loss
+
+
+@loop("plain, then this form, then plain", optimizer=_ADAMW)
+def there_and_back(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    ddp = run.rewrap(ddp)
+    first = run.plain_optimizer(ddp.parameters())
+    yield from usual(ddp, first, run)
+    optimizer = run.optimizer(ddp)
+    run.load(optimizer, first.state_dict())
+    yield from usual(ddp, optimizer, run)
+    saved = _shared(run.state_of(optimizer))
+    run.settle(optimizer)
+    ddp = run.rewrap(ddp)
+    last = run.plain_optimizer(ddp.parameters())
+    last.load_state_dict(saved)
+    yield from usual(ddp, last, run)
+
+
+@loop(
+    "the state saved between backward and step()",
+    limit(IN_BACKWARD, "after backward it is the new one already"),
+    optimizer=_ADAMW,
+)
+def saved_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        saved = _shared(run.state_of(optimizer))
+        optimizer.step()
+        yield loss, saved["state"]
