@@ -19,6 +19,7 @@ from overlap._checks import check_group
 from overlap._torch import classes
 from overlap._torch.c10d import backend_name
 from overlap._torch.checkpoint import is_in_checkpointing, is_in_loading
+from overlap._torch.optimizer import has_post_hooks
 from overlap._torch.state_dict_hooks import (
     after_load_state_dict,
     after_state_dict,
@@ -283,6 +284,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         loss_scale = LossScale.given_to(self)
         if self.stage is not None:
             self.stage.step(loss_scale)
+            if has_post_hooks(self):
+                self.wait()  # They may read parameters.
         elif self.overlap_with_ddp:
             raise RegistrationError(
                 "this ZeroRedundancyOptimizer was made with overlap_with_ddp=True, but no stage updates it: "
@@ -346,7 +349,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Goes on updating this rank's chunks after its last input; for ``with Join([ddp, zero])``."""
-        return _JoinHook(self.step_joined)
+        return _JoinHook(self.step_joined, self.wait)
 
     @property
     def join_device(self) -> torch.device:
@@ -459,9 +462,13 @@ class _JoinHook(JoinHook):
     """Runs ``step`` on a rank that has run out of inputs. DDP's own hook runs what stages do in backward, and brings
     the last joiner's parameters to all ranks."""
 
-    def __init__(self, step: Callable[[], None]) -> None:
-        self._step = step
+    def __init__(self, step: Callable[[], None], wait: Callable[[], None]) -> None:
+        self._step, self._wait = step, wait
 
     def main_hook(self) -> None:
         """The collectives of one step, as the active ranks issue them."""
         self._step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """After the block parameters are final."""
+        self._wait()

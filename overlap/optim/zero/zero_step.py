@@ -135,7 +135,7 @@ class ZeroStep(UpdateStage):
             self.lifecycle.names = {shard.parameter: shard.name for shard in shards}
         if self._prefetch is not None:
             try:
-                self._prefetch.attach(context, zero.shards.keys())
+                self._prefetch.attach(context)
             except BaseException:
                 super().detach()
                 raise
