@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["is_compiled", "notify_of_reads", "stop_notifying"]
+__all__ = ["is_compiled", "is_compiled_in_place", "notify_of_reads", "stop_notifying"]
 
 OnRead = Callable[[Iterable[Tensor | None]], None]
 
@@ -32,7 +32,8 @@ class _Parameters(dict[str, Any]):
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        self.on_read((super().get(name),))
+        return super().get(name, default)
 
     def pop(self, name: str, *default: Any) -> Any:
         self.on_read((super().get(name),))
@@ -62,16 +63,15 @@ class _Parameters(dict[str, Any]):
         return dict, (self.copy(),)
 
 
-def notify_of_reads(module: nn.Module, on_read: OnRead) -> bool:
-    """Call ``on_read`` before parameters of ``module`` are read; whether this is the first time.
+def notify_of_reads(module: nn.Module, on_read: OnRead) -> None:
+    """Call ``on_read`` before parameters of ``module`` are read.
 
     A scripted module keeps its parameters elsewhere, and is left alone.
     """
     parameters = vars(module).get("_parameters")
-    if type(parameters) not in (dict, OrderedDict):
-        return False
+    if parameters is None or type(parameters) not in (dict, OrderedDict):
+        return
     vars(module)["_parameters"] = _Parameters(parameters, on_read)
-    return True
 
 
 def stop_notifying(module: nn.Module, on_read: OnRead) -> None:
@@ -82,5 +82,10 @@ def stop_notifying(module: nn.Module, on_read: OnRead) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` was made by ``torch.compile(...)``, or was compiled in place by its ``compile()``."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    """Whether ``module`` was made by ``torch.compile(...)``, or was compiled in place."""
+    return hasattr(module, "_orig_mod") or is_compiled_in_place(module)
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None

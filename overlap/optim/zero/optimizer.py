@@ -336,8 +336,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def wait(self) -> None:
         """Wait until every parameter holds its new value, if gathers run during the next forward.
 
-        Only forwards of the registered model's modules, its ``state_dict()`` and the next :meth:`step` wait by
-        themselves; call this before you read parameters in any other way.
+        Whoever looks a parameter up in the registered model waits for it, as ``module.weight``, ``parameters()``,
+        ``state_dict()`` and deep copies do; so do saving and loading, step post-hooks and the end of a ``Join``. Call
+        this before you read a parameter that you hold yourself, in a list or in ``param_groups``.
         """
         if self.stage is not None:
             self.stage.wait()

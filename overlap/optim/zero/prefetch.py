@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overlap._torch.module_parameters import is_compiled, notify_of_reads, stop_notifying
+from overlap._torch.module_parameters import is_compiled, is_compiled_in_place, notify_of_reads, stop_notifying
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import StageContext
 from overlap.hooks.engine.background import Completion
@@ -98,10 +98,14 @@ class ParameterPrefetch:
 def _check_not_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if is_compiled(module):
-            raise UnsupportedError(
-                f"gather='forward' cannot hook into a compiled module, and {name or 'the model'} is one; use "
-                "gather='backward'"
-            )
+            raise _is_compiled(name)
+
+
+def _is_compiled(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"gather='forward' cannot hook into a compiled module, and {name or 'the model'} is compiled; compile the "
+        "DistributedDataParallel model, or use gather='backward'"
+    )
 
 
 class _ModuleHooks:
@@ -118,7 +122,7 @@ class _ModuleHooks:
         self._handles: list[Any] = []
         for name, module in model.named_modules():
             below = tuple(map(id, module.parameters()))
-            hook = _Hook(partial(_before_forward, self, name, below))
+            hook = _Hook(partial(self.before_forward, name, below))
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         self.follow()
 
@@ -142,6 +146,8 @@ class _ModuleHooks:
 
     def before_forward(self, name: str, below: tuple[int, ...], module: nn.Module) -> None:
         """Wait for the parameters that the forward of `module` reads."""
+        if is_compiled_in_place(module):
+            raise _is_compiled(name)
         if not (module.training and torch.is_grad_enabled()):
             self._prefetch.wait_for(below)
             return
@@ -170,13 +176,12 @@ class _Hook:
     def __init__(self, function: Callable[[nn.Module], None] | None = None) -> None:
         self._function = function
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def call(self, module: nn.Module, *_: Any) -> None:
         if self._function is not None:
             self._function(module)
 
+    # A compiled forward does not include the wait.
+    __call__: Callable[..., None] = torch.compiler.disable(call)
+
     def __reduce__(self) -> Any:
         return _Hook, ()
-
-
-# A compiled forward does not include the wait.
-_before_forward: Callable[..., None] = torch.compiler.disable(_ModuleHooks.before_forward)
