@@ -12,24 +12,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._torch.optimizer import (
-    global_pre_hooks,
     mark_stepped,
-    own_step,
     run_post_hooks,
     run_pre_hooks,
     unwrapped,
 )
-from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks import StageContext
 from overlap.join import Join, Joinable, JoinHook
 from overlap.optim.clipping import Clipping, GradientNorms
 from overlap.optim.grad_scaler import LossScale
+from overlap.optim.in_backward import check_nothing_before
 from overlap.optim.lifecycle import UpdateLifecycle
-from overlap.optim.pass_gradients import PassGradients
+from overlap.optim.outside import OutsideGradients
 from overlap.optim.phases import SCALED_UNDER_JOIN, Event, Phase
 from overlap.optim.proxy import OptimizerProxy
 from overlap.optim.skipping import SkippedUpdates
-from overlap.optim.step_guard import guards_lifted, refused_pre_hooks
+from overlap.optim.step_guard import guards_lifted
 from overlap.optim.subset import SubsetStepper, check_optimizer, grads_replaced, step_whole
 
 __all__ = ["OverlappedOptimizer"]
@@ -75,7 +74,8 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         self._updates: list[_Update] = []
         self._was_registered = False
         self._stepper = SubsetStepper(self.optimizer)
-        self._outside = PassGradients(clears=lambda parameter: True)
+        self.outside = OutsideGradients()
+        """Gradients that :meth:`step` has applied of parameters which are in no registered model."""
         self.skipped = SkippedUpdates()
         """Where the loop says that a backward is not this optimizer's."""
 
@@ -91,7 +91,6 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
                 backward ran under ``no_sync``, or did not reach every parameter), or was changed after an interleaved
                 update had applied it (clipping, ``GradScaler``); or the last backward raised.
         """
-        self._check_registered()
         Join.notify_join_context(self)
         loss = None
         if closure is not None:
@@ -108,7 +107,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         mark_stepped(self.optimizer)
         for update in self._updates:
             update.lifecycle.on_step(pending)
-        self._note_outside(pending)
+        self.outside.note_stepped(pending, [update.lifecycle.names for update in self._updates])
         return loss
 
     def skip_update(self) -> AbstractContextManager[None]:
@@ -130,6 +129,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
 
     def _pending(self, loss_scale: LossScale) -> list[Tensor]:
         """The parameters to update, if the lifecycles allow it."""
+        self._check_registered()
         lifecycles = [update.lifecycle for update in self._updates]
         if loss_scale.is_used and any(lifecycle.outcome is not Phase.REDUCED for lifecycle in lifecycles):
             raise TrainingLoopError(
@@ -140,8 +140,8 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             raise TrainingLoopError(SCALED_UNDER_JOIN)
         for lifecycle in lifecycles:
             lifecycle.check_step()
-        self._refuse_edits_outside()
-        applied = [*(lifecycle.gradients for lifecycle in lifecycles), self._outside]
+        self.outside.refuse_edits()
+        applied = [*(lifecycle.gradients for lifecycle in lifecycles), self.outside]
         pending = [
             parameter
             for group in self.param_groups
@@ -193,7 +193,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
     @torch.no_grad()
     def _finish(self, pending: list[Tensor], arguments: dict[str, Any]) -> None:
         """Update what backward has left, such as parameters that are not in the model, and run the step hooks."""
-        self.check_updates_in_backward()
+        check_nothing_before(self.optimizer)
         if arguments:
             raise TrainingLoopError(
                 f"step() was given {', '.join(arguments)}, but the update was made in backward; use "
@@ -216,7 +216,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             update.lifecycle.check(Event.ZERO_GRAD)
         for update in self._updates:
             update.lifecycle.on_zero_grad(set_to_none=set_to_none)
-        self._outside.forget()
+        self.outside.forget()
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -262,39 +262,23 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
     def __repr__(self) -> str:
         return f"OverlappedOptimizer({self.optimizer!r})"
 
-    # Parameters that are not in any registered model: step() updates them, and the next forward clears them, too.
-
-    def _note_outside(self, updated: list[Tensor]) -> None:
-        names = [update.lifecycle.names for update in self._updates]
-        if not names or not all(names):
-            return  # No forward is seen.
-        self._outside.note_applied(p for p in updated if not any(p in of_model for of_model in names))
-        self._outside.note_values(are_there=True)
-
-    def _refuse_edits_outside(self) -> None:
-        self._outside.release_new_tensors()
-        if self._outside.edited(keeps_new_tensors=True, ignores_zeros=True, samples=False):
-            self._outside.accept_values()
-            raise TrainingLoopError(
-                "the gradient of a parameter outside of the model was changed after optimizer.step() had applied it: "
-                "change it before, or call zero_grad() first"
-            )
-
-    def clear_outside(self) -> None:
-        """A forward of a registered model begins.
-
-        Raises:
-            TrainingLoopError: a gradient outside of the model was changed after :meth:`step` had applied it.
-        """
-        self._refuse_edits_outside()
-        self._outside.clear_applied()
-
     # What a Step stage uses.
+
+    def outside_of_models(self) -> list[Tensor]:
+        """Parameters that have a gradient, and that no registered model has."""
+        lifecycles = [update.lifecycle for update in self._updates]
+        return [
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+            and not any(parameter in one.names or one.gradients.has_reduced(parameter) for one in lifecycles)
+        ]
 
     def begin_backward(self, update: _Update) -> None:
         """A backward of the model of ``update`` begins; that of another model may be part of the same step."""
         if not update.is_deferred:
-            self.check_updates_in_backward()
+            check_nothing_before(self.optimizer)
         phases = {other.lifecycle.phase for other in self._updates if other is not update}
         if phases & {Phase.BACKWARD, Phase.APPLIED}:
             self._stepper.refresh()
@@ -311,21 +295,6 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         for other in self._updates:
             if (other.is_deferred, other.clipping) != (update.is_deferred, update.clipping):
                 raise ConfigurationError(f"one optimizer is updated in one way, but has {other!r} and {update!r}")
-
-    def check_updates_in_backward(self) -> None:
-        """Raises: UnsupportedError: something must run before the update, or in place of it."""
-        name = type(self.optimizer).__name__
-        if own_step(self.optimizer) is not None:
-            raise UnsupportedError(
-                f"step() of this {name} was replaced on the object, and an update in backward would not call it; use "
-                "Step(OverlappedOptimizer(optimizer), deferred=True)"
-            )
-        if hooks := refused_pre_hooks(self.optimizer, global_pre_hooks()):
-            raise UnsupportedError(
-                f"the step pre-hook {hooks[0]} must run before the update of this {name}, when all gradients are "
-                "there, but updates are made while backward runs; use "
-                "Step(OverlappedOptimizer(optimizer), deferred=True)"
-            )
 
     def run_hooks(self) -> None:
         """Run the step hooks of an update that was made in backward; the pre-hooks among them only watch."""

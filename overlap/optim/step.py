@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 import torch
@@ -10,14 +9,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._torch.optimizer import mark_stepped, unwrapped
-from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, StageContext, whole_pass
 from overlap.join.active import active_join
 from overlap.optim.clipping import GradientNorms
 from overlap.optim.functional import FunctionalOptimizer
+from overlap.optim.in_backward import check_draws, check_in_turn
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.phases import Phase
-from overlap.optim.probe import Verdict, probe
+from overlap.optim.probe import probe
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.step_guard import StepGuard, check_one_model, guarded_by
 from overlap.optim.subset import grads_replaced, step_whole
@@ -155,26 +155,11 @@ class Step(UpdateStage):
         """Raises: UnsupportedError: an update in backward would not come in the order of one whole step."""
         if self.updates_in_step:
             return
-        name, found, deferred = self._optimizer_name, probe(self.optimizer.optimizer), self.lifecycle.form.deferred
-        if found.draws:
-            raise UnsupportedError(
-                f"{name}.step() draws random numbers ({', '.join(found.draws)}), and in backward they would come in "
-                f"another order than in step(), between those of recomputed layers; use {deferred}"
-            )
-        if self.is_deferred:
-            return
-        self.optimizer.check_updates_in_backward()
-        if found.in_turn.verdict is Verdict.COUPLED:
-            raise UnsupportedError(
-                f"updating bucket by bucket would not equal one step of {name}: {found.in_turn.why}; use {deferred}"
-            )
-        if found.in_turn.verdict is Verdict.UNKNOWN:
-            warnings.warn(
-                f"cannot find out whether updating bucket by bucket equals one step of {name}: {found.in_turn.why}. It "
-                f"does if each parameter is updated by itself; use {deferred} if it is not",
-                UserWarning,
-                stacklevel=2,
-            )
+        optimizer, instead = self.optimizer.optimizer, self.lifecycle.form.deferred
+        found = probe(optimizer)
+        check_draws(optimizer, found, instead=instead)
+        if not self.is_deferred:
+            check_in_turn(optimizer, found, instead=instead)
 
     def _check_coverage(self, context: StageContext) -> None:
         if context.names is None or self._adopts_parameters:
@@ -214,7 +199,7 @@ class Step(UpdateStage):
         return UpdateMarks([*groups, *states], named, samples=samples)
 
     def before_forward(self) -> None:
-        self.optimizer.clear_outside()
+        self.optimizer.outside.on_forward()
         super().before_forward()
 
     def before_backward(self, *, is_replay: bool) -> None:
@@ -312,12 +297,26 @@ class Step(UpdateStage):
         if self.norms is not None:
             self.norms.note_gradients(self.lifecycle.gradients.reduced)
         outcome = Phase.STEPPED if self.lifecycle.is_replay else self.lifecycle.outcome
+        if self.is_automatic and not self.lifecycle.is_replay:
+            self._check_left_out()
         if outcome is Phase.STEPPED and not self.is_deferred:
             self._run_hooks()
         self.lifecycle.on_reduced(outcome)
         if outcome is Phase.STEPPED:
             mark_stepped(self.optimizer.optimizer)
         return None
+
+    def _check_left_out(self) -> None:
+        """Raises: TrainingLoopError: a parameter has a gradient but came in no bucket, such as one added since."""
+        if self._only is not None:
+            return
+        left = self.optimizer.outside_of_models()
+        if left:
+            self.lifecycle.on_failure()
+            raise TrainingLoopError(
+                f"{len(left)} parameters of the {self._optimizer_name} have gradients but are in no bucket of the "
+                "model, so backward never updates them; give OverlappedOptimizer(optimizer) to Step and call its step()"
+            )
 
     def _run_hooks(self) -> None:
         """Step hooks, once, when all updates of the backward have been made."""

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -130,7 +129,6 @@ READERS: dict[str, Callable[[_Loop], Iterable[Tensor]]] = {
     "state_dict of the module": lambda loop: loop.module.state_dict().values(),
     "state_dict of the DDP model": lambda loop: loop.ddp.state_dict().values(),
     "state_dict of a part": lambda loop: loop.module[6].state_dict().values(),
-    "distributed.checkpoint": lambda loop: get_model_state_dict(loop.module).values(),  # type: ignore[dict-item, return-value]
     "deepcopy": lambda loop: copy.deepcopy(loop.module).parameters(),
     "deepcopy of a part": lambda loop: copy.deepcopy(loop.module[6]).parameters(),
     "pickle": lambda loop: pickle.loads(pickle.dumps(loop.module)).parameters(),
