@@ -41,8 +41,11 @@ SECOND_BACKWARD = [
 
 
 def coupled(name: str) -> Declaration:
-    """One step of the optimizer ``name`` is not one of each bucket."""
-    return refused(("interleaved", *AUTOMATIC), f"updating bucket by bucket would not equal one step of {name}: ")
+    """One step of the optimizer ``name`` is not one of each bucket, or of each parameter."""
+    return [
+        *refused(("interleaved", *AUTOMATIC), f"updating bucket by bucket would not equal one step of {name}: "),
+        *refused(SHARDED, f"{name} does not update each parameter by itself"),
+    ]
 
 
 PARTS = limit(SHARDED[:-1], "under ZeroStep a gradient is the mean only where this rank owns it")

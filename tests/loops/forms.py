@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -79,9 +80,11 @@ def _zero(run: Run, params: Any, **options: Any) -> ZeroRedundancyOptimizer:
     return run.prepared(ZeroRedundancyOptimizer(params, cls, **options, **defaults))
 
 
-def _sharded(*, partition: str = "element", **options: Any) -> Callable[[Run, Any, Any], Any]:
+def _sharded(
+    *, zero_options: Mapping[str, Any] = MappingProxyType({}), **options: Any
+) -> Callable[[Run, Any, Any], Any]:
     def build(run: Run, ddp: Any, params: Any) -> Any:
-        zero = _zero(run, params, overlap_with_ddp=True, partition=partition)
+        zero = _zero(run, params, overlap_with_ddp=True, **zero_options)
         run.keep(chain(ZeroStep(zero, **options)).register(ddp))
         return zero
 
@@ -125,7 +128,7 @@ FORMS: tuple[Form, ...] = (
     Form(
         name="zero parameter",
         made='`ZeroStep(zero)`, where `zero` has `partition="parameter"`',
-        build=_sharded(partition="parameter"),
+        build=_sharded(zero_options={"partition": "parameter"}),
         **_ZERO,
     ),
     Form(
