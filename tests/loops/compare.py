@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 from harness import WorldError, assert_parity, run_ranks
 from overlap import OverlapError
 
-from .corpus import Expected, load
+from .corpus import Expected, Loop, load
 from .forms import FORMS, PLAIN, Form
 from .run import NotOffered, Record, play
 
-__all__ = ["Cell", "Outcome", "is_as_expected", "outcomes"]
+__all__ = ["Cell", "Outcome", "is_as_expected", "outcome_of", "outcomes"]
 
 _WORLD_SIZE = 2
 _WAIT_FOR_PEER_S = 8.0
@@ -112,16 +112,17 @@ def _play_all(rank: int, world_size: int, cells: Sequence[Cell], folder: Path) -
                 _check_replicas(reference[-1], control)
             except Exception as error:
                 raise RuntimeError(f"the loop {name!r} does not run plain") from error
-        found[name, form] = outcome = _outcome(name, forms[form], reference)
+        found[name, form] = outcome = outcome_of(loops[name], forms[form], reference)
         (folder / f"rank{rank}").write_bytes(pickle.dumps(found))
         dist.barrier(control)
         if outcome.kind == "fails":
             return
 
 
-def _outcome(name: str, form: Form, reference: list[Record]) -> Outcome:
+def outcome_of(loop: Loop, form: Form, reference: list[Record]) -> Outcome:
+    """What became of one cell on this rank, beside the plain run."""
     try:
-        records = play(load()[name], form)
+        records = play(loop, form)
     except OverlapError as error:
         return Outcome("refused", _words(error), traceback.format_exc())
     except NotOffered as error:

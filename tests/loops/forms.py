@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -84,7 +83,7 @@ def _sharded(
     *, zero_options: Mapping[str, Any] = MappingProxyType({}), **options: Any
 ) -> Callable[[Run, Any, Any], Any]:
     def build(run: Run, ddp: Any, params: Any) -> Any:
-        zero = _zero(run, params, overlap_with_ddp=True, **zero_options)
+        zero = _zero(run, params, overlap_with_ddp=True, **(zero_options or {}))
         run.keep(chain(ZeroStep(zero, **options)).register(ddp))
         return zero
 
