@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from overlap._checks import described
+from overlap.errors import ConfigurationError
 from overlap.hooks import Chain, Stage, StageHook, chain
-from overlap.hooks.adapters import CommHook, hook_name, stage_from
+from overlap.hooks.adapters import CommHook, check_hook, hook_name, stage_from
 from overlap.optim import FunctionalOptimizer, Step
 
 __all__ = ["OptimizerHookState", "hook_then_optimizer"]
@@ -22,11 +24,15 @@ class OptimizerHookState:
         optimizer: a plain ``torch.optim.Optimizer`` or a functional one (backward does everything, the loop calls no
             ``step()``), or an :class:`overlap.optim.OverlappedOptimizer` (the loop calls its ``step()``).
         params: update these alone; the others keep their averaged ``.grad``. All where ``None``.
+
+    Raises:
+        ConfigurationError: ``optimizer`` is not an optimizer that can update in backward, or lacks some of ``params``.
     """
 
     def __init__(self, optimizer: Optimizer | FunctionalOptimizer, params: Iterable[Tensor] | None = None) -> None:
         self.optimizer = optimizer
         self.params = None if params is None else list(params)
+        self.stage()  # Raises here, and not where the hook is made.
 
     def stage(self) -> Step:
         """The update as a stage of its own."""
@@ -45,12 +51,21 @@ def hook_then_optimizer(hook: Stage | CommHook | Callable[..., Any], state: Opti
         hook: a communication hook or a reducer.
         state: what to update with.
 
+    Raises:
+        ConfigurationError: ``hook`` is neither a hook nor a stage, or ``state`` is something else.
+
     >>> import torch
     >>> from overlap import OptimizerHookState, allreduce_hook, hook_then_optimizer
     >>> layer = torch.nn.Linear(2, 2)
     >>> hook_then_optimizer(allreduce_hook, OptimizerHookState(torch.optim.SGD(layer.parameters(), lr=0.1)))
     <hook hook_then_optimizer(allreduce_hook)>
     """
+    if not isinstance(state, OptimizerHookState):
+        raise ConfigurationError(
+            f"hook_then_optimizer takes an OptimizerHookState, got {described(state)}: "
+            "hook_then_optimizer(hook, OptimizerHookState(optimizer))"
+        )
+    check_hook(hook)
     update = state.stage()
 
     def build(hook_state: Any) -> Chain:

@@ -4,7 +4,8 @@
 
     OverlapError
     ├── ConfigurationError (ValueError)     a stage, chain or optimizer that cannot work as it was put together
-    │   └── UnsupportedError                a feature of the model or optimizer that this stage cannot serve
+    │   ├── UnsupportedError                a feature of the model or optimizer that this stage cannot serve
+    │   └── ArgumentTypeError (TypeError)   an argument of another kind, where PyTorch raises a TypeError
     ├── RegistrationError (RuntimeError)    registering with a model that cannot take it
     ├── TrainingLoopError (RuntimeError)    calls in an order that would lose or repeat an update
     ├── QuantizationOverflowError (OverflowError)  a value does not fit the type that it was to be sent in
@@ -15,6 +16,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentTypeError",
     "CollectiveError",
     "ConfigurationError",
     "OverlapError",
@@ -36,6 +38,10 @@ class ConfigurationError(OverlapError, ValueError):
 
 class UnsupportedError(ConfigurationError):
     """The model or the optimizer has a feature that the stage cannot serve."""
+
+
+class ArgumentTypeError(ConfigurationError, TypeError):
+    """An argument is of another kind; also the ``TypeError`` that PyTorch's class of the same name raises there."""
 
 
 class RegistrationError(OverlapError, RuntimeError):

@@ -132,8 +132,10 @@ NAMES = {
         "Offloaded",
         "apply_activation_checkpointing",
         "checkpoint_wrapper",
+        "limit_offload_pool",
         "offload_wrapper",
         "offloaded_bytes",
+        "release_offload_pool",
     ],
     "overlap.join": [
         "Join",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["after_backward", "after_gradients", "in_backward", "version"]
+__all__ = ["after_backward", "after_gradients", "backward_id", "if_abandoned", "in_backward", "version"]
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -19,7 +19,35 @@ def in_backward() -> bool:
 
     Private: there is no public way to ask. A joined rank runs hooks outside of any backward.
     """
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_id() != -1
+
+
+def backward_id() -> int:
+    """What tells the backward pass that runs on the calling thread from others; -1 outside of any."""
+    return int(torch._C._current_graph_task_id())
+
+
+class _Watch:
+    """Calls ``callback`` when it is destroyed without having been called."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback: Callable[[], None] | None = callback
+
+    def __call__(self) -> None:
+        self._callback = None
+
+    def __del__(self) -> None:
+        if self._callback is not None:
+            self._callback()
+
+
+def if_abandoned(callback: Callable[[], None]) -> None:
+    """Run ``callback`` if the current backward pass ends with an error, before ``backward()`` raises that.
+
+    The engine calls what is queued when a pass has computed its last gradient; a pass that ends with an error only
+    drops it. Private as in :func:`after_backward`.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(_Watch(callback))
 
 
 def after_gradients(callback: Callable[[], None]) -> None:

@@ -38,16 +38,28 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def bucket_gradients(bucket: GradBucket) -> list[Tensor]:
-    """Views of the bucket's buffer, one per parameter.
+    """Views of the bucket's buffer, one per parameter, as the reducer fills it.
 
-    DDP's buffer holds a complex gradient as pairs of real numbers, but DDP's own views of it count in complex numbers
-    and then select real ones, so they show the wrong elements.
+    The reducer gives a gradient the parameter's own strides where those leave no gaps, as in ``channels_last``, but
+    DDP's own views of the buffer are contiguous, so they show the wrong elements. So do those of complex gradients,
+    which the buffer holds as pairs of real numbers: the views count in complex numbers and then select real ones.
     """
-    views, buffer = list(bucket.gradients()), bucket.buffer()
-    if not bucket.parameters()[0].is_complex() or buffer.is_complex():
-        return views
-    pairs, start = torch.view_as_complex(buffer.view(-1, 2)), buffer.storage_offset()
-    return [pairs.as_strided(view.size(), view.stride(), view.storage_offset() - start) for view in views]
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    is_in_pairs = parameters[0].is_complex() and not buffer.is_complex()
+    flat = torch.view_as_complex(buffer.view(-1, 2)) if is_in_pairs else buffer
+    return [
+        _as_filled(flat, parameter, view, int(view.storage_offset() - buffer.storage_offset()))
+        for parameter, view in zip(parameters, bucket.gradients(), strict=True)
+    ]
+
+
+def _as_filled(flat: Tensor, parameter: Tensor, view: Tensor, offset: int) -> Tensor:
+    has_same_strides = parameter.stride() == view.stride()
+    if has_same_strides and flat.dtype == view.dtype:
+        return view
+    is_dense = has_same_strides or torch.ops.aten.is_non_overlapping_and_dense(parameter)
+    strides = parameter.stride() if is_dense else view.stride()
+    return flat.as_strided(view.size(), strides, int(flat.storage_offset()) + offset)
 
 
 def is_future(value: object) -> bool:

@@ -8,7 +8,14 @@ from collections.abc import Callable
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["GradientSync", "before_final_sync", "data_parallel_parameters", "has_foreign_hook", "refusal"]
+__all__ = [
+    "GradientSync",
+    "before_final_sync",
+    "data_parallel_parameters",
+    "forget_unfinished_backward",
+    "has_foreign_hook",
+    "refusal",
+]
 
 
 def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
@@ -52,6 +59,14 @@ def refusal(ddp: DistributedDataParallel) -> str | None:
             "set it to 'ddp_optimizer', its default"
         )
     return None
+
+
+def forget_unfinished_backward(ddp: DistributedDataParallel) -> None:
+    """Let ``ddp`` run forward again after a backward that ended with an error; call it on every rank.
+
+    Buckets are then rebuilt, which is a collective. Private: there is no public way, and DDP refuses the forward.
+    """
+    ddp.reducer._reset_state()
 
 
 class GradientSync:

@@ -7,8 +7,25 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim import optimizer as base
 
-__all__ = ["drop_hooks", "mark_stepped", "patch_step", "unhooked_step"]
+from overlap._torch.isolation import global_step_hooks_suspended
+
+__all__ = [
+    "bare_copy",
+    "drop_hooks",
+    "global_pre_hooks",
+    "mark_stepped",
+    "own_step",
+    "patch_step",
+    "pre_hooks",
+    "run_post_hooks",
+    "run_pre_hooks",
+    "runs_step_hooks",
+    "step_without_hooks",
+    "unhooked_step",
+    "unwrapped",
+]
 
 
 def unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
@@ -21,6 +38,44 @@ def unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
     while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step  # type: ignore[no-any-return]
+
+
+def step_without_hooks(optimizer: Optimizer, *args: Any) -> Any:
+    """``optimizer.step(*args)``, the object's own where one was set, by a proxy that has run its step hooks already."""
+    if own_step(optimizer) is None and getattr(type(optimizer).step, "hooked", False):
+        return unhooked_step(type(optimizer))(optimizer, *args)
+    hooks = [pre_hooks(optimizer), post_hooks(optimizer)]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        with global_step_hooks_suspended():
+            return optimizer.step(*args)
+    finally:
+        for each, before in zip(hooks, kept, strict=True):
+            each.update(before)
+
+
+def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """The ``step`` that was set on the object in place of its class's, if that is not what an LR scheduler sets.
+
+    Private: the attribute by which LR schedulers mark the method that they replace, to see whether it is called.
+    """
+    step: Any = vars(optimizer).get("step")
+    if step is None:
+        return None
+    inner = step
+    while getattr(inner, "_wrapped_by_lr_sched", False) and hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    return None if inner is getattr(type(optimizer), "step", None) else step
+
+
+def bare_copy(optimizer: Optimizer) -> Optimizer:
+    """An object of the same class without attributes but those of ``Optimizer`` itself, and without hooks."""
+    cls = type(optimizer)
+    copied = cls.__new__(cls)
+    Optimizer.__setstate__(copied, {"defaults": {}})
+    return copied
 
 
 def patch_step(optimizer: Optimizer) -> None:
@@ -37,3 +92,51 @@ def drop_hooks(twin: Optimizer) -> None:
     """Remove the step hooks of ``twin``, whose ``step`` calls its parent's wrapped one."""
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
+
+
+def runs_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether ``step`` runs hooks; wrappers that do not call ``Optimizer.__init__`` need not."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
+def pre_hooks(optimizer: Optimizer) -> dict[int, Any]:
+    """The step pre-hooks of ``optimizer`` itself; to be changed in place. Wrappers may have none at all."""
+    return getattr(optimizer, "_optimizer_step_pre_hooks", {})
+
+
+def post_hooks(optimizer: Optimizer) -> dict[int, Any]:
+    """The step post-hooks, likewise."""
+    return getattr(optimizer, "_optimizer_step_post_hooks", {})
+
+
+def global_pre_hooks() -> list[Any]:
+    """The step pre-hooks of all optimizers."""
+    return list(base._global_optimizer_pre_hooks.values())
+
+
+def run_pre_hooks(optimizer: Optimizer) -> None:
+    """Run the hooks that run before a ``step`` without arguments, in the order of torch.optim's wrapper."""
+    for hook in global_pre_hooks() + list(pre_hooks(optimizer).values()):
+        hook(optimizer, (optimizer,), {})
+
+
+def run_post_hooks(optimizer: Optimizer) -> None:
+    """Run the hooks that run after a ``step`` without arguments, in the order of torch.optim's wrapper."""
+    for hook in list(post_hooks(optimizer).values()) + list(base._global_optimizer_post_hooks.values()):
+        hook(optimizer, (optimizer,), {})
+
+
+_DELEGATORS = ("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer")
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of Accelerate's and Lightning's wrappers, which decide when to step and change nothing else.
+
+    They are recognized by name: what else a wrapper does in ``step`` cannot be seen.
+    """
+    while any(cls.__name__ in _DELEGATORS for cls in type(optimizer).__mro__):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer) or inner is optimizer:
+            break
+        optimizer = inner
+    return optimizer

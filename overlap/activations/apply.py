@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from overlap._checks import described
 from overlap.activations.checkpoint import checkpoint_wrapper
 from overlap.activations.shared_module import has_forward
 from overlap.errors import ConfigurationError
@@ -37,6 +38,13 @@ def apply_activation_checkpointing(
     >>> apply_activation_checkpointing(model, lambda module: isinstance(module, torch.nn.Linear))
     2
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"model is an nn.Module, whose modules are wrapped in place, got {described(model)}")
+    if isinstance(check_fn, type | tuple) or not callable(check_fn):
+        raise ConfigurationError(
+            f"check_fn is a function of a module, got {check_fn!r}: for classes give "
+            "lambda module: isinstance(module, classes)"
+        )
     wrapped: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         if module is model or not has_forward(module):
@@ -51,7 +59,8 @@ def apply_activation_checkpointing(
             wrapped[module] = checkpoint_wrapper_fn(module)
     # A module and its wrapper share their children, so the order does not matter.
     for parent in list(model.modules()):
-        for name, child in parent.named_children():
+        # Not named_children, which names a module once, whatever other names the parent has for it.
+        for name, child in list(parent._modules.items()):
             if child in wrapped:
                 parent.register_module(name, wrapped[child])
     return len(wrapped)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from overlap.activations.offload import NOT_TRACED, offloading
+from overlap.activations.recompute import run_again
 from overlap.activations.shared_module import SharedModule, shared_module
 from overlap.errors import ConfigurationError
 
@@ -45,9 +46,10 @@ class Checkpointed(SharedModule):
 
         extra: dict[str, Any] = {} if options.context_fn is None else {"context_fn": options.context_fn}
         save = self._save_offloaded if options.offload_to_cpu else checkpoint
-        # By position, since what goes by name could be an option of checkpoint's own.
+        # By position, since what goes by name could be an option of checkpoint's own. A compiled module needs no care:
+        # what its forward changes is not part of what is computed again.
         return save(
-            run,
+            run if torch.compiler.is_compiling() else run_again(run, self),
             *args,
             *kwargs.values(),
             use_reentrant=False,
@@ -69,6 +71,7 @@ def checkpoint_wrapper(
     preserve_rng_state: bool = True,
     determinism_check: Literal["default", "none"] = "default",
     context_fn: ContextFn | None = None,
+    checkpoint_impl: object = None,
 ) -> nn.Module:
     """``module`` with its activations computed again in backward, by ``torch.utils.checkpoint`` without reentrance.
 
@@ -82,9 +85,10 @@ def checkpoint_wrapper(
         preserve_rng_state: whether random numbers (dropout) are drawn alike when it runs again.
         determinism_check: ``"default"`` to compare shapes and dtypes of what is computed again, ``"none"`` not to.
         context_fn: as that of ``torch.utils.checkpoint.checkpoint``, for selective checkpointing.
+        checkpoint_impl: accepted for compatibility; PyTorch's ``CheckpointImpl.NO_REENTRANT``, or ``None``.
 
     Raises:
-        ConfigurationError: ``module`` is not a module with a ``forward``, or is wrapped already.
+        ConfigurationError: ``module`` is not a module with a ``forward``, is wrapped already, or an option is bad.
         UnsupportedError: ``module`` has been compiled or scripted, has DDP in it, or is lazy and was never called.
 
     >>> layer = checkpoint_wrapper(torch.nn.Linear(2, 2))
@@ -97,6 +101,10 @@ def checkpoint_wrapper(
         raise ConfigurationError(
             f"offload_to_cpu is {offload_to_cpu!r}: give True or False; checkpoints here are never reentrant, "
             "so checkpoint_impl is not needed"
+        )
+    if checkpoint_impl is not None and getattr(checkpoint_impl, "name", None) != "NO_REENTRANT":
+        raise ConfigurationError(
+            f"checkpoint_impl is {checkpoint_impl!r}: checkpoints here are never reentrant; leave it out"
         )
     options = _Options(
         offload_to_cpu=offload_to_cpu,

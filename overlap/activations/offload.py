@@ -10,11 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from overlap._checks import check_whole_number
 from overlap.activations.shared_module import SharedModule, shared_module
-from overlap.activations.store import Stored, store_of
+from overlap.activations.store import Stored, store_of, stores
 from overlap.errors import ConfigurationError
 
-__all__ = ["Offloaded", "offload_wrapper", "offloaded_bytes", "offloading"]
+__all__ = [
+    "Offloaded",
+    "limit_offload_pool",
+    "offload_wrapper",
+    "offloaded_bytes",
+    "offloading",
+    "release_offload_pool",
+]
 
 _LEAST_BYTES = 1024
 NOT_TRACED = "what overlap offloads to the CPU goes through hooks on saved tensors, which are not traced"
@@ -63,9 +71,34 @@ def offload_wrapper(module: nn.Module, *, min_bytes: int = _LEAST_BYTES) -> nn.M
 
 def offloaded_bytes(device: torch.device | str | None = None) -> int:
     """Bytes of activations of ``device`` (the current accelerator's, or the CPU's) that are kept on the CPU now."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return store_of(torch.device(device)).lent_bytes
+    return store_of(_device(device)).lent_bytes
+
+
+def release_offload_pool() -> int:
+    """Give back the CPU's memory that was used for activations and is kept for the next step; returns its bytes.
+
+    What holds activations now is not touched. The next step takes memory anew.
+    """
+    return sum(store.release() for store in stores())
+
+
+def limit_offload_pool(nbytes: int, device: torch.device | str | None = None) -> None:
+    """Keep at most ``nbytes`` of the CPU's memory between steps for activations of ``device``; 0 keeps nothing.
+
+    Without a call it is 64 MB for activations of the CPU, and for those of a GPU what the steps before needed at most.
+
+    Args:
+        nbytes: in memory that holds no activations now; pinned for those of a GPU.
+        device: the current accelerator, or the CPU without one, where ``None``.
+
+    Raises:
+        ConfigurationError: ``nbytes`` is not a whole number of at least 0.
+    """
+    store_of(_device(device)).limit(check_whole_number("nbytes", nbytes, least=0))
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def offloading(module: Any, values: Iterable[Any], *, min_bytes: int = _LEAST_BYTES) -> AbstractContextManager[Any]:

@@ -12,7 +12,6 @@ where the tensor is used.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections import defaultdict
@@ -23,14 +22,14 @@ from torch import Tensor
 
 from overlap._torch.device import has_streams
 
-__all__ = ["Store", "Stored", "store_of"]
+__all__ = ["Store", "Stored", "store_of", "stores"]
 
 _BUFFER_GRAIN_BYTES = 512
+# Pinning memory is slow, getting it is not: on a device that copies by itself the default is all that a step needs.
+_CPU_POOL_BYTES = 64 * 2**20
 
 
-@functools.cache
-def _store_of(kind: str, index: int) -> Store:
-    return Store(torch.device(kind, index))
+_stores: dict[tuple[str, int], Store] = {}
 
 
 def store_of(device: torch.device) -> Store:
@@ -38,7 +37,15 @@ def store_of(device: torch.device) -> Store:
     index = device.index
     if index is None:
         index = 0 if device.type == "cpu" else torch.get_device_module(device).current_device()
-    return _store_of(device.type, index)
+    store = _stores.get((device.type, index))
+    if store is None:
+        store = _stores[device.type, index] = Store(torch.device(device.type, index))
+    return store
+
+
+def stores() -> list[Store]:
+    """Those of all devices that were asked for."""
+    return list(_stores.values())
 
 
 class Store:
@@ -48,6 +55,8 @@ class Store:
         self.device = device
         self.lent_bytes = 0
         self.free_bytes = 0
+        self.pool_bytes = float("inf") if has_streams(device) else _CPU_POOL_BYTES
+        """At most so much is kept that is not lent."""
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
         # Reentrant: a buffer comes back when the collector finds it, which can be anywhere.
         self._lock = threading.RLock()
@@ -101,16 +110,30 @@ class Store:
                 return self._free[size].pop()
             if self.free_bytes > self.lent_bytes:
                 # Buffers of sizes that are no longer asked for, or most would be in use: the shapes have changed.
-                self._free.clear()
-                self.free_bytes = 0
+                self.release()
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._copies is not None)
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back."""
         with self._lock:
             self.lent_bytes -= buffer.numel()
-            self.free_bytes += buffer.numel()
-            self._free[buffer.numel()].append(buffer)
+            if self.free_bytes + buffer.numel() <= self.pool_bytes:
+                self.free_bytes += buffer.numel()
+                self._free[buffer.numel()].append(buffer)
+
+    def limit(self, pool_bytes: float) -> None:
+        """Keep at most so much that is not lent, from now on."""
+        with self._lock:
+            self.pool_bytes = pool_bytes
+            if self.free_bytes > pool_bytes:
+                self.release()
+
+    def release(self) -> int:
+        """Give back all memory that is not lent; returns how many bytes that were."""
+        with self._lock:
+            released, self.free_bytes = self.free_bytes, 0
+            self._free.clear()
+        return released
 
 
 class Stored:

@@ -13,10 +13,11 @@ from overlap._torch.c10d import GradBucket, is_future
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import future_result
+from overlap.hooks.not_a_stage import instead_of, is_never_a_hook, shown
 from overlap.hooks.stage import Role, Stage
 from overlap.hooks.stage_hook import StageHook
 
-__all__ = ["CommHook", "as_hook", "as_stage", "hook_name", "is_hook", "stage_from", "to_stage"]
+__all__ = ["CommHook", "as_hook", "as_stage", "hook_name", "check_hook", "is_hook", "stage_from", "to_stage"]
 
 
 class CommHook(Protocol):
@@ -48,12 +49,19 @@ def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
     """
     if isinstance(hook, StageHook):
         return hook.stage(state)
-    if not callable(hook):
-        raise ConfigurationError(f"{hook!r} is not callable; a hook is called with (state, bucket)")
+    if not is_hook(hook) and (isinstance(hook, Stage) or _is_async(hook)) and state is None:
+        return to_stage(hook)
+    if not is_hook(hook):
+        raise ConfigurationError(
+            f"{shown(hook)} is not a hook, which is called with (state, bucket): {instead_of(hook)}"
+        )
     try:
         inspect.signature(hook).bind(state, None)
     except TypeError as error:
-        raise ConfigurationError(f"the hook {hook_name(hook)} cannot be called with (state, bucket): {error}") from None
+        raise ConfigurationError(
+            f"the hook {hook_name(hook)} cannot be called with (state, bucket): {error}; "
+            "a stage is an `async` callable of one bucket"
+        ) from None
     except ValueError:
         pass  # A builtin may have no signature to look at.
     return _HookStage(hook, state)
@@ -67,14 +75,13 @@ def to_stage(thing: object) -> Stage:
     """
     if isinstance(thing, Stage):
         return thing
-    if isinstance(thing, type):
-        raise ConfigurationError(f"{thing.__name__} is a class; a chain takes stages: {thing.__name__}(...)")
-    if _is_async(thing):
+    if _is_async(thing) and not isinstance(thing, type):
         return _FunctionStage(thing)  # type: ignore[arg-type]
-    raise ConfigurationError(
-        f"{thing!r} is not a stage: a stage is an overlap.Stage or an `async` callable of one bucket; "
-        "a DDP communication hook becomes one with overlap.hooks.as_stage(hook, state)"
-    )
+    if isinstance(thing, StageHook):
+        raise ConfigurationError(f"{thing!r} is a hook already, not a stage; as a stage it is as_stage(hook, state)")
+    if isinstance(thing, type):
+        raise ConfigurationError(f"{thing.__name__} is a class; a chain takes stages, so {instead_of(thing)}")
+    raise ConfigurationError(f"{shown(thing)} is not a stage: {instead_of(thing)}")
 
 
 def stage_from(thing: object, state: Any = None) -> Stage:
@@ -84,7 +91,17 @@ def stage_from(thing: object, state: Any = None) -> Stage:
 
 def is_hook(thing: object) -> bool:
     """Whether ``thing`` may be a communication hook: a callable that is neither a stage nor ``async``."""
-    return callable(thing) and not isinstance(thing, (Stage, type)) and not _is_async(thing)
+    return callable(thing) and not isinstance(thing, Stage) and not _is_async(thing) and not is_never_a_hook(thing)
+
+
+def check_hook(thing: object) -> None:
+    """Check what can be checked of a hook or a stage before its state is known.
+
+    Raises:
+        ConfigurationError: ``thing`` is neither.
+    """
+    if not isinstance(thing, StageHook):
+        stage_from(thing)
 
 
 def hook_name(hook: object) -> str:
@@ -170,7 +187,10 @@ class _RawBucket:
         return self._bucket.buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        return list(self._bucket.gradients)
+        # Contiguous whatever the strides of the parameters, as DDP's own: hooks flatten them.
+        gradients = self._bucket.gradients
+        parts = self._bucket.buffer.split([gradient.numel() for gradient in gradients])
+        return [part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)]
 
     def parameters(self) -> list[torch.Tensor]:
         return list(self._bucket.parameters)

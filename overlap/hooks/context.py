@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from overlap.hooks.collectives import Operation
 
@@ -43,6 +44,8 @@ class StageContext:
     """Whether DDP accepts parameters without a gradient (``find_unused_parameters`` or ``static_graph``)."""
     module: weakref.ref[torch.nn.Module] | None = None
     """The wrapped module; ``None`` where only a hook is registered."""
+    ddp: weakref.ref[DistributedDataParallel] | None = None
+    """The model itself; ``None`` where only a hook is registered."""
     is_joining: Callable[[], bool] = lambda: False
     """Whether the model is inside of a ``Join``, overlap's or PyTorch's; not known where only a hook is registered."""
     background: Background | None = None

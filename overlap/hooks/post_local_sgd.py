@@ -13,8 +13,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from overlap._checks import check_group, check_whole_number, described
+from overlap._torch import classes
 from overlap._torch.c10d import GradBucket
 from overlap.errors import ConfigurationError
+from overlap.hooks.adapters import stage_from
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.stage import Stage
@@ -23,7 +26,7 @@ from overlap.hooks.stage_hook import StageHook
 __all__ = ["PostLocal", "PostLocalSGDState", "check_subgroup", "machine_group", "post_localSGD_hook"]
 
 
-class PostLocalSGDState:
+class PostLocalSGDState(classes.PostLocalSGDState):
     """When gradients stop being averaged over all ranks, and over which ranks they are averaged from then on.
 
     Args:
@@ -44,15 +47,12 @@ class PostLocalSGDState:
         start_localSGD_iter: int,  # noqa: N803
         post_local_gradient_allreduce: bool = True,
     ) -> None:
-        if isinstance(start_localSGD_iter, bool) or not isinstance(start_localSGD_iter, int) or start_localSGD_iter < 0:
-            raise ConfigurationError(
-                f"start_localSGD_iter must be a whole number of at least 0, got {start_localSGD_iter!r}"
-            )
+        start = check_whole_number("start_localSGD_iter", start_localSGD_iter, least=0)
         if subgroup is not None:
             check_subgroup(subgroup)
-        self.process_group = process_group
+        self.process_group = check_group("process_group", process_group)
         self.subgroup = subgroup
-        self.start_localSGD_iter = start_localSGD_iter
+        self.start_localSGD_iter = start
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
         """Backward passes so far, counted up to ``start_localSGD_iter``."""
@@ -104,7 +104,7 @@ class PostLocal(Stage):
     ) -> None:
         self._state = state
         self._asks_is_local = is_local
-        self.inner = AllReduce() if inner is None else inner
+        self.inner = AllReduce() if inner is None else stage_from(inner)
         if not self.inner.reduces:
             raise ConfigurationError(f"PostLocal takes a reducer, and {self.inner!r} is not a reducer")
         self._is_local = False
@@ -149,8 +149,8 @@ class PostLocal(Stage):
 def _checked(state: Any) -> PostLocalSGDState:
     if not isinstance(state, PostLocalSGDState):
         raise ConfigurationError(
-            f"the state of post_localSGD_hook must be a PostLocalSGDState, got {type(state).__name__}; make one, as in "
-            "PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1000)"
+            f"the state of post_localSGD_hook must be a PostLocalSGDState of overlap.hooks, got {described(state)}; "
+            "make one, as in PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1000)"
         )
     return state
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from overlap.errors import ConfigurationError
+from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.context import StageContext
 
@@ -114,6 +115,28 @@ class Stage(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+    if not TYPE_CHECKING:  # Or every attribute would be known to type checkers.
+
+        def __getattr__(self, name: str) -> Any:
+            # What frameworks and DDP itself ask of a communication hook, in place of which a stage is given at times.
+            if name == "__signature__":
+                return _SIGNATURE
+            if name in ("__name__", "__qualname__"):
+                whole = repr(self) if self.sequence != (self,) else f"chain({self!r})"
+                raise _NotAHookError(
+                    f"{self!r} is a stage, not a communication hook: call {whole}.register(ddp); where a framework "
+                    f"registers the hook, give it overlap.as_hook({self!r})"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+# Without annotations, which DDP compares with its own types.
+_SIGNATURE = inspect.Signature([inspect.Parameter("bucket", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+
+
+class _NotAHookError(RegistrationError, AttributeError):
+    """An AttributeError, so that whoever asks whether a stage has a name learns that it has none."""
 
 
 def walk(stage: Stage) -> Iterator[Stage]:

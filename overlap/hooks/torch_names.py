@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
-from overlap.hooks.adapters import CommHook, as_stage, hook_name
+from overlap.hooks.adapters import CommHook, as_stage, check_hook, hook_name
 from overlap.hooks.allreduce import AllGather, AllReduce, NoReduction
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.cast import Cast
@@ -114,6 +114,8 @@ def bf16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
 
 
 def _cast_hook(hook: CommHook | Callable[..., Any], dtype: torch.dtype, wrapper: Callable[..., StageHook]) -> StageHook:
+    check_hook(hook)
+
     def build(state: Any) -> Stage:
         return Cast(dtype, as_stage(hook, state))
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from overlap._torch.join import on_notify
+from overlap._torch.optimizer import runs_step_hooks
 from overlap.errors import ConfigurationError
 from overlap.join.session import JoinableAdapter, JoinSession
 
@@ -41,6 +42,11 @@ class OptimizerAdapter(JoinableAdapter):
     """A plain optimizer: steps on joined ranks as on active ones, with the gradients that DDP's replay leaves."""
 
     def __init__(self, optimizer: Optimizer) -> None:
+        if not runs_step_hooks(optimizer):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} runs no step hooks, so a Join would not see its step(); give Join the "
+                "optimizer that it wraps"
+            )
         self._optimizer = optimizer
 
     def enter(self, session: JoinSession, undo: ExitStack) -> None:

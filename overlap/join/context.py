@@ -11,12 +11,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms import join as base
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from overlap._checks import check_ddp, described
 from overlap._torch.c10d import group_timeout
+from overlap._torch.compiled import uncompiled
+from overlap._torch.optimizer import unwrapped
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError, PeerError, TrainingLoopError
 from overlap.join.active import active_join, clear_active_join, set_active_join
 from overlap.join.adapters import JoinHookAdapter, OptimizerAdapter, SchedulerAdapter
@@ -34,7 +38,7 @@ __all__ = ["Join"]
 _entered: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
-class Join:
+class Join(base.Join):
     """Lets ranks have different numbers of batches: one that has run out goes on taking part, with gradients of zero.
 
     ::
@@ -57,7 +61,8 @@ class Join:
 
     Args:
         joinables: models, optimizers and other joinables of one process group; also plain ``torch.optim.Optimizer`` and
-            LR schedulers, which then step on joined ranks as they do on active ones.
+            LR schedulers, which then step on joined ranks as they do on active ones. Of Accelerate's and Lightning's
+            wrappers the optimizer inside is taken.
         enable: ``False`` makes the block do nothing.
         throw_on_early_termination: the same as ``on_exhausted="raise"``.
         lengths: how many iterations this rank will run.
@@ -91,16 +96,22 @@ class Join:
         on_exhausted = check_on_exhausted(on_exhausted, throws=throw_on_early_termination)
         if lengths is not None and (isinstance(lengths, bool) or not isinstance(lengths, int) or lengths < 0):
             raise ConfigurationError(f"lengths is this rank's number of iterations, len(loader) say, got {lengths!r}")
+        if not isinstance(weight_by_samples, bool) and not callable(weight_by_samples):
+            raise ConfigurationError(
+                f"weight_by_samples is True, False, or a callable that is given a batch, got {weight_by_samples!r}"
+            )
         if lengths is not None and weight_by_samples:
             raise ConfigurationError("weight_by_samples exchanges the samples in every iteration: leave lengths out")
+        joinables = _joinables(joinables)
         self._options = JoinOptions(
             on_exhausted=on_exhausted,
             divides_by_count=not kwargs.get("divide_by_initial_world_size", True),
             counts_samples=bool(weight_by_samples),
         )
         self._lengths, self._enable, self._samples = lengths, enable, weight_by_samples
+        joinables = [unwrapped(joinable) for joinable in joinables]
         self._adapters = _adapters(joinables, kwargs, shadows=enable and on_exhausted == "shadow")
-        self._group, self._device = _group_and_device(joinables)
+        self._group, self._join_device = _group_and_device(joinables)
         self._session: JoinSession | None = None
         self._undo = ExitStack()
 
@@ -115,9 +126,9 @@ class Join:
         if active_join(self._group) is not None:
             raise TrainingLoopError("a Join is already active on this process group: leave its block first")
         key = str(next(_entered.setdefault(self._group, itertools.count())))
-        log = EventLog(self._group, key, group_timeout(self._group, self._device))
+        log = EventLog(self._group, key, group_timeout(self._group, self._join_device))
         lengths = self._exchange_lengths(log)
-        iterations = Iterations(self._group, self._device, log, self._options, lengths=lengths)
+        iterations = Iterations(self._group, self._join_device, log, self._options, lengths=lengths)
         self._session = session = JoinSession(iterations, self._adapters)
         set_active_join(self._group, session)
         self._undo.callback(clear_active_join, self._group)
@@ -194,9 +205,22 @@ class Join:
         self._undo.close()
 
 
+def _joinables(given: Any) -> list[Any]:
+    """``given`` as a list; where it holds a compiled model, the model."""
+    if isinstance(given, (nn.Module, Optimizer, LRScheduler, base.Joinable)) or not isinstance(given, Iterable):
+        raise ConfigurationError(f"joinables is a list, as in Join([ddp, optimizer]), got {described(given)}")
+    joinables = [uncompiled(joinable) for joinable in given]
+    for place, joinable in enumerate(joinables):
+        if any(joinable is other for other in joinables[:place]):
+            raise ConfigurationError(f"this {described(joinable)} is given twice: joinables names each once")
+    return joinables
+
+
 def _adapters(joinables: Sequence[Any], kwargs: dict[str, Any], *, shadows: bool) -> list[JoinableAdapter]:
     if not joinables:
-        raise ConfigurationError("Join needs at least one joinable, such as a DistributedDataParallel model")
+        raise ConfigurationError(
+            "The join context manager requires at least one joinable, such as a DistributedDataParallel model"
+        )
     adapters = [_adapter(joinable, kwargs, shadows=shadows) for joinable in joinables]
     for index, adapter in enumerate(adapters):
         adapter.index = index
@@ -204,6 +228,8 @@ def _adapters(joinables: Sequence[Any], kwargs: dict[str, Any], *, shadows: bool
 
 
 def _adapter(joinable: Any, kwargs: dict[str, Any], *, shadows: bool) -> JoinableAdapter:
+    if isinstance(joinable, type):
+        raise ConfigurationError(f"{described(joinable)} is not a joinable, which is an object: make it first")
     if isinstance(joinable, DistributedDataParallel):
         return DDPAdapter(joinable, joinable.join_hook(**kwargs), shadows=shadows)
     if isinstance(joinable, base.Joinable):
@@ -212,8 +238,10 @@ def _adapter(joinable: Any, kwargs: dict[str, Any], *, shadows: bool) -> Joinabl
         return SchedulerAdapter(joinable)
     if isinstance(joinable, Optimizer):
         return OptimizerAdapter(joinable)
+    if isinstance(joinable, nn.Module):
+        check_ddp(joinable)
     raise ConfigurationError(
-        f"{type(joinable).__name__} is not a Joinable (nor an optimizer or LR scheduler): Join takes models in "
+        f"{described(joinable)} is not a Joinable (nor an optimizer or LR scheduler): Join takes models in "
         "DistributedDataParallel and subclasses of overlap.Joinable"
     )
 
@@ -224,7 +252,9 @@ def _group_and_device(joinables: Sequence[Any]) -> tuple[dist.ProcessGroup, torc
         raise ConfigurationError("Join needs a joinable with a process group, such as a DistributedDataParallel model")
     group = able[0].join_process_group
     if any(other.join_process_group is not group for other in able):
-        raise ConfigurationError("using Join with several process groups: give each of them its own Join")
+        raise ConfigurationError(
+            "Using join context manager with multiple process groups: give each group a Join of its own"
+        )
     return group, torch.device(able[0].join_device)
 
 

@@ -67,10 +67,11 @@ class DDPAdapter(JoinableAdapter):
                 "overlap.hooks, or leave out divide_by_initial_world_size=False"
             )
         self._expects_backward = self._watches_backward = False
-        undo.callback(on_notify(self._ddp, lambda: self._on_forward(session, undo)))
+        undo.callback(on_notify(self._ddp, torch.compiler.disable(lambda: self._on_forward(session, undo))))
         undo.callback(self._joined.leave)
-        self._joined.enter(lambda: session.buffer_source, self._before_module)
-        undo.callback(self._ddp.register_forward_hook(self._after_module).remove)
+        self._joined.enter(lambda: session.buffer_source, torch.compiler.disable(self._before_module))
+        # What a Join does in a forward does not belong to a compiled one.
+        undo.callback(self._ddp.register_forward_hook(torch.compiler.disable(self._after_module)).remove)
         if session.options.counts_samples:
             # On parameters, not on outputs: those may depend on each other, and be in containers of any kind.
             for parameter in self._trained:

@@ -154,9 +154,15 @@ class Iterations:
             return
         if participation.missing and participation.count:
             self.has_raised_on_all = True
+            # The first sentences are PyTorch's, which people match on.
+            happened = (
+                f"Rank {self.rank} exhausted all inputs."
+                if self.rank in participation.missing
+                else "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+            )
             raise TrainingLoopError(
-                f"ranks {participation.missing} exhausted all inputs after {max(self.current, 0)} iterations or more "
-                "and others did not; throwing across all ranks"
+                f"{happened} Ranks {participation.missing} ran out after {max(self.current, 0)} iterations or more and "
+                'others did not, which on_exhausted="raise" makes an error on all'
             )
 
     # How this rank's own iterations end.

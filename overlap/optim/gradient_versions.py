@@ -1,35 +1,137 @@
-"""Telling whether a gradient is still what the library left in ``.grad``."""
+"""Telling whether a gradient is still what the library left in ``.grad``. See [Note: edits by value]."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from overlap._torch.autograd import version
+from overlap._torch.device import has_streams
+from overlap.optim.fingerprint import fingerprint
 
-__all__ = ["GradientVersions"]
+__all__ = ["GradientVersions", "LateVerdicts"]
+
+
+@dataclass
+class _Note:
+    """What was in ``.grad`` of a parameter."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    values: Tensor
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> _Note:
+        return cls(weakref.ref(gradient), version(gradient), fingerprint(gradient))
+
+    def is_of(self, gradient: Tensor) -> bool:
+        """Whether it is that tensor, with nothing done to it that raises its version."""
+        return gradient is self.tensor() and version(gradient) == self.version
 
 
 class GradientVersions:
-    """The tensors in ``.grad`` of some parameters, and how often each had been changed in place, at one moment."""
+    """The tensors in ``.grad`` of some parameters and their values, at one moment.
 
-    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
-        self._noted: dict[int, tuple[weakref.ref[Tensor], int]] = {
-            id(parameter): (weakref.ref(parameter.grad), version(parameter.grad))
-            for parameter in parameters
-            if parameter.grad is not None
-        }
+    Args:
+        parameters: whose gradients to note.
+        known: notes of before, to be taken over where they still hold.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor] = (), *, known: GradientVersions | None = None) -> None:
+        before = {} if known is None else known._notes
+        self._notes: dict[int, _Note] = {}
+        for parameter in parameters:
+            if (gradient := parameter.grad) is None:
+                continue
+            note = before.get(id(parameter))
+            self._notes[id(parameter)] = note if note is not None and note.is_of(gradient) else _Note.of(gradient)
 
     def hold(self, parameter: Tensor) -> bool:
-        """Whether ``parameter.grad`` is the tensor that it was, with what it held, or ``None`` as it was."""
-        noted = self._noted.get(id(parameter))
-        if noted is None or parameter.grad is None:
-            return noted is None and parameter.grad is None
-        return parameter.grad is noted[0]() and noted[1] == version(parameter.grad)
+        """Whether ``parameter.grad`` is the tensor that it was, by its version, or ``None`` as it was."""
+        note = self._notes.get(id(parameter))
+        if note is None or parameter.grad is None:
+            return note is None and parameter.grad is None
+        return note.is_of(parameter.grad)
 
     def hold_another_tensor(self, parameter: Tensor) -> bool:
         """Whether ``parameter.grad`` is a tensor that was not there then, such as one from a backward of the user's."""
-        noted = self._noted.get(id(parameter))
-        return parameter.grad is not None and (noted is None or parameter.grad is not noted[0]())
+        note = self._notes.get(id(parameter))
+        return parameter.grad is not None and (note is None or parameter.grad is not note.tensor())
+
+    def changed(
+        self, parameters: Iterable[Tensor], late: LateVerdicts, *, samples: bool, ignores_zeros: bool
+    ) -> list[Tensor]:
+        """Those of ``parameters`` whose gradients have other values; what has the same values is noted as it is now.
+
+        Args:
+            parameters: which to look at.
+            late: where to put what is not known yet, on an accelerator.
+            samples: compare values even where no version has moved.
+            ignores_zeros: whether a gradient that was cleared or set to zero counts as it was.
+        """
+        changed, doubtful = [], []
+        for parameter in parameters:
+            note, gradient = self._notes.get(id(parameter)), parameter.grad
+            if gradient is None:
+                changed += [parameter] if note is not None and not ignores_zeros else []
+            elif note is None:
+                doubtful += [(parameter, gradient, ~torch.zeros_like(fingerprint(gradient)))]
+            elif samples or not note.is_of(gradient):
+                doubtful += [(parameter, gradient, note.values)]
+        for parameter, gradient, values in doubtful:
+            now = fingerprint(gradient)
+            is_other = now != values
+            if has_streams(gradient.device):
+                late.add(parameter, is_other & gradient.any() if ignores_zeros else is_other)
+            elif is_other:
+                if not ignores_zeros or gradient.any():
+                    changed.append(parameter)
+                continue  # What the loop has set to zero is its own.
+            self._notes[id(parameter)] = _Note(weakref.ref(gradient), version(gradient), now)
+        late.send()
+        return changed
+
+
+class LateVerdicts:
+    """Whether gradients on an accelerator were changed, read when the device has found out; the host never waits."""
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[Tensor, Tensor]] = []
+        self._under_way: list[tuple[list[Tensor], Tensor, torch.Event]] = []
+
+    def add(self, parameter: Tensor, is_changed: Tensor) -> None:
+        """Ask about ``parameter``."""
+        self._asked.append((parameter, is_changed))
+
+    def send(self) -> None:
+        """Copy the answers to the host, behind what the device has queued."""
+        by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        for parameter, is_changed in self._asked:
+            by_device.setdefault(is_changed.device, []).append((parameter, is_changed))
+        self._asked = []
+        for device, asked in by_device.items():
+            answers = torch.stack([is_changed for _, is_changed in asked]).to("cpu", non_blocking=True)
+            event = torch.get_device_module(device).Event()
+            event.record(torch.get_device_module(device).current_stream(device))
+            self._under_way.append(([parameter for parameter, _ in asked], answers, event))
+
+    def read(self) -> list[Tensor]:
+        """The parameters whose gradients had been changed, as far as the device has told by now."""
+        count = 0
+        while count < len(self._under_way) and self._under_way[count][2].query():
+            count += 1
+        told, self._under_way = self._under_way[:count], self._under_way[count:]
+        return [
+            parameter
+            for parameters, answers, _ in told
+            for parameter, is_changed in zip(parameters, answers.tolist(), strict=True)
+            if is_changed
+        ]
+
+    def clear(self) -> None:
+        """Forget what is under way."""
+        self._asked, self._under_way = [], []

@@ -14,7 +14,8 @@ left, but nothing else):
 
 - A gradient that the library has not made is never cleared or overwritten.
 - One that has been applied is never applied again. It stays readable until the model's next forward clears it.
-- An edit of one that has been applied would be lost, so it is an error.
+- An edit of one that has been applied would be lost, so it is an error. What counts is the values, see
+  [Note: edits by value].
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from overlap.errors import TrainingLoopError
-from overlap.optim.gradient_versions import GradientVersions
+from overlap.optim.pass_gradients import PassGradients
 from overlap.optim.phases import (
     ADDED_TO_APPLIED,
     CANNOT_DISCARD_UNDER_JOIN,
@@ -37,6 +38,7 @@ from overlap.optim.phases import (
     Phase,
     Refusal,
 )
+from overlap.optim.update_marks import UpdateMarks
 
 __all__ = ["UpdateLifecycle"]
 
@@ -47,46 +49,36 @@ class UpdateLifecycle:
     Args:
         form: how the update is made.
         clears: whether the gradient of a parameter is this update's to clear.
+        marks: of an update of these parameters in backward, what must be the same in ``step()``; with their values
+            (``samples``) or by their versions.
     """
 
-    def __init__(self, form: Form, *, clears: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self,
+        form: Form,
+        *,
+        clears: Callable[[Tensor], bool],
+        marks: Callable[[list[Tensor], bool], UpdateMarks] | None = None,
+    ) -> None:
         self.form = form
         self.phase = Phase.IDLE
+        self.outcome = form.outcome
+        """Where the last backward led, or the one under way leads: as the form says, unless its update was skipped."""
         self.names: Mapping[Tensor, str] = {}
         """The model's parameters, where they are known."""
         self.sees_forwards = False
         """Whether :meth:`on_forward` is called; a hook that is registered with DDP itself is not told of forwards."""
         self.is_joining: Callable[[], bool] = lambda: False
         """Whether ranks that have run out of inputs make the updates of others as they are reduced."""
-        self._clears = clears
+        self.gradients = PassGradients(clears)
         self._is_replay = False
-        self._reduced: dict[int, Tensor] = {}
-        self._applied: dict[int, Tensor] = {}
-        # None after a replay, on a rank where DDP sets no .grad.
-        self._versions: GradientVersions | None = None
+        self._make_marks = marks
+        self._marks: UpdateMarks | None = None
 
     @property
     def is_replay(self) -> bool:
         """Whether the last backward was a replay, so that no ``.grad`` came of it on this rank."""
         return self._is_replay
-
-    @property
-    def reduced(self) -> list[Tensor]:
-        """Parameters whose gradients came in a bucket of the last backward."""
-        return list(self._reduced.values())
-
-    def has_reduced(self, parameter: Tensor) -> bool:
-        """Whether the gradient of ``parameter`` came in a bucket of the last backward."""
-        return id(parameter) in self._reduced
-
-    @property
-    def applied(self) -> list[Tensor]:
-        """Parameters whose gradients, as the last backward left them, have been applied."""
-        return list(self._applied.values())
-
-    def has_applied(self, parameter: Tensor) -> bool:
-        """Whether what the last backward left in ``.grad`` of ``parameter`` has been applied."""
-        return id(parameter) in self._applied
 
     # Events.
 
@@ -96,20 +88,16 @@ class UpdateLifecycle:
         Raises:
             TrainingLoopError: a gradient was changed in place after it had been applied.
         """
-        if self.phase is Phase.FAILED:
-            self._clear_all()
-        elif self.phase in (Phase.APPLIED, Phase.STEPPED):
-            self._clear_applied()
-        elif self.phase is Phase.REDUCED and all(parameter.grad is None for parameter in self._reduced.values()):
+        self._clear_before_pass()
+        if self.phase is Phase.REDUCED and all(parameter.grad is None for parameter in self.gradients.reduced):
             self.on_zero_grad()  # The loop has cleared them by itself.
         self._move(Event.FORWARD)
         if self.phase is Phase.FORWARD:
-            self._forget()  # What is in .grad from here on is not of a backward that was reduced.
-        # Nor is what comes where a gradient was cleared.
-        self._reduced = {key: parameter for key, parameter in self._reduced.items() if parameter.grad is not None}
+            self.gradients.forget()
+        self.gradients.forget_cleared()
 
-    def on_backward(self, *, is_replay: bool) -> None:
-        """The first bucket has come.
+    def on_backward(self, *, is_replay: bool, outcome: Phase | None = None) -> None:
+        """The first bucket has come, of a backward that leads to ``outcome``; to the form's own where ``None``.
 
         Raises:
             TrainingLoopError: ``step()`` is still due for the backward before.
@@ -122,52 +110,56 @@ class UpdateLifecycle:
             self._refuse(SECOND_BACKWARD)
         elif self.phase is Phase.REDUCED and self.is_joining():
             self._refuse(replace(CANNOT_DISCARD_UNDER_JOIN, then=Phase.FAILED))
-        elif self.phase is Phase.STEPPED and self.sees_forwards and self._has_added_to_applied():
+        elif self.phase is Phase.STEPPED and self.sees_forwards and self.gradients.has_added_to_applied():
             self._refuse(ADDED_TO_APPLIED)
         else:
             self._move(Event.BACKWARD)
+        self.outcome = outcome or self.form.outcome
         self._is_replay = is_replay
-        self._forget()
+        self._marks = None
+        self.gradients.begin_pass()
 
     def _begin_replay(self) -> None:
-        if self.phase is Phase.FAILED:
-            self._clear_all()
-        elif self.phase in (Phase.APPLIED, Phase.STEPPED):
-            self._clear_applied()
+        self._clear_before_pass()
         if self.phase is Phase.REDUCED and self._is_replay:
             self.phase = Phase.IDLE  # The others have discarded that backward.
         self._move(Event.REPLAY)
 
-    def note_reduced(self, parameters: Iterable[Tensor]) -> None:
-        """A bucket of these parameters is through."""
-        self._reduced.update((id(parameter), parameter) for parameter in parameters)
-
-    def note_applied(self, parameters: Iterable[Tensor]) -> None:
-        """The gradients of these parameters have been applied."""
-        self._applied.update((id(parameter), parameter) for parameter in parameters)
+    def _clear_before_pass(self) -> None:
+        if self.phase is Phase.FAILED:
+            self.gradients.clear_all(self.names)
+        elif self.phase in (Phase.APPLIED, Phase.STEPPED):
+            self._refuse_edits(keeps_new_tensors=True)
+            self.gradients.clear_applied()
 
     def on_reduced(self, outcome: Phase | None = None) -> None:
-        """All buckets are through and DDP has set ``.grad``; ``outcome`` is the form's own where ``None``."""
-        self.phase = outcome or self.form.outcome
-        self._versions = None if self._is_replay else GradientVersions(self._reduced.values())
+        """All buckets are through and DDP has set ``.grad``; ``outcome`` is the pass's own where ``None``."""
+        self.phase = outcome or self.outcome
+        if self.phase is not Phase.REDUCED:  # Otherwise the loop may still edit gradients.
+            self.gradients.note_values(are_there=not self._is_replay)
+        if self.phase is Phase.APPLIED and self._make_marks is not None and not self._is_replay:
+            self._marks = self._make_marks(self.gradients.applied, self.gradients.samples)
 
     def on_step(self, updated: Iterable[Tensor] = ()) -> None:
         """``step()`` has made its update, of ``updated`` among others; :meth:`check_step` came first."""
         if self.phase in (Phase.REDUCED, Phase.APPLIED):
-            self.note_applied(p for p in updated if self.has_reduced(p))
-            self._versions = None if self._is_replay else GradientVersions(self._reduced.values())
+            self.gradients.note_applied(p for p in updated if self.gradients.has_reduced(p))
+            self.gradients.note_values(are_there=not self._is_replay)
+        self._marks = None
         self._move(Event.STEP)
 
-    def on_zero_grad(self) -> None:
+    def on_zero_grad(self, *, set_to_none: bool = True) -> None:
         """``zero_grad()`` is called, and clears what is there.
 
         Raises:
             TrainingLoopError: the update was made in backward, and ``step()`` is due.
         """
         self.check(Event.ZERO_GRAD)
+        if self.phase is Phase.FORWARD:
+            self.gradients.note_zero_grad(set_to_none=set_to_none)
         self._move(Event.ZERO_GRAD)
         if self.phase is Phase.IDLE:
-            self._forget()
+            self.gradients.forget()
 
     def on_load(self) -> None:
         """``load_state_dict()`` is called. Raises: TrainingLoopError: as :meth:`on_zero_grad`."""
@@ -175,6 +167,7 @@ class UpdateLifecycle:
 
     def on_failure(self) -> None:
         """A stage raised in backward."""
+        self._marks = None
         self._move(Event.FAILURE)
 
     def on_update_failure(self) -> None:
@@ -184,12 +177,10 @@ class UpdateLifecycle:
     def on_remove(self) -> None:
         """The registration is removed: what has been applied must not be applied again by an optimizer left alone."""
         if self.phase is Phase.FAILED:
-            self._clear_all()
-        for parameter in self._applied.values():
-            if self._clears(parameter) and not self._holds_new_tensor(parameter):
-                parameter.grad = None
+            self.gradients.clear_all(self.names)
+        self.gradients.clear_for_good()
+        self._marks = None
         self._move(Event.REMOVE)
-        self._forget()
 
     # What step() asks before it updates.
 
@@ -202,15 +193,19 @@ class UpdateLifecycle:
             self._refuse(CANNOT_DISCARD_UNDER_JOIN)
 
     def check_step(self) -> None:
-        """Raises: TrainingLoopError: ``step()`` cannot be called now, or what was applied has been changed since."""
+        """Raises: TrainingLoopError: ``step()`` cannot be called now, or what was applied, or with what it was, has
+        been changed since."""
         self.check(Event.STEP)
         self._refuse_edits(keeps_new_tensors=False)
+        marks, self._marks = self._marks, None  # It is told once.
+        if marks is not None and self.phase is Phase.APPLIED:
+            marks.refuse_changes(step=self.form.step, deferred=self.form.deferred)
 
     def check_reduced(self, pending: Iterable[Tensor], *, applies_what_the_user_set: bool = True) -> None:
         """Raises: TrainingLoopError: a gradient that ``step()`` would apply is this rank's own, and not the mean."""
         if self.phase is Phase.IDLE and applies_what_the_user_set:
             return  # No forward came before: the user set these gradients, to have the optimizer make its state, say.
-        local = [p for p in pending if p in self.names and not self.has_reduced(p)]
+        local = [p for p in pending if p in self.names and not self.gradients.has_reduced(p)]
         if applies_what_the_user_set:
             local = _nonzero(local)
         if local:
@@ -219,36 +214,6 @@ class UpdateLifecycle:
                 f"{len(local) - 1} others): the backward ran under no_sync(), or did not reach every parameter"
             )
 
-    # The gradients.
-
-    def _clear_applied(self) -> None:
-        self._refuse_edits(keeps_new_tensors=True)
-        for key, parameter in self._applied.items():
-            if self._clears(parameter) and self._is_as_left(parameter):
-                parameter.grad = None
-            self._reduced.pop(key, None)
-        self._applied = {}  # What is in .grad now is the user's.
-
-    def _clear_all(self) -> None:
-        for parameter in {**self._reduced, **{id(p): p for p in self.names}}.values():
-            if self._clears(parameter):
-                parameter.grad = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._reduced, self._applied, self._versions = {}, {}, None
-
-    def _holds_new_tensor(self, parameter: Tensor) -> bool:
-        return self._versions is not None and self._versions.hold_another_tensor(parameter)
-
-    def _has_added_to_applied(self) -> bool:
-        return self._versions is not None and any(
-            p.grad is not None and not self._holds_new_tensor(p) for p in self._applied.values()
-        )
-
-    def _is_as_left(self, parameter: Tensor) -> bool:
-        return self._versions is None or self._versions.hold(parameter)
-
     def _refuse_edits(self, *, keeps_new_tensors: bool) -> None:
         """Raises: TrainingLoopError: the loop changed a gradient after it had been applied; it can go on afterwards.
 
@@ -256,12 +221,15 @@ class UpdateLifecycle:
         was cleared or set to zero does not, nor does, where ``keeps_new_tensors``, another tensor in ``.grad``.
         """
         is_due = self.phase is Phase.APPLIED
-        edited = [p for p in self._applied.values() if self._clears(p) and not self._is_as_left(p)]
-        if not is_due:
-            edited = _nonzero([p for p in edited if not (keeps_new_tensors and self._holds_new_tensor(p))])
+        edited = self.gradients.edited(
+            keeps_new_tensors=keeps_new_tensors and not is_due,
+            ignores_zeros=not is_due,
+            # An update in step() has seen all edits before it; those after it would be lost in plain DDP, too.
+            samples=self.phase is self.form.outcome,
+        )
         if not edited:
             return
-        self._versions = GradientVersions(self._reduced.values())
+        self.gradients.accept_values()
         what = (
             f"the gradient of {self.names.get(edited[0], 'a parameter')} (and of {len(edited) - 1} others) was changed "
         )
@@ -284,11 +252,12 @@ class UpdateLifecycle:
             self.phase = outcome
 
     def _refuse(self, refusal: Refusal) -> None:
-        missing = [name for parameter, name in self.names.items() if id(parameter) not in self._reduced]
+        missing = [name for parameter, name in self.names.items() if not self.gradients.has_reduced(parameter)]
         listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         self.phase = refusal.then or self.phase
+        form = self.form
         raise TrainingLoopError(
-            refusal.message.format(step=self.form.step, deferred=self.form.deferred, missing=listed)
+            refusal.message.format(step=form.step, deferred=form.deferred, skip=form.skip, missing=listed)
         )
 
 

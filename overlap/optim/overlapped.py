@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -10,16 +11,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._torch.optimizer import mark_stepped, unhooked_step
-from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap._torch.optimizer import (
+    global_pre_hooks,
+    mark_stepped,
+    own_step,
+    run_post_hooks,
+    run_pre_hooks,
+    unwrapped,
+)
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import StageContext
 from overlap.join import Join, Joinable, JoinHook
 from overlap.optim.clipping import Clipping, GradientNorms
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle
-from overlap.optim.phases import Event, Phase
+from overlap.optim.pass_gradients import PassGradients
+from overlap.optim.phases import SCALED_UNDER_JOIN, Event, Phase
 from overlap.optim.proxy import OptimizerProxy
-from overlap.optim.subset import SubsetStepper, check_optimizer
+from overlap.optim.skipping import SkippedUpdates
+from overlap.optim.step_guard import guards_lifted, refused_pre_hooks
+from overlap.optim.subset import SubsetStepper, check_optimizer, grads_replaced, step_whole
 
 __all__ = ["OverlappedOptimizer"]
 
@@ -42,11 +53,13 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
     :meth:`step` makes sure that every parameter with a gradient has been updated once: what the stage has updated in
     backward is left alone, the rest is updated now. Other attributes are the wrapped optimizer's.
 
-    Step hooks (of either object) run around :meth:`step`; with interleaved updates that is after the parameters have
-    changed. ``GradScaler`` works with a deferred stage.
+    Step hooks (of either object) get the wrapped optimizer, and run once per :meth:`step`. With interleaved updates
+    that is after the parameters have changed, so pre-hooks are refused there. ``GradScaler`` works with a deferred
+    stage. A copy, by ``copy.deepcopy`` or ``pickle``, is registered with no model.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer`` that steps without a closure.
+        optimizer: any ``torch.optim.Optimizer`` that steps without a closure; of Accelerate's and Lightning's wrappers
+            the optimizer inside is taken.
 
     Raises:
         ConfigurationError: ``optimizer`` is something else, or is overlapped already.
@@ -54,24 +67,31 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        optimizer = unwrapped(optimizer)
         if isinstance(optimizer, OverlappedOptimizer):
             raise ConfigurationError("this optimizer is an OverlappedOptimizer already; use it as it is")
-        super().__init__(check_optimizer(optimizer))
+        self.optimizer = check_optimizer(optimizer)
         Joinable.__init__(self)
         self._updates: list[_Update] = []
+        self._was_registered = False
         self._stepper = SubsetStepper(self.optimizer)
+        self._outside = PassGradients(clears=lambda parameter: True)
+        self.skipped = SkippedUpdates()
+        """Where the loop says that a backward is not this optimizer's."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """Update every parameter that has a gradient and was not updated in backward.
 
         Args:
             closure: evaluates the model and runs backward, as for any optimizer; its result is returned.
+            **arguments: of the wrapped optimizer's ``step``, where the update is left to this call.
 
         Raises:
-            TrainingLoopError: a gradient has not been reduced (the backward ran under ``no_sync``, or did not reach
-                every parameter), or was changed after an interleaved update had applied it (clipping,
-                ``GradScaler``); or the last backward raised.
+            TrainingLoopError: a gradient has not been reduced (no stage was ever registered with this optimizer, the
+                backward ran under ``no_sync``, or did not reach every parameter), or was changed after an interleaved
+                update had applied it (clipping, ``GradScaler``); or the last backward raised.
         """
+        self._check_registered()
         Join.notify_join_context(self)
         loss = None
         if closure is not None:
@@ -80,7 +100,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         loss_scale = LossScale.given_to(self)
         pending = self._pending(loss_scale)
         try:
-            self._update(pending, loss_scale)
+            self._update(pending, loss_scale, arguments)
         except BaseException:
             for update in self._updates:
                 update.lifecycle.on_update_failure()
@@ -88,52 +108,101 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         mark_stepped(self.optimizer)
         for update in self._updates:
             update.lifecycle.on_step(pending)
+        self._note_outside(pending)
         return loss
+
+    def skip_update(self) -> AbstractContextManager[None]:
+        """``with optimizer.skip_update():`` for backwards of a loss that is not this optimizer's.
+
+        A backward that begins inside leaves averaged gradients and makes no update, whatever the form:
+        :meth:`zero_grad` then discards it, another backward adds to it, :meth:`step` applies it, as with plain DDP.
+        So a generator's loss goes through the discriminator's model::
+
+            with optimizer_d.skip_update():
+                criterion(discriminator(generator(noise)), real).backward()
+            optimizer_g.step()
+            optimizer_d.zero_grad()
+
+        Blocks may be nested, and an exception ends one as any other ``with``. Enter it on every rank alike. A backward
+        goes by where it begins; without a registered stage there is nothing to skip, and nothing changes.
+        """
+        return self.skipped.skipping()
 
     def _pending(self, loss_scale: LossScale) -> list[Tensor]:
         """The parameters to update, if the lifecycles allow it."""
-        if loss_scale.is_used and any(not update.is_deferred for update in self._updates):
+        lifecycles = [update.lifecycle for update in self._updates]
+        if loss_scale.is_used and any(lifecycle.outcome is not Phase.REDUCED for lifecycle in lifecycles):
             raise TrainingLoopError(
                 "GradScaler decides after backward whether to step, but the parameters were updated in backward; "
                 "use Step(optimizer, deferred=True) with it"
             )
-        lifecycles = [update.lifecycle for update in self._updates]
+        if loss_scale.is_used and any(lifecycle.is_joining() for lifecycle in lifecycles):
+            raise TrainingLoopError(SCALED_UNDER_JOIN)
         for lifecycle in lifecycles:
             lifecycle.check_step()
+        self._refuse_edits_outside()
+        applied = [*(lifecycle.gradients for lifecycle in lifecycles), self._outside]
         pending = [
             parameter
             for group in self.param_groups
             for parameter in group["params"]
-            if parameter.grad is not None and not any(lifecycle.has_applied(parameter) for lifecycle in lifecycles)
+            if parameter.grad is not None and not any(gradients.has_applied(parameter) for gradients in applied)
         ]
         for lifecycle in lifecycles:
             lifecycle.check_reduced(pending)
         return pending
 
-    @torch.no_grad()
-    def _update(self, pending: list[Tensor], loss_scale: LossScale) -> None:
-        if not pending:
+    def _check_registered(self) -> None:
+        if self._was_registered:
+            return
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(bool(gradient.any()) for gradient in gradients):
+            raise TrainingLoopError(
+                f"no stage updates with this {type(self.optimizer).__name__}'s OverlappedOptimizer, so nothing has "
+                "averaged its gradients over ranks: first call chain(AllReduce(), Step(optimizer)).register(ddp)"
+            )
+
+    def _update(self, pending: list[Tensor], loss_scale: LossScale, arguments: dict[str, Any]) -> None:
+        phases = {update.lifecycle.phase for update in self._updates}
+        if Phase.APPLIED in phases:
+            self._finish(pending, arguments)
+            return
+        if not pending and phases == {Phase.STEPPED}:
             return
         clipped = next((update for update in self._updates if update.clipping is not None), None)
         if clipped is None and loss_scale.is_supported_by(self.optimizer):
             with loss_scale.passed_to(self.optimizer):
-                self._step(pending)
+                self._step(pending, arguments)
             return
         if loss_scale.skips_step():
             return
         gradients = [parameter.grad for parameter in pending if parameter.grad is not None]
-        loss_scale.unscale_(gradients)
-        if clipped is not None and clipped.clipping is not None and clipped.norms is not None:
-            clipped.clipping.scale_(gradients, clipped.norms.of(pending))
-        self._step(pending)
+        with torch.no_grad():
+            loss_scale.unscale_(gradients)
+            if gradients and clipped is not None and clipped.clipping is not None and clipped.norms is not None:
+                clipped.clipping.scale_(gradients, clipped.norms.of(pending))
+        self._step(pending, arguments)
 
-    def _step(self, pending: list[Tensor]) -> None:
-        if any(update.lifecycle.applied for update in self._updates):
+    def _step(self, pending: list[Tensor], arguments: dict[str, Any]) -> None:
+        """One whole step, which any optimizer can do; what has been applied is hidden from it."""
+        kept = set(map(id, pending))
+        hidden = [p for group in self.param_groups for p in group["params"] if p.grad is not None and id(p) not in kept]
+        with grads_replaced(hidden, [None] * len(hidden)):
+            step_whole(self.optimizer, **arguments)
+
+    @torch.no_grad()
+    def _finish(self, pending: list[Tensor], arguments: dict[str, Any]) -> None:
+        """Update what backward has left, such as parameters that are not in the model, and run the step hooks."""
+        self.check_updates_in_backward()
+        if arguments:
+            raise TrainingLoopError(
+                f"step() was given {', '.join(arguments)}, but the update was made in backward; use "
+                "Step(optimizer, deferred=True)"
+            )
+        if pending:
             self._stepper.refresh()
             self._stepper.step(pending, [parameter.grad for parameter in pending])  # type: ignore[misc]
-        else:
-            # Nothing was updated in backward: one whole step, which any optimizer can do.
-            unhooked_step(type(self.optimizer))(self.optimizer)
+        self.run_hooks()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the wrapped optimizer's; between backward and :meth:`step` it discards the backward.
@@ -146,7 +215,8 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         for update in self._updates:
             update.lifecycle.check(Event.ZERO_GRAD)
         for update in self._updates:
-            update.lifecycle.on_zero_grad()
+            update.lifecycle.on_zero_grad(set_to_none=set_to_none)
+        self._outside.forget()
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -183,18 +253,48 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         return groups[0] if groups else dist.group.WORLD  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer}
+        return {"optimizer": self.optimizer, "was_registered": self._was_registered and not self._updates}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["optimizer"])  # type: ignore[misc]
+        self._was_registered = state.get("was_registered", False)
 
     def __repr__(self) -> str:
         return f"OverlappedOptimizer({self.optimizer!r})"
+
+    # Parameters that are not in any registered model: step() updates them, and the next forward clears them, too.
+
+    def _note_outside(self, updated: list[Tensor]) -> None:
+        names = [update.lifecycle.names for update in self._updates]
+        if not names or not all(names):
+            return  # No forward is seen.
+        self._outside.note_applied(p for p in updated if not any(p in of_model for of_model in names))
+        self._outside.note_values(are_there=True)
+
+    def _refuse_edits_outside(self) -> None:
+        self._outside.release_new_tensors()
+        if self._outside.edited(keeps_new_tensors=True, ignores_zeros=True, samples=False):
+            self._outside.accept_values()
+            raise TrainingLoopError(
+                "the gradient of a parameter outside of the model was changed after optimizer.step() had applied it: "
+                "change it before, or call zero_grad() first"
+            )
+
+    def clear_outside(self) -> None:
+        """A forward of a registered model begins.
+
+        Raises:
+            TrainingLoopError: a gradient outside of the model was changed after :meth:`step` had applied it.
+        """
+        self._refuse_edits_outside()
+        self._outside.clear_applied()
 
     # What a Step stage uses.
 
     def begin_backward(self, update: _Update) -> None:
         """A backward of the model of ``update`` begins; that of another model may be part of the same step."""
+        if not update.is_deferred:
+            self.check_updates_in_backward()
         phases = {other.lifecycle.phase for other in self._updates if other is not update}
         if phases & {Phase.BACKWARD, Phase.APPLIED}:
             self._stepper.refresh()
@@ -212,9 +312,31 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             if (other.is_deferred, other.clipping) != (update.is_deferred, update.clipping):
                 raise ConfigurationError(f"one optimizer is updated in one way, but has {other!r} and {update!r}")
 
+    def check_updates_in_backward(self) -> None:
+        """Raises: UnsupportedError: something must run before the update, or in place of it."""
+        name = type(self.optimizer).__name__
+        if own_step(self.optimizer) is not None:
+            raise UnsupportedError(
+                f"step() of this {name} was replaced on the object, and an update in backward would not call it; use "
+                "Step(OverlappedOptimizer(optimizer), deferred=True)"
+            )
+        if hooks := refused_pre_hooks(self.optimizer, global_pre_hooks()):
+            raise UnsupportedError(
+                f"the step pre-hook {hooks[0]} must run before the update of this {name}, when all gradients are "
+                "there, but updates are made while backward runs; use "
+                "Step(OverlappedOptimizer(optimizer), deferred=True)"
+            )
+
+    def run_hooks(self) -> None:
+        """Run the step hooks of an update that was made in backward; the pre-hooks among them only watch."""
+        with guards_lifted(self.optimizer):
+            run_pre_hooks(self.optimizer)
+            run_post_hooks(self.optimizer)
+
     def adopt(self, update: _Update) -> None:
         """Have :meth:`step` finish what ``update`` leaves."""
         self._updates.append(update)
+        self._was_registered = True
 
     def release(self, update: _Update) -> None:
         """Forget ``update``."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 __all__ = [
     "ADDED_TO_APPLIED",
     "CANNOT_DISCARD_UNDER_JOIN",
+    "SCALED_UNDER_JOIN",
     "SECOND_BACKWARD",
     "TRANSITIONS",
     "Event",
@@ -71,7 +72,8 @@ class Refusal:
 
 SECOND_BACKWARD = Refusal(
     "a second backward began before step() was called for the first: call {step} after each synchronized backward, or "
-    "run all but the last backward of a step under ddp.no_sync()",
+    "run all but the last backward of a step under ddp.no_sync(); run the backward of a loss that is not this "
+    "optimizer's, such as a generator's, in `with {skip}:`",
     then=Phase.FAILED,
 )
 ADDED_TO_APPLIED = Refusal(
@@ -94,7 +96,8 @@ _FAILED = Refusal(
 )
 _CANNOT_DISCARD = Refusal(
     "zero_grad() between backward and {step} would discard this backward, but its update was made in backward already: "
-    "call {step} first, or use {deferred}, whose update can still be skipped"
+    "call {step} first, or use {deferred}, whose update can still be skipped; if the loss is not this optimizer's, "
+    "run its backward in `with {skip}:`"
 )
 _CANNOT_LOAD = Refusal(
     "load_state_dict() between backward and {step}: the update was made in backward, with the state from before; call "
@@ -103,6 +106,10 @@ _CANNOT_LOAD = Refusal(
 CANNOT_DISCARD_UNDER_JOIN = Refusal(
     "under Join a backward cannot be discarded or added to before {step}: ranks that have run out of inputs have made "
     "its update already; call {step} after each synchronized backward"
+)
+SCALED_UNDER_JOIN = (
+    "GradScaler decides after backward whether to step, and ranks that have run out of inputs are not told: leave the "
+    "scaler out under Join (bfloat16 needs none), or give every rank the same number of batches"
 )
 _LEFT_WITHOUT_STEP = Refusal(
     "this rank ran out of inputs between backward and {step}, so its last gradients were never applied: call {step} "
@@ -186,5 +193,7 @@ class Form:
     """What messages call ``step()``."""
     deferred: str
     """How to ask for the deferred form."""
+    skip: str = "optimizer.skip_update()"
+    """How to run a backward without an update."""
     adds_up: bool = True
     """Whether a second backward before ``step()`` adds up as in plain DDP, since all of ``.grad`` is the mean."""

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._torch.optimizer import mark_stepped
-from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap._torch.optimizer import mark_stepped, unwrapped
+from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import Bucket, StageContext, whole_pass
 from overlap.join.active import active_join
 from overlap.optim.clipping import GradientNorms
 from overlap.optim.functional import FunctionalOptimizer
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.phases import Phase
+from overlap.optim.probe import Verdict, probe
+from overlap.optim.skipping import SkippedUpdates
+from overlap.optim.step_guard import StepGuard, check_one_model, guarded_by
+from overlap.optim.subset import grads_replaced, step_whole
 from overlap.optim.unused import used_on_any_rank
+from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.update_stage import UpdateStage
 
 __all__ = ["Step"]
@@ -28,7 +34,7 @@ class Step(UpdateStage):
     *Interleaved* (default): each bucket's parameters are updated as soon as it is reduced, while backward still
     computes the next ones. *Deferred* (``deferred=True``, or ``clip_grad_norm``): all are updated at once, when all
     gradients are there. Clipping by the global norm and ``GradScaler`` need that, and so do optimizers whose step
-    couples parameters.
+    couples parameters, that draw random numbers, or that have a step pre-hook.
 
     Given an :class:`OverlappedOptimizer`, the loop calls its ``step()``: after each backward where updates are
     interleaved, after one or more where they are deferred. A deferred update is made there. Given a plain or a
@@ -38,7 +44,8 @@ class Step(UpdateStage):
     After backward ``.grad`` holds the averaged gradient; it is cleared before the model's next forward.
 
     Args:
-        optimizer: what updates; it may have parameters that the model has not.
+        optimizer: what updates; it may have parameters that the model has not. Of Accelerate's and Lightning's
+            wrappers the optimizer inside is taken.
         params: update these alone in backward; the others keep their averaged ``.grad`` (an ``OverlappedOptimizer``
             updates its own among them in ``step()``).
         deferred: update all parameters at once; by default only where clipping needs it.
@@ -51,6 +58,8 @@ class Step(UpdateStage):
 
     Raises:
         ConfigurationError: an argument is out of range, or (at registration) optimizer and model do not fit.
+        UnsupportedError: at registration, if updating bucket by bucket would not equal one step of this optimizer.
+        RegistrationError: another model has a stage that updates the same parameters with this optimizer.
         TrainingLoopError: in ``backward``, when an interleaved update has not been followed by ``step()``; and as
             ``docs/lifecycle.md`` has it.
 
@@ -68,6 +77,7 @@ class Step(UpdateStage):
         clip_grad_norm: float | None = None,
         norm_type: float = 2.0,
     ) -> None:
+        optimizer = unwrapped(optimizer)
         automatic = not isinstance(optimizer, OverlappedOptimizer)
         super().__init__(
             deferred=deferred,
@@ -76,6 +86,7 @@ class Step(UpdateStage):
             norm_type=norm_type,
             step="optimizer.step()",
             deferred_form=f"{'an OverlappedOptimizer and ' if automatic else ''}Step(optimizer, deferred=True)",
+            skip="stage.skip_update()" if automatic else "optimizer.skip_update()",
             adds_up=True,
         )
         self.norms = None if self.clipping is None else GradientNorms(norm_type)
@@ -84,7 +95,7 @@ class Step(UpdateStage):
         self.optimizer = plain if isinstance(plain, OverlappedOptimizer) else OverlappedOptimizer(plain)
         self._only = None if params is None else {id(parameter): parameter for parameter in params}
         self._check_params()
-        self._step_guard: torch.utils.hooks.RemovableHandle | None = None
+        self._guard: torch.utils.hooks.RemovableHandle | None = None
         # Of a deferred update in backward, bucket by bucket.
         self._held: list[tuple[list[Tensor], list[Tensor]]] = []
 
@@ -114,10 +125,56 @@ class Step(UpdateStage):
     def attach(self, context: StageContext) -> None:
         self._check_coverage(context)
         self.optimizer.check_same_way(self)
+        check_one_model(self.optimizer.optimizer, context)
+        self._check_order()
         super().attach(context)
+        if self._functional is not None and self._adopts_parameters and context.names is not None:
+            # In the model's order, which is that of its state, and not as buckets bring them.
+            self._functional.adopt(parameter for parameter in context.names if parameter.requires_grad)
+            self.optimizer.stepper.refresh()
         self.optimizer.adopt(self)
-        if self.is_automatic and self._functional is None:
-            self._step_guard = self.optimizer.optimizer.register_step_pre_hook(_refuse_step)
+        if self._functional is None:
+            through = None if self.is_automatic else self.optimizer
+            self._guard = guarded_by(StepGuard(self, self._instead, through=through), self.optimizer.optimizer)
+
+    @property
+    def _instead(self) -> str:
+        """How the optimizer is stepped, and what to call in place of its own ``step()``."""
+        if not self.is_automatic:
+            return (
+                "by the OverlappedOptimizer that wraps it, and its own step() would apply the gradients again: call "
+                "step() of the OverlappedOptimizer"
+            )
+        return (
+            "inside backward, and step() would apply the gradients again: leave the call out, or give "
+            "OverlappedOptimizer(optimizer) to Step and call that one's step() (with GradScaler, together with "
+            "deferred=True)"
+        )
+
+    def _check_order(self) -> None:
+        """Raises: UnsupportedError: an update in backward would not come in the order of one whole step."""
+        if self.updates_in_step:
+            return
+        name, found, deferred = self._optimizer_name, probe(self.optimizer.optimizer), self.lifecycle.form.deferred
+        if found.draws:
+            raise UnsupportedError(
+                f"{name}.step() draws random numbers ({', '.join(found.draws)}), and in backward they would come in "
+                f"another order than in step(), between those of recomputed layers; use {deferred}"
+            )
+        if self.is_deferred:
+            return
+        self.optimizer.check_updates_in_backward()
+        if found.in_turn.verdict is Verdict.COUPLED:
+            raise UnsupportedError(
+                f"updating bucket by bucket would not equal one step of {name}: {found.in_turn.why}; use {deferred}"
+            )
+        if found.in_turn.verdict is Verdict.UNKNOWN:
+            warnings.warn(
+                f"cannot find out whether updating bucket by bucket equals one step of {name}: {found.in_turn.why}. It "
+                f"does if each parameter is updated by itself; use {deferred} if it is not",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _check_coverage(self, context: StageContext) -> None:
         if context.names is None or self._adopts_parameters:
@@ -139,11 +196,26 @@ class Step(UpdateStage):
     def detach(self) -> None:
         super().detach()
         self.optimizer.release(self)
-        if self._step_guard is not None:
-            self._step_guard.remove()
+        if self._guard is not None:
+            self._guard.remove()
 
     def owns_gradient_of(self, parameter: Tensor) -> bool:
         return self._updates(parameter) or (not self.is_automatic and self.optimizer.stepper.covers(parameter))
+
+    @property
+    def skipped(self) -> SkippedUpdates:
+        return self.optimizer.skipped
+
+    def marks_of(self, updated: list[Tensor], samples: bool) -> UpdateMarks:
+        optimizer, names = self.optimizer, self.lifecycle.names
+        named = {parameter: names.get(parameter, "a parameter") for parameter in updated}
+        groups = [(f"parameter group {place}", group) for place, group in enumerate(optimizer.param_groups)]
+        states = [(f"the state of {name}", optimizer.state.get(p, {})) for p, name in named.items()]
+        return UpdateMarks([*groups, *states], named, samples=samples)
+
+    def before_forward(self) -> None:
+        self.optimizer.clear_outside()
+        super().before_forward()
 
     def before_backward(self, *, is_replay: bool) -> None:
         super().before_backward(is_replay=is_replay)
@@ -167,10 +239,12 @@ class Step(UpdateStage):
             await self._defer(bucket, mine)
         else:
             await self._interleave(bucket, mine)
-        self.lifecycle.note_reduced(bucket.parameters)
+        self.lifecycle.gradients.note_reduced(bucket.parameters)
 
     async def _interleave(self, bucket: Bucket, mine: list[tuple[Tensor, Tensor]]) -> None:
         used = await used_on_any_rank(bucket, [parameter for parameter, _ in mine], self._finds_unused)
+        if self.leaves_update:
+            return
         self._apply([pair for pair, is_used in zip(mine, used, strict=True) if is_used])
 
     @property
@@ -190,7 +264,7 @@ class Step(UpdateStage):
                 "others used; use `with overlap.Join([ddp, optimizer])`, or the interleaved update"
             )
         used = await used_on_any_rank(bucket, [parameter for parameter, _ in mine], self._finds_unused)
-        if not (self.is_automatic or bucket.is_replay):
+        if self.leaves_update and not bucket.is_replay:
             return
         kept = [pair for pair, is_used in zip(mine, used, strict=True) if is_used]
         self._held.append(([parameter for parameter, _ in kept], [gradient for _, gradient in kept]))
@@ -213,12 +287,21 @@ class Step(UpdateStage):
         if self.clipping is not None and self.norms is not None and ordered:
             noted = self.norms.noted([parameter for parameter, _ in ordered])
             self.clipping.scale_([gradient for _, gradient in ordered], noted)
-        self._apply(ordered)
+        parameters = [parameter for parameter, _ in ordered]
+        optimizer = self.optimizer.optimizer
+        every = [parameter for group in groups for parameter in group["params"]]
+        gradients = [pairs[id(parameter)][1] if id(parameter) in pairs else None for parameter in every]
+        with grads_replaced(every, gradients):
+            step_whole(optimizer)
+        # As SubsetStepper has it.
+        if any(group.get("fused") for group in groups):
+            torch.autograd.graph.increment_version(parameters)
+        self.lifecycle.gradients.note_applied(parameters)
 
     def _apply(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         parameters = [parameter for parameter, _ in pairs]
         self.optimizer.stepper.step(parameters, [gradient for _, gradient in pairs])
-        self.lifecycle.note_applied(parameters)
+        self.lifecycle.gradients.note_applied(parameters)
 
     def _updates(self, parameter: Tensor) -> bool:
         return (self._only is None or id(parameter) in self._only) and self.optimizer.stepper.covers(parameter)
@@ -227,17 +310,26 @@ class Step(UpdateStage):
         if failed:
             return self._note_failure()
         if self.norms is not None:
-            self.norms.note_gradients(self.lifecycle.reduced)
-        if self.is_automatic or self.lifecycle.is_replay:
+            self.norms.note_gradients(self.lifecycle.gradients.reduced)
+        outcome = Phase.STEPPED if self.lifecycle.is_replay else self.lifecycle.outcome
+        if outcome is Phase.STEPPED and not self.is_deferred:
+            self._run_hooks()
+        self.lifecycle.on_reduced(outcome)
+        if outcome is Phase.STEPPED:
             mark_stepped(self.optimizer.optimizer)
-            self.lifecycle.on_reduced(Phase.STEPPED)
-        else:
-            self.lifecycle.on_reduced()
         return None
+
+    def _run_hooks(self) -> None:
+        """Step hooks, once, when all updates of the backward have been made."""
+        try:
+            self.optimizer.run_hooks()
+        except BaseException:
+            self.lifecycle.on_failure()
+            raise
 
     def _note_failure(self) -> str | None:
         is_in_backward = self.lifecycle.phase is Phase.BACKWARD
-        updated = len(self.lifecycle.applied) if is_in_backward and not self.is_deferred else 0
+        updated = len(self.lifecycle.gradients.applied) if is_in_backward and not self.is_deferred else 0
         self.lifecycle.on_failure()
         if not updated:
             return None
@@ -253,11 +345,3 @@ class Step(UpdateStage):
         if self.clipping is not None:
             parts.append(f"clip_grad_norm={self.clipping.max_norm}")
         return f"Step({', '.join(parts)})"
-
-
-def _refuse_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    raise TrainingLoopError(
-        f"this {type(optimizer).__name__} is stepped inside backward, and step() would apply the gradients again: "
-        "leave the call out, or give OverlappedOptimizer(optimizer) to Step and call that one's step() "
-        "(with GradScaler, together with deferred=True)"
-    )

@@ -26,10 +26,22 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from overlap._torch.autograd import version
+from overlap._torch.isolation import global_step_hooks_suspended
 from overlap._torch.optimizer import drop_hooks, unhooked_step
 from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.optim.step_guard import guards_lifted
 
-__all__ = ["SubsetStepper", "check_optimizer"]
+__all__ = ["CoupledError", "SubsetStepper", "check_optimizer", "grads_replaced", "step_whole"]
+
+# Steps after which what a step reaches is taken to be known.
+_WATCHED_STEPS = 10
+
+
+class CoupledError(UnsupportedError):
+    """Stepping in parts is not the same as stepping at once."""
+
+    what = ""
+    """What was seen of that, in words."""
 
 
 def check_optimizer(optimizer: object) -> Optimizer:
@@ -46,7 +58,7 @@ def check_optimizer(optimizer: object) -> Optimizer:
     name = type(optimizer).__name__
     if isinstance(optimizer, SparseAdam):
         raise UnsupportedError(f"{name} works on sparse gradients, and stages on dense ones; use Adam")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
     if isinstance(optimizer, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
         raise UnsupportedError(
             f"{name} evaluates the model again inside step(closure), so its update cannot be made in backward; "
@@ -60,8 +72,8 @@ class SubsetStepper:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._step = unhooked_step(type(optimizer))
         self._written: set[tuple[str, int | None]] = set()
+        self._steps = 0
         self._places: dict[int, int] = {}
         self._layout: tuple[tuple[int, ...], ...] = ()
         self._splits: dict[tuple[int, ...], list[tuple[int, list[Tensor]]]] = {}
@@ -70,6 +82,7 @@ class SubsetStepper:
     def begin(self) -> None:
         """A new step begins: each parameter will be stepped at most once before the next call."""
         self._written.clear()
+        self._steps += 1
         self.refresh()
 
     def covers(self, parameter: Tensor) -> bool:
@@ -77,23 +90,37 @@ class SubsetStepper:
         return id(parameter) in self._places
 
     @torch.no_grad()
-    def step(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def step(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], *, is_whole: bool = False, **arguments: Any
+    ) -> None:
         """One update of ``parameters``, all of them the optimizer's, with ``gradients`` of their shapes and dtypes.
 
         Changes the parameters and ``optimizer.state`` in place; ``.grad`` is as before.
 
+        Args:
+            parameters: those to step.
+            gradients: theirs.
+            is_whole: no other part follows, so the optimizer steps groups of which no parameter is given, too.
+            **arguments: of the optimizer's ``step``.
+
         Raises:
             UnsupportedError: updating in parts is not the same as updating at once, for this optimizer.
         """
-        if not parameters:
+        if not parameters and not is_whole:
             return
         split = self._split(parameters)
+        if is_whole:
+            split = [(place, dict(split).get(place, [])) for place in range(len(self._optimizer.param_groups))]
         twin = self._twin(split)
         attributes = _Snapshot(twin.__dict__, skipped=("param_groups", "state", "defaults"))
         shared = _Snapshot({key: value for key, value in twin.state.items() if not isinstance(key, Tensor)})
-        groups = [_Snapshot(group, skipped=("params",)) for group in twin.param_groups]
-        with _grads_replaced(parameters, gradients):
-            self._step(twin)
+        groups = [_Snapshot(group, skipped=("params", "param_names")) for group in twin.param_groups]
+        others = self._others(parameters) if self._steps <= _WATCHED_STEPS else []
+        versions = [version(parameter) for parameter in others]
+        with grads_replaced(parameters, gradients), global_step_hooks_suspended():
+            unhooked_step(type(self._optimizer))(twin, **arguments)
+        if any(version(parameter) != before for parameter, before in zip(others, versions, strict=True)):
+            self._refuse_reach()
         for (place, _), group, values in zip(split, groups, twin.param_groups, strict=True):
             for key in group.changed(values):
                 self._note_write(key, place)
@@ -112,18 +139,31 @@ class SubsetStepper:
         cls = type(self._optimizer)
         twin = cls.__new__(cls)
         twin.__dict__.update(self._optimizer.__dict__)
-        twin.param_groups = [
-            {**self._optimizer.param_groups[place], "params": parameters} for place, parameters in split
-        ]
+        twin.param_groups = [_reduced(self._optimizer.param_groups[place], parameters) for place, parameters in split]
         drop_hooks(twin)
         return twin
 
+    def _others(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        stepped = set(map(id, parameters))
+        return [p for group in self._optimizer.param_groups for p in group["params"] if id(p) not in stepped]
+
+    def _refuse_reach(self) -> None:
+        error = CoupledError(
+            f"{type(self._optimizer).__name__}.step() has changed parameters that it was not asked to step, with "
+            "gradients that were not reduced: load a checkpoint, and start again with "
+            "Step(OverlappedOptimizer(optimizer), deferred=True)"
+        )
+        error.what = "its step() changes parameters that it is not given"
+        raise error
+
     def _note_write(self, key: str, place: int | None) -> None:
         if (key, place) in self._written:
-            raise UnsupportedError(
+            error = CoupledError(
                 f"{type(self._optimizer).__name__}.step() changes {key!r} at every call, so updating bucket by "
                 "bucket would not equal one step; start again with Step(optimizer, deferred=True)"
             )
+            error.what = f"its step() changes {key!r} at every call"
+            raise error
         self._written.add((key, place))
 
     def _split(self, parameters: Sequence[Tensor]) -> list[tuple[int, list[Tensor]]]:
@@ -143,6 +183,20 @@ class SubsetStepper:
             self._layout = layout
             self._splits.clear()
             self._places = {parameter: place for place, group in enumerate(layout) for parameter in group}
+
+
+def _reduced(group: dict[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
+    """A group with these of its parameters alone, and their names if it has names."""
+    if "param_names" not in group:
+        return {**group, "params": parameters}
+    names = dict(zip(map(id, group["params"]), group["param_names"], strict=True))
+    return {**group, "params": parameters, "param_names": [names[id(parameter)] for parameter in parameters]}
+
+
+def step_whole(optimizer: Optimizer, **arguments: Any) -> None:
+    """One ``step(**arguments)`` of ``optimizer`` itself, hooks and all, with what is in ``.grad``; any can do that."""
+    with guards_lifted(optimizer):
+        optimizer.step(**arguments)
 
 
 _ABSENT = object()
@@ -193,7 +247,7 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 @contextmanager
-def _grads_replaced(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Iterator[None]:
+def grads_replaced(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
     """Let ``.grad`` of ``parameters`` be ``gradients``, and put back what was there."""
     before = [parameter.grad for parameter in parameters]
     try:
@@ -201,5 +255,5 @@ def _grads_replaced(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -
             parameter.grad = gradient
         yield
     finally:
-        for parameter, gradient in zip(parameters, before, strict=True):  # type: ignore[assignment]
+        for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -12,6 +13,8 @@ from overlap.hooks import Role, Stage, StageContext
 from overlap.optim.clipping import Clipping
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.phases import Form, Phase
+from overlap.optim.skipping import SkippedUpdates
+from overlap.optim.update_marks import UpdateMarks
 
 __all__ = ["UpdateStage"]
 
@@ -26,6 +29,7 @@ class UpdateStage(Stage):
         norm_type: which norm.
         step: what messages call the loop's ``step()``.
         deferred_form: what messages say to use where an update in backward is too early.
+        skip: what messages call :meth:`skip_update`.
         adds_up: see :class:`Form`.
     """
 
@@ -40,6 +44,7 @@ class UpdateStage(Stage):
         norm_type: float,
         step: str,
         deferred_form: str,
+        skip: str,
         adds_up: bool,
     ) -> None:
         self.clipping = None if clip_grad_norm is None else Clipping(clip_grad_norm, norm_type)
@@ -54,12 +59,33 @@ class UpdateStage(Stage):
         """Where this is registered."""
         outcome = Phase.STEPPED if automatic else Phase.REDUCED if self.is_deferred else Phase.APPLIED
         self.lifecycle = UpdateLifecycle(
-            Form(outcome, step, deferred_form, adds_up=adds_up), clears=self.owns_gradient_of
+            Form(outcome, step, deferred_form, skip, adds_up=adds_up),
+            clears=self.owns_gradient_of,
+            marks=self.marks_of,
         )
 
     @abstractmethod
     def owns_gradient_of(self, parameter: Tensor) -> bool:
         """Whether the gradient of ``parameter`` is this update's to clear."""
+
+    @abstractmethod
+    def marks_of(self, updated: list[Tensor], samples: bool) -> UpdateMarks:
+        """What must be the same in ``step()`` as it was when backward had updated ``updated``."""
+
+    @property
+    @abstractmethod
+    def skipped(self) -> SkippedUpdates:
+        """Where the loop says that a backward is not this optimizer's."""
+
+    def skip_update(self) -> AbstractContextManager[None]:
+        """``with stage.skip_update():`` as the optimizer's method of that name, for a stage that does everything in
+        backward: the gradients stay, and the next backward adds to them and updates."""
+        return self.skipped.skipping()
+
+    @property
+    def leaves_update(self) -> bool:
+        """Whether the update of the last backward (or of the one under way) is left to ``step()``."""
+        return self.lifecycle.outcome is Phase.REDUCED
 
     @property
     def updates_in_step(self) -> bool:
@@ -90,4 +116,6 @@ class UpdateStage(Stage):
         self.lifecycle.on_forward()
 
     def before_backward(self, *, is_replay: bool) -> None:
-        self.lifecycle.on_backward(is_replay=is_replay)
+        # A rank without inputs makes the update at once; those with inputs make it in step().
+        is_skipped = bool(self.skipped) and not is_replay
+        self.lifecycle.on_backward(is_replay=is_replay, outcome=Phase.REDUCED if is_skipped else None)

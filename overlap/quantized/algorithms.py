@@ -69,7 +69,7 @@ class Exchange:
         flat = _flat(tensor)
         part_numel = -(-flat.numel() // ranks)
         padded = torch.nn.functional.pad(flat, (0, part_numel * ranks - flat.numel()))
-        total, reduce_overflowed = await self._reduced(padded.view(ranks, -1).unbind(), op)
+        total, reduce_overflowed = await self._reduced(padded.view(ranks, part_numel).unbind(), op)
         parts, gather_overflowed = await self._gathered(total)
         self._land(torch.cat(parts)[: flat.numel()].to(tensor.dtype), tensor)
         return reduce_overflowed or gather_overflowed
@@ -80,7 +80,8 @@ class Exchange:
         overflowed = await self._agreed(flag)
         gathered = _empty(self.group.size() * message.numel(), message)
         await all_gather(gathered, message, group=self.group)
-        return [self.form.read(one, values.numel()) for one in gathered.view(self.group.size(), -1)], overflowed
+        messages = gathered.view(self.group.size(), message.numel())
+        return [self.form.read(one, values.numel()) for one in messages], overflowed
 
     async def _reduced(self, inputs: Sequence[Tensor], op: Any) -> tuple[Tensor, bool]:
         """The reduction of what ranks have for this one; this rank's own is not rounded."""

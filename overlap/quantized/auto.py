@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap._checks import described
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.quantized.algorithms import REDUCTIONS, Collective, Exchange
 from overlap.quantized.engine import QuantizedWork, run
@@ -62,13 +65,14 @@ def auto_quantize(
     if make is None:
         names = sorted({known.__name__ for known in _known()})
         raise ConfigurationError(f"{name} cannot be quantized; these can, of torch.distributed: {', '.join(names)}")
-    if not isinstance(qtype, DQuantType):
-        raise ConfigurationError(f"qtype is {qtype!r}: give one of {', '.join(map(repr, DQuantType))}")
+    kind = _kind(qtype)
+    if quant_loss is not None and (isinstance(quant_loss, bool) or not isinstance(quant_loss, Real)):
+        raise ConfigurationError(f"quant_loss is {quant_loss!r}: give a number, which results are divided by, or None")
     if quant_loss is not None and not quant_loss:
         raise ConfigurationError("quant_loss is 0, and results are divided by it")
     if overflow not in ("saturate", "raise"):
         raise ConfigurationError(f"overflow is {overflow!r}: give 'saturate' or 'raise'")
-    form = format_of(qtype)
+    form = format_of(kind)
     signature = inspect.signature(collective)
 
     @functools.wraps(collective)
@@ -90,6 +94,17 @@ def auto_quantize(
         return None
 
     return quantized
+
+
+def _kind(qtype: Any) -> DQuantType:
+    """``qtype``, or what the member of PyTorch's own ``DQuantType`` of the same name stands for."""
+    if isinstance(qtype, DQuantType):
+        return qtype
+    if isinstance(qtype, enum.Enum) and type(qtype).__name__ == "DQuantType" and qtype.name in DQuantType.__members__:
+        return DQuantType[qtype.name]
+    raise ConfigurationError(
+        f"qtype is {qtype!r}: give one of {', '.join(f'DQuantType.{one.name}' for one in DQuantType)}"
+    )
 
 
 @functools.cache
@@ -125,7 +140,7 @@ def _all_gather_into_tensor(exchange: Exchange, output_tensor: Tensor, input_ten
         raise ConfigurationError(
             "output_tensor is not contiguous, so it cannot be split into views: give a contiguous one"
         )
-    return exchange.all_gather(output_tensor.view(ranks, -1).unbind(), input_tensor), [output_tensor]
+    return exchange.all_gather(output_tensor.view(ranks, input_tensor.numel()).unbind(), input_tensor), [output_tensor]
 
 
 def _all_to_all(exchange: Exchange, output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor]) -> _Made:
@@ -170,7 +185,7 @@ def _reduce_scatter_tensor(exchange: Exchange, output: Tensor, input: Tensor, op
     _check_numel("input", input, ranks * output.numel())
     _check(output, input)
     _check_op(op)
-    return exchange.reduce_scatter(output, input.reshape(ranks, -1).unbind(), op), [output]
+    return exchange.reduce_scatter(output, input.reshape(ranks, output.numel()).unbind(), op), [output]
 
 
 def _split(exchange: Exchange, name: str, tensor: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
@@ -202,6 +217,8 @@ def _check(*tensors: Tensor) -> None:
 
 def _check_list(exchange: Exchange, name: str, tensors: Sequence[Tensor]) -> None:
     ranks = exchange.group.size()
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
+        raise ConfigurationError(f"{name} is a list of {ranks} tensors, one for each rank, got {described(tensors)}")
     if len(tensors) != ranks:
         raise ConfigurationError(f"{name} has {len(tensors)} tensors: give one for each of {ranks} ranks")
 

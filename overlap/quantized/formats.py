@@ -73,6 +73,8 @@ class CastFormat(Format):
         message.view(self.dtype)[: values.numel()].copy_(values)
 
     def read(self, message: Tensor, numel: int) -> Tensor:
+        if numel == 0:  # Where an empty message begins is anywhere, and not where the dtype can begin.
+            return torch.empty(0, device=message.device)
         return message.view(self.dtype)[:numel].float()
 
 

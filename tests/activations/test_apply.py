@@ -24,6 +24,15 @@ def test_modules_in_several_places_are_wrapped_once() -> None:
     assert shared.weight.grad is not None
 
 
+def test_a_module_under_two_names_of_one_parent_stays_one_module() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.ModuleDict({"first": shared, "second": shared, "all": nn.Sequential(shared, nn.Tanh(), shared)})
+    assert apply_activation_checkpointing(model, lambda module: isinstance(module, nn.Linear)) == 1
+    places = [model["first"], model["second"], model["all"][0], model["all"][2]]
+    assert all(place is places[0] for place in places) and isinstance(places[0], Checkpointed)
+    assert len(list(model.modules())) == 4, "the model, the chain, and two layers"
+
+
 def test_state_dict_keys_stay() -> None:
     model, _ = _with_a_shared_layer()
     apply_activation_checkpointing(model)

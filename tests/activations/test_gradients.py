@@ -25,10 +25,10 @@ class Block(nn.Module):
         self.norm = nn.BatchNorm1d(width)
         self.second = nn.Linear(width, width)
         self.drop = nn.Dropout(0.5)
-        self.calls = 0
+        self.calls = [0]  # What a list holds is not undone when the forward runs again.
 
     def forward(self, x: Tensor, *, scale: Tensor, flag: bool = False, debug: Any = None) -> tuple[Tensor, dict]:
-        self.calls += 1
+        self.calls[0] += 1
         hidden = self.drop(self.norm(self.first(x)).relu()) * scale.expand_as(x)
         out = self.second(hidden.t().contiguous().t()) if flag else hidden
         return out, {"double": out.double().tanh(), "same": out.exp().t() @ out}
@@ -50,7 +50,7 @@ def test_gradients_and_random_numbers_are_equal_in_every_step(name: str) -> None
     wrapped = WRAPPERS[name](plain)
     for _ in range(3):
         assert_parity(_gradients(wrapped, plain), reference, what=name)
-    assert plain.calls == 1 + 3 * (1 if name == "offload" else 2), "recomputed, or not"
+    assert plain.calls[0] == 1 + 3 * (1 if name == "offload" else 2), "recomputed, or not"
     assert offloaded_bytes("cpu") == 0
 
 
@@ -59,7 +59,7 @@ def test_without_gradients_the_forward_runs_once(name: str) -> None:
     plain = Block()
     with torch.no_grad():
         WRAPPERS[name](plain)(torch.randn(4, 64), scale=torch.ones(64))
-    assert plain.calls == 1
+    assert plain.calls == [1]
     assert offloaded_bytes("cpu") == 0
 
 

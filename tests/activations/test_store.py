@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness import assert_parity
-from overlap.activations.store import Store
+from overlap import ConfigurationError
+from overlap.activations import limit_offload_pool, offload_wrapper, release_offload_pool
+from overlap.activations.store import Store, store_of
 
 
 def _tensors() -> list[Tensor]:
@@ -49,3 +52,30 @@ def test_buffers_are_dropped_when_shapes_change() -> None:
     gc.collect()
     store.put(torch.zeros(1000))
     assert store.free_bytes == 4096, "only what is of use is kept"
+
+
+def test_what_is_kept_between_steps_has_a_bound_and_can_be_released() -> None:
+    block = offload_wrapper(nn.Sequential(*(nn.Tanh() for _ in range(5))))
+    x = torch.ones(2**22, requires_grad=True)
+    store = store_of(torch.device("cpu"))
+    block(x).square().sum().backward()
+    assert 0 < store.free_bytes <= 64 * 2**20, "a step of 80 MB leaves at most 64 MB behind"
+    limit_offload_pool(2**25, "cpu")
+    try:
+        block(x).square().sum().backward()
+        assert store.free_bytes <= 2**25
+        limit_offload_pool(0, "cpu")
+        assert store.free_bytes == 0
+        block(x).square().sum().backward()
+        assert (store.free_bytes, store.lent_bytes) == (0, 0)
+    finally:
+        limit_offload_pool(64 * 2**20, "cpu")
+    block(x[:1000]).sum().backward()
+    assert release_offload_pool() >= 5 * 4000 and store.free_bytes == 0
+    assert release_offload_pool() == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, "64 MB"])
+def test_a_bound_that_is_not_a_number_of_bytes_is_refused(wrong: object) -> None:
+    with pytest.raises(ConfigurationError, match="nbytes must be a whole number of at least 0, got"):
+        limit_offload_pool(wrong, "cpu")  # type: ignore[arg-type]

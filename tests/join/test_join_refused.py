@@ -112,8 +112,11 @@ def test_a_version_of_pytorch_without_the_names_that_join_needs_is_refused() -> 
 # Arguments.
 
 ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "no joinable": (lambda ddp: Join([]), "at least one joinable"),
-    "a plain module": (lambda ddp: Join([ddp.module[0]]), "Linear is not a Joinable"),
+    "no joinable": (lambda ddp: Join([]), "The join context manager requires at least one joinable"),
+    "a plain module": (
+        lambda ddp: Join([ddp.module[0]]),
+        "Linear is not a DistributedDataParallel model; wrap it first",
+    ),
     "an optimizer alone": (
         lambda ddp: Join([torch.optim.SGD(ddp.parameters(), lr=0.1)]),
         "joinable with a process group",
@@ -154,7 +157,7 @@ def _on_another_group() -> Any:
 
 
 def _several_groups(rank: int, world_size: int) -> None:
-    with pytest.raises(ConfigurationError, match="several process groups"):
+    with pytest.raises(ConfigurationError, match="multiple process groups: give each group a Join"):
         Join([_model(), _on_another_group()])
 
 

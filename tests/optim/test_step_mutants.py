@@ -14,7 +14,7 @@ import torch
 from harness import assert_parity, overlapped_step, run_ranks, train, wrap
 from harness.models import MLP, UNUSED, Case
 from overlap import AllReduce, Bucket, OverlappedOptimizer, Stage, Step, chain
-from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.pass_gradients import PassGradients
 
 
 class _Uneven(Stage):
@@ -77,14 +77,11 @@ def _updates_what_no_rank_used() -> list[Any]:
 
 
 def _keeps_gradients() -> list[Any]:
-    def forgets(self: UpdateLifecycle) -> None:
-        self._forget()
-
-    return [mock.patch.object(UpdateLifecycle, "_clear_applied", forgets)]
+    return [mock.patch.object(PassGradients, "clear_applied", PassGradients.forget)]
 
 
 def _updates_twice() -> list[Any]:
-    return [mock.patch.object(UpdateLifecycle, "note_applied", return_value=None)]
+    return [mock.patch.object(PassGradients, "note_applied", return_value=None)]
 
 
 def _skips_the_last_bucket() -> list[Any]:
@@ -96,7 +93,7 @@ def _skips_the_last_bucket() -> list[Any]:
         if len(calls) % 4:
             apply(self, pairs)
         else:
-            self.lifecycle.note_applied([parameter for parameter, _ in pairs])
+            self.lifecycle.gradients.note_applied([parameter for parameter, _ in pairs])
 
     return [mock.patch.object(Step, "_apply", forgetful)]
 

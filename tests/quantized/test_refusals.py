@@ -21,8 +21,21 @@ def test_another_collective_is_refused() -> None:
 
 
 def test_another_type_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"qtype is 'fp16': give one of <DQuantType.FP16"):
+    with pytest.raises(ConfigurationError, match=r"qtype is 'fp16': give one of DQuantType\.FP16, DQuantType\.BFP16"):
         auto_quantize(dist.all_reduce, "fp16")  # type: ignore[arg-type]
+
+
+def test_pytorchs_own_types_are_taken() -> None:
+    from torch.distributed.algorithms._quantization.quantization import DQuantType as Theirs
+
+    for kind in Theirs:
+        assert auto_quantize(dist.all_reduce, kind).__name__ == "all_reduce"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", ["0.5", True, torch.ones(1)], ids=repr)
+def test_a_loss_that_is_not_a_number_is_refused(wrong: object) -> None:
+    with pytest.raises(ConfigurationError, match="give a number"):
+        auto_quantize(dist.all_reduce, DQuantType.FP16, wrong)  # type: ignore[arg-type]
 
 
 def test_a_loss_of_zero_is_refused() -> None:
@@ -44,6 +57,9 @@ def _all_to_all(*arguments: Any) -> Any:
 
 
 REFUSED: dict[str, Callable[[int], Any]] = {
+    "tensor_list is a list of 2 tensors, one for each rank, got Tensor": lambda ranks: _gather(
+        torch.ones(2), torch.ones(1)
+    ),
     "tensor_list has 1 tensors": lambda ranks: _gather([torch.ones(1)], torch.ones(1)),
     "a tensor of tensor_list has 2 elements, and needs 1": lambda ranks: _gather(
         [torch.ones(2)] * ranks, torch.ones(1)

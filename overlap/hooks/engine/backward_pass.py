@@ -16,9 +16,23 @@ from overlap.hooks.engine.task import Task
 from overlap.hooks.engine.wavefront import Wavefront
 from overlap.hooks.stage import Stage
 
-__all__ = ["BackwardPass", "BucketFuture"]
+__all__ = ["AbandonedBackwardError", "BackwardPass", "BucketFuture"]
 
 BucketFuture = torch.futures.Future[torch.Tensor]
+
+_ABANDONED = "backward ended with an error outside of the stages, which that rank has raised"
+
+
+class AbandonedBackwardError(RuntimeError):
+    """Stands for an error of the model's own in backward, where only autograd knows it."""
+
+    def __init__(self) -> None:
+        super().__init__(_ABANDONED)
+
+    @staticmethod
+    def caused(error: BaseException | None) -> bool:
+        """Whether ``error`` is one, on this rank or on another, so that DDP has a backward that it cannot finish."""
+        return _ABANDONED in str(error)
 
 
 class BackwardPass:
@@ -52,14 +66,16 @@ class BackwardPass:
             task.start()
         return task
 
-    def drive(self, task: Task, *, is_last: bool) -> None:
-        """Add a bucket to the wavefront, on the thread that runs the stages."""
+    def drive(self, task: Task, *, is_last: bool, refusal: Exception | None = None) -> None:
+        """Add a bucket to the wavefront, on the thread that runs the stages; with a ``refusal`` the pass fails."""
         if self.error is not None:
             task.close()
             return
         try:
             # After a failure the ranks connect again in every pass, so that a second failure is reported too.
             self._executor.channels.open()
+            if refusal is not None:
+                raise refusal
             self._wavefront.arrive(task, is_last=is_last)
         except BaseException as error:
             task.close()

@@ -50,6 +50,10 @@ class Executor:
     def wait_for_pass(self) -> None:
         """Make what follows in the scope wait for what has run in all other scopes so far."""
 
+    def explained(self, error: Exception) -> Exception:
+        """``error``, with which a collective could not be launched, or another rank's failure that it is due to."""
+        return error
+
 
 class HostExecutor(Executor):
     """For CPU tensors: to wait is to block the thread, and to look whether another rank has failed."""
@@ -67,13 +71,22 @@ class HostExecutor(Executor):
             except RuntimeError as error:
                 failure = failures.read()
                 if failure is not None:
-                    raise PeerError(f"another rank of the group failed first: {failure}") from error
+                    raise _peer_error(failure) from error
                 if work.is_completed():
                     waited_s = time.monotonic() - start_s
                     raise CollectiveError(
                         f"a collective failed after {waited_s:.1f} s and no rank reported an error of its own; "
                         f"a rank's process has ended, or hangs: {error}"
                     ) from error
+
+    def explained(self, error: Exception) -> Exception:
+        failures = self.channels.failures
+        failure = failures.read() if failures is not None and isinstance(error, RuntimeError) else None
+        return error if failure is None else _peer_error(failure)
+
+
+def _peer_error(failure: str) -> PeerError:
+    return PeerError(f"another rank of the group failed first: {failure}")
 
 
 class StreamExecutor(Executor):

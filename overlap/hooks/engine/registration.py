@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from overlap._checks import check_ddp
+from overlap._torch import ddp as ddp_state
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
 from overlap._torch.join import is_joining, torch_join_divides_by_count
@@ -123,7 +125,7 @@ def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], st
     collective calls. On CPU tensors with Gloo it opens separate connections to the ranks of the group.
 
     Args:
-        ddp: the wrapped model.
+        ddp: the wrapped model, or what ``torch.compile`` returned for it.
         stage: a stage or chain, an ``async`` callable of a bucket, or a hook ``(state, bucket) -> Future[Tensor]``.
         state: the first argument of a hook; ``None`` for a stage.
 
@@ -135,11 +137,7 @@ def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], st
         ConfigurationError: ``stage`` is not a stage, has no reducer, or refuses the model.
         CollectiveError: another rank registers something else.
     """
-    if not isinstance(ddp, DistributedDataParallel):
-        raise RegistrationError(
-            f"{type(ddp).__name__} is not a DistributedDataParallel model; wrap it first: "
-            "ddp = DistributedDataParallel(model)"
-        )
+    ddp = check_ddp(ddp, error=RegistrationError)
     made = stage_from(stage, state)
     if state is not None and not is_hook(stage):
         raise ConfigurationError(f"a stage keeps its own state, but register was given {state!r} for {made!r}")
@@ -158,9 +156,15 @@ def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], st
         names=named,
         finds_unused=ddp.find_unused_parameters or ddp.static_graph,
         module=weakref.ref(ddp.module),
+        ddp=alive,
         is_joining=lambda: (model := alive()) is not None and is_joining(model),
     )
-    runtime = Runtime(made, context)
+
+    def forget_unfinished_backward() -> None:
+        if (model := alive()) is not None:
+            ddp_state.forget_unfinished_backward(model)
+
+    runtime = Runtime(made, context, forget_unfinished_backward=forget_unfinished_backward)
     try:
         runtime.open()
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from overlap._torch.autograd import after_backward, in_backward
+from overlap._torch.autograd import after_backward, backward_id, if_abandoned, in_backward
 from overlap._torch.c10d import GradBucket
 from overlap._torch.device import has_streams
 from overlap.errors import CollectiveError
@@ -18,9 +19,10 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.context import StageContext
 from overlap.hooks.engine.background import run_items
-from overlap.hooks.engine.backward_pass import BackwardPass, BucketFuture
+from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardPass, BucketFuture
 from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.executors import Executor, HostExecutor, executor_for
+from overlap.hooks.engine.memory_format import MemoryFormats
 from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.worker import Worker
 from overlap.hooks.stage import Stage, walk
@@ -39,13 +41,23 @@ class Runtime:
     the program's own.
     """
 
-    def __init__(self, stage: Stage, context: StageContext) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        context: StageContext,
+        *,
+        forget_unfinished_backward: Callable[[], None] = lambda: None,
+    ) -> None:
         self.stage = stage
+        self._forget_unfinished_backward = forget_unfinished_backward
+        self._last_error: BaseException | None = None
+        self._watched = -1
         self._context = replace(context, background=self.background)
         self._pass: BackwardPass | None = None
         self._steps = 0
         self._is_open = False
         self._attached: list[Stage] = []
+        self._formats = MemoryFormats()
         self._worker: Worker | None = None
         self.executor: Executor
         if not has_streams(context.device) and PrivateChannels.can_serve(context.group):
@@ -93,6 +105,9 @@ class Runtime:
 
     def before_forward(self) -> None:
         """Called before a forward that records gradients."""
+        if AbandonedBackwardError.caused(self._last_error):
+            self._forget_unfinished_backward()
+        self._last_error = None
         for stage in walk(self.stage):
             stage.before_forward()
 
@@ -103,6 +118,9 @@ class Runtime:
         if self._pass is None or raw.index() == 0:
             self._pass = self._begin(is_replay=is_replay)
         current = self._pass
+        if not is_replay and backward_id() != self._watched:
+            self._watched = backward_id()
+            if_abandoned(lambda: self._abandon(current))
         bucket = self._bucket(raw, step=current.step, is_replay=is_replay)
         device = self._context.device
         future: BucketFuture = torch.futures.Future(devices=[device] if has_streams(device) else None)
@@ -111,9 +129,10 @@ class Runtime:
         self.executor.begin(bucket.index)
         if bucket.is_last and not is_replay:
             after_backward(lambda: self._finish(current))
+        refusal = None if is_replay else self._formats.refusal(bucket)
         task = current.admit(bucket, future)
         if task is not None:
-            self._submit(lambda: current.drive(task, is_last=bucket.is_last))
+            self._submit(lambda: current.drive(task, is_last=bucket.is_last, refusal=refusal))
         if bucket.is_last and is_replay:
             current.wait()
             self._finish(current)
@@ -167,15 +186,49 @@ class Runtime:
 
     def _finish(self, finished: BackwardPass) -> None:
         """Called on the training thread when DDP has set the gradients; raises the error of a failed pass."""
+        error = self._end(finished)
+        if error is not None:
+            raise error
+
+    def _end(self, finished: BackwardPass) -> BaseException | None:
+        """Tell every stage that the pass is over; the error with which it ended, or else a stage's own."""
         self._pass = None
         error = finished.error
         for stage in walk(self.stage):
-            note = stage.after_backward(failed=error is not None)
+            try:
+                note = stage.after_backward(failed=error is not None)
+            except Exception as raised:
+                raised.add_note(f"raised by {stage!r} after step {finished.step}")
+                error = error or raised
+                continue
             if note and error is not None:
                 error.add_note(note)
-        if error is not None:
+        if finished.error is not None:
             self.executor.channels.settle()
-            raise error
+        self._last_error = error
+        return error
+
+    def _abandon(self, abandoned: BackwardPass) -> None:
+        """Called where autograd gives up a pass, for an error that it is about to raise: tell the other ranks at once.
+
+        They wait for collectives that this rank will not launch.
+        """
+        if self._pass is not abandoned:
+            return
+        error = AbandonedBackwardError()
+        # The worker may itself wait for another rank, and looks here meanwhile.
+        if (failures := self.executor.channels.failures) is not None:
+            failures.report(error)
+        is_over = threading.Event()
+
+        def end() -> None:
+            abandoned.fail(error)
+            is_over.set()
+
+        self._submit(end)
+        is_over.wait()
+        self._end(abandoned)
+        self._last_error = error
 
     def _bucket(self, raw: GradBucket, *, step: int, is_replay: bool) -> Bucket:
         parameters = tuple(raw.parameters())

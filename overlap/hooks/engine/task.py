@@ -121,9 +121,12 @@ class Task:
     def _launch(self, operation: Operation) -> None:
         try:
             operation.launch(self._executor.channels)
-        except Exception as error:
+        except Exception as raised:
+            error = self._executor.explained(raised)
             error.add_note(f"raised when stage {self._label} launched {operation.label}, {self.subject.describe()}")
-            raise
+            if error is raised:
+                raise
+            raise error from raised
         self._is_launched = True
         if not operation.is_under_way:
             self._note_launched(operation)

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from overlap._checks import check_whole_number
 from overlap.errors import ConfigurationError
 
 __all__ = ["Dtypes", "PowerSGDConfig"]
@@ -38,10 +39,10 @@ class PowerSGDConfig:
     log_every_steps: int = 10_000
 
     def __post_init__(self) -> None:
-        _check_integer("rank", self.rank, at_least=1)
-        _check_integer("start_step", self.start_step, at_least=0)
-        _check_integer("seed", self.seed, at_least=0)
-        _check_integer("log_every_steps", self.log_every_steps, at_least=1)
+        check_whole_number("rank", self.rank, least=1)
+        check_whole_number("start_step", self.start_step, least=0)
+        check_whole_number("seed", self.seed, least=0)
+        check_whole_number("log_every_steps", self.log_every_steps, least=1)
         _check_number("min_compression_rate", self.min_compression_rate)
         _check_number("epsilon", self.epsilon)
         if self.bypass not in (None, "auto"):
@@ -73,11 +74,6 @@ class PowerSGDConfig:
 
 # torch does not add in narrower ones.
 _ERROR_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-def _check_integer(name: str, value: object, *, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ConfigurationError(f"{name} must be a whole number of at least {at_least}, got {value!r}")
 
 
 def _check_number(name: str, value: object) -> None:

@@ -71,6 +71,8 @@ class StackedMatrices(Matrices):
 
     def __init__(self, batch: MatrixBatch, gradients: Sequence[Tensor], slots: Sequence[Slot], dtypes: Dtypes) -> None:
         super().__init__(batch, slots)
+        for slot, gradient in zip(slots, gradients, strict=True):
+            slot.arrange(gradient)
         self._gradients = [_as_matrix(gradient) for gradient in gradients]
         self._compute_dtype = dtypes.compute
         self._has_sum = gradients[0].dtype == dtypes.compute

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,38 @@ __all__ = ["Memory", "Slot", "Statistics", "current_stream", "hold"]
 _logger = logging.getLogger("overlap.hooks.powersgd.statistics")
 
 
+@dataclass(frozen=True)
+class ColumnOrder:
+    """The order of a matrix's columns, where the dimensions behind the first lie in memory otherwise than in the shape.
+
+    So it is in formats such as ``channels_last``.
+    """
+
+    lengths: tuple[int, ...]
+    """Those of the dimensions behind the first."""
+    dims: tuple[int, ...]
+    """Their places in ``lengths``, the outermost in memory first."""
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> ColumnOrder | None:
+        """That of a gradient that is a matrix as it lies in memory; ``None`` where it is that of the shape."""
+        lengths, strides = tuple(gradient.shape[1:]), gradient.stride()[1:]
+        dims = tuple(sorted(range(len(lengths)), key=lambda dim: -strides[dim]))
+        is_by_rows = gradient.ndim > 2 and gradient.stride(0) == math.prod(lengths)
+        return cls(lengths, dims) if is_by_rows and not gradient.is_contiguous() else None
+
+    def from_shape(self, factor: Tensor) -> Tensor:
+        """A factor ``(rank, columns)`` in this order."""
+        parts = factor.reshape(-1, *self.lengths).permute(0, *(dim + 1 for dim in self.dims))
+        return parts.reshape(factor.shape)
+
+    def to_shape(self, factor: Tensor) -> Tensor:
+        """The inverse of :meth:`from_shape`."""
+        parts = factor.reshape(-1, *(self.lengths[dim] for dim in self.dims))
+        back = sorted(range(len(self.dims)), key=self.dims.__getitem__)
+        return parts.permute(0, *(place + 1 for place in back)).reshape(factor.shape)
+
+
 @dataclass
 class Slot:
     """The memory of one parameter."""
@@ -33,6 +66,24 @@ class Slot:
     """The mean factor ``(rank, length)`` to start from, the same on every rank."""
     is_left: bool = False
     """Whether ``factor`` is a left one; where factors alternate, it is in every other step."""
+    columns: ColumnOrder | None = None
+    """The order of the columns of a right factor, where it is not that of the shape."""
+
+    def arrange(self, gradient: Tensor) -> None:
+        """Bring a right factor into the order in which ``gradient`` lies in memory."""
+        columns = ColumnOrder.of(gradient)
+        if columns != self.columns:
+            self.factor = self.factor_by_shape
+            if columns is not None and self.factor is not None and not self.is_left:
+                self.factor = columns.from_shape(self.factor)
+            self.columns = columns
+
+    @property
+    def factor_by_shape(self) -> Tensor | None:
+        """The factor with columns in the order of the shape, as checkpoints have it."""
+        if self.columns is None or self.factor is None or self.is_left:
+            return self.factor
+        return self.columns.to_shape(self.factor)
 
     def residual_like(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """The residual in the layout of ``gradient``, made of zeros if there is none.
@@ -165,7 +216,7 @@ class Memory:
         group = None if self._context is None else self._context.group
         return Snapshot(
             residuals={key: slot.residual for key, slot in self.slots.items() if slot.residual is not None},
-            factors={key: slot.factor for key, slot in self.slots.items() if slot.factor is not None},
+            factors={key: f for key, slot in self.slots.items() if (f := slot.factor_by_shape) is not None},
             bucket_factors={key: slot.factor for key, slot in self.bucket_slots.items() if slot.factor is not None},
             is_left=any(slot.is_left for slot in self.slots.values()),
             steps=self.steps,

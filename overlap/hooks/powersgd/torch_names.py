@@ -10,6 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap._checks import check_group, described
+from overlap._torch import classes
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.powersgd.config import PowerSGDConfig
@@ -25,7 +27,7 @@ __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 _logger = logging.getLogger(__name__)
 
 
-class PowerSGDState:
+class PowerSGDState(classes.PowerSGDState):
     """Options and memory of :func:`powerSGD_hook`, for one model.
 
     The arguments are PyTorch's and mean the same; what :class:`PowerSGD` adds comes by keyword.
@@ -67,7 +69,7 @@ class PowerSGDState:
         batch_tensors_with_same_shape: bool = False,
         **options: Any,
     ) -> None:
-        self.process_group = process_group
+        self.process_group = check_group("process_group", process_group)
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
         self.min_compression_rate = min_compression_rate
@@ -135,6 +137,12 @@ class PowerSGDState:
             _logger.warning("PowerSGDState: the process group is not pickled; set process_group after loading")
         return {**self.__dict__, "process_group": None}
 
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def maybe_increase_iter(self, bucket: Any) -> None:
+        """Does nothing: the stage counts backward passes."""
+
 
 class _HookPowerSGD(PowerSGD):
     """The stage of a state, on the state's process group."""
@@ -156,7 +164,7 @@ def _hook(name: str, doc: str, form: PerParameter) -> StageHook:
     def checked(state: Any) -> PowerSGDState:
         if isinstance(state, PowerSGDState):
             return state
-        raise ConfigurationError(f"the state of {name} is an overlap.PowerSGDState, got {type(state).__name__}")
+        raise ConfigurationError(f"the state of {name} is an overlap.PowerSGDState, got {described(state)}")
 
     return StageHook(
         lambda state: _HookPowerSGD(checked(state), form),

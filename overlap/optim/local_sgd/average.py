@@ -8,13 +8,15 @@ Parameters keep their storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from overlap._checks import check_group, described
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks import all_reduce
@@ -183,8 +185,20 @@ def tensors_of(params: Iterable[Tensor] | Iterable[dict[str, Tensor]]) -> list[T
     Raises:
         ConfigurationError: ``params`` holds something else.
     """
+    if isinstance(params, Optimizer):
+        raise ConfigurationError(
+            "averaging takes parameters or groups of them, got an optimizer: give its param_groups"
+        )
+    if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+        raise ConfigurationError(f"averaging takes parameters, got {described(params)}; give model.parameters()")
+    given = [params] if isinstance(params, Tensor) else list(params)
+    if not given and isinstance(params, Iterator):
+        raise ConfigurationError(
+            "averaging was given an iterator that has nothing left: it can be read only once, so call "
+            "model.parameters() each time"
+        )
     found: list[Tensor] = []
-    for entry in [params] if isinstance(params, Tensor) else params:
+    for entry in given:
         if isinstance(entry, Tensor):
             found.append(entry)
         elif isinstance(entry, Mapping) and "params" in entry:
@@ -214,6 +228,7 @@ def average_parameters(
     Raises:
         ConfigurationError: ``params`` holds something else.
     """
+    check_group("process_group", process_group, may_be_outside=True)
     group = process_group if process_group is not None else dist.group.WORLD
     tensors = tensors_of(params)
     if group is None or dist.get_rank(group) < 0:

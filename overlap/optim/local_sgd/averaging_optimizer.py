@@ -7,8 +7,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from overlap._torch.optimizer import mark_stepped, unhooked_step
-from overlap.errors import ConfigurationError
+from overlap._checks import described
+from overlap._torch import classes
+from overlap._torch.optimizer import mark_stepped, runs_step_hooks, step_without_hooks, unwrapped
+from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.proxy import OptimizerProxy
 
@@ -19,12 +21,23 @@ class AveragingOptimizer(OptimizerProxy):
     """A proxy whose ``step`` calls :meth:`step_wrapped`, and then averages even where that skipped its update."""
 
     def __init__(self, optim: Optimizer) -> None:
+        optim = unwrapped(optim)
         if not isinstance(optim, Optimizer):
-            what = f"the class {optim.__name__}" if isinstance(optim, type) else repr(optim)
             raise ConfigurationError(
-                f"{type(self).__name__} takes an optimizer, got {what}; make it first, as in "
+                f"{type(self).__name__} takes an optimizer, got {described(optim)}; make it first, as in "
                 "torch.optim.SGD(ddp.parameters(), lr=0.1)"
             )
+        if not runs_step_hooks(optim):
+            raise ConfigurationError(
+                f"{type(optim).__name__} runs no step hooks; give {type(self).__name__} the optimizer that it wraps"
+            )
+        if isinstance(optim, classes.ZeroRedundancyOptimizer):
+            raise UnsupportedError(
+                f"{type(self).__name__} lets each rank train alone between averages, and {described(optim)} updates on "
+                "each rank a part of the parameters for all ranks: give it the plain optimizer"
+            )
+        if isinstance(optim, AveragingOptimizer | classes.PostLocalSGDOptimizer):
+            raise ConfigurationError(f"this {described(optim)} averages already; use it as it is")
         super().__init__(optim)
 
     @property
@@ -45,8 +58,7 @@ class AveragingOptimizer(OptimizerProxy):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         # The step hooks of the wrapped optimizer are this one's, and run around the whole.
-        step = unhooked_step(type(self.optimizer))
-        result = step(self.optimizer) if closure is None else step(self.optimizer, closure)  # type: ignore[call-arg]
+        result = step_without_hooks(self.optimizer, *(() if closure is None else (closure,)))
         mark_stepped(self.optimizer)
         return result
 

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from overlap._checks import check_ddp
 from overlap._torch.ddp import GradientSync
 from overlap.errors import ConfigurationError, OverlapError, TrainingLoopError
 from overlap.hooks import Stage, StageContext, chain
@@ -97,8 +98,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         optimizer_state: str = "keep",
         average_dtype: torch.dtype | None = None,
     ) -> None:
-        if not isinstance(ddp, DistributedDataParallel):
-            raise ConfigurationError(f"LocalSGD takes a DistributedDataParallel model, got {type(ddp).__name__}")
+        ddp = check_ddp(ddp)
         super().__init__(optimizer)
         Joinable.__init__(self)
         self.process_group: dist.ProcessGroup = ddp.process_group

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
+from overlap._checks import check_whole_number
 from overlap.errors import ConfigurationError
 
-__all__ = ["Period", "Schedule", "check_hierarchy", "check_whole_number", "due_group", "make_groups"]
+__all__ = ["Period", "Schedule", "check_hierarchy", "due_group", "make_groups"]
 
 Period = int | Mapping[int, int] | Callable[[int], int]
 """Steps from one average to the next; or the group size for each period; or a function that takes the step at which a
@@ -91,17 +92,6 @@ class Schedule:
         else:
             period = str(self._period)
         return f"period {period} from step {self.start_step}"
-
-
-def check_whole_number(name: str, value: object, *, least: int) -> int:
-    """``value``, if it is a whole number of at least ``least``.
-
-    Raises:
-        ConfigurationError: it is not; the message calls it ``name``.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    return value
 
 
 def check_hierarchy(name: str, sizes: Mapping[int, int], group: dist.ProcessGroup) -> dict[int, int]:

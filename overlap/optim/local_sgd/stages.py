@@ -134,7 +134,7 @@ class LocalSGDStage(Stage):
     async def __call__(self, bucket: Bucket) -> None:
         """Nothing to do to a bucket: parameters are averaged when all are updated."""
         if self._lifecycle is not None:
-            self._lifecycle.note_reduced(bucket.parameters)
+            self._lifecycle.gradients.note_reduced(bucket.parameters)
 
     def before_forward(self) -> None:
         if self._lifecycle is not None:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from overlap._checks import check_whole_number
 from overlap.errors import ConfigurationError
 from overlap.hooks import StageContext
 from overlap.optim.local_sgd.average import Weight, average_parts, into_parts
 from overlap.optim.local_sgd.model_tensors import ModelTensors
 from overlap.optim.local_sgd.outer import OuterOptimizer
 from overlap.optim.local_sgd.pending import PendingAverage
-from overlap.optim.local_sgd.schedule import Schedule, check_whole_number
+from overlap.optim.local_sgd.schedule import Schedule
 
 __all__ = ["Options", "Synchronizer"]
 

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from overlap._checks import check_group, check_whole_number, described
+from overlap._torch import classes
 from overlap.errors import ConfigurationError
 from overlap.optim.local_sgd.average import average_parameters
 from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
-from overlap.optim.local_sgd.schedule import check_hierarchy, check_whole_number, due_group, make_groups
+from overlap.optim.local_sgd.schedule import check_hierarchy, due_group, make_groups
 
 __all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager", "PostLocalSGDOptimizer"]
 
@@ -26,6 +28,7 @@ _USELESS = (
 )
 
 
+@classes.ModelAverager.register
 class ModelAverager(ABC):
     """Averages parameters at some steps of the training loop.
 
@@ -39,7 +42,8 @@ class ModelAverager(ABC):
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
             raise ConfigurationError("averaging needs torch.distributed.init_process_group first")
-        self.process_group: dist.ProcessGroup = process_group if process_group is not None else dist.group.WORLD  # type: ignore[assignment]
+        given = check_group("process_group", process_group, may_be_outside=True)
+        self.process_group: dist.ProcessGroup = given if given is not None else dist.group.WORLD  # type: ignore[assignment]
         self.step = 0
         """Calls of :meth:`average_parameters` so far."""
 
@@ -48,6 +52,7 @@ class ModelAverager(ABC):
         """Count a training step, and average ``params`` if it is time; to be called after the optimizer's step."""
 
 
+@classes.PeriodicModelAverager.register
 class PeriodicModelAverager(ModelAverager):
     """Averages in the first call after ``warmup_steps`` calls, and in every ``period``-th call from there.
 
@@ -78,6 +83,7 @@ class PeriodicModelAverager(ModelAverager):
         self.step += 1
 
 
+@classes.HierarchicalModelAverager.register
 class HierarchicalModelAverager(ModelAverager):
     """Averages often within small groups and less often within large ones (Lin et al. 2018, arXiv 1808.07217).
 
@@ -121,7 +127,7 @@ class HierarchicalModelAverager(ModelAverager):
         self.step += 1
 
 
-class PostLocalSGDOptimizer(AveragingOptimizer):
+class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
     """Steps an optimizer, then lets an averager average its parameters if it is time (arXiv 1808.07217).
 
     As with PyTorch's, register ``post_localSGD_hook`` with DDP, and give its state and the averager the same start;
@@ -141,7 +147,7 @@ class PostLocalSGDOptimizer(AveragingOptimizer):
     def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
         if not hasattr(averager, "average_parameters") or not hasattr(averager, "step") or isinstance(averager, type):
             raise ConfigurationError(
-                f"PostLocalSGDOptimizer takes a ModelAverager, got {averager!r}; make one, as in "
+                f"PostLocalSGDOptimizer takes a ModelAverager, got {described(averager)}; make one, as in "
                 "PeriodicModelAverager(period=8, warmup_steps=1000)"
             )
         super().__init__(optim)
@@ -162,7 +168,8 @@ class PostLocalSGDOptimizer(AveragingOptimizer):
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != "step"})
         if "step" not in state_dict:
             warnings.warn(
-                "the state has no step of an averager: it starts again from step 0, its warm-up included",
+                "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0. "
+                "The warm-up begins again, too",
                 UserWarning,
                 stacklevel=2,
             )

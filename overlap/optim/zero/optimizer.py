@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -12,16 +15,38 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from overlap._checks import check_group
+from overlap._torch import classes
 from overlap._torch.c10d import backend_name
+from overlap._torch.checkpoint import is_in_checkpointing, is_in_loading
+from overlap._torch.state_dict_hooks import (
+    after_load_state_dict,
+    after_state_dict,
+    before_load_state_dict,
+    before_state_dict,
+)
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle
-from overlap.optim.subset import SubsetStepper, check_optimizer
+from overlap.optim.probe import Verdict
+from overlap.optim.skipping import SkippedUpdates
+from overlap.optim.subset import SubsetStepper
 from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
+from overlap.optim.zero.consolidation import consolidate, load_plain
+from overlap.optim.zero.division import check_division, choose_partition, make_optimizer, separability_of
 from overlap.optim.zero.exchange import Exchange, Workspace
-from overlap.optim.zero.parameter_groups import check_class, copy_options, names_of, read_groups, with_names
+from overlap.optim.zero.parameter_groups import (
+    check_class,
+    check_master_dtype,
+    copy_options,
+    names_of,
+    read_groups,
+    with_names,
+)
 from overlap.optim.zero.sharding import Ownership, Shard
-from overlap.optim.zero.state import ShardedState, consolidate, load_plain
+from overlap.optim.zero.state import ShardedState, check_new_state
+from overlap.optim.zero.strides import follow_strides
+from overlap.optim.zero.whole_state import WholeState
 from overlap.optim.zero.without_hooks import UpdateWithoutHooks
 
 if TYPE_CHECKING:
@@ -34,6 +59,10 @@ class ShardedUpdate(Protocol):
     """What the optimizer asks of the stage that updates it in backward."""
 
     lifecycle: UpdateLifecycle
+
+    @property
+    def updates_in_step(self) -> bool:
+        """Whether the update is made in the optimizer's ``step()``."""
 
     def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         """Raises: ConfigurationError: the stage's model does not train one of ``parameters``."""
@@ -48,6 +77,7 @@ class ShardedUpdate(Protocol):
         """Wait for gathers that are under way."""
 
 
+@classes.ZeroRedundancyOptimizer.register
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """``optimizer_class`` with its state divided among the ranks: each of ``W`` ranks keeps and updates ``1/W``.
 
@@ -72,6 +102,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: a stage makes the update in backward; :meth:`step` raises an error if none is registered.
         partition: ``"element"`` cuts every parameter into equal chunks, for optimizers that treat all elements alike,
             as most do. ``"parameter"`` gives whole parameters to ranks, balanced by size, for other optimizers.
+            ``None`` finds out, by an experiment on a few small parameters, which of them equals the plain optimizer.
         master_dtype: update a copy of each chunk in this dtype if it is wider than the parameter's, such as
             ``torch.float32`` for ``bfloat16`` parameters. Adds ``1/W`` of the parameters in that dtype on each rank.
         **defaults: arguments of ``optimizer_class``.
@@ -80,7 +111,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Raises:
         ConfigurationError: an argument is wrong, or the ranks have different parameters.
-        UnsupportedError: the optimizer, or the memory layout of a parameter, is not supported.
+        UnsupportedError: the optimizer computes something from several parameters at once, or from several elements
+            where ``partition`` cuts them; it draws random numbers; or a parameter has gaps in memory.
     """
 
     # GradScaler then leaves gradients as they are, always calls step(), and sets found_inf and grad_scale here.
@@ -94,45 +126,51 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
-        partition: str = "element",
+        partition: str | None = None,
         master_dtype: torch.dtype | None = None,
         **defaults: Any,
     ) -> None:
         if not dist.is_initialized():
             raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
         cls = check_class(optimizer_class)
-        self.process_group: dist.ProcessGroup = process_group or dist.group.WORLD  # type: ignore[assignment]
+        check_master_dtype(master_dtype)
+        self.process_group: dist.ProcessGroup = check_group("process_group", process_group) or dist.group.WORLD  # type: ignore[assignment]
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.overlap_with_ddp = overlap_with_ddp
-        self.partition = partition
-        self.ownership = Ownership(self.process_group, cls, partition, master_dtype)
-        self.stage: ShardedUpdate | None = None
-        self._consolidated: dict[str, Any] | None = None
         groups = read_groups(params)
+        self._separability_of = functools.partial(separability_of, cls, defaults=defaults, master_dtype=master_dtype)
+        self.separability = self._separability_of(groups)
+        """How ``optimizer_class`` may be stepped."""
+        self.partition = choose_partition(cls, self.separability, partition)
+        self.ownership = Ownership(self.process_group, self.partition, master_dtype)
+        self.stage: ShardedUpdate | None = None
+        self._whole_state = WholeState(self.rank)
+        self.skipped = SkippedUpdates()
+        """Where the loop says that a backward is not this optimizer's."""
         chunks = self.ownership.add(groups, first_group=0)
-        try:
-            optim = cls(chunks, **defaults)
-        except ConfigurationError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"{cls.__name__}: {error}") from error
-        self.optim = check_optimizer(optim)
+        self.optim = make_optimizer(cls, chunks, defaults)
         """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
         self._stepper = SubsetStepper(self.optim)
         sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
         self.exchange = Exchange(sends_directly and self.ownership.device.type == "cpu", Workspace())
         self._without_hooks = UpdateWithoutHooks(self.ownership, self.exchange)
+        self._step_arguments: dict[str, Any] = {}
+        self._state_sizes: dict[int, int] = {}
         self._is_complete = False
         Joinable.__init__(self)
         Optimizer.__init__(self, [with_names(group) for group in groups], self.optim.defaults)
         copy_options(self.optim.param_groups, self.param_groups)
         self._is_complete = True
 
-    @property  # type: ignore[override]
-    def state(self) -> dict[Tensor, Any]:
+    @property
+    def state(self) -> defaultdict[Any, Any]:
         """This rank's part of the state; the keys are the whole parameters."""
         inner = self.optim.state
-        return {s.parameter: inner[s.own] for s in self.shards.values() if s.own is not None and s.own in inner}
+        of_parameters = {
+            s.parameter: inner[s.own] for s in self.shards.values() if s.own is not None and s.own in inner
+        }
+        beside = {key: value for key, value in inner.items() if not isinstance(key, Tensor)}
+        return defaultdict(dict, {**of_parameters, **beside})
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -155,12 +193,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not isinstance(param_group, Mapping):
             raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
         (group,) = groups = read_groups([param_group])
+        found = self._separability_of([*self.param_groups, group])
+        check_division(type(self.optim), found, self.partition)
         if self.stage is not None:
             self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
         (chunks,) = self.ownership.add(groups, first_group=len(self.param_groups))
         self.optim.add_param_group(chunks)
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
+        if not self._whole_state.is_untouched:
+            self._whole_state.note_change()
+
+    def follow_strides(self) -> None:
+        """Bring the state into the order of parameters whose memory format was changed; call it on every rank."""
+        follow_strides(ShardedState(self.optim, self.param_groups, self.shards, self.process_group))
 
     def begin(self) -> None:
         """Begin a step: take note of parameters that were moved or changed since the last one."""
@@ -171,36 +217,69 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @torch.no_grad()
     def update(self, pairs: Sequence[tuple[Shard, Tensor]]) -> None:
         """Step what this rank owns of each shard with its flat gradient, and write the parameters."""
+        self._whole_state.note_change()
         shards = [shard for shard, _ in pairs]
         chunks = [shard.own for shard in shards if shard.own is not None]
         shaped = [shard.shaped(gradient) for shard, gradient in pairs]
         matching = [g if g.dtype == own.dtype else g.to(own.dtype) for g, own in zip(shaped, chunks, strict=True)]
         copy_options(self.param_groups, self.optim.param_groups)
-        self._stepper.step(chunks, matching)
+        # What step() does once, whatever it steps, is then done on ranks and in groups without a gradient, too.
+        is_whole = self.separability.in_turn.verdict is Verdict.COUPLED
+        self._stepper.step(chunks, matching, is_whole=is_whole, **self._step_arguments)
         copy_options(self.optim.param_groups, self.param_groups)
         for shard in shards:
             shard.publish()
+        if self.partition == "element":
+            check_new_state(self.optim, shards, self._state_sizes)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """Finish the step: update what a stage has not updated in backward, and gather the parameters.
 
         With a stage whose updates are interleaved nothing is left to do, and the call returns at once.
 
         Args:
             closure: evaluates the model and runs backward, as for any optimizer; its result is returned.
+            **arguments: of the ``step`` of ``optimizer_class``.
 
         Issues, on ``process_group``: nothing if interleaved; if deferred one gather per bucket, and one all-reduce of a
         number if gradients are clipped; without a stage, gathers of all trainable parameters.
 
         Raises:
             RegistrationError: ``overlap_with_ddp=True``, and no stage is registered.
-            TrainingLoopError: a gradient has not been reduced, or ``GradScaler`` is used with interleaved updates.
+            TrainingLoopError: a gradient has not been reduced, or ``GradScaler`` or ``arguments`` are used with
+                interleaved updates.
         """
+        if is_in_checkpointing():
+            self._make_state()
+            return None
         Join.notify_join_context(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_arguments(arguments)
+        self._step_arguments = arguments
+        try:
+            self._finish_step()
+        finally:
+            self._step_arguments = {}
+        return loss
+
+    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        if not arguments:
+            return
+        given = ", ".join(f"{key}=..." for key in arguments)
+        if self.stage is not None and not self.stage.updates_in_step:
+            raise TrainingLoopError(
+                f"zero.step({given}): the update was made in backward, without these arguments; "
+                "use ZeroStep(zero, deferred=True)"
+            )
+        if self.is_joining:
+            raise TrainingLoopError(
+                f"zero.step({given}): a rank that has run out of inputs does not have these arguments; call zero.step()"
+            )
+
+    def _finish_step(self) -> None:
         loss_scale = LossScale.given_to(self)
         if self.stage is not None:
             self.stage.step(loss_scale)
@@ -211,12 +290,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         else:
             self._step_without_hooks(loss_scale)
-        return loss
 
     @torch.no_grad()
     def _step_without_hooks(self, loss_scale: LossScale, *, is_joined: bool = False) -> None:
+        self.follow_strides()
         self.begin()
         self._without_hooks.step(self.update, loss_scale, is_joining=self.is_joining, is_joined=is_joined)
+
+    @torch.no_grad()
+    def _make_state(self) -> None:
+        """Let the optimizer make the state of this rank's part by a step on zeros, which changes no parameter."""
+        self.begin()
+        owned = [shard for shard in self.shards.values() if shard.own is not None and shard.parameter.requires_grad]
+        values = [shard.own.clone() for shard in owned if shard.own is not None]
+        self.update([(shard, torch.zeros_like(shard.views[shard.rank])) for shard in owned])
+        for shard, value in zip(owned, values, strict=True):
+            if shard.own is not None:
+                shard.own.copy_(value)
+            shard.publish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As any optimizer's; between backward and :meth:`step` it discards the backward.
@@ -227,8 +318,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
         if self.stage is not None:
-            self.stage.lifecycle.on_zero_grad()
+            self.stage.lifecycle.on_zero_grad(set_to_none=set_to_none)
         super().zero_grad(set_to_none)
+
+    def skip_update(self) -> AbstractContextManager[None]:
+        """``with zero.skip_update():`` for backwards of a loss that is not this optimizer's.
+
+        A backward that begins inside reduces, and makes no update: as with ``ZeroStep(zero, deferred=True)``,
+        :meth:`step` then applies it and :meth:`zero_grad` discards it. Enter it on every rank alike. See
+        :meth:`OverlappedOptimizer.skip_update`; under ``Join`` it needs that form.
+        """
+        return self.skipped.skipping()
 
     def wait(self) -> None:
         """Wait until every parameter holds its new value, if gathers run during the next forward.
@@ -265,28 +365,39 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         else:
             self._step_without_hooks(LossScale(), is_joined=True)
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the whole state on rank ``to`` of the group, in CPU memory, where :meth:`state_dict` then returns it.
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Gather the whole state in CPU memory, for :meth:`state_dict` to return until the state changes.
 
-        Call it on every rank. Issues: gathers of at most about 64 MB of state each.
+        Call it on every rank. Issues: one gather of a few bytes per value, and gathers of at most about 64 MB of state
+        each.
+
+        Args:
+            to: the rank of the group that gets the state; ``None`` for all ranks.
 
         Raises:
             ConfigurationError: the group has no rank ``to``.
+            UnsupportedError: the optimizer's state cannot be put together from the ranks' parts.
         """
-        self._consolidated = consolidate(self._settled_state(), to)
+        self._whole_state.keep(consolidate(self._settled_state(), to))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the form of the plain ``optimizer_class``, on the rank where it was consolidated.
+        """The state in the form of the plain ``optimizer_class``; empty on ranks to which it was not consolidated.
+
+        Before the first update every rank has it. Inside of ``torch.distributed.checkpoint``, whose functions every
+        rank calls, the state is consolidated on all ranks.
 
         Raises:
-            TrainingLoopError: :meth:`consolidate_state_dict` was not called, or was called for another rank.
+            TrainingLoopError: :meth:`consolidate_state_dict` was not called since the last update.
         """
-        if self._consolidated is None:
-            raise TrainingLoopError(
-                f"the state is divided among the ranks, and rank {self.rank} does not hold all of it: call "
-                f"consolidate_state_dict(to={self.rank}) on every rank first, or save sharded_state_dict() instead"
-            )
-        return self._consolidated
+        before_state_dict(self)
+        if is_in_loading() and not self.optim.state:
+            self._make_state()
+        if is_in_checkpointing():
+            self.consolidate_state_dict(to=None)
+        elif self._whole_state.is_untouched and not self.optim.state:
+            self._whole_state.keep({"state": {}, **self._settled_state().local().shared.entries})
+        packed = self._whole_state.packed(self.param_groups)
+        return after_state_dict(self, packed) if packed else packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's part of a :meth:`state_dict` of this class or of the plain optimizer, on every rank.
@@ -295,7 +406,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ConfigurationError: it belongs to other parameters.
         """
         self._prepare_to_load()
-        load_plain(self._settled_state(), state_dict)
+        given = before_load_state_dict(self, state_dict)
+        load_plain(self._settled_state(), given)
+        # Accelerate loads what a new optimizer gave, which leaves it as it was.
+        if given["state"] or not self._whole_state.is_untouched:
+            self._whole_state.note_change()
+        after_load_state_dict(self)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part, for ``torch.distributed.checkpoint.save``; any number of ranks can load it.
@@ -319,16 +435,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ConfigurationError: nothing is saved there, or it belongs to other parameters.
         """
         self._prepare_to_load()
+        self._whole_state.note_change()
         load_pieces(self._settled_state(), checkpoint, key)
 
     def _prepare_to_load(self) -> None:
         if self.stage is not None:
             self.stage.lifecycle.on_load()
-        self._consolidated = None
 
     def _settled_state(self) -> ShardedState:
         """This rank's part of the state, after all gathers have ended."""
         self.wait()
+        self.follow_strides()
         return ShardedState(self.optim, self.param_groups, self.shards, self.process_group)
 
     def __getstate__(self) -> dict[str, Any]:

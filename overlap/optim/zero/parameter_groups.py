@@ -10,15 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap.errors import ConfigurationError
+from overlap.errors import ArgumentTypeError, ConfigurationError
 
 __all__ = [
     "check_class",
     "check_covered",
+    "check_master_dtype",
     "check_same_group",
     "check_same_on_all_ranks",
     "copy_options",
     "device_of",
+    "is_narrower",
     "names_of",
     "options_of",
     "read_groups",
@@ -36,7 +38,7 @@ def read_groups(params: Any) -> list[dict[str, Any]]:
         ConfigurationError: there are no parameters, or something is not a parameter.
     """
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise ConfigurationError(
+        raise ArgumentTypeError(
             f"params is an iterable of parameters or of groups, got {type(params).__name__}; "
             "pass ddp.parameters(), or [parameter]"
         )
@@ -96,6 +98,18 @@ def check_class(optimizer_class: object) -> type[Optimizer]:
             f"optimizer_class is a subclass of torch.optim.Optimizer such as torch.optim.AdamW, got {optimizer_class!r}"
         )
     return optimizer_class
+
+
+def check_master_dtype(master_dtype: object) -> None:
+    """Raises: ConfigurationError: it is neither ``None`` nor a floating-point dtype."""
+    if master_dtype is not None and not (isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point):
+        raise ConfigurationError(f"master_dtype is a floating-point dtype such as torch.float32, got {master_dtype!r}")
+
+
+def is_narrower(parameter: Tensor, master_dtype: torch.dtype | None) -> bool:
+    """Whether a parameter gets a master in ``master_dtype``."""
+    dtype = parameter.dtype
+    return master_dtype is not None and dtype.is_floating_point and master_dtype.itemsize > dtype.itemsize
 
 
 def check_same_on_all_ranks(

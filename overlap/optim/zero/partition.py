@@ -6,10 +6,14 @@ A parameter is cut into one range of elements per rank, in the order of its memo
 the parameters and on the number of ranks, never on DDP's buckets. So buckets can be rebuilt, and a state that was saved
 at one number of ranks can be loaded at another.
 
-By *element*, every rank owns an equal part of every parameter. Ranges start at multiples of 16 elements, so that a
-vectorized kernel treats each element as it would in the whole tensor, and results equal those of the plain optimizer
-bit for bit. What does not divide evenly goes to the ranks that own least so far: over a whole model the totals of the
-ranks differ by some dozens of elements. By *parameter*, one rank owns all of a parameter; the largest are given first.
+By *element*, every rank owns an equal part of every parameter. Ranges start at multiples of 128 bytes: CPU kernels take
+two vectors of at most 64 bytes at a time, and what is left at the end of a tensor one element at a time, which rounds
+differently in 16-bit types. So each element is treated as it would be in the whole tensor, and results equal those of
+the plain optimizer bit for bit. Where a tensor's memory begins makes no difference, since kernels load unaligned
+vectors; but threads do, which cut a long tensor anywhere. What does not divide evenly goes to the ranks that own least
+so far: over a whole model the totals of the ranks differ by some hundreds of bytes. By *parameter*, one rank owns all
+of a parameter; the largest are given first. Parameters that are frozen have no state, so they are balanced by
+themselves.
 """
 
 from __future__ import annotations
@@ -19,12 +23,27 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-__all__ = ["ByElement", "ByParameter", "Layout", "Partition", "Piece", "Range"]
+__all__ = ["ByElement", "ByParameter", "Extent", "Layout", "Partition", "Piece", "Range"]
 
-# A vector register of AVX-512 holds 16 floats.
-_BLOCK_NUMEL = 16
+_BLOCK_BYTES = 128
 
 Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What the division needs to know of a parameter."""
+
+    numel: int
+    itemsize: int
+    """Bytes per element."""
+    is_trained: bool = True
+    pool: Hashable = None
+    """Parameters of one pool have state of the same size per element, so equal numbers are equal sizes."""
+
+    @property
+    def block_numel(self) -> int:
+        return max(1, _BLOCK_BYTES // self.itemsize)
 
 
 class Partition(Protocol):
@@ -33,8 +52,8 @@ class Partition(Protocol):
     is_whole: bool
     """Whether a parameter is never cut."""
 
-    def assign(self, numels: Sequence[int], pools: Sequence[Hashable]) -> list[tuple[Range, ...]]:
-        """One range per rank for each parameter; ranks are kept even within each pool (state of the same size)."""
+    def assign(self, extents: Sequence[Extent]) -> list[tuple[Range, ...]]:
+        """One range per rank for each parameter."""
         ...
 
 
@@ -47,17 +66,19 @@ class ByElement:
         self._ranks = ranks
         self._owned: dict[Hashable, list[int]] = {}
 
-    def assign(self, numels: Sequence[int], pools: Sequence[Hashable]) -> list[tuple[Range, ...]]:
-        return [self._cut(numel, pool) for numel, pool in zip(numels, pools, strict=True)]
+    def assign(self, extents: Sequence[Extent]) -> list[tuple[Range, ...]]:
+        return [self._cut(extent) for extent in extents]
 
-    def _cut(self, numel: int, pool: Hashable) -> tuple[Range, ...]:
+    def _cut(self, extent: Extent) -> tuple[Range, ...]:
+        numel, block_numel = extent.numel, extent.block_numel
+        pool = (extent.pool, extent.itemsize, extent.is_trained)
         owned = self._owned.setdefault(pool, [0] * self._ranks)
-        each, extra = divmod(-(-numel // _BLOCK_NUMEL), self._ranks)
+        each, extra = divmod(-(-numel // block_numel), self._ranks)
         ranges: list[Range] = [(numel, numel)] * self._ranks
         start = 0
         # The ranks that own least come first, where the larger ranges are.
         for place, rank in enumerate(sorted(range(self._ranks), key=lambda rank: (owned[rank], rank))):
-            end = min(start + (each + (place < extra)) * _BLOCK_NUMEL, numel)
+            end = min(start + (each + (place < extra)) * block_numel, numel)
             ranges[rank] = (start, end)
             owned[rank] += end - start
             start = end
@@ -70,15 +91,23 @@ class ByParameter:
     is_whole = True
 
     def __init__(self, ranks: int) -> None:
-        self._owned = [0] * ranks
+        self._ranks = range(ranks)
+        self._owned_bytes = {True: [0] * ranks, False: [0] * ranks}
+        """Of trained parameters, and of frozen ones."""
 
-    def assign(self, numels: Sequence[int], pools: Sequence[Hashable]) -> list[tuple[Range, ...]]:
+    def assign(self, extents: Sequence[Extent]) -> list[tuple[Range, ...]]:
         ranges: dict[int, tuple[Range, ...]] = {}
-        for place in sorted(range(len(numels)), key=lambda place: (-numels[place], place)):
-            owner = min(range(len(self._owned)), key=lambda rank: (self._owned[rank], rank))
-            self._owned[owner] += numels[place]
-            ranges[place] = tuple((0, numels[place]) if rank == owner else (0, 0) for rank in range(len(self._owned)))
-        return [ranges[place] for place in range(len(numels))]
+        for place in sorted(range(len(extents)), key=lambda place: (-_size_bytes(extents[place]), place)):
+            extent = extents[place]
+            owned_bytes = self._owned_bytes[extent.is_trained]
+            owner = min(self._ranks, key=lambda rank: (owned_bytes[rank], rank))
+            owned_bytes[owner] += _size_bytes(extent)
+            ranges[place] = tuple((0, extent.numel) if rank == owner else (0, 0) for rank in self._ranks)
+        return [ranges[place] for place in range(len(extents))]
+
+
+def _size_bytes(extent: Extent) -> int:
+    return extent.numel * extent.itemsize
 
 
 @dataclass(frozen=True)

@@ -7,42 +7,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from overlap._torch.autograd import version
-from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.zero.parameter_groups import check_same_on_all_ranks, device_of, names_of
-from overlap.optim.zero.partition import ByElement, ByParameter, Partition, Range
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.optim.zero.parameter_groups import check_same_on_all_ranks, device_of, is_narrower, names_of
+from overlap.optim.zero.partition import ByElement, ByParameter, Extent, Partition, Range
 
 __all__ = ["Ownership", "Shard", "flatten"]
 
-# Optimizers that look at a tensor as a whole: its rows and columns, or its norm.
-_NEED_WHOLE_TENSORS = ("Adafactor", "Muon", "LBFGS")
-
 
 class Ownership:
-    """Divides parameters among the ranks of a group, one parameter group after another. See [Note: ownership].
+    """Divides parameters among the ranks of a group, one parameter group after another. See [Note: ownership]."""
 
-    Raises:
-        ConfigurationError: ``partition`` or ``master_dtype`` is not one that exists.
-        UnsupportedError: the optimizer needs whole tensors, and ``partition`` cuts them.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        cls: type[Optimizer],
-        partition: str,
-        master_dtype: torch.dtype | None,
-    ) -> None:
-        if partition not in ("element", "parameter"):
-            raise ConfigurationError(f"partition is 'element' or 'parameter', got {partition!r}")
-        if partition == "element" and any(base.__name__ in _NEED_WHOLE_TENSORS for base in cls.__mro__):
-            raise UnsupportedError(f"{cls.__name__} needs whole tensors: use partition='parameter'")
-        if master_dtype is not None and not (isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point):
-            raise ConfigurationError(
-                f"master_dtype is a floating-point dtype such as torch.float32, got {master_dtype!r}"
-            )
+    def __init__(self, group: dist.ProcessGroup, partition: str, master_dtype: torch.dtype | None) -> None:
         self.shards: dict[int, Shard] = {}
         """The shard of each parameter, by ``id`` of the parameter, in the groups' order."""
         self.group = group
@@ -69,9 +46,8 @@ class Ownership:
             known[id(parameter)] = name
         device_of([*(shard.parameter for shard in self.shards.values()), *(parameter for _, parameter in pairs)])
         check_same_on_all_ranks(groups, names, self.group, self._settings)
-        # Parameters of one pool have state of the same size per element, so equal numbers are equal sizes.
-        pools = [(place, p.dtype, p.device, p.requires_grad) for place, p in pairs]
-        ranges = self._partition.assign([p.numel() for _, p in pairs], pools)
+        extents = [Extent(p.numel(), p.element_size(), p.requires_grad, pool=(place, p.dtype)) for place, p in pairs]
+        ranges = self._partition.assign(extents)
         made = [
             Shard(
                 parameter,
@@ -87,11 +63,11 @@ class Ownership:
         return [self._chunks(group) for group in groups]
 
     def _chunks(self, group: dict[str, Any]) -> dict[str, Any]:
-        others = {key: value for key, value in group.items() if key != "param_names"}
-        return {
-            **others,
-            "params": [own for p in group["params"] if (own := self.shards[id(p)].own) is not None],
-        }
+        shards = [self.shards[id(parameter)] for parameter in group["params"]]
+        chunks = {**group, "params": [shard.own for shard in shards if shard.own is not None]}
+        if "param_names" in group:
+            chunks["param_names"] = [shard.name for shard in shards if shard.own is not None]
+        return chunks
 
     @property
     def is_even(self) -> bool:
@@ -135,15 +111,18 @@ class Shard:
         flat = flatten(parameter)
         self.views = tuple(flat[start:end] for start, end in ranges)
         """The parameter's own memory, cut by rank."""
+        self.strides = parameter.stride()
+        """The parameter's strides when it was cut: the order of its elements in memory."""
         self._pointer = parameter.data_ptr()
-        dtype = parameter.dtype
-        self.has_master = (
-            master_dtype is not None and dtype.is_floating_point and master_dtype.itemsize > dtype.itemsize
-        )
+        self.has_master = is_narrower(parameter, master_dtype)
+        self.dtype = master_dtype if self.has_master and master_dtype is not None else parameter.dtype
+        """That of what the optimizer steps."""
         self.own: Tensor | None = None
         if not is_whole or rank == max(range(len(ranges)), key=lambda other: ranges[other][1] - ranges[other][0]):
-            view = self.shaped(self.views[rank])
+            # A tensor of its own, since the optimizer may ask whether it requires a gradient, and gathers write views.
+            view = self.shaped(self.views[rank]).detach()
             self.own = view.to(master_dtype) if self.has_master else view
+            self.own.requires_grad_(parameter.requires_grad)
         self._seen_version = version(parameter)
 
     @property
@@ -173,10 +152,28 @@ class Shard:
         start, end = self.range
         return flatten(grad)[start:end]
 
+    @property
+    def is_permuted(self) -> bool:
+        """Whether the parameter's memory format has changed, so that its elements are in another order."""
+        return self.parameter.stride() != self.strides
+
+    @torch.no_grad()
     def refresh(self) -> None:
-        """Take note of a parameter that was moved to other memory, or changed by other code."""
+        """Take note of a parameter that was moved to other memory, or changed by other code.
+
+        Raises:
+            TrainingLoopError: the elements of the parameter are in another order than the state.
+        """
+        if self.is_permuted:
+            raise TrainingLoopError(
+                f"{self.name} has strides {self.parameter.stride()}, but had {self.strides}: after "
+                "model.to(memory_format=...) remove() the registration, build DistributedDataParallel anew and "
+                "register again, which brings the optimizer's state into the new order"
+            )
         if self.parameter.data_ptr() != self._pointer:
-            self._follow()
+            self.follow()
+        if self.own is not None and self.own.requires_grad != self.parameter.requires_grad:
+            self.own.requires_grad_(self.parameter.requires_grad)
         if self.has_master and version(self.parameter) != self._seen_version and self.own is not None:
             view = self.shaped(self.views[self.rank])
             # An element that the master still rounds to was not changed, and the master is more exact.
@@ -184,13 +181,15 @@ class Shard:
             self.own.copy_(torch.where(kept, self.own, view.to(self.own.dtype)))
             self._seen_version = version(self.parameter)
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
+        """Cut the parameter again, where and as it lies in memory now; a master and the state stay as they are."""
         # By `.data`, as the parameter itself was moved: values are the same, so the version must not change.
         flat = flatten(self.parameter)
         for view, (start, end) in zip(self.views, self.ranges, strict=True):
             view.data = flat[start:end]
         if self.own is not None and not self.has_master:
             self.own.data = self.shaped(self.views[self.rank])
+        self.strides = self.parameter.stride()
         self._pointer = self.parameter.data_ptr()
 
     def publish(self) -> None:

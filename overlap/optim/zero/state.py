@@ -1,9 +1,10 @@
-"""The optimizer's state: this rank's part, and all of it on one rank in the form of the plain optimizer."""
+"""The optimizer's state: this rank's part of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,20 +12,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap.errors import ConfigurationError
-from overlap.optim.zero.parameter_groups import copy_options, options_of
-from overlap.optim.zero.sharding import Shard, flatten
+from overlap.errors import UnsupportedError
+from overlap.optim.zero.kinds import Kind, Kinds, StateValue, tensors_in
+from overlap.optim.zero.parameter_groups import copy_options
+from overlap.optim.zero.plain_values import as_plain, cloned, fingerprint
+from overlap.optim.zero.sharding import Shard
 
-__all__ = ["ShardedState", "consolidate", "is_by_element", "load_plain"]
+__all__ = ["CPU", "GlobalState", "LocalState", "ShardedState", "check_new_state"]
 
 # The key of a parameter's master, its copy in a wider dtype.
 _MASTER = "master_param"
 
-# State that is one number per parameter in optimizers of PyTorch. For a parameter without dimensions the shape does not
-# tell.
-_BY_PARAMETER = ("step", "mu_product", "eta", "mu")
+CPU = torch.device("cpu")
 
-_BLOCK_BYTES = 16 * 2**20
+
+@dataclass(frozen=True)
+class GlobalState:
+    """What belongs to no parameter: the same on every rank."""
+
+    state: dict[Any, Any] = field(default_factory=dict)
+    """State under keys that are not parameters."""
+    entries: dict[str, Any] = field(default_factory=dict)
+    """What the optimizer's own ``state_dict()`` has beside state and groups."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +48,56 @@ class ShardedState:
     """The shard of each parameter, by ``id`` of the parameter, in the groups' order."""
     process_group: dist.ProcessGroup
 
-    def of(self, shard: Shard) -> dict[str, Any]:
-        """This rank's state of one parameter, with its master if there is one."""
-        if shard.own is None:
-            return {}
-        state = dict(self.optimizer.state.get(shard.own, {}))
-        if shard.has_master:
-            state[_MASTER] = shard.own
-        return state
+    @property
+    def are_cut(self) -> bool:
+        """Whether parameters are divided by element."""
+        return not any(shard.is_whole for shard in self.shards.values())
+
+    @property
+    def owns_something(self) -> bool:
+        """Whether this rank's optimizer has anything to step."""
+        return any(shard.own is not None for shard in self.shards.values())
+
+    def kinds(self, values: Sequence[StateValue]) -> Kinds:
+        """What tells the kinds of ``values``."""
+        return Kinds(type(self.optimizer).__name__, values, are_cut=self.are_cut)
+
+    def local(self) -> LocalState:
+        """This rank's part, as the optimizer of its chunks saves it, so that its own hooks and overrides take part."""
+        packed = self.optimizer.state_dict()
+        order = [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
+        place_of = {id(chunk): place for place, chunk in enumerate(order)}
+        by_shard: dict[int, dict[str, Any]] = {}
+        for shard in self.shards.values():
+            if shard.own is None:
+                continue
+            place = place_of[id(shard.own)]
+            master = {_MASTER: shard.own} if shard.has_master else {}
+            if place in packed["state"] or master:
+                by_shard[id(shard)] = {**packed["state"].get(place, {}), **master}
+        beside = {key: value for key, value in packed["state"].items() if key not in range(len(order))}
+        entries = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+        return LocalState(self, by_shard, GlobalState(beside, entries))
 
     @torch.no_grad()
-    def replace(self, states: Mapping[int, dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+    def replace(
+        self,
+        states: Mapping[int, dict[str, Any]],
+        options: Sequence[Mapping[str, Any]],
+        shared: GlobalState,
+        *,
+        dtypes: Mapping[int, torch.dtype],
+    ) -> None:
         """Replace the state of this rank's chunks, given by ``id`` of the shard, and the options of each group.
 
-        State that is missing is made anew if the optimizer makes it at its first step.
+        State that is missing is made anew if the optimizer makes it at its first step. ``dtypes`` are those in which
+        chunks were stepped when the state was saved, by ``id`` of the shard, as far as that is known.
         """
         by_chunk = {id(shard.own): shard for shard in self.shards.values() if shard.own is not None}
         packed = self.optimizer.state_dict()
         order = [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
-        packed["state"] = {}
+        packed.update(cloned(shared.entries))
+        packed["state"] = cloned(shared.state)
         for place, chunk in enumerate(order):
             shard = by_chunk[id(chunk)]
             state = dict(states.get(id(shard), {}))
@@ -67,117 +107,153 @@ class ShardedState:
             elif shard.has_master:
                 chunk.copy_(shard.shaped(shard.views[shard.rank]))
             shard.note_written()
-            if state:
+            if state or (id(shard) in states and master is None):
                 packed["state"][place] = state
         for group, given in zip(packed["param_groups"], options, strict=True):
             group.update(given)
         self.optimizer.load_state_dict(packed)
+        for place, chunk in enumerate(order):
+            is_as_saved = dtypes.get(id(by_chunk[id(chunk)])) == chunk.dtype
+            _keep_values(
+                packed["state"].get(place, {}), self.optimizer.state.get(chunk, {}), chunk, is_as_saved=is_as_saved
+            )
         copy_options(self.optimizer.param_groups, self.param_groups)
 
 
-def is_by_element(shard: Shard, key: str, value: Any) -> bool:
-    """Whether a state value has one element for each element that this rank owns."""
-    has_shape = isinstance(value, Tensor) and shard.own is not None and value.shape == shard.own.shape
-    return has_shape and key not in _BY_PARAMETER
+def _keep_values(given: Mapping[str, Any], loaded: dict[str, Any], chunk: Tensor, *, is_as_saved: bool) -> None:
+    """Undo what PyTorch's ``load_state_dict`` does to strings, which it takes for sequences, and to codes, counters and
+    numbers: it loads all in the chunk's dtype.
 
-
-def consolidate(sharded: ShardedState, to: int) -> dict[str, Any] | None:
-    """Gather the state on rank ``to``, block by block; returns ``None`` on the other ranks."""
-    rank, world_size = sharded.process_group.rank(), sharded.process_group.size()
-    if not 0 <= to < world_size:
-        raise ConfigurationError(f"consolidate_state_dict(to={to}): ranks of the group are 0 to {world_size - 1}")
-    state: dict[int, dict[str, Any]] = {}
-    for block in _blocks(list(sharded.shards.values())):
-        mine = [_on_cpu(sharded.of(shard)) for _, shard in block]
-        gathered: list[Any] | None = [None] * world_size if rank == to else None
-        dist.gather_object(mine, gathered, group=sharded.process_group, group_dst=to)
-        if gathered is None:
+    Moments stay in that dtype unless they were in another one beside the same dtype when they were saved; what the
+    optimizer's own ``load_state_dict`` has seen to stays as it is.
+    """
+    for key, value in given.items():
+        now = loaded.get(key)
+        if isinstance(value, (str, dict, list, tuple)) and not tensors_in(value):
+            loaded[key] = value
+        if key == "step" or not isinstance(value, Tensor) or not isinstance(now, Tensor):
             continue
-        for (index, shard), parts in zip(block, zip(*gathered, strict=True), strict=True):
-            if any(parts):
-                state[index] = _assemble(shard, parts)
-    if rank != to:
-        return None
-    return {"state": state, "param_groups": _packed_groups(sharded)}
+        is_number = value.numel() == 1 and value.shape != chunk.shape
+        is_kept = is_as_saved or is_number or not value.dtype.is_floating_point
+        if is_kept and now.dtype == chunk.dtype != value.dtype:
+            loaded[key] = value.to(now.device)
 
 
-def _blocks(shards: Sequence[Shard]) -> Iterator[list[tuple[int, Shard]]]:
-    block: list[tuple[int, Shard]] = []
-    for index, shard in enumerate(shards):
-        block.append((index, shard))
-        if sum(member.parameter.nbytes for _, member in block) >= _BLOCK_BYTES:
-            yield block
-            block = []
-    if block:
-        yield block
+def check_new_state(optimizer: Optimizer, shards: Iterable[Shard], known: dict[int, int]) -> None:
+    """Look at state that has come into being since the last call, of chunks; ``known`` remembers its size.
+
+    Raises:
+        UnsupportedError: a value belongs neither to an element nor to the parameter.
+    """
+    sizes = {id(shard): len(optimizer.state.get(shard.own, ())) for shard in shards if shard.own is not None}
+    if all(known.get(shard) == size for shard, size in sizes.items()):
+        return
+    known.update(sizes)
+    values = [
+        _local_value(shard, key, value)
+        for shard in shards
+        if shard.own is not None
+        for key, value in optimizer.state.get(shard.own, {}).items()
+    ]
+    kinds = Kinds(type(optimizer).__name__, values, are_cut=True)
+    for value in values:
+        kinds.of(value)
 
 
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    # Cloned, because pickling a view saves all of its memory.
-    return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+@dataclass(frozen=True)
+class LocalState:
+    """What this rank's optimizer has saved."""
 
+    sharded: ShardedState
+    by_shard: dict[int, dict[str, Any]]
+    """The state of each parameter of which this rank has a part, its master included, by ``id`` of the shard."""
+    shared: GlobalState
 
-def _assemble(shard: Shard, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of a whole parameter, from the parts of all ranks."""
-    present = [part for part in parts if part]
-    if shard.is_whole:
-        return dict(present[0])
-    assembled: dict[str, Any] = {}
-    for key, first in present[0].items():
-        values = [part.get(key) for part in parts]
-        if key in _BY_PARAMETER or not all(
-            isinstance(value, Tensor) and value.shape == (end - start,)
-            for value, (start, end) in zip(values, shard.ranges, strict=True)
-        ):
-            assembled[key] = first
-            continue
-        whole = torch.empty_like(shard.parameter, dtype=first.dtype, device="cpu", requires_grad=False)
-        flat = flatten(whole)
-        for value, (start, end) in zip(values, shard.ranges, strict=True):
-            assert isinstance(value, Tensor), "checked above"
-            flat[start:end] = value
-        assembled[key] = whole
-    return assembled
-
-
-def _packed_groups(sharded: ShardedState) -> list[dict[str, Any]]:
-    packed: list[dict[str, Any]] = []
-    index = 0
-    for group in sharded.param_groups:
-        count = len(group["params"])
-        others = {key: value for key, value in group.items() if key != "params"}
-        packed.append({**others, "params": list(range(index, index + count))})
-        index += count
-    return packed
-
-
-def load_plain(sharded: ShardedState, state_dict: Mapping[str, Any]) -> None:
-    """Load this rank's part of a state in the form of the plain optimizer."""
-    if not {"state", "param_groups"} <= set(state_dict):
-        raise ConfigurationError(
-            f"this is not a state_dict of an optimizer: its keys are {sorted(map(str, state_dict))}"
+    @cached_property
+    def _kinds(self) -> Kinds:
+        return self.sharded.kinds(
+            [
+                _local_value(shard, key, value)
+                for shard in self.sharded.shards.values()
+                for key, value in self.by_shard.get(id(shard), {}).items()
+            ]
         )
-    groups = state_dict["param_groups"]
-    given = [len(group["params"]) for group in groups]
-    expected = [len(group["params"]) for group in sharded.param_groups]
-    if given != expected:
-        raise ConfigurationError(
-            f"the state_dict has groups of {given} parameters, but this ZeroRedundancyOptimizer has {expected}"
+
+    def of(self, shard: Shard) -> dict[str, tuple[Kind, Any]]:
+        """The values of one parameter, each with its kind.
+
+        Raises:
+            UnsupportedError: a value belongs neither to an element nor to the parameter.
+        """
+        state = self.by_shard.get(id(shard), {})
+        return {key: (self._kinds.of(_local_value(shard, key, value)), value) for key, value in state.items()}
+
+    def agree(self) -> GlobalState:
+        """Compare what should be the same on all ranks; returns what belongs to no parameter, in CPU memory.
+
+        Issues: one gather of a few bytes per value.
+
+        Raises:
+            UnsupportedError: something is of no known kind, or differs; raised on every rank.
+        """
+        gathered: list[Any] = [None] * self.sharded.process_group.size()
+        shared = as_plain(cloned(vars(self.shared), device=CPU)) if self.sharded.owns_something else None
+        try:
+            mine: Any = self._described()
+        except UnsupportedError as error:
+            mine = str(error)
+        dist.all_gather_object(gathered, (mine, shared), group=self.sharded.process_group)
+        everyone = [described for described, _ in gathered]
+        for rank, described in enumerate(everyone):
+            if isinstance(described, str):
+                raise UnsupportedError(f"rank {rank}: {described}")
+        known: dict[tuple[str, str], tuple[int, str]] = {}
+        for rank, described in enumerate(everyone):
+            for what, text in described.items():
+                first, expected = known.setdefault(what, (rank, text))
+                if text != expected:
+                    raise UnsupportedError(self._difference(what, (first, expected), (rank, text)))
+        if self.sharded.are_cut:
+            self._check_complete(everyone)
+        # A rank that owns nothing has stepped nothing, so its values are those of the first step.
+        return GlobalState(**next((one for _, one in gathered if one is not None), {}))
+
+    def _described(self) -> dict[tuple[str, str], str]:
+        described: dict[tuple[str, str], str] = {}
+        for shard in self.sharded.shards.values():
+            for key, (kind, value) in self.of(shard).items():
+                if kind is Kind.BY_ELEMENT:
+                    described[shard.name, key] = f"{kind.value}, {value.dtype}"
+                elif not shard.is_whole:
+                    described[shard.name, key] = f"{kind.value}, {fingerprint(as_plain(value))}"
+        if self.sharded.owns_something:
+            beside = {**self.shared.state, **self.shared.entries}
+            described.update((("", str(key)), fingerprint(as_plain(value))) for key, value in beside.items())
+        return described
+
+    def _check_complete(self, everyone: Sequence[Mapping[tuple[str, str], str]]) -> None:
+        """A rank without elements of a parameter may lack its state, but no other rank."""
+        shards = {shard.name: shard for shard in self.sharded.shards.values()}
+        for what in {what: None for described in everyone for what in described if what[0]}:
+            for rank, (start, end) in enumerate(shards[what[0]].ranges):
+                if start < end and what not in everyone[rank]:
+                    first = next(other for other, described in enumerate(everyone) if what in described)
+                    raise UnsupportedError(self._difference(what, (first, everyone[first][what]), (rank, "missing")))
+
+    def _difference(self, what: tuple[str, str], first: tuple[int, str], other: tuple[int, str]) -> str:
+        (name, key), optimizer = what, type(self.sharded.optimizer).__name__
+        told = f"rank {first[0]} has {first[1]}, rank {other[0]} {other[1]}"
+        if not name:
+            return (
+                f"{optimizer}: {key!r}, which belongs to no parameter, differs between ranks: {told}. It depends on "
+                "all parameters, of which each rank steps a part; use plain DDP with this optimizer"
+            )
+        return (
+            f"{optimizer}: state {key!r} of {name} differs between ranks: {told}. An optimizer that does not treat "
+            "each element by itself needs ZeroRedundancyOptimizer(..., partition='parameter')"
         )
-    keys = [key for group in groups for key in group["params"]]
-    states: dict[int, dict[str, Any]] = {}
-    for key, shard in zip(keys, sharded.shards.values(), strict=True):
-        if key in state_dict["state"] and shard.own is not None:
-            states[id(shard)] = {k: _part(shard, k, v) for k, v in state_dict["state"][key].items()}
-    sharded.replace(states, [options_of(group) for group in groups])
 
 
-def _part(shard: Shard, key: str, value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if shard.is_whole or value.shape != shard.parameter.shape or key in _BY_PARAMETER:
-        # Another optimizer may load the same dict, and both count their steps in place.
-        return value.clone()
-    start, end = shard.range
-    like_parameter = torch.empty_like(shard.parameter, dtype=value.dtype, device=value.device, requires_grad=False)
-    return flatten(like_parameter.copy_(value))[start:end].clone()
+def _local_value(shard: Shard, key: str, value: Any) -> StateValue:
+    assert shard.own is not None, "state is of parameters of which this rank has a part"
+    return StateValue(shard.name, tuple(shard.own.shape), key, value)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from overlap._checks import check_ddp
 from overlap.errors import ConfigurationError
 from overlap.hooks import Chain, Stage, StageHook, chain
 from overlap.hooks.adapters import CommHook, stage_from
@@ -61,8 +62,7 @@ def _hook(
     deferred: bool,
     name: str,
 ) -> StageHook:
-    if not isinstance(ddp, DistributedDataParallel):
-        raise ConfigurationError(f"ddp is a DistributedDataParallel model, got {type(ddp).__name__}")
+    ddp = check_ddp(ddp)
     update = ZeroStep(zero, deferred=deferred, automatic=True)
     if not zero.overlap_with_ddp:
         raise ConfigurationError(

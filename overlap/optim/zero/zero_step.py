@@ -9,14 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.optimizer import mark_stepped
+from overlap._checks import described
+from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
 from overlap.hooks import Bucket, StageContext, all_reduce, whole_pass
 from overlap.optim.grad_scaler import LossScale
-from overlap.optim.phases import Phase
+from overlap.optim.phases import SCALED_UNDER_JOIN, Phase
+from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.unused import used_on_any_rank
+from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.update_stage import UpdateStage
 from overlap.optim.zero.bucket_shards import BucketShards, shards_of_bucket
+from overlap.optim.zero.division import check_steps_in_turn
 from overlap.optim.zero.exchange import Gather
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.parameter_groups import check_covered, check_same_group
@@ -80,10 +84,11 @@ class ZeroStep(UpdateStage):
         gather: str = "backward",
         automatic: bool = False,
     ) -> None:
+        zero = unwrapped(zero)
         if not isinstance(zero, ZeroRedundancyOptimizer):
             raise ConfigurationError(
-                f"ZeroStep takes a ZeroRedundancyOptimizer, got {type(zero).__name__}; for an optimizer that every "
-                "rank holds in full use chain(AllReduce(), Step(optimizer))"
+                f"ZeroStep takes an overlap.ZeroRedundancyOptimizer, got {described(zero)}; for an optimizer that "
+                "every rank holds in full use chain(AllReduce(), Step(optimizer))"
             )
         if gather not in ("backward", "forward"):
             raise ConfigurationError(f"gather is 'backward' or 'forward', got {gather!r}")
@@ -94,6 +99,7 @@ class ZeroStep(UpdateStage):
             norm_type=norm_type,
             step="zero.step()",
             deferred_form="ZeroStep(zero, deferred=True)",
+            skip="stage.skip_update()" if automatic else "zero.skip_update()",
             adds_up=False,
         )
         self.zero = zero
@@ -118,9 +124,12 @@ class ZeroStep(UpdateStage):
         if zero.stage is not None and zero.stage is not self:
             raise RegistrationError("this ZeroRedundancyOptimizer is registered already; .remove() that registration")
         check_same_group(context.group, zero.process_group)
+        if not self.is_deferred:
+            check_steps_in_turn(type(zero.optim), zero.separability)
         shards = zero.shards.values()
         if context.names is not None:
             check_covered(context.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
+        zero.follow_strides()
         super().attach(context)
         if context.names is None:
             self.lifecycle.names = {shard.parameter: shard.name for shard in shards}
@@ -147,8 +156,26 @@ class ZeroStep(UpdateStage):
     def owns_gradient_of(self, parameter: Tensor) -> bool:
         return id(parameter) in self.zero.shards
 
+    @property
+    def skipped(self) -> SkippedUpdates:
+        return self.zero.skipped
+
+    def marks_of(self, updated: list[Tensor], samples: bool) -> UpdateMarks:
+        zero, names = self.zero, self.lifecycle.names
+        named = {parameter: names.get(parameter, "a parameter") for parameter in updated}
+        groups = [(f"parameter group {place}", group) for place, group in enumerate(zero.param_groups)]
+        chunks = [(zero.shards[id(parameter)].own, name) for parameter, name in named.items()]
+        states = [(f"the state of {name}", zero.optim.state.get(own, {})) for own, name in chunks if own is not None]
+        # Gathers that run during the next forward write parameters until then.
+        return UpdateMarks([*groups, *states], named if self._prefetch is None else {}, samples=samples)
+
     def before_backward(self, *, is_replay: bool) -> None:
         self.wait()
+        if self.skipped and not self.updates_in_step and self.lifecycle.is_joining():
+            raise TrainingLoopError(
+                "skip_update() under Join: ranks that have run out of inputs make the update in backward, and are not "
+                "told that it is skipped; use ZeroStep(zero, deferred=True)"
+            )
         if is_replay and not self.zero.is_joining and (self.updates_in_step or self._prefetch is not None):
             raise TrainingLoopError(f"{self!r} acts outside of backward, too: use `with Join([ddp, zero])`")
         super().before_backward(is_replay=is_replay)
@@ -161,14 +188,14 @@ class ZeroStep(UpdateStage):
             # DDP's buffer holds complex gradients as pairs of real numbers; a shard's elements are the complex ones.
             bucket = replace(bucket, buffer=torch.view_as_complex(bucket.buffer.view(-1, 2)))
         shards = self._shards_of(bucket)
-        self.lifecycle.note_reduced(bucket.parameters)
+        self.lifecycle.gradients.note_reduced(bucket.parameters)
         if shards is not None:
             self._gathers.append(Gather(index=bucket.index, step=bucket.step, shards=shards))
             await self._exchange_gradients(bucket, shards)
         elif not bucket.is_mean:
             bucket.buffer.mul_(1 / bucket.divisor)
             await all_reduce(bucket.buffer, group=bucket.group)
-        if self.updates_in_step:
+        if self.leaves_update:
             if not bucket.is_mean:
                 await self._vote.cast(bucket)
             return
@@ -177,7 +204,7 @@ class ZeroStep(UpdateStage):
         else:
             self.zero.update(self._held.pop(bucket.index, []))
         if shards is not None:
-            self.lifecycle.note_applied(shard.parameter for shard in shards)
+            self.lifecycle.gradients.note_applied(shard.parameter for shard in shards)
             if self._prefetch is None:
                 await self.zero.exchange.gather(shards, bucket.group)
 
@@ -192,7 +219,7 @@ class ZeroStep(UpdateStage):
         self._used.update(id(shard.parameter) for shard in shards if id(shard) in kept)
         gradients = shards.gradients(bucket.buffer)
         pairs = [pair for pair in zip(shards.owned, gradients, strict=True) if id(pair[0]) in kept]
-        if self.updates_in_step:
+        if self.leaves_update:
             self._vote.look([gradient for _, gradient in pairs])
             # DDP sets no .grad on a rank that replays, and its buffers are gone afterwards.
             pairs = [(shard, gradient.clone()) for shard, gradient in pairs] if bucket.is_replay else []
@@ -228,7 +255,7 @@ class ZeroStep(UpdateStage):
             self.lifecycle.on_failure()
             self.zero.exchange.workspace.forget()
             return _PARTLY_UPDATED if was_under_way and not self.is_deferred else None
-        if self.updates_in_step:
+        if self.leaves_update:
             self._vote.tell(self.zero.shards.values())
             self.lifecycle.on_reduced()
             return None
@@ -252,7 +279,9 @@ class ZeroStep(UpdateStage):
 
     def step(self, loss_scale: LossScale) -> None:
         """What is left of a step after backward, on the training thread."""
-        if self.updates_in_step:
+        if loss_scale.is_used and self.zero.is_joining:
+            raise TrainingLoopError(SCALED_UNDER_JOIN)
+        if self.leaves_update:
             self.wait()
         elif loss_scale.is_used:
             raise TrainingLoopError(
@@ -261,7 +290,7 @@ class ZeroStep(UpdateStage):
             )
         lifecycle, parameters = self.lifecycle, [shard.parameter for shard in self.zero.shards.values()]
         lifecycle.check_step()
-        pending = [p for p in parameters if p.grad is not None and not lifecycle.has_applied(p)]
+        pending = [p for p in parameters if p.grad is not None and not lifecycle.gradients.has_applied(p)]
         lifecycle.check_reduced(pending, applies_what_the_user_set=False)
         if lifecycle.phase is Phase.REDUCED and not loss_scale.skips_step():
             self._update_in_step(loss_scale)
@@ -278,6 +307,7 @@ class ZeroStep(UpdateStage):
     @torch.no_grad()
     def _update_in_step(self, loss_scale: LossScale) -> None:
         try:
+            self.zero.begin()  # Parameters may have been moved since backward.
             pairs = self._pairs_of_step()
             gradients = [gradient for _, gradient in pairs]
             loss_scale.unscale_(gradients)
@@ -300,7 +330,7 @@ class ZeroStep(UpdateStage):
             for shard in self.zero.shards.values()
             if shard.own is not None
             and shard.parameter.grad is not None
-            and self.lifecycle.has_reduced(shard.parameter)
+            and self.lifecycle.gradients.has_reduced(shard.parameter)
         ]
 
     def wait(self) -> None:

@@ -59,7 +59,8 @@ def parse(text: str) -> Script:
     calls = []
     for word in text.split():
         name, _, argument = word.partition(":")
-        calls.append(Call(name, int(argument) if argument.isdigit() else values.get(argument, argument)))
+        value = float(argument) if "." in argument else int(argument) if argument.isdigit() else argument
+        calls.append(Call(name, values.get(argument, value)))
     return Script(tuple(calls), is_warm=True)
 
 
@@ -86,6 +87,12 @@ _PHRASES: tuple[tuple[str, ...], ...] = (
     ("forward", "remove", "register", "backward"),
     ("forward", "failing_step", "backward"),
     ("forward", "backward", "forward", "step", "backward"),
+    ("forward", "skipped_backward", "step"),
+    ("forward", "skipped_backward", "zero_grad", "forward", "backward", "step"),
+    ("forward", "skipped_backward", "forward", "backward", "step"),
+    ("forward", "backward", "set_lr", "step"),
+    ("forward", "backward", "inert_clip", "step"),
+    ("forward", "backward", "data_edit", "step"),
 )
 
 _WEIGHTS = {
@@ -99,6 +106,9 @@ _WEIGHTS = {
     "zero_grad": 6,
     "ddp_zero_grad": 4,
     "edit": 4,
+    "data_edit": 3,
+    "inert_clip": 4,
+    "skipped_backward": 5,
     "own_gradient": 5,
     "save": 2,
     "load": 3,
@@ -114,6 +124,7 @@ _ARGUMENTS: dict[str, Callable[[random.Random], Any]] = {
     "zero_grad": lambda source: source.random() < 0.7,
     "ddp_zero_grad": lambda source: source.random() < 0.7,
     "edit": lambda source: source.choice(["all", *range(PARAMETERS)]),
+    "data_edit": lambda source: source.choice(["all", *range(PARAMETERS)]),
     "own_gradient": lambda source: source.randrange(PARAMETERS),
     "set_lr": lambda source: source.choice([0.01, 0.02, 0.05]),
     "register": lambda source: source.choice(["same", "new"]),

@@ -163,6 +163,19 @@ class Run:
             if gradient is not None:
                 gradient.mul_(0.5)
 
+    def _data_edit(self, call: Call, batch: tuple[Tensor, Tensor]) -> None:
+        for place in chosen(call):
+            gradient = self.parameters[place].grad
+            if gradient is not None:
+                gradient.data.mul_(0.5)
+
+    def _inert_clip(self, call: Call, batch: tuple[Tensor, Tensor]) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters, float("inf"))
+
+    def _skipped_backward(self, call: Call, batch: tuple[Tensor, Tensor]) -> None:
+        with self.form.skipping(self.stage, self.optimizer):
+            self._backward(call, batch)
+
     def _own_gradient(self, call: Call, batch: tuple[Tensor, Tensor]) -> None:
         (self.parameters[call.argument] * 0.1).sum().backward()
 
@@ -248,7 +261,16 @@ class Played:
 
 
 _MEETS = frozenset(
-    {"forward", "backward", "no_sync", "failing_backward", "incomplete_backward", "step_with_closure", "register"}
+    {
+        "forward",
+        "backward",
+        "skipped_backward",
+        "no_sync",
+        "failing_backward",
+        "incomplete_backward",
+        "step_with_closure",
+        "register",
+    }
     | {"save", "step", "load"}
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ from overlap import (
     ZeroStep,
     chain,
 )
+from overlap.hooks.stage import walk
+from overlap.optim.update_stage import UpdateStage
 
 
 class ArmedError(Exception):
@@ -160,6 +163,14 @@ class Form:
             parameters = list(ddp.parameters())
             options["params"] = [parameters[place] for place in self.subset]
         return chain(ArmedReduce(), Step(optimizer, **options))
+
+    def skipping(self, stage: Stage, optimizer: Any) -> AbstractContextManager[None]:
+        """Where a backward makes no update."""
+        updates = [made for made in walk(stage) if isinstance(made, UpdateStage)]
+        if not updates:
+            return contextlib.nullcontext()
+        held: AbstractContextManager[None] = (updates[0] if self.is_automatic else optimizer).skip_update()
+        return held
 
     refuses_local = True
     """Whether ``step()`` refuses gradients that were not reduced."""

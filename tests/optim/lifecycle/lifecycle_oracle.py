@@ -39,6 +39,10 @@ class Oracle:
         """Of parameters whose gradient was applied: what became of it since: as left, edited, gone, replaced."""
         self.means: set[int] = set()
         """Parameters whose ``.grad`` is what the last backward left, perhaps edited."""
+        self.lr_then: float | None = None
+        """With which backward has made the update, if the loop has not been told of another one since."""
+        self.cleared: set[int] = set()
+        """Parameters whose gradient a forward has cleared since the last backward."""
         self.has_garbage = False
         """A backward failed: ``.grad`` is there, but its values are anything."""
         self.is_unknown = False
@@ -66,7 +70,7 @@ class Oracle:
         if self.has_ended:
             ends = ("step", "zero_grad", "ddp_zero_grad", "load", "remove")
             return name in ends and not (name == "remove" and self.phase == "off")
-        if name in ("backward", "failing_backward"):
+        if name in ("backward", "failing_backward", "skipped_backward"):
             if self.loss is None or (name == "failing_backward" and self.phase == "off"):
                 return False
             return call.argument != "update" or bool(self.form.in_backward)
@@ -76,8 +80,6 @@ class Oracle:
             return not self.synchronizes_next  # DDP would take it for the backward that it waits for.
         if name == "save":
             return not self.is_unknown
-        if name == "set_lr":
-            return self.loss is None and self.phase in ("off", "idle", "stepped")
         if name in ("remove", "register"):
             return (self.phase == "off") == (name == "register")
         return True
@@ -86,6 +88,8 @@ class Oracle:
         """Whether it is told what local SGD does: not where a forward and its backward are of different phases."""
         if name in ("remove", "register"):
             return False
+        if name == "load" and self._is_alone and self.saved[1] < (self.form.start_step or 0):
+            return False  # A forward under no_sync would be the first that synchronizes again.
         if name in ("step", "failing_step", "load", "step_with_closure"):
             return self.loss is None and not self.synchronizes_next
         return not (self._is_alone and name in ("incomplete_backward", "failing_backward"))
@@ -119,6 +123,8 @@ class Oracle:
     def _expect_backward(self, call: Call) -> frozenset[str]:
         return REFUSED if self._is_second_backward() else OK
 
+    _expect_skipped_backward = _expect_backward
+
     def _is_second_backward(self) -> bool:
         """Whether a backward would add to what was applied, or to what is not the mean everywhere."""
         return self.phase in ("applied", "failed") or (self.phase == "reduced" and not self.form.adds_up)
@@ -140,11 +146,13 @@ class Oracle:
             return OK
         if self.form.refuses_step or self.phase in ("failed", "incomplete"):
             return REFUSED
-        return REFUSED if self._step_meets_edit() or self._local() else OK
+        return REFUSED if self._step_meets_edit() or self._step_meets_other_lr() or self._local() else OK
 
     def _expect_failing_step(self, call: Call) -> frozenset[str]:
         expected = self._expect_step(call)
-        calls_optimizer = self._to_update() or self.form.refuses_step or not self.form.clears
+        # A step without any gradient is a whole step of the optimizer, too, which may count it.
+        is_whole = self.form.has_whole_gradients and self.phase in ("off", "idle", "forward", "reduced")
+        calls_optimizer = self._to_update() or self.form.refuses_step or not self.form.clears or is_whole
         return RAISED if expected == OK and calls_optimizer else expected
 
     def _expect_step_with_closure(self, call: Call) -> frozenset[str]:
@@ -163,13 +171,21 @@ class Oracle:
         if self.phase == "applied":
             return any(mark != "as left" for mark in self.marks.values())
         if self.phase == "stepped":
-            return any(mark == "edited" and self._is_nonzero(place) for place, mark in self.marks.items())
+            # An edit that raises no version is looked for where backward has made the update, until step().
+            edited = ("edited", "hidden") if self.form.is_automatic else ("edited",)
+            return any(mark in edited and self._is_nonzero(place) for place, mark in self.marks.items())
         return False
+
+    def _lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _step_meets_other_lr(self) -> bool:
+        return self.phase == "applied" and self.lr_then not in (None, self._lr())
 
     def _step_meets_edit(self) -> bool:
         if self.phase == "applied":
             return any(mark != "as left" for mark in self.marks.values())
-        changed = ("edited", "replaced")
+        changed = ("edited", "replaced", "hidden") if self.form.is_automatic else ("edited", "replaced")
         return any(mark in changed and self._is_nonzero(place) for place, mark in self.marks.items())
 
     def _local(self) -> set[int]:
@@ -215,7 +231,9 @@ class Oracle:
             self.has_garbage = self.has_own = False
             self._forget()
         elif self.phase in ("applied", "stepped"):
-            self._clear(place for place, mark in self.marks.items() if mark == "as left")
+            as_left = {place for place, mark in self.marks.items() if mark in ("as left", "hidden")}
+            self.cleared |= {place for place in as_left if self.parameters[place].grad is not None}
+            self._clear(as_left)
             self.means -= set(self.marks)
             self.marks = {}
         # What the loop has cleared by itself is no mean any more, and if that is all, the backward is discarded.
@@ -231,6 +249,9 @@ class Oracle:
         """The loop was told once that its edits are lost."""
         self.marks = dict.fromkeys(self.marks, "as left")
 
+    def _skipped_backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        self._backward(call, outcome, batch)
+
     def _backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         assert self.loss is not None
         is_noticed = self.synchronizes_next
@@ -240,6 +261,7 @@ class Oracle:
         self.loss, self.synchronizes_next = None, False
         if self.phase == "off" or not is_noticed:
             return
+        self.cleared = set()
         is_refused = self._is_second_backward()
         self.has_own = False
         self._forget()
@@ -248,8 +270,12 @@ class Oracle:
             return
         places = range(len(self.parameters))
         self.means = set(places)
+        if call.name == "skipped_backward":
+            self.phase = "reduced"
+            return
         self._update(self.form.in_backward)
         self.marks = dict.fromkeys(self.form.in_backward, "as left")
+        self.lr_then = self._lr()
         in_step = "reduced" if self.form.is_deferred else "applied"
         self.phase = "stepped" if self.form.is_automatic else in_step
 
@@ -289,6 +315,8 @@ class Oracle:
         if outcome != "ok":
             if not self.form.refuses_step and self.phase in ("applied", "stepped") and self._step_meets_edit():
                 self._take_edits_for_applied()
+            elif not self.form.refuses_step and self._step_meets_other_lr():
+                self.lr_then = None  # It was told once.
             return
         pending = self._to_update()
         self._update(pending)
@@ -338,6 +366,11 @@ class Oracle:
         if not self.form.sees_calls or self.phase == "off":
             self._ddp_zero_grad(call, outcome, batch)
             return
+        if self.phase == "forward" and not call.argument:
+            for place in self.cleared:  # As if the forward had left them for this call.
+                if self.parameters[place].grad is None:
+                    self.parameters[place].grad = torch.zeros_like(self.parameters[place])
+        self.cleared = set()
         self.optimizer.zero_grad(call.argument)
         self.has_garbage = self.has_own = False
         self._forget()
@@ -346,7 +379,7 @@ class Oracle:
 
     def _ddp_zero_grad(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         for place, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:
+            if parameter.grad is not None and (call.argument or parameter.grad.any()):
                 self._note_change(place, "gone" if call.argument else "edited")
         self.ddp.zero_grad(call.argument)
         self.has_garbage = self.has_own = False
@@ -354,9 +387,21 @@ class Oracle:
     def _edit(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         for place in chosen(call):
             gradient = self.parameters[place].grad
-            if gradient is not None:
+            if gradient is not None and gradient.any():
                 self._note_change(place, "edited")
                 gradient.mul_(0.5)
+
+    def _data_edit(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        for place in chosen(call):
+            gradient = self.parameters[place].grad
+            if gradient is not None and gradient.any():
+                self._note_change(place, "hidden" if self.marks.get(place) == "as left" else "edited")
+                gradient.data.mul_(0.5)
+
+    def _inert_clip(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        """Changes nothing, but has the library compare."""
+        for place, mark in self.marks.items():
+            self.marks[place] = "edited" if mark == "hidden" else mark
 
     def _own_gradient(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         self._note_added(call.argument)
@@ -396,6 +441,7 @@ class Oracle:
             self._clear(range(len(self.parameters)))
         self._clear(place for place, mark in self.marks.items() if mark != "replaced")
         self.has_garbage = False
+        self.cleared = set()
         self._forget()
         self.phase = "off"
 

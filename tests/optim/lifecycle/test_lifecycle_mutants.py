@@ -13,13 +13,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from lifecycle_calls import draw, parse
 from lifecycle_driver import Player
 from lifecycle_forms import FORMS
 
 from harness import run_ranks
 from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.pass_gradients import PassGradients
 from overlap.optim.phases import TRANSITIONS, Event, Phase, Refusal
+from overlap.optim.update_marks import UpdateMarks
 
 Patches = Callable[[], list[Any]]
 _LIMIT = int(os.environ.get("OVERLAP_MUTANT_SEQUENCES", "60"))
@@ -40,7 +43,8 @@ def _entry(event: Event, phase: Phase, outcome: Phase | Refusal) -> Patches:
 
 
 def _method(name: str, replacement: Callable[..., Any] | None = None) -> Patches:
-    return lambda: [mock.patch.object(UpdateLifecycle, name, replacement or _nothing)]
+    owner = UpdateLifecycle if hasattr(UpdateLifecycle, name) else PassGradients
+    return lambda: [mock.patch.object(owner, name, replacement or _nothing)]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -58,19 +62,19 @@ _FAILING_STEP = "forward backward failing_step step"
 # The entries of the table: (event, phase): (form, what it leads to in the mutant, what finds it).
 ENTRIES: dict[tuple[Event, Phase], tuple[str, Phase | Refusal, int | str]] = {
     (Event.FORWARD, Phase.IDLE): (DEFERRED, Phase.IDLE, 0),
-    (Event.FORWARD, Phase.FORWARD): (DEFERRED, Phase.IDLE, 13),
-    (Event.FORWARD, Phase.REDUCED): (DEFERRED, Phase.FORWARD, 0),
-    (Event.FORWARD, Phase.APPLIED): (INTERLEAVED, Phase.FORWARD, 4),
+    (Event.FORWARD, Phase.FORWARD): (DEFERRED, Phase.IDLE, "no_sync no_sync step"),
+    (Event.FORWARD, Phase.REDUCED): (DEFERRED, Phase.FORWARD, "forward backward forward step"),
+    (Event.FORWARD, Phase.APPLIED): (INTERLEAVED, Phase.FORWARD, 3),
     (Event.FORWARD, Phase.STEPPED): (
         INTERLEAVED,
         Phase.STEPPED,
         "forward backward step no_sync zero_grad:T own_gradient:1 step",
     ),
     (Event.FORWARD, Phase.FAILED): (INTERLEAVED, Phase.FAILED, 11),
-    (Event.BACKWARD, Phase.IDLE): (INTERLEAVED, _REFUSED, 4),
+    (Event.BACKWARD, Phase.IDLE): (INTERLEAVED, _REFUSED, 6),
     (Event.BACKWARD, Phase.FORWARD): (INTERLEAVED, _REFUSED, 1),
     (Event.BACKWARD, Phase.REDUCED): (DEFERRED, _REFUSED, 0),
-    (Event.BACKWARD, Phase.APPLIED): (INTERLEAVED, Phase.BACKWARD, 4),
+    (Event.BACKWARD, Phase.APPLIED): (INTERLEAVED, Phase.BACKWARD, "forward backward forward backward"),
     (Event.BACKWARD, Phase.STEPPED): (INTERLEAVED, _REFUSED, 9),
     (Event.BACKWARD, Phase.FAILED): (DEFERRED, Phase.BACKWARD, "forward backward forward failing_step backward"),
     (Event.STEP, Phase.IDLE): (DEFERRED, Phase.STEPPED, "own_gradient:1 step step"),
@@ -78,23 +82,31 @@ ENTRIES: dict[tuple[Event, Phase], tuple[str, Phase | Refusal, int | str]] = {
     (Event.STEP, Phase.BACKWARD): (DEFERRED, Phase.BACKWARD, "incomplete_backward zero_grad:T step"),
     (Event.STEP, Phase.REDUCED): (DEFERRED, Phase.REDUCED, 0),
     (Event.STEP, Phase.APPLIED): (INTERLEAVED, Phase.APPLIED, 1),
-    (Event.STEP, Phase.STEPPED): (INTERLEAVED, Phase.IDLE, 1),
+    (Event.STEP, Phase.STEPPED): (INTERLEAVED, Phase.IDLE, "forward backward step step forward"),
     (Event.STEP, Phase.FAILED): (INTERLEAVED, Phase.STEPPED, "forward failing_backward:first ddp_zero_grad:T step"),
-    (Event.ZERO_GRAD, Phase.IDLE): (DEFERRED, Phase.FORWARD, 3),
-    (Event.ZERO_GRAD, Phase.FORWARD): (DEFERRED, Phase.IDLE, 9),
+    (Event.ZERO_GRAD, Phase.IDLE): (DEFERRED, Phase.FORWARD, "zero_grad:T own_gradient:1 step"),
+    (Event.ZERO_GRAD, Phase.FORWARD): (DEFERRED, Phase.IDLE, "no_sync zero_grad:T own_gradient:1 step"),
     (Event.ZERO_GRAD, Phase.BACKWARD): (DEFERRED, Phase.IDLE, "incomplete_backward zero_grad:T step"),
-    (Event.ZERO_GRAD, Phase.REDUCED): (DEFERRED, Phase.REDUCED, 12),
-    (Event.ZERO_GRAD, Phase.APPLIED): (INTERLEAVED, Phase.IDLE, 6),
-    (Event.ZERO_GRAD, Phase.STEPPED): (INTERLEAVED, Phase.STEPPED, 10),
+    (Event.ZERO_GRAD, Phase.REDUCED): (
+        DEFERRED,
+        Phase.REDUCED,
+        "forward backward zero_grad:T own_gradient:1 step forward",
+    ),
+    (Event.ZERO_GRAD, Phase.APPLIED): (INTERLEAVED, Phase.IDLE, "forward backward zero_grad:T"),
+    (Event.ZERO_GRAD, Phase.STEPPED): (
+        INTERLEAVED,
+        Phase.STEPPED,
+        "forward backward step zero_grad:T own_gradient:1 step",
+    ),
     (Event.ZERO_GRAD, Phase.FAILED): (INTERLEAVED, Phase.FAILED, "forward failing_backward:first zero_grad:T step"),
     (Event.LOAD, Phase.IDLE): (DEFERRED, Phase.FORWARD, "load own_gradient:1 step"),
     (Event.LOAD, Phase.FORWARD): (DEFERRED, Phase.IDLE, "no_sync load step"),
     (Event.LOAD, Phase.BACKWARD): (DEFERRED, Phase.IDLE, "incomplete_backward load step"),
     (Event.LOAD, Phase.REDUCED): (DEFERRED, Phase.IDLE, "forward backward load step forward"),
-    (Event.LOAD, Phase.APPLIED): (INTERLEAVED, Phase.APPLIED, 20),
-    (Event.LOAD, Phase.STEPPED): (INTERLEAVED, Phase.IDLE, 55),
+    (Event.LOAD, Phase.APPLIED): (INTERLEAVED, Phase.APPLIED, "forward backward load"),
+    (Event.LOAD, Phase.STEPPED): (INTERLEAVED, Phase.IDLE, "forward backward step load forward"),
     (Event.LOAD, Phase.FAILED): (INTERLEAVED, Phase.IDLE, "forward failing_backward:first load step"),
-    (Event.FAILURE, Phase.BACKWARD): (INTERLEAVED, Phase.FORWARD, 39),
+    (Event.FAILURE, Phase.BACKWARD): (INTERLEAVED, Phase.FORWARD, "forward failing_backward:first forward"),
     (Event.FAILURE, Phase.FAILED): (INTERLEAVED, Phase.IDLE, 5),
     (Event.UPDATE_FAILURE, Phase.IDLE): (DEFERRED, Phase.FAILED, "own_gradient:1 failing_step step"),
     (Event.UPDATE_FAILURE, Phase.FORWARD): (DEFERRED, Phase.FAILED, "no_sync zero_grad:F failing_step step"),
@@ -103,7 +115,7 @@ ENTRIES: dict[tuple[Event, Phase], tuple[str, Phase | Refusal, int | str]] = {
     (Event.UPDATE_FAILURE, Phase.STEPPED): (LOCAL, Phase.FAILED, "forward backward step failing_step step"),
     (Event.REMOVE, Phase.IDLE): (DEFERRED, Phase.FORWARD, "remove register:same own_gradient:1 step"),
     (Event.REMOVE, Phase.FORWARD): (DEFERRED, Phase.FORWARD, "no_sync remove register:same step"),
-    (Event.REMOVE, Phase.REDUCED): (DEFERRED, Phase.REDUCED, 12),
+    (Event.REMOVE, Phase.REDUCED): (DEFERRED, Phase.REDUCED, "forward backward remove register:same step"),
     (Event.REMOVE, Phase.APPLIED): (
         INTERLEAVED,
         Phase.APPLIED,
@@ -136,8 +148,7 @@ UNOBSERVABLE: dict[tuple[Event, Phase], str] = {
     **{(Event.REPLAY, phase): "happens under Join alone" for phase in Phase},
 }
 
-_note_reduced, _on_remove = UpdateLifecycle.note_reduced, UpdateLifecycle.on_remove
-_on_step, _on_reduced = UpdateLifecycle.on_step, UpdateLifecycle.on_reduced
+_on_remove, _on_step, _on_backward = UpdateLifecycle.on_remove, UpdateLifecycle.on_step, UpdateLifecycle.on_backward
 
 
 def _step_notes_nothing(self: UpdateLifecycle, updated: Any = ()) -> None:
@@ -145,69 +156,118 @@ def _step_notes_nothing(self: UpdateLifecycle, updated: Any = ()) -> None:
 
 
 def _remove_clears_nothing(self: UpdateLifecycle) -> None:
-    self._forget()
+    self.gradients.forget()
     _on_remove(self)
 
 
-def _clears_what_is_new(self: UpdateLifecycle) -> None:
-    self._refuse_edits(keeps_new_tensors=True)
+def _clears_what_is_new(self: PassGradients) -> None:
     for key, parameter in self._applied.items():
         parameter.grad = None
         self._reduced.pop(key, None)
     self._applied = {}
 
 
-def _clears_on_zero_grad_alone(self: UpdateLifecycle) -> None:
-    self._refuse_edits(keeps_new_tensors=True)
+def _clears_on_zero_grad_alone(self: PassGradients) -> None:
     self._reduced, self._applied = {}, {}
 
 
-def _zero_grad_remembers(self: UpdateLifecycle) -> None:
+def _zero_grad_remembers(self: UpdateLifecycle, *, set_to_none: bool = True) -> None:
     self._move(Event.ZERO_GRAD)
 
 
-def _sees_no_new_tensor(self: UpdateLifecycle, parameter: Any) -> bool:
+def _sees_no_new_tensor(self: PassGradients, parameter: Any) -> bool:
     return False
 
 
 def _takes_no_versions(self: UpdateLifecycle, outcome: Phase | None = None) -> None:
-    self.phase = outcome or self.form.outcome
-    self._versions = None
+    self.phase = outcome or self.outcome
 
 
 def _step_takes_no_versions(self: UpdateLifecycle, updated: Any = ()) -> None:
     _on_step(self, updated)
-    self._versions = None
+    self.gradients.note_values(are_there=False)
+
+
+def _skips_nothing(self: UpdateLifecycle, *, is_replay: bool, outcome: Phase | None = None) -> None:
+    _on_backward(self, is_replay=is_replay)
+
+
+def _never_samples(passes: int) -> bool:
+    return False
+
+
+def _never_the_same(tensor: Any) -> Any:
+    return torch.randint(2**60, ())
 
 
 METHODS: dict[str, Mutant] = {
     "check_reduced dropped": Mutant(DEFERRED, _method("check_reduced"), 0),
-    "check_step dropped": Mutant(INTERLEAVED, _method("check_step"), 7),
-    "edits not refused": Mutant(INTERLEAVED, _method("_refuse_edits"), 2),
-    "edits not refused, automatic": Mutant(AUTOMATIC, _method("_refuse_edits"), 1),
+    "check_step dropped": Mutant(INTERLEAVED, _method("check_step"), "forward backward edit:1 step"),
+    "edits not refused": Mutant(INTERLEAVED, _method("_refuse_edits"), "forward backward edit:1 step"),
+    "edits not refused, automatic": Mutant(AUTOMATIC, _method("_refuse_edits"), "forward backward edit:1 forward"),
     "what was updated in backward not noted": Mutant(INTERLEAVED, _method("note_applied"), 1),
     "what was updated in step() not noted": Mutant(DEFERRED, _method("on_step", _step_notes_nothing), 0),
     "what came in a bucket not noted": Mutant(DEFERRED, _method("note_reduced"), 0),
     "a failing optimizer not noted": Mutant(
         DEFERRED, _method("on_update_failure"), "forward backward failing_step step"
     ),
-    "a failure not noted": Mutant(INTERLEAVED, _method("on_failure"), 39),
-    "versions not taken after backward": Mutant(INTERLEAVED, _method("on_reduced", _takes_no_versions), 2),
-    "versions not taken after step()": Mutant(DEFERRED, _method("on_step", _step_takes_no_versions), 1),
-    "what was applied not cleared in forward": Mutant(
-        INTERLEAVED, _method("_clear_applied", _clears_on_zero_grad_alone), 1
+    "a failure not noted": Mutant(INTERLEAVED, _method("on_failure"), "forward failing_backward:first forward"),
+    "versions not taken after backward": Mutant(
+        INTERLEAVED, _method("on_reduced", _takes_no_versions), "forward backward edit:1 step"
     ),
-    "what the loop set cleared in forward": Mutant(INTERLEAVED, _method("_clear_applied", _clears_what_is_new), 54),
-    "a new gradient taken for an edit": Mutant(
+    "versions not taken after step()": Mutant(
+        DEFERRED, _method("on_step", _step_takes_no_versions), "forward backward step edit:1 forward"
+    ),
+    "what was applied not cleared in forward": Mutant(
+        INTERLEAVED, _method("clear_applied", _clears_on_zero_grad_alone), "forward backward step forward"
+    ),
+    "what the loop set cleared in forward": Mutant(
         INTERLEAVED,
-        _method("_holds_new_tensor", _sees_no_new_tensor),
+        _method("clear_applied", _clears_what_is_new),
         "forward backward step ddp_zero_grad:T own_gradient:1 forward",
     ),
-    "gradients of a failed backward kept": Mutant(INTERLEAVED, _method("_clear_all"), 4),
-    "applied gradients not forgotten in zero_grad()": Mutant(
-        INTERLEAVED, _method("on_zero_grad", _zero_grad_remembers), 10
+    "a new gradient taken for an edit": Mutant(
+        INTERLEAVED,
+        _method("holds_new_tensor", _sees_no_new_tensor),
+        "forward backward step ddp_zero_grad:T own_gradient:1 forward",
     ),
-    "applied gradients kept by remove()": Mutant(INTERLEAVED, _method("on_remove", _remove_clears_nothing), 3),
+    "gradients of a failed backward kept": Mutant(
+        INTERLEAVED, _method("clear_all"), "forward failing_backward:first forward"
+    ),
+    "applied gradients not forgotten in zero_grad()": Mutant(
+        INTERLEAVED,
+        _method("on_zero_grad", _zero_grad_remembers),
+        "forward backward step zero_grad:T own_gradient:1 step",
+    ),
+    "an update made where it was skipped": Mutant(
+        INTERLEAVED, _method("on_backward", _skips_nothing), "forward skipped_backward zero_grad:T forward"
+    ),
+    "a learning rate changed before step() let pass": Mutant(
+        INTERLEAVED,
+        lambda: [mock.patch.object(UpdateMarks, "refuse_changes", _nothing)],
+        "forward backward set_lr:0.02 step",
+    ),
+    "edits through .data not looked for": Mutant(
+        INTERLEAVED,
+        lambda: [mock.patch("overlap.optim.pass_gradients.is_sampled", _never_samples)],
+        "forward backward data_edit:1 step",
+    ),
+    "norms of edited gradients kept": Mutant(
+        "step_clipped",
+        lambda: [mock.patch("overlap.optim.clipping.is_sampled", _never_samples)],
+        "forward backward data_edit:all step",
+    ),
+    "a clip that changes nothing taken for an edit": Mutant(
+        INTERLEAVED,
+        lambda: [mock.patch("overlap.optim.gradient_versions.fingerprint", _never_the_same)],
+        "forward backward inert_clip step",
+    ),
+    "zeros set after a forward forgotten": Mutant(
+        INTERLEAVED, _method("note_zero_grad"), "forward backward step forward zero_grad:F backward"
+    ),
+    "applied gradients kept by remove()": Mutant(
+        INTERLEAVED, _method("on_remove", _remove_clears_nothing), "forward backward step remove"
+    ),
 }
 
 MUTANTS: dict[str, Mutant] = {

@@ -274,7 +274,7 @@ def _wrong_arguments(rank: int, world_size: int) -> None:
         ({"update": Step(sgd(ddp.parameters()))}, "given the same OverlappedOptimizer"),
         ({"optimizer": sgd(nn.Linear(1, 1).parameters())}, "no parameter of this model"),
         ({"optimizer": torch.optim.SGD}, "the class SGD"),
-        ({"ddp": ddp.module}, "takes a DistributedDataParallel"),
+        ({"ddp": ddp.module}, "is not a DistributedDataParallel model"),
     ]
     for options, match in cases:
         with pytest.raises(ConfigurationError, match=match):

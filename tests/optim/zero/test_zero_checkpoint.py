@@ -12,7 +12,7 @@ from torch import nn
 
 from harness import assert_parity, run_ranks, run_threads, wrap
 from harness.models import EMPTY, MLP, Case, mean_squared_error
-from overlap import ConfigurationError, TrainingLoopError, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap import ConfigurationError, ZeroRedundancyOptimizer, ZeroStep, chain
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
@@ -95,31 +95,6 @@ def test_resume_is_exact_at_4_ranks_then_2_then_3(
             tolerance = {"exact": False, "rtol": 1e-4, "atol": 1e-5, "reason": reason}
         assert_parity(ours, reference, what=f"{ranks} ranks, step {stop}", **tolerance)
         start = stop
-
-
-def _brought(rank: int, world_size: int, to: int) -> None:
-    zero = _zero(wrap(MLP.model(), **MLP.ddp_options()), "adam")
-    zero.consolidate_state_dict(to)
-    if rank == to:
-        assert len(zero.state_dict()["param_groups"]) == 2
-    else:
-        with pytest.raises(TrainingLoopError, match=f"consolidate_state_dict\\(to={rank}\\)"):
-            zero.state_dict()
-
-
-@pytest.mark.parametrize("to", [0, 1])
-def test_only_the_rank_that_the_state_was_brought_to_gives_it(to: int) -> None:
-    run_ranks(_brought, 2, to)
-
-
-def _not_brought(rank: int, world_size: int) -> None:
-    zero = _zero(wrap(MLP.model(), **MLP.ddp_options()), "adam")
-    with pytest.raises(TrainingLoopError, match=f"consolidate_state_dict\\(to={rank}\\)"):
-        zero.state_dict()
-
-
-def test_the_state_must_be_brought_together_first() -> None:
-    run_ranks(_not_brought, 2)
 
 
 def _resumed(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> dict[str, bool]:
@@ -256,13 +231,3 @@ def _state_of_a_model(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("scenario", [_plain_of_fewer_parameters, _state_of_a_model])
 def test_a_state_dict_that_does_not_fit_is_refused(scenario: Any) -> None:
     run_threads(scenario, 2)
-
-
-def _to_no_rank(rank: int, world_size: int) -> None:
-    zero = ZeroRedundancyOptimizer(MLP.model().parameters(), torch.optim.Adam)
-    with pytest.raises(ConfigurationError, match=r"to=2\): ranks of the group are 0 to 1"):
-        zero.consolidate_state_dict(to=2)
-
-
-def test_consolidating_to_a_rank_that_does_not_exist_is_refused() -> None:
-    run_threads(_to_no_rank, 2)

@@ -53,10 +53,6 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[list[nn.Parameter]], Any], Any, dict[
     "unknown option": (lambda p: p, SGD, {"learning_rate": 1.0}, "SGD: .*learning_rate"),
     "unknown partition": (lambda p: p, SGD, {"partition": "layer"}, "'element' or 'parameter', got 'layer'"),
     "integer masters": (lambda p: p, SGD, {"master_dtype": torch.int32}, "master_dtype is a floating-point dtype"),
-    "Adafactor by element": (lambda p: p, torch.optim.Adafactor, {}, "partition='parameter'"),
-    "LBFGS by element": (lambda p: p, torch.optim.LBFGS, {}, "partition='parameter'"),
-    "LBFGS": (lambda p: p, torch.optim.LBFGS, {"partition": "parameter"}, "step\\(closure\\)"),
-    "SparseAdam": (lambda p: p, torch.optim.SparseAdam, {}, "sparse gradients"),
     "gaps in memory": (lambda _: [nn.Parameter(torch.zeros(4, 4)[:, :2])], SGD, {}, "gaps or overlaps"),
     "two devices": (
         lambda _: [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4, device="meta"))],

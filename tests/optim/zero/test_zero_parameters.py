@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -216,3 +217,70 @@ def _masters(rank: int, world_size: int, form: str) -> None:
 @pytest.mark.parametrize("form", ["interleaved", "deferred", "alone"])
 def test_bf16_parameters_are_updated_in_fp32(form: str) -> None:
     run_ranks(_masters, 2, form)
+
+
+# The kernels in which 16-bit elements at a tensor's end are rounded as no others are.
+KERNELS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
+    f"{cls.__name__} {kernel}": (cls, {"lr": 0.01, "weight_decay": 0.1, "foreach": False, **options, kernel: True})
+    for cls, options in (
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adam, {"eps": 1e-4}),
+        (torch.optim.AdamW, {"eps": 1e-4}),
+    )
+    for kernel in ("foreach", "fused")
+}
+
+
+def _low_precision(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(37, 29), nn.Tanh(), nn.Linear(29, 71), nn.Tanh(), nn.Linear(71, 5)).to(dtype)
+
+    inputs = torch.randn(4, 37, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    for name, (cls, options) in KERNELS.items():
+        plain, ddp = wrap(build(), bucket_cap_mb=0.005), wrap(build(), bucket_cap_mb=0.005)
+        reference = cls(plain.parameters(), **options)  # type: ignore[call-arg]
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), cls, overlap_with_ddp=True, **options)  # type: ignore[arg-type]
+        registration = chain(ZeroStep(zero)).register(ddp)
+        for step in range(4):
+            plain.zero_grad()
+            plain(inputs).float().square().mean().backward()
+            reference.step()
+            ddp(inputs).float().square().mean().backward()
+            zero.step()
+            assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{name}, {dtype}, step {step}")
+        registration.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_every_kernel_equals_plain_ddp_in_every_precision(dtype: torch.dtype) -> None:
+    run_ranks(_low_precision, 2, dtype)
+
+
+def _frozen_backbone(rank: int, world_size: int) -> int:
+    """Four equal layers behind a large frozen one, which is thawed later; returns the bytes of state before that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 200), nn.Linear(200, 8), *(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    twin = copy.deepcopy(model)
+    for module in (model, twin):
+        module[0].requires_grad_(False)
+        module[1].requires_grad_(False)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, partition="parameter")
+    reference = torch.optim.Adam(twin.parameters())
+    inputs = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    state_bytes = 0
+    for step in range(4):
+        if step == 2:
+            state_bytes = sum(v.nbytes for state in zero.state.values() for v in state.values() if v.dim())
+            for module in (model, twin):
+                module.requires_grad_(True)
+        for module, optimizer in ((model, zero), (twin, reference)):
+            optimizer.zero_grad()
+            module(inputs).square().mean().backward()
+            optimizer.step()
+        assert_parity(list(model.parameters()), list(twin.parameters()), what=f"step {step}")
+    return state_bytes
+
+
+def test_frozen_parameters_do_not_count_in_the_balance_of_whole_ones() -> None:
+    assert len(set(run_ranks(_frozen_backbone, 4))) == 1

@@ -1,0 +1,81 @@
+"""Checks of arguments, and how messages name what was given instead."""
+
+from __future__ import annotations
+
+from numbers import Integral
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from overlap._torch.compiled import uncompiled
+from overlap.errors import ConfigurationError
+
+__all__ = ["check_ddp", "check_group", "check_whole_number", "described"]
+
+
+def check_ddp(model: object, *, error: type[Exception] = ConfigurationError) -> DistributedDataParallel:
+    """The ``DistributedDataParallel`` model that ``model`` is, or that ``torch.compile`` was given to make it.
+
+    Raises:
+        error: it is not; the message says what to give instead.
+    """
+    plain = uncompiled(model)
+    if isinstance(plain, DistributedDataParallel):
+        return plain
+    raise error(f"{described(model)} is not a DistributedDataParallel model; {_instead_of(plain)}")
+
+
+def _instead_of(model: object) -> str:
+    if isinstance(model, type):
+        return "give the model itself: ddp = DistributedDataParallel(model)"
+    if not isinstance(model, nn.Module):
+        return "give the model itself, as in ddp = DistributedDataParallel(model)"
+    for name, part in model.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            return f"the one inside of it is its .{name}: give that"
+    kinds = {cls.__name__ for cls in type(model).__mro__}
+    if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
+        return "FSDP shards parameters and reduces gradients by itself: use one of the two, not both"
+    if isinstance(model, DataParallel):
+        return "use DistributedDataParallel in its place, with one process per device"
+    return "wrap it first: ddp = DistributedDataParallel(model)"
+
+
+def check_group(name: str, group: object, *, may_be_outside: bool = False) -> dist.ProcessGroup | None:
+    """``group`` itself, if it is a process group or ``None``.
+
+    Raises:
+        ConfigurationError: it is something else, or this rank is not in it, unless it ``may_be_outside``; the message
+            calls it ``name``.
+    """
+    if group is None:
+        return None
+    is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not is_outside and not isinstance(group, dist.ProcessGroup):
+        raise ConfigurationError(
+            f"{name} is a process group such as torch.distributed.new_group returns, or None, got {described(group)}"
+        )
+    if not may_be_outside and (is_outside or dist.get_rank(group) < 0):  # type: ignore[arg-type]
+        raise ConfigurationError(
+            f"this rank is not in the group that it was given as {name}; give it one that it is in"
+        )
+    return group  # type: ignore[return-value]
+
+
+def check_whole_number(name: str, value: object, *, least: int) -> int:
+    """``value`` as an ``int``, if it is a whole number of at least ``least``.
+
+    Raises:
+        ConfigurationError: it is not; the message calls it ``name``.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return int(value)
+
+
+def described(value: object) -> str:
+    """The class of ``value`` in a message, and whose it is where both PyTorch and this library have one of the name."""
+    cls = value if isinstance(value, type) else type(value)
+    name = f"PyTorch's {cls.__name__}" if cls.__module__.startswith("torch.distributed.") else cls.__name__
+    return f"the class {name}" if isinstance(value, type) else name

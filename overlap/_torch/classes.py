@@ -1,0 +1,63 @@
+"""PyTorch's classes under whose names this library has its own.
+
+Training frameworks ask ``isinstance(x, PyTorch's class)``. So ours are subclasses of these, or registered with them
+where they are abstract base classes. A subclass runs no ``__init__`` of PyTorch's and defines all that is public.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager, PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.optim import Optimizer
+
+with warnings.catch_warnings():
+    # This package of PyTorch's scripts functional optimizers when it is imported, which PyTorch itself deprecates.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+__all__ = [
+    "HierarchicalModelAverager",
+    "ModelAverager",
+    "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
+    "PostLocalSGDState",
+    "PowerSGDState",
+    "ZeroRedundancyOptimizer",
+]
+
+
+class _InDict:
+    """Takes the place of a slot: instances keep the attribute in their ``__dict__``, and lack it until it is set."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
+
+
+def _without_slots(cls: type) -> type:
+    """A subclass of ``cls`` that stores nothing in its slots."""
+    return type(cls.__name__, (cls,), {name: _InDict(name) for name in cls.__slots__})  # type: ignore[attr-defined]
+
+
+if TYPE_CHECKING:
+
+    class PostLocalSGDOptimizer(Optimizer):
+        """All that is public in it is defined by its subclass."""
+
+    class PostLocalSGDState:
+        """As above."""
+
+    class PowerSGDState:
+        """As above."""
+
+else:
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    PostLocalSGDState = _without_slots(post_localSGD_hook.PostLocalSGDState)
+    PowerSGDState = _without_slots(powerSGD_hook.PowerSGDState)

@@ -1,0 +1,12 @@
+"""What ``torch.compile`` makes of a module."""
+
+from __future__ import annotations
+
+__all__ = ["uncompiled"]
+
+
+def uncompiled(module: object) -> object:
+    """What ``torch.compile`` was given to make ``module``, or ``module`` itself. Private: the names."""
+    while type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod"):
+        module = module._orig_mod
+    return module

@@ -1,0 +1,73 @@
+"""A number that tells whether the values of a tensor have changed.
+
+[Note: edits by value]
+
+An edit of a gradient that was applied would be lost, so it is an error; but a call that leaves every value as it was,
+such as ``clip_grad_norm_`` with a limit that does not bind, is not an edit. A version counter tells neither: it counts
+calls, several gradients share one where ``.grad`` is a view of DDP's bucket, and ``.data`` and collectives leave it as
+it is. So beside the counter the sum of a gradient's memory, taken as 64-bit integers, is noted when backward is over.
+
+Where a counter has moved, the sum is compared. Where none has, it is compared in the first passes after registration
+and in a few later ones: a loop that edits through ``.data`` does so from its first step on.
+
+The sum wraps. Scaling is always seen: it adds a multiple of a power of two far below 2**64 for each pair of elements. A
+changed sign adds or takes the same, so the sum of a small tensor, in which as many may have been positive as negative,
+weighs each element by its place; in one large tensor in hundreds a change of all signs, and in all large ones a
+permutation, is not seen. On an accelerator nothing waits for the sum: the verdict is read at a later step.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["fingerprint", "is_sampled"]
+
+_FIRST_SAMPLES = 16
+_SAMPLE_EVERY = 64
+
+_WORD_BYTES = 8
+_SMALL = 8192
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def is_sampled(passes: int) -> bool:
+    """Whether in this pass, counted from 1, values are compared even where no version has moved."""
+    return passes <= _FIRST_SAMPLES or passes % _SAMPLE_EVERY == 0
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> Tensor:
+    """The wrapping sum of the memory of ``tensor`` as integers: an ``int64`` scalar on its device."""
+    elements = _in_memory_order(tensor.detach())
+    integers = elements.view(_INTEGERS[elements.element_size()])
+    if integers.numel() <= _SMALL:
+        return (integers * _weights(integers.device)[: integers.numel()]).sum()
+    if elements.element_size() == _WORD_BYTES:
+        return integers.sum(dtype=torch.int64)  # Slower, but of whole words the sum wraps where signs are changed.
+    per_word = _WORD_BYTES // elements.element_size()
+    if integers.storage_offset() % per_word:
+        integers = integers.clone()  # A view as longer integers must begin at a multiple of their length.
+    end = integers.numel() // per_word * per_word
+    return integers[:end].view(torch.int64).sum() + integers[end:].sum(dtype=torch.int64)
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, 2**30, (_SMALL,), generator=generator).to(device)
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """The elements of ``tensor``, 1-D: a view where its memory is dense in a usual layout, else a copy."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor.permute(0, 2, 3, 1).view(-1)
+    if tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d):
+        return tensor.permute(0, 2, 3, 4, 1).view(-1)
+    return tensor.contiguous().view(-1)

@@ -1,0 +1,148 @@
+"""The gradients of a model's last backward: which are the library's, and whether they are as it left them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from overlap.optim.fingerprint import is_sampled
+from overlap.optim.gradient_versions import GradientVersions, LateVerdicts
+
+__all__ = ["PassGradients"]
+
+
+class PassGradients:
+    """Of which parameters the last backward reduced the gradients, and which of those have been applied.
+
+    Args:
+        clears: whether the gradient of a parameter is this update's to clear.
+    """
+
+    def __init__(self, clears: Callable[[Tensor], bool]) -> None:
+        self._clears = clears
+        self._reduced: dict[int, Tensor] = {}
+        self._applied: dict[int, Tensor] = {}
+        self._cleared: list[Tensor] = []
+        # None after a replay, on a rank where DDP sets no .grad.
+        self._versions: GradientVersions | None = None
+        self._late = LateVerdicts()
+        self._passes = 0
+
+    @property
+    def reduced(self) -> list[Tensor]:
+        """Parameters whose gradients came in a bucket of the last backward."""
+        return list(self._reduced.values())
+
+    def has_reduced(self, parameter: Tensor) -> bool:
+        """Whether the gradient of ``parameter`` came in a bucket of the last backward."""
+        return id(parameter) in self._reduced
+
+    @property
+    def applied(self) -> list[Tensor]:
+        """Parameters whose gradients, as they were left, have been applied."""
+        return list(self._applied.values())
+
+    def has_applied(self, parameter: Tensor) -> bool:
+        """Whether what was left in ``.grad`` of ``parameter`` has been applied."""
+        return id(parameter) in self._applied
+
+    def note_reduced(self, parameters: Iterable[Tensor]) -> None:
+        """A bucket of these parameters is through."""
+        self._reduced.update((id(parameter), parameter) for parameter in parameters)
+
+    def note_applied(self, parameters: Iterable[Tensor]) -> None:
+        """The gradients of these parameters have been applied."""
+        self._applied.update((id(parameter), parameter) for parameter in parameters)
+
+    def begin_pass(self) -> None:
+        """A backward begins."""
+        self.forget()
+        self._cleared = []
+        self._passes += 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether in this pass values are compared even where no version has moved. See [Note: edits by value]."""
+        return is_sampled(self._passes)
+
+    def note_values(self, *, are_there: bool) -> None:
+        """What is in ``.grad`` now is as the library left it, if DDP has set ``.grad`` on this rank at all."""
+        everything = {**self._reduced, **self._applied}.values()
+        self._versions = GradientVersions(everything, known=self._versions) if are_there else None
+
+    def accept_values(self) -> None:
+        """The loop was told that its edits are lost, and is not told again."""
+        self._versions = None
+        self.note_values(are_there=True)
+
+    def forget(self) -> None:
+        """What is in ``.grad`` from here on is not of a backward that was reduced."""
+        self._reduced, self._applied, self._versions = {}, {}, None
+
+    def forget_cleared(self) -> None:
+        """What comes where a gradient was cleared is not of a backward that was reduced."""
+        self._reduced = {key: parameter for key, parameter in self._reduced.items() if parameter.grad is not None}
+
+    def holds_new_tensor(self, parameter: Tensor) -> bool:
+        """Whether ``.grad`` is a tensor that the library has not left there."""
+        return self._versions is not None and self._versions.hold_another_tensor(parameter)
+
+    def has_added_to_applied(self) -> bool:
+        """Whether a backward has added to gradients that had been applied."""
+        return self._versions is not None and any(
+            p.grad is not None and not self.holds_new_tensor(p) for p in self._applied.values()
+        )
+
+    def edited(self, *, keeps_new_tensors: bool, ignores_zeros: bool, samples: bool) -> list[Tensor]:
+        """Parameters whose gradients were changed after they had been applied."""
+        if self._versions is None:
+            return []
+        mine = [p for p in self._applied.values() if self._clears(p)]
+        if keeps_new_tensors:
+            mine = [p for p in mine if not self.holds_new_tensor(p)]
+        changed = self._versions.changed(
+            mine, self._late, samples=samples and self.samples, ignores_zeros=ignores_zeros
+        )
+        return [*self._late.read(), *changed]
+
+    def release_new_tensors(self) -> None:
+        """What is in ``.grad`` now, where it is another tensor, has not been applied."""
+        self._applied = {key: p for key, p in self._applied.items() if not self.holds_new_tensor(p)}
+
+    def clear_applied(self) -> None:
+        """Clear what was applied and is as it was left; what is in ``.grad`` then is the user's."""
+        for key, parameter in self._applied.items():
+            if self._clears(parameter) and (self._versions is None or self._versions.hold(parameter)):
+                self._clear(parameter)
+            self._reduced.pop(key, None)
+        self._applied = {}
+
+    def clear_all(self, names: Iterable[Tensor]) -> None:
+        """Clear every gradient of the model, after a failure."""
+        for parameter in {**self._reduced, **{id(p): p for p in names}}.values():
+            if self._clears(parameter):
+                parameter.grad = None
+        self.forget()
+
+    def clear_for_good(self) -> None:
+        """Clear what was applied, edited or not, so that no optimizer left alone applies it again."""
+        for parameter in self._applied.values():
+            if self._clears(parameter) and not self.holds_new_tensor(parameter):
+                parameter.grad = None
+        self.forget()
+        self._cleared = []
+
+    def _clear(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._cleared.append(parameter)
+        parameter.grad = None
+
+    @torch.no_grad()
+    def note_zero_grad(self, *, set_to_none: bool) -> None:
+        """``zero_grad()`` came after a forward: zeros where it would have met what that forward has cleared."""
+        for parameter in [] if set_to_none else self._cleared:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._cleared = []

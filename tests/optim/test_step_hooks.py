@@ -1,0 +1,163 @@
+"""Step hooks of the optimizer, and of all optimizers, beside plain DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from step_loops import SGD, NoScheduler, overlapped_ddp, plain_ddp
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from harness import Record, assert_parity, overlapped_step, run_ranks, third_party, train, wrap
+from harness.models import MLP, mean_squared_error
+from overlap import AllReduce, OverlappedOptimizer, Step, UnsupportedError, chain
+from overlap.optim import LocalSGD, PeriodicModelAverager, PostLocalSGDOptimizer
+
+STEPS = 4
+
+
+class Stepless:
+    """What a loop that calls no `step()` gives to `train`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        pass
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+
+def _clamp(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    assert type(optimizer) is torch.optim.SGD and args == (optimizer,)
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.clamp_(-0.1, 0.1)
+
+
+def _decay(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.add_(parameter.detach(), alpha=0.1)
+
+
+def _automatic(rank: int, hook: Callable[[Any], Any], **options: Any) -> list[Record]:
+    ddp = wrap(MLP.model())
+    optimizer = SGD(ddp.parameters())
+    handle = hook(optimizer)
+    chain(AllReduce(), Step(optimizer, **options)).register(ddp)
+    records = train(
+        ddp, Stepless(optimizer), MLP.batches(rank, steps=STEPS), step_fn=overlapped_step, scheduler=NoScheduler
+    )
+    handle.remove()
+    return records
+
+
+def _called(rank: int, hook: Callable[[Any], Any], **options: Any) -> list[Record]:
+    ddp, overlapped, _ = overlapped_ddp(MLP, SGD, **options)
+    handle = hook(overlapped)
+    records = train(ddp, overlapped, MLP.batches(rank, steps=STEPS), step_fn=overlapped_step, scheduler=NoScheduler)
+    handle.remove()
+    return records
+
+
+def _plain(rank: int, hook: Callable[[Any], Any]) -> list[Record]:
+    ddp, optimizer = plain_ddp(MLP, SGD)
+    handle = hook(optimizer)
+    records = train(ddp, optimizer, MLP.batches(rank, steps=STEPS), scheduler=NoScheduler)
+    handle.remove()
+    return records
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "a clamp as post-hook": lambda optimizer: optimizer.register_step_post_hook(_clamp),
+    "a clamp as global post-hook": lambda optimizer: register_optimizer_step_post_hook(_clamp),
+    "a penalty as pre-hook": lambda optimizer: optimizer.register_step_pre_hook(_decay),
+    "a penalty as global pre-hook": lambda optimizer: register_optimizer_step_pre_hook(_decay),
+}
+
+
+def _hooks_are_exact(rank: int, world_size: int) -> None:
+    for name, hook in HOOKS.items():
+        reference = _plain(rank, hook)
+        forms: dict[str, Callable[[], list[Record]]] = {
+            "deferred": lambda: _called(rank, hook, deferred=True),  # noqa: B023
+            "automatic, deferred": lambda: _automatic(rank, hook, deferred=True),  # noqa: B023
+        }
+        if "post-hook" in name:
+            forms["interleaved"] = lambda: _called(rank, hook)  # noqa: B023
+            forms["automatic"] = lambda: _automatic(rank, hook)  # noqa: B023
+        for form, run in forms.items():
+            assert_parity(run(), reference, what=f"{name}, {form}")
+
+
+def test_step_hooks_do_what_they_do_beside_plain_ddp_in_every_form_that_takes_them() -> None:
+    run_ranks(_hooks_are_exact, 2)
+
+
+def _pre_hooks_are_refused(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model())
+    optimizer = SGD(ddp.parameters())
+    for name in ("a penalty as pre-hook", "a penalty as global pre-hook"):
+        handle = HOOKS[name](optimizer)
+        for made in (Step(optimizer), Step(OverlappedOptimizer(optimizer))):
+            with pytest.raises(UnsupportedError, match=r"the step pre-hook _decay must run before .*deferred=True"):
+                chain(AllReduce(), made).register(ddp)
+        handle.remove()
+    overlapped = OverlappedOptimizer(optimizer)
+    chain(AllReduce(), Step(overlapped)).register(ddp)
+    first, second = MLP.batches(rank, steps=2)
+    overlapped_step(ddp, overlapped, first, mean_squared_error)
+    before = [parameter.detach().clone() for parameter in ddp.parameters()]
+    overlapped.register_step_pre_hook(_decay)
+    with pytest.raises(UnsupportedError, match="the step pre-hook _decay must run before"):
+        mean_squared_error(ddp, second).backward()
+    assert_parity(list(ddp.parameters()), before, what="parameters after a refused backward")
+
+
+def test_pre_hooks_are_refused_where_the_update_is_made_before_they_could_run() -> None:
+    run_ranks(_pre_hooks_are_refused, 2)
+
+
+def _hook_that_raises(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model())
+    optimizer = SGD(ddp.parameters())
+    chain(AllReduce(), Step(optimizer)).register(ddp)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("of the hook")
+
+    handle = optimizer.register_step_post_hook(fail)
+    first, second = MLP.batches(rank, steps=2)
+    with pytest.raises(ZeroDivisionError, match="of the hook"):
+        mean_squared_error(ddp, first).backward()
+    handle.remove()
+    mean_squared_error(ddp, second).backward()
+
+
+def test_an_error_of_a_post_hook_is_backwards_own_and_training_can_go_on() -> None:
+    run_ranks(_hook_that_raises, 2)
+
+
+def _averaged(rank: int, world_size: int) -> None:
+    calls: list[str] = []
+    ddp = wrap(MLP.model())
+    overlapped = OverlappedOptimizer(SGD(ddp.parameters()))
+    overlapped.register_step_post_hook(lambda *_: calls.append("post"))
+    made = LocalSGD(ddp, overlapped, period=2, start_step=0, update=Step(overlapped))
+    train(ddp, made, MLP.batches(rank, steps=3), step_fn=overlapped_step, scheduler=NoScheduler)
+    assert calls == ["post"] * 3
+
+    decayed = third_party.patch_step(SGD(ddp.parameters()), decay=1.0)
+    decayed.register_step_post_hook(lambda *_: calls.append("patched"))
+    decayed.zero_grad()
+    PostLocalSGDOptimizer(decayed, PeriodicModelAverager(period=100)).step()
+    assert calls[3:] == ["patched"] and all(not bool(parameter.any()) for parameter in ddp.parameters())
+
+
+def test_local_sgd_runs_step_hooks_once_and_the_step_that_was_set_on_the_object() -> None:
+    run_ranks(_averaged, 2)

@@ -1,0 +1,157 @@
+"""Gradients that a loop without zero_grad() leaves: of parameters outside the model, ignored by DDP, or unused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from loop_forms import SGD, backward, registered
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import assert_parity, run_ranks, wrap
+from harness.models import MLP
+from overlap import AllReduce, Join, OverlappedOptimizer, Step, TrainingLoopError, chain
+from overlap.errors import RegistrationError
+
+FORMS = ("interleaved", "deferred")
+
+
+def _model() -> tuple[Any, nn.Linear]:
+    torch.manual_seed(0)
+    model = MLP.model()
+    model.ignored = nn.Parameter(torch.ones(16))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["ignored"])
+    return wrap(model, **MLP.ddp_options()), nn.Linear(16, 16)
+
+
+def _outside(rank: int, world_size: int, form: str) -> None:
+    (reference, their_head), (ddp, head) = _model(), _model()
+    plain = SGD([*reference.parameters(), *their_head.parameters()])
+    optimizer = OverlappedOptimizer(SGD([*ddp.parameters(), *head.parameters()]))
+    chain(AllReduce(), Step(optimizer, deferred=form == "deferred")).register(ddp)
+    for step in range(6):
+        if step == 3:
+            optimizer.zero_grad()  # No forward comes to clear what was applied.
+        for model, outer in ((reference, their_head), (ddp, head)):
+            batch = MLP.batch(step, 0)  # The same on every rank, so that what DDP does not average is equal.
+            if step == 3:  # Without the model: what step() applies now is cleared by the next forward, too.
+                outer(batch.inputs[0]).square().mean().backward()
+                continue
+            hidden = model(*batch.inputs)
+            out = outer(hidden) * model.module.ignored
+            out.square().mean().backward()
+        optimizer.step()
+        plain.step()
+        plain.zero_grad()
+    assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=form)
+    assert_parity(head.state_dict(), their_head.state_dict(), what=f"{form}, outside")
+    head(batch.inputs[0]).sum().backward()  # Adds to what was applied.
+    with pytest.raises(TrainingLoopError, match="outside of the model was changed after"):
+        optimizer.step()
+    optimizer.step()
+    optimizer.zero_grad()
+    head(batch.inputs[0]).sum().backward()
+    before = head.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(head.weight, before)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_step_applied_outside_of_the_model_is_cleared_by_its_next_forward(form: str) -> None:
+    run_ranks(_outside, 2, form)
+
+
+def _second_optimizer(rank: int, world_size: int, form: str) -> None:
+    """A plain optimizer beside: what it steps is its own to clear, and adds up as ever where it does not."""
+    reference, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
+    first, second = ([SGD(list(m.parameters())[:4]), SGD(list(m.parameters())[4:])] for m in (reference, ddp))
+    overlapped = OverlappedOptimizer(second[0])
+    chain(AllReduce(), Step(overlapped, deferred=form == "deferred")).register(ddp)
+    for step in range(4):
+        backward(reference, step, rank)
+        backward(ddp, step, rank)
+        for optimizer in (*first, overlapped, second[1]):
+            optimizer.step()
+        first[0].zero_grad()
+        if step % 2:
+            first[1].zero_grad()
+            second[1].zero_grad()
+    assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_second_plain_optimizer_keeps_its_own_zero_grad(form: str) -> None:
+    run_ranks(_second_optimizer, 2, form)
+
+
+def _second_model(rank: int, world_size: int) -> None:
+    model = MLP.model()
+    optimizer = OverlappedOptimizer(SGD(model.parameters()))
+    first = DistributedDataParallel(model, bucket_cap_mb=1e-3)
+    registration = chain(AllReduce(), Step(optimizer, deferred=True)).register(first)
+    second = DistributedDataParallel(model, bucket_cap_mb=1e-3)
+    with pytest.raises(RegistrationError, match=r"another DistributedDataParallel of the same module.*remove\(\)"):
+        chain(AllReduce(), Step(optimizer, deferred=True)).register(second)
+    registration.remove()
+    chain(AllReduce(), Step(optimizer, deferred=True)).register(second)
+    before = model[0].weight.detach().clone()
+    backward(second, 0, rank)
+    optimizer.step()
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_a_second_registration_of_the_same_parameters_is_refused() -> None:
+    run_ranks(_second_model, 2)
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, use_two: bool) -> torch.Tensor:
+        return self.two(self.one(x)) if use_two else self.one(x)
+
+
+def _zeroed_between(rank: int, world_size: int, form: str) -> None:
+    reference, ddp = (wrap(_Branches(), find_unused_parameters=True) for _ in range(2))
+    theirs, ours = SGD(reference.parameters()), registered(form, ddp)
+    for step in range(5):
+        for model, optimizer in ((reference, theirs), (ddp, ours)):
+            loss = model(torch.full((2, 16), rank + 1.0), step != 2).square().mean()
+            optimizer.zero_grad(set_to_none=False)
+            loss.backward()
+            optimizer.step()
+        for mine, plain in zip(ddp.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(mine, plain), step
+
+
+@pytest.mark.parametrize("form", [*FORMS, "zero", "zero deferred"])
+def test_zeros_set_between_forward_and_backward_are_those_of_plain_ddp(form: str) -> None:
+    """A parameter that no rank uses then has a gradient of zeros, and weight decay moves it."""
+    run_ranks(_zeroed_between, 2, form)
+
+
+def _scaled_under_join(rank: int, world_size: int) -> None:
+    for form in ("deferred", "zero deferred"):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer, scaler = registered(form, ddp), torch.amp.GradScaler("cpu")
+
+        def loop(ddp: Any = ddp, optimizer: Any = optimizer, scaler: Any = scaler) -> None:
+            with Join([ddp, optimizer]):
+                for step in range(2 + rank):
+                    scaler.scale(ddp(*MLP.batch(step, rank).inputs).square().mean()).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+
+        with pytest.raises(
+            TrainingLoopError, match=r"GradScaler decides after backward.*leave the scaler out under Join"
+        ):
+            loop()
+
+
+def test_a_grad_scaler_under_join_is_refused_on_every_rank() -> None:
+    run_ranks(_scaled_under_join, 2)

@@ -1,0 +1,145 @@
+"""Which model an optimizer is registered with: none, one that is gone, another DDP of the same module."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from step_loops import SGD, NoScheduler, overlapped_ddp, plain_ddp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import assert_parity, overlapped_step, run_ranks, train, wrap
+from harness.models import BUCKET_CAP_MB, MLP, mean_squared_error
+from overlap import AllReduce, OverlappedOptimizer, RegistrationError, Step, TrainingLoopError, chain
+
+FORGOTTEN = r"no stage updates with this SGD's OverlappedOptimizer.*register\(ddp\)"
+
+
+def _forgotten(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model())
+    overlapped = OverlappedOptimizer(SGD(ddp.parameters()))
+    before = [parameter.detach().clone() for parameter in ddp.parameters()]
+    (batch,) = MLP.batches(rank, steps=1)
+    mean_squared_error(ddp, batch).backward()
+    with pytest.raises(TrainingLoopError, match=FORGOTTEN):
+        overlapped.step()
+    assert_parity(list(ddp.parameters()), before, what="parameters after a forgotten register(ddp)")
+
+
+def test_a_forgotten_register_is_an_error_and_updates_nothing() -> None:
+    run_ranks(_forgotten, 2)
+
+
+def _with_gradients(overlapped: OverlappedOptimizer) -> OverlappedOptimizer:
+    for group in overlapped.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    return overlapped
+
+
+def _copies(rank: int, world_size: int) -> None:
+    ddp, overlapped, registration = overlapped_ddp(MLP, SGD)
+    train(ddp, overlapped, MLP.batches(rank, steps=2), step_fn=overlapped_step, scheduler=NoScheduler)
+    for copied in (copy.deepcopy(overlapped), pickle.loads(pickle.dumps(overlapped))):
+        with pytest.raises(TrainingLoopError, match=FORGOTTEN):
+            _with_gradients(copied).step()
+    registration.remove()
+    for stepped in (overlapped, copy.deepcopy(overlapped)):
+        _with_gradients(stepped)
+        before = [p.detach().clone() for group in stepped.param_groups for p in group["params"]]
+        stepped.step()
+        after = [p for group in stepped.param_groups for p in group["params"]]
+        assert not any(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_a_copy_is_registered_with_no_model_and_what_was_removed_steps_like_the_plain_one() -> None:
+    run_ranks(_copies, 2)
+
+
+def test_zero_gradients_make_the_state_before_anything_is_registered() -> None:
+    layer = nn.Linear(2, 2)
+    overlapped = OverlappedOptimizer(torch.optim.AdamW(layer.parameters(), lr=0.0))
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    overlapped.step()
+    assert len(overlapped.state) == 2
+
+
+def _second_ddp(rank: int, world_size: int) -> None:
+    module = MLP.model()
+    for automatic in (False, True):
+        first = DistributedDataParallel(module, bucket_cap_mb=BUCKET_CAP_MB)
+        plain = SGD(first.parameters())
+        optimizer = plain if automatic else OverlappedOptimizer(plain)
+        registration = chain(AllReduce(), Step(optimizer)).register(first)
+        second = DistributedDataParallel(module, bucket_cap_mb=BUCKET_CAP_MB)
+        with pytest.raises(RegistrationError, match=r"another DistributedDataParallel .*\.remove\(\)"):
+            chain(AllReduce(), Step(optimizer)).register(second)
+        registration.remove()
+        chain(AllReduce(), Step(optimizer)).register(second).remove()
+        # A model that is gone stands in nobody's way.
+        third = DistributedDataParallel(module, bucket_cap_mb=BUCKET_CAP_MB)
+        chain(AllReduce(), Step(optimizer)).register(third)
+        del first, registration, third
+        chain(AllReduce(), Step(optimizer)).register(second).remove()
+
+
+def test_a_second_ddp_of_the_same_module_needs_the_first_one_removed_or_gone() -> None:
+    run_ranks(_second_ddp, 2)
+
+
+def _two_models(rank: int, world_size: int) -> None:
+    one, other = wrap(MLP.model()), wrap(MLP.model())
+    overlapped = OverlappedOptimizer(SGD([*one.parameters(), *other.parameters()]))
+    for ddp in (one, other):
+        chain(AllReduce(), Step(overlapped)).register(ddp)
+
+
+def test_one_optimizer_still_serves_two_models() -> None:
+    run_ranks(_two_models, 2)
+
+
+def _wrong_step(rank: int, world_size: int) -> None:
+    for deferred in (False, True):
+        ddp, overlapped, registration = overlapped_ddp(MLP, SGD, deferred=deferred)
+        (batch,) = MLP.batches(rank, steps=1)
+        mean_squared_error(ddp, batch).backward()
+        with pytest.raises(TrainingLoopError, match=r"SGD is stepped by .* call step\(\) of the OverlappedOptimizer"):
+            overlapped.optimizer.step()
+        overlapped.step()
+        registration.remove()
+        overlapped.optimizer.step()
+
+
+def test_the_wrapped_optimizers_own_step_is_refused_while_a_stage_updates_with_it() -> None:
+    run_ranks(_wrong_step, 2)
+
+
+def _outlived(rank: int, world_size: int) -> None:
+    batches = MLP.batches(rank, steps=4)
+    reference = train(*plain_ddp(MLP, SGD), batches, scheduler=NoScheduler)
+    module = MLP.model()
+    ddp = DistributedDataParallel(module, bucket_cap_mb=BUCKET_CAP_MB)
+    optimizer = SGD(module.parameters())
+    stage = Step(optimizer)
+    kept: list[Any] = [stage, chain(AllReduce(), stage).register(ddp)]
+    for batch in batches[:2]:
+        mean_squared_error(ddp, batch).backward()
+    with pytest.raises(TrainingLoopError, match="leave the call out"):
+        optimizer.step()
+    del ddp
+    gc.disable()  # The guard looks by itself.
+    ddp = DistributedDataParallel(module, bucket_cap_mb=BUCKET_CAP_MB)
+    records = train(ddp, optimizer, batches[2:], scheduler=NoScheduler)
+    gc.enable()
+    assert_parity(records[-1].parameters, reference[-1].parameters, what="a new plain loop with the same optimizer")
+    assert len(kept) == 2
+
+
+def test_the_guard_of_a_plain_optimizer_ends_with_the_model() -> None:
+    run_ranks(_outlived, 2)

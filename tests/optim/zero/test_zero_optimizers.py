@@ -1,0 +1,242 @@
+"""Which optimizers may be divided among ranks, and how, is found out; those that may equal plain DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from zero_loops import FORMS, check, plain_run, zero_run
+
+from harness import assert_parity, run_ranks, wrap
+from harness.models import MLP, mean_squared_error
+from harness.third_party import LAMB, SGLD, BlockwiseAdamW, CountingSGD, Lion, Prodigy
+from overlap import TrainingLoopError, UnsupportedError, ZeroRedundancyOptimizer, ZeroStep, chain
+
+
+class Counting(Optimizer):
+    """SGD whose rate falls with a count of steps in each group, as schedule-free optimizers have one."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
+
+
+class Selective(Optimizer):
+    """SGD that asks for names and for what is trained, takes an argument, and keeps a global value in its state."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.state["settings"] = {"largest": torch.full((3,), 7.0)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> None:
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if parameter.requires_grad and parameter.grad is not None:
+                    factor = 0.5 if name.endswith("bias") else 1.0
+                    parameter.add_(parameter.grad, alpha=-group["lr"] * factor * scale)
+
+
+class Locked(Optimizer):
+    """SGD with an attribute that cannot be copied."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.iterator = (number for number in range(3))
+
+    step = Counting.step
+
+
+PLAIN = torch.optim
+# By optimizer: how it is divided.
+DIVIDED: dict[str, tuple[type[Optimizer], str, dict[str, Any]]] = {
+    "Lion": (Lion, "element", {}),
+    "LAMB": (LAMB, "parameter", {}),
+    "blockwise AdamW": (BlockwiseAdamW, "parameter", {}),
+    "count in an object": (CountingSGD, "element", {}),
+    "count in a group": (Counting, "element", {}),
+    "Adafactor": (PLAIN.Adafactor, "parameter", {}),
+    "Muon": (PLAIN.Muon, "parameter", {}),
+    "SGD": (PLAIN.SGD, "element", {"momentum": 0.9}),
+    "Adam": (PLAIN.Adam, "element", {}),
+    "AdamW": (PLAIN.AdamW, "element", {}),
+    "Adagrad": (PLAIN.Adagrad, "element", {}),
+    "Adadelta": (PLAIN.Adadelta, "element", {}),
+    "Adamax": (PLAIN.Adamax, "element", {}),
+    "ASGD": (PLAIN.ASGD, "element", {}),
+    "NAdam": (PLAIN.NAdam, "element", {}),
+    "RAdam": (PLAIN.RAdam, "element", {}),
+    "RMSprop": (PLAIN.RMSprop, "element", {}),
+    "Rprop": (PLAIN.Rprop, "element", {}),
+}
+
+
+def _parameters(cls: type[Optimizer], module: torch.nn.Module) -> list[Tensor]:
+    return [p for p in module.parameters() if cls is not PLAIN.Muon or p.dim() == 2]
+
+
+def _divided(rank: int, world_size: int) -> None:
+    for name, (cls, partition, options) in DIVIDED.items():
+        zero = ZeroRedundancyOptimizer(_parameters(cls, MLP.model()), cls, **options)
+        assert zero.partition == partition, name
+
+
+def test_an_optimizer_is_divided_as_finely_as_it_may_be() -> None:
+    run_ranks(_divided, 2)
+
+
+# By what is refused: the optimizer, its options, and what the error says.
+REFUSED: dict[str, tuple[type[Optimizer], dict[str, Any], str]] = {
+    "Prodigy": (Prodigy, {}, r"Prodigy does not update each parameter by itself .*use plain DDP"),
+    "Prodigy by parameter": (Prodigy, {"partition": "parameter"}, "Prodigy does not update each parameter by itself"),
+    "global-norm LAMB": (LAMB, {"max_norm": 1e-3}, "LAMB does not update each parameter by itself"),
+    "LAMB by element": (LAMB, {"partition": "element"}, "LAMB does not update each element .*partition='parameter'"),
+    "blockwise by element": (BlockwiseAdamW, {"partition": "element"}, "each element by itself"),
+    "SGLD": (SGLD, {}, r"SGLD\.step\(\) draws random numbers"),
+    "Adafactor by element": (PLAIN.Adafactor, {"partition": "element"}, "partition='parameter'"),
+    "Muon by element": (PLAIN.Muon, {"partition": "element"}, "partition='parameter'"),
+    "LBFGS": (PLAIN.LBFGS, {}, r"step\(closure\)"),
+    "SparseAdam": (PLAIN.SparseAdam, {}, "sparse gradients"),
+}
+
+
+def _refused(rank: int, world_size: int) -> None:
+    for name, (cls, options, match) in REFUSED.items():
+        with pytest.raises(UnsupportedError, match=match):
+            raise AssertionError(name, ZeroRedundancyOptimizer(_parameters(cls, MLP.model()), cls, **options))
+
+
+def test_an_optimizer_that_ranks_cannot_divide_is_refused() -> None:
+    run_ranks(_refused, 2)
+
+
+def _unknown(rank: int, world_size: int) -> None:
+    with pytest.warns(UserWarning, match="Locked computes anything from several parameters .*could not be found out"):
+        zero = ZeroRedundancyOptimizer(MLP.model().parameters(), Locked)
+    assert zero.partition == "parameter"
+    assert ZeroRedundancyOptimizer(MLP.model().parameters(), Locked, partition="element").partition == "element"
+
+
+def test_an_optimizer_that_cannot_be_tried_out_is_warned_of_unless_the_partition_is_given() -> None:
+    run_ranks(_unknown, 1)
+
+
+def _equal(rank: int, world_size: int, cls: type[Optimizer], forms: list[str], groups: Callable[..., Any]) -> None:
+    reference = plain_run(MLP, rank, cls, parameters=groups)
+    for form in forms:
+        candidate = zero_run(MLP, rank, cls, {}, FORMS[form], parameters=groups)
+        check(candidate, reference, what=f"{cls.__name__}, {form}", world_size=world_size)
+
+
+def _one_group(ddp: torch.nn.Module) -> list[Tensor]:
+    return list(ddp.parameters())
+
+
+def _several_groups(ddp: torch.nn.Module) -> list[dict[str, Any]]:
+    """The second of which is so small that one rank has nothing of it."""
+    first, second, *others = ddp.parameters()
+    return [{"params": [first, *others]}, {"params": [second], "lr": 0.05}]
+
+
+@pytest.mark.parametrize("cls", [Lion, LAMB, BlockwiseAdamW], ids=lambda cls: cls.__name__)
+def test_third_party_optimizers_equal_plain_ddp(cls: type[Optimizer]) -> None:
+    run_ranks(_equal, 2, cls, ["interleaved", "alone"], _one_group)
+
+
+def _one_rank_lacks_a_group(rank: int, world_size: int) -> None:
+    """A group of which a rank has no parameter counts steps there, too, so that any rank may save the count."""
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = ZeroRedundancyOptimizer(_several_groups(ddp), Counting, partition="parameter")
+    for step in range(3):
+        zero.zero_grad()
+        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+        zero.step()
+    assert [group["k"] for group in zero.param_groups] == [3, 3]
+
+
+@pytest.mark.parametrize("cls", [CountingSGD, Counting], ids=lambda cls: cls.__name__)
+def test_a_count_of_steps_equals_plain_ddps_where_all_is_updated_at_once(cls: type[Optimizer]) -> None:
+    run_ranks(_equal, 2, cls, ["deferred", "automatic, deferred", "alone"], _several_groups)
+
+
+def test_a_count_of_steps_is_right_on_a_rank_without_a_parameter_of_its_group() -> None:
+    run_ranks(_one_rank_lacks_a_group, 2)
+
+
+def _interleaved(rank: int, world_size: int, cls: type[Optimizer]) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), cls)
+    with pytest.raises(UnsupportedError, match=r"bucket by bucket .*ZeroStep\(zero, deferred=True\)"):
+        chain(ZeroStep(zero)).register(ddp)
+    chain(ZeroStep(zero, deferred=True)).register(ddp)
+
+
+@pytest.mark.parametrize("cls", [CountingSGD, Counting], ids=lambda cls: cls.__name__)
+def test_a_count_of_steps_is_refused_where_buckets_are_updated_in_turn(cls: type[Optimizer]) -> None:
+    run_ranks(_interleaved, 2, cls)
+
+
+def _selective(rank: int, world_size: int) -> None:
+    plain, ddp = wrap(MLP.model(), **MLP.ddp_options()), wrap(MLP.model(), **MLP.ddp_options())
+    reference = Selective(plain.module.named_parameters())
+    zero = ZeroRedundancyOptimizer(ddp.module.named_parameters(), Selective, overlap_with_ddp=True)
+    assert zero.partition == "element"
+    registration = chain(ZeroStep(zero, deferred=True)).register(ddp)
+    for step in range(4):
+        reference.zero_grad()
+        for module in (plain, ddp):
+            mean_squared_error(module, MLP.batch(step, rank)).backward()
+        reference.step(scale=1.0 + step)
+        zero.step(scale=1.0 + step)
+        assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"step {step}")
+    zero.consolidate_state_dict(to=None)
+    assert_parity(zero.state_dict(), reference.state_dict(), what="state")
+    registration.remove()
+    chain(ZeroStep(zero)).register(ddp)
+    mean_squared_error(ddp, MLP.batch(0, rank)).backward()
+    with pytest.raises(TrainingLoopError, match=r"zero\.step\(scale=\.\.\.\): the update was made in backward"):
+        zero.step(scale=2.0)
+
+
+def test_names_requires_grad_and_arguments_of_step_reach_the_optimizer() -> None:
+    run_ranks(_selective, 2)
+
+
+class Rowwise(Optimizer):
+    """SGD that scales matrices by their norm, as Muon-like optimizers treat matrices and vectors differently."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    scale = 1 / float(parameter.grad.norm()) if parameter.dim() == 2 else 1.0
+                    parameter.add_(parameter.grad, alpha=-group["lr"] * scale)
+
+
+def _added(rank: int, world_size: int) -> None:
+    module = MLP.model()
+    zero = ZeroRedundancyOptimizer([p for p in module.parameters() if p.dim() == 1], Rowwise)
+    assert zero.partition == "element"
+    with pytest.raises(UnsupportedError, match="Rowwise does not update each element by itself"):
+        zero.add_param_group({"params": [p for p in module.parameters() if p.dim() == 2]})
+    assert len(zero.param_groups) == len(zero.optim.param_groups) == 1
+    assert ZeroRedundancyOptimizer(module.parameters(), Rowwise).partition == "parameter"
+
+
+def test_a_group_that_the_optimizer_treats_in_another_way_is_refused() -> None:
+    run_ranks(_added, 2)

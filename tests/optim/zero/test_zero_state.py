@@ -1,0 +1,259 @@
+"""State of every kind is saved and loaded as the plain optimizer's, or refused where ranks cannot put it together."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.optim import Optimizer
+
+from harness import assert_parity, run_ranks, wrap
+from harness.models import MLP, mean_squared_error
+from harness.third_party import BlockwiseAdamW
+from overlap import UnsupportedError, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap.hooks import AllReduce
+from overlap.optim import FunctionalAdam, Step
+from overlap.optim.zero.kinds import Kind, Kinds, StateValue
+
+
+class Untried:
+    """Mixed into an optimizer, keeps experiments from telling how it may be divided."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.iterator = (number for number in range(3))
+
+
+class UntriedBlockwise(Untried, BlockwiseAdamW):
+    pass
+
+
+class Varied(Optimizer):
+    """SGD with a bit of everything in its state."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        settings = self.state["settings"]
+        settings["table"] = torch.arange(5.0)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                count = state.setdefault("count", torch.tensor(2**24 + 1))
+                state.setdefault("wide", torch.zeros_like(parameter, dtype=torch.float64))
+                state.setdefault("signs", torch.zeros_like(parameter, dtype=torch.int8))
+                state.setdefault("names", {"kind": "sgd", "bounds": [0.5, 1]})
+                state.setdefault("nothing", None)
+                state.setdefault("codes", torch.arange(7, dtype=torch.uint8))
+                if count > 2**24 + 2:  # Lazily, at the third step.
+                    state.setdefault("late", parameter.grad.abs())
+                count += 1
+                state["wide"] += parameter.grad
+                state["signs"].copy_(parameter.grad.sign())
+                factor = 1.0 + int(count - 2**24) * 0.5
+                parameter.add_(state["wide"].to(parameter.dtype) + state["signs"], alpha=-group["lr"] * factor * 0.1)
+
+
+def _train(ddp: Any, optimizer: Any, start: int, stop: int) -> None:
+    # Every rank feeds the same: the mean is then the same at any number of ranks (that is a power of 2).
+    for step in range(start, stop):
+        optimizer.zero_grad()
+        mean_squared_error(ddp, MLP.batch(step, 0)).backward()
+        optimizer.step()
+
+
+def _whole(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    zero.consolidate_state_dict(to=None)
+    return zero.state_dict()
+
+
+def _leg(rank: int, world_size: int, cls: Any, options: dict[str, Any], folder: Path, start: int, stop: int) -> Any:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), cls, **options)
+    if start:
+        saved = torch.load(folder / "model.pt", weights_only=True)
+        ddp.module.load_state_dict(saved)
+        zero.load_sharded(folder / str(start))
+    _train(ddp, zero, start, stop)
+    dcp.save(zero.sharded_state_dict(), checkpoint_id=folder / str(stop))
+    whole = _whole(zero)
+    if rank == 0:
+        torch.save(ddp.module.state_dict(), folder / "model.pt")
+        torch.save(whole, folder / "optimizer.pt")
+        torch.load(folder / "optimizer.pt", weights_only=True)
+    reference = wrap(MLP.model(), **MLP.ddp_options())
+    plain = cls(reference.parameters())
+    _train(reference, plain, 0, stop)
+    assert_parity(list(ddp.parameters()), list(reference.parameters()), what=f"step {stop}")
+    assert_parity(whole, plain.state_dict(), what=f"state at step {stop}")
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(Varied, {"partition": "element"}), (Varied, {"partition": "parameter"}), (BlockwiseAdamW, {})],
+    ids=["varied, by element", "varied, by parameter", "blockwise"],
+)
+def test_state_of_every_kind_is_that_of_plain_ddp_and_resumes_exactly(
+    tmp_path: Path, cls: Any, options: dict[str, Any]
+) -> None:
+    run_ranks(_leg, 2, cls, options, tmp_path, 0, 4)
+    run_ranks(_leg, 4, cls, options, tmp_path, 4, 6)
+
+
+def _exchanged(rank: int, world_size: int) -> None:
+    """A plain optimizer's state goes into ours, and ours into a plain one."""
+    for partition in ("element", "parameter"):
+        ddp, again = wrap(MLP.model(), **MLP.ddp_options()), wrap(MLP.model(), **MLP.ddp_options())
+        plain = Varied(ddp.parameters())
+        _train(ddp, plain, 0, 4)
+        zero = ZeroRedundancyOptimizer(again.parameters(), Varied, partition=partition)
+        again.load_state_dict(ddp.state_dict())
+        zero.load_state_dict(copy.deepcopy(plain.state_dict()))
+        ours, theirs = _whole(zero)["state"], plain.state_dict()["state"]
+        for index in range(10):
+            # PyTorch loads moments in the parameter's dtype, since nothing says in which one they were made.
+            theirs[index]["wide"] = theirs[index]["wide"].float()
+        assert_parity(ours, theirs, what=partition)
+
+
+def test_state_of_every_kind_is_loaded_from_the_plain_optimizer() -> None:
+    run_ranks(_exchanged, 2)
+
+
+def _blockwise_by_element(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), UntriedBlockwise, partition="element", overlap_with_ddp=True)
+    chain(ZeroStep(zero, deferred=True)).register(ddp)
+    mean_squared_error(ddp, MLP.batch(0, 0)).backward()
+    with pytest.raises(
+        UnsupportedError, match=r"UntriedBlockwise: state 'absmax1' of .* \(2,\) .* 128 elements.*partition='parameter'"
+    ):
+        zero.step()
+    plain = BlockwiseAdamW(wrap(MLP.model()).parameters())
+    for parameter in plain.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    plain.step()
+    with pytest.raises(UnsupportedError, match=r"state 'absmax1' of parameter 0 of group 0 .*partition='parameter'"):
+        zero.load_state_dict(plain.state_dict())
+
+
+def test_a_value_per_block_is_refused_at_the_first_step_by_element_and_at_loading() -> None:
+    run_ranks(_blockwise_by_element, 2)
+
+
+class UntriedNorm(Untried, torch.optim.SGD):
+    """Keeps a norm of each parameter, or of each chunk of it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter]["norm"] = parameter.grad.norm()
+                parameter.add_(parameter.grad, alpha=-0.1)
+
+
+class UntriedTotal(Untried, torch.optim.SGD):
+    """Keeps a total of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        total = self.state["total"].get("sum", 0.0)
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                total += float(parameter.grad.sum())
+        self.state["total"]["sum"] = total
+
+
+def _different(rank: int, world_size: int) -> None:
+    for cls, match in (
+        (UntriedNorm, r"UntriedNorm: state 'norm' of .* differs between ranks: rank 0 has .*partition='parameter'"),
+        (UntriedTotal, r"UntriedTotal: 'total', which belongs to no parameter, differs between ranks"),
+    ):
+        module = MLP.model()
+        zero = ZeroRedundancyOptimizer(module.parameters(), cls, partition="element")
+        _train(module, zero, 0, 1)
+        for save in (zero.consolidate_state_dict, zero.sharded_state_dict):
+            with pytest.raises(UnsupportedError, match=match):
+                save()
+
+
+def test_a_value_that_differs_between_ranks_is_refused_on_every_rank() -> None:
+    run_ranks(_different, 2)
+
+
+def _numpy(rank: int, world_size: int, folder: Path) -> None:
+    module = MLP.model()
+    rate: Any = np.float64(0.25)
+    zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=rate, betas=(np.float64(0.5), 0.99))
+    _train(module, zero, 0, 1)
+    zero.param_groups[0]["lr"] = np.float32(0.5)
+    dcp.save(zero.sharded_state_dict(), checkpoint_id=folder)
+    zero.consolidate_state_dict(to=rank if world_size == 1 else None)
+    torch.save(zero.state_dict(), folder / f"{rank}.pt")
+    whole = torch.load(folder / f"{rank}.pt", weights_only=True)
+    assert type(whole["param_groups"][0]["lr"]) is float
+    for load in (lambda other: other.load_sharded(folder), lambda other: other.load_state_dict(whole)):
+        other = ZeroRedundancyOptimizer(MLP.model().parameters(), torch.optim.Adam)
+        load(other)
+        assert other.param_groups[0]["lr"] == 0.5 and other.param_groups[0]["betas"] == (0.5, 0.99)
+
+
+def test_hyperparameters_of_numpy_are_saved_as_plain_numbers(tmp_path: Path) -> None:
+    run_ranks(_numpy, 2, tmp_path)
+
+
+def _functional_order(rank: int, world_size: int) -> None:
+    ddp, plain = wrap(MLP.model(), **MLP.ddp_options()), wrap(MLP.model(), **MLP.ddp_options())
+    functional, reference = FunctionalAdam(lr=0.01), torch.optim.Adam(plain.parameters(), lr=0.01)
+    chain(AllReduce(), Step(functional)).register(ddp)
+    for step in range(3):
+        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+    _train_ranks(plain, reference, rank)
+    assert_parity(functional.state_dict()["state"], reference.state_dict()["state"], what="order of the state")
+
+
+def _train_ranks(ddp: Any, optimizer: Any, rank: int) -> None:
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+        optimizer.step()
+
+
+def test_a_functional_optimizer_without_parameters_has_its_state_in_the_models_order() -> None:
+    run_ranks(_functional_order, 2)
+
+
+def _value(numel: int, key: str, value: Any) -> StateValue:
+    return StateValue(f"p{numel}", (numel,), key, value)
+
+
+def test_values_of_parameters_with_one_element_are_as_those_of_others() -> None:
+    values = [
+        _value(1, "moment", torch.zeros(1)),
+        _value(8, "moment", torch.zeros(8)),
+        _value(1, "factor", torch.zeros(1)),
+        _value(8, "factor", torch.zeros(1)),
+        _value(1, "step", torch.zeros(())),
+    ]
+    kinds = Kinds("Adam", values, are_cut=True)
+    assert [kinds.of(value) is Kind.BY_ELEMENT for value in values] == [True, True, False, False, False]
+
+
+def test_a_table_of_one_size_belongs_to_the_parameter_and_one_that_grows_to_nothing() -> None:
+    tables = [_value(8, "table", torch.zeros(5)), _value(100, "table", torch.zeros(5))]
+    growing = [_value(128, "scale", torch.zeros(2)), _value(256, "scale", torch.zeros(4))]
+    kinds = Kinds("Adam", [*tables, *growing], are_cut=True)
+    assert [kinds.of(value) for value in tables] == [Kind.BY_PARAMETER] * 2
+    for value in growing:
+        with pytest.raises(UnsupportedError, match=f"Adam: state 'scale' of {value.name} .*one per block"):
+            kinds.of(value)

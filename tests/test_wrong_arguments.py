@@ -1,0 +1,277 @@
+"""Every entry point given the thing that is beside the right one: an error says what to give, or it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from harness import assert_parity, run_ranks
+from overlap import (
+    AllReduce,
+    ConfigurationError,
+    Join,
+    LocalSGD,
+    OptimizerHookState,
+    OverlapError,
+    OverlappedOptimizer,
+    PowerSGD,
+    PowerSGDState,
+    RegistrationError,
+    Step,
+    ZeroRedundancyOptimizer,
+    allreduce_hook,
+    apply_activation_checkpointing,
+    as_hook,
+    as_stage,
+    chain,
+    checkpoint_wrapper,
+    fp16_compress_wrapper,
+    hook_then_optimizer,
+    hook_with_zero_step,
+    powerSGD_hook,
+    register,
+)
+from overlap._torch import classes
+from overlap.hooks import PostLocalSGDState
+from overlap.optim import FunctionalSGD, PeriodicModelAverager, PostLocalSGDOptimizer, average_parameters
+
+Call = Callable[[Any], Any]
+
+
+def _things(rank: int) -> SimpleNamespace:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    used = model.parameters()
+    list(used)
+    return SimpleNamespace(
+        model=model,
+        ddp=DistributedDataParallel(model),
+        sgd=sgd,
+        zero=ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1),
+        theirs=classes.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1),
+        functional=FunctionalSGD(model.parameters(), lr=0.1),
+        averager=PeriodicModelAverager(4),
+        averaging=PostLocalSGDOptimizer(sgd, PeriodicModelAverager(4)),
+        wrapper=SimpleNamespace(optimizer=sgd, step=sgd.step),
+        used=used,
+        others_group=[dist.new_group([one]) for one in range(2)][1 - rank],
+    )
+
+
+STEP = r"an optimizer's update is the stage Step\(optimizer\)"
+
+# By what is given: the call, and what the message says.
+IN_A_CHAIN: dict[str, tuple[Call, str]] = {
+    "an optimizer": (lambda of: of.sgd, f"SGD is not a stage: {STEP}"),
+    "an OverlappedOptimizer": (lambda of: OverlappedOptimizer(of.sgd), f"OverlappedOptimizer is not a stage: {STEP}"),
+    "a functional optimizer": (lambda of: of.functional, f"FunctionalSGD is not a stage: {STEP}"),
+    "a framework's wrapper": (lambda of: of.wrapper, STEP),
+    "an optimizer's step": (lambda of: of.sgd.step, STEP),
+    "a sharded optimizer": (lambda of: of.zero, r"the stage ZeroStep\(zero\)"),
+    "PyTorch's sharded optimizer": (lambda of: of.theirs, r"use overlap\.ZeroRedundancyOptimizer"),
+    "an averaging optimizer": (lambda of: of.averaging, r"averages in its own step\(\)"),
+    "an averager": (lambda of: of.averager, r"PostLocalSGDOptimizer\(optimizer, averager\)"),
+    "an optimizer's class": (lambda of: torch.optim.SGD, r"SGD is a class.*make it first: Step\(SGD\(ddp\.parameters"),
+    "a sharded optimizer's class": (lambda of: ZeroRedundancyOptimizer, r"make it first: ZeroStep\(Zero"),
+    "a stage's class": (lambda of: Step, r"Step is a class; .*make it first: Step\(\.\.\.\)"),
+    "a scheduler": (lambda of: torch.optim.lr_scheduler.StepLR(of.sgd, 1), "a scheduler stays in the loop"),
+    "a module": (lambda of: of.model, r"Sequential is not a stage: .*chain\(\.\.\.\)\.register\(ddp\)"),
+    "a model in DDP": (lambda of: of.ddp, r"DistributedDataParallel is not a stage: .*register\(ddp\)"),
+    "a list": (
+        lambda of: [AllReduce()],
+        r"\[AllReduce\(\)\] is not a stage: .*: chain\(\*stages\)",
+    ),
+    "a hook and its state": (lambda of: (powerSGD_hook, PowerSGDState(None)), r"as_stage\(hook, state\)"),
+    "a hook's state": (lambda of: PowerSGDState(None), r"as_stage\(powerSGD_hook, state\)"),
+    "another hook's state": (lambda of: PostLocalSGDState(None, None, 3), r"as_stage\(post_localSGD_hook, state\)"),
+    "an update's state": (lambda of: OptimizerHookState(of.sgd), r"hook_then_optimizer\(hook, state\)"),
+    "a function of a bucket": (lambda of: lambda bucket: None, "a stage is an `async` callable of one bucket"),
+    "a name": (lambda of: "allreduce", "'allreduce' is not a stage: a stage is an overlap.Stage"),
+    "nothing": (lambda of: None, "None is not a stage"),
+}
+
+NOT_DDP = "is not a DistributedDataParallel model; "
+ELSEWHERE: dict[str, tuple[Call, str]] = {
+    "register, a module": (lambda of: register(of.model, AllReduce()), f"Sequential {NOT_DDP}wrap it first"),
+    "register, DataParallel": (lambda of: register(DataParallel(of.model), AllReduce()), f"{NOT_DDP}use Distributed"),
+    "register, DDP inside": (lambda of: register(nn.Sequential(of.ddp), AllReduce()), f"{NOT_DDP}.*its .0: give that"),
+    "register, the class": (
+        lambda of: register(DistributedDataParallel, AllReduce()),
+        f"class .*{NOT_DDP}give the",
+    ),
+    "register, the other way round": (lambda of: register(AllReduce(), of.ddp), f"AllReduce {NOT_DDP}give the model"),
+    "register, an optimizer": (lambda of: register(of.ddp, of.sgd), STEP),
+    "hook_with_zero_step, a module": (lambda of: hook_with_zero_step(allreduce_hook, of.model, of.zero), NOT_DDP),
+    "LocalSGD, a module": (lambda of: LocalSGD(of.model, of.sgd), NOT_DDP),
+    "LocalSGD, the other way round": (lambda of: LocalSGD(of.sgd, of.ddp), f"SGD {NOT_DDP}"),
+    "LocalSGD, sharded": (lambda of: LocalSGD(of.ddp, of.zero), "lets each rank train alone between averages"),
+    "LocalSGD, averaging": (lambda of: LocalSGD(of.ddp, of.averaging), "averages already"),
+    "PostLocalSGDOptimizer, sharded": (
+        lambda of: PostLocalSGDOptimizer(of.theirs, of.averager),
+        "PyTorch's ZeroRedundancyOptimizer updates on each rank a part",
+    ),
+    "PostLocalSGDOptimizer, other way round": (
+        lambda of: PostLocalSGDOptimizer(of.averager, of.sgd),
+        "takes a ModelAverager, got SGD; make one",
+    ),
+    "hook_then_optimizer, an optimizer": (
+        lambda of: hook_then_optimizer(allreduce_hook, of.sgd),
+        r"takes an OptimizerHookState, got SGD: hook_then_optimizer\(hook, OptimizerHookState\(optimizer\)\)",
+    ),
+    "hook_then_optimizer, a name": (
+        lambda of: hook_then_optimizer("allreduce", OptimizerHookState(of.sgd)),
+        "'allreduce' is not a stage",
+    ),
+    "OptimizerHookState, a module": (lambda of: OptimizerHookState(of.model), r"torch\.optim\.Optimizer, got"),
+    "fp16_compress_wrapper, an optimizer": (lambda of: fp16_compress_wrapper(of.sgd), STEP),
+    "as_hook, a hook": (lambda of: as_hook(allreduce_hook), "is a hook already"),
+    "as_stage, a class": (lambda of: as_stage(AllReduce), r"make it first: AllReduce\(\.\.\.\)"),
+    "PowerSGDState, a model": (lambda of: PowerSGDState(of.ddp), "process_group is a process group .*got Distributed"),
+    "PostLocalSGDState, a name": (lambda of: PostLocalSGDState("nccl", None, 3), "process_group is .*got str"),
+    "a group without this rank": (
+        lambda of: PostLocalSGDState(of.others_group, None, 3),
+        "this rank is not in the group",
+    ),
+    "sharded, a group without this rank": (
+        lambda of: ZeroRedundancyOptimizer(
+            of.model.parameters(), torch.optim.SGD, process_group=of.others_group, lr=0.1
+        ),
+        "this rank is not in the group .* process_group",
+    ),
+    "averager, a model": (lambda of: PeriodicModelAverager(4, 0, of.ddp), "process_group is .*got DistributedData"),
+    "averager, a float": (
+        lambda of: PeriodicModelAverager(4.0),
+        "period must be a whole number .*, got 4.0",
+    ),
+    "average_parameters, a model": (lambda of: average_parameters(of.model), r"give model\.parameters\(\)"),
+    "average_parameters, an optimizer": (lambda of: average_parameters(of.sgd), "give its param_groups"),
+    "average_parameters, a used iterator": (lambda of: average_parameters(of.used), "can be read only once"),
+    "Join, a model": (lambda of: Join(of.ddp), r"joinables is a list, as in Join\(\[ddp, optimizer\]\)"),
+    "Join, a class": (lambda of: Join([DistributedDataParallel]), "the class .*make it first"),
+    "Join, a module": (lambda of: Join([of.model]), NOT_DDP),
+    "Join, a model twice": (lambda of: Join([of.ddp, of.ddp]), "is given twice"),
+    "Join, samples by name": (lambda of: Join([of.ddp], weight_by_samples="x"), "weight_by_samples is True, False, or"),
+    "sharded, a number": (
+        lambda of: ZeroRedundancyOptimizer(1.2, torch.optim.SGD, lr=0.1),
+        "params is an iterable .*got float",
+    ),
+    "checkpoint_wrapper, reentrant": (
+        lambda of: checkpoint_wrapper(of.model, checkpoint_impl=CheckpointImpl.REENTRANT),
+        "never reentrant",
+    ),
+    "apply, a class": (
+        lambda of: apply_activation_checkpointing(of.model, nn.Linear),
+        "give lambda module: isinst",
+    ),
+    "apply, a list": (lambda of: apply_activation_checkpointing([of.model]), "got list"),
+}
+
+
+def _refused(rank: int, world_size: int) -> None:
+    of = _things(rank)
+    calls = {f"chain, {name}": (partial(_chain, make), said) for name, (make, said) in IN_A_CHAIN.items()}
+    wrong = []
+    for name, (call, said) in (calls | ELSEWHERE).items():
+        try:
+            with pytest.raises(OverlapError, match=said):
+                call(of)
+        except BaseException as error:
+            wrong.append(f"{name}: {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _chain(make: Call, of: Any) -> None:
+    chain(AllReduce(), make(of))
+
+
+def test_what_is_beside_the_right_argument_is_refused_with_the_call_that_was_meant() -> None:
+    run_ranks(_refused, 2)
+
+
+def _of_pytorchs_kind(rank: int, world_size: int) -> None:
+    with pytest.raises(TypeError, match="params is an iterable"):
+        ZeroRedundancyOptimizer(1.2, torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match="params is an iterable"):
+        ZeroRedundancyOptimizer(torch.randn(1), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="params is empty"):
+        ZeroRedundancyOptimizer([], torch.optim.SGD, lr=0.1)
+
+
+def test_errors_are_of_the_types_that_pytorchs_tests_expect() -> None:
+    run_ranks(_of_pytorchs_kind, 1)
+
+
+def _stage_given_to_ddp(rank: int, world_size: int) -> None:
+    ddp = _things(rank).ddp
+    for stage, call in ((PowerSGD(rank=2), r"chain\(PowerSGD\(rank=2\)\)"), (chain(AllReduce()), r"call chain\(AllR")):
+        with pytest.raises(RegistrationError, match=rf"{call}.*register\(ddp\); .*overlap\.as_hook\("):
+            ddp.register_comm_hook(None, stage)
+        with pytest.raises(AttributeError, match=r"overlap\.as_hook\("):
+            stage.__qualname__  # noqa: B018 (Lightning logs it before it registers.)
+    assert not hasattr(PowerSGD(), "__name__") and not hasattr(PowerSGD(), "no_such_thing")
+    register(ddp, AllReduce()).remove()  # Nothing was registered.
+
+
+def test_a_stage_given_to_ddp_as_a_hook_says_how_it_is_registered() -> None:
+    run_ranks(_stage_given_to_ddp, 2)
+
+
+def test_what_pytorch_takes_is_taken() -> None:
+    inner = nn.Sequential(nn.Linear(2, 2))
+    assert isinstance(checkpoint_wrapper(inner, checkpoint_impl=CheckpointImpl.NO_REENTRANT), nn.Sequential)
+    reducer = AllReduce()
+    assert as_stage(reducer) is reducer
+    with pytest.raises(ConfigurationError, match=r"keeps its own state|cannot|is not a hook"):
+        as_stage(reducer, "a state")
+
+
+# A compiled model --------------------------------------------------------------------------------------------
+
+
+def _train(how: str, form: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+    ddp: Any = DistributedDataParallel(model)
+    given = torch.compile(ddp, backend="aot_eager") if how == "compiled" else ddp
+    if how == "compiled in place":
+        ddp.compile(backend="aot_eager")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer: Any = sgd
+    if form == "Step":
+        optimizer = OverlappedOptimizer(sgd)
+        chain(AllReduce(), Step(optimizer)).register(given)
+    elif form == "LocalSGD":
+        optimizer = LocalSGD(given, sgd, period=2, start_step=2)
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank() + 9 * i)) for i in range(5)]
+    with Join([given, optimizer], enable=form != "LocalSGD") as join:
+        for batch in join.iterate(batches):
+            if form != "Step":
+                optimizer.zero_grad()
+            given(batch).square().mean().backward()
+            optimizer.step()
+    return [*(p.detach().clone() for p in model.parameters()), *model.buffers()]
+
+
+def _compiled(rank: int, world_size: int) -> None:
+    for form in ("Step", "LocalSGD"):
+        reference = _train("as it is", form)
+        for how in ("compiled", "compiled in place"):
+            got = _train(how, form)
+            assert_parity(
+                got, reference, what=f"{form}, {how}", exact=False, rtol=1e-5, atol=1e-6, reason="compiled kernels"
+            )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_ddp_model_is_taken_wherever_the_model_is() -> None:
+    run_ranks(_compiled, 2, timeout_s=150, group_timeout_s=100)
