@@ -79,9 +79,7 @@ def _zero(run: Run, params: Any, **options: Any) -> ZeroRedundancyOptimizer:
     return run.prepared(ZeroRedundancyOptimizer(params, cls, **options, **defaults))
 
 
-def _sharded(
-    *, zero_options: Mapping[str, Any] = MappingProxyType({}), **options: Any
-) -> Callable[[Run, Any, Any], Any]:
+def _sharded(zero_options: Mapping[str, Any] | None = None, **options: Any) -> Callable[[Run, Any, Any], Any]:
     def build(run: Run, ddp: Any, params: Any) -> Any:
         zero = _zero(run, params, overlap_with_ddp=True, **(zero_options or {}))
         run.keep(chain(ZeroStep(zero, **options)).register(ddp))
