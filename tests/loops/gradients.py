@@ -143,17 +143,6 @@ def own_clip(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss, norm
 
 
-@loop("weight decay by hand, after step()")
-def decay_after_step(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        _decay_by_hand(ddp, optimizer)
-        yield loss
-
-
 @loop("tensor hooks on parameters")
 def tensor_hooks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for parameter in ddp.parameters():

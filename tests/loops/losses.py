@@ -56,21 +56,6 @@ loop("GAN", NOT_DISCARDED, optimizer=_ADAM)(gan(says_so=False))
 loop("GAN, with skip_update()", NO_SKIP, optimizer=_ADAM)(gan(says_so=True))
 
 
-@loop("GAN whose generator's loss goes through ddp.module of the discriminator", optimizer=_ADAM)
-def module_gan(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    critic, criticizes = _second(run)
-    for x, y in run.batches():
-        criticizes.zero_grad()
-        loss_d = critic(ddp(x).detach()).mean() - critic(y).mean()
-        loss_d.backward()
-        criticizes.step()
-        optimizer.zero_grad()
-        loss_g = -critic.module(ddp(x)).mean()
-        loss_g.backward()
-        optimizer.step()
-        yield loss_d, loss_g
-
-
 @loop("actor and critic, one loss, two optimizers")
 def actor_critic(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     critic, values = _second(run)

@@ -185,7 +185,6 @@ variant(
     optimizer=_ADAMW,
 )
 variant(usual, "gradient_as_bucket_view", ddp={"gradient_as_bucket_view": True})
-variant(usual, "a bucket per parameter", ddp={"bucket_cap_mb": 1e-6}, optimizer=_ADAMW)
 
 
 @loop("a model turned channels_last in mid-run", model=convolutional, inputs=images, optimizer=_ADAMW)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import optim
 from torch.nn.functional import mse_loss
 
 from harness.third_party import (
@@ -29,12 +29,6 @@ from .declared import NOT_DISCARDED, PARTS, coupled
 from .forms import ALL, AUTOMATIC, IN_BACKWARD, SHARDED
 from .plain import usual
 from .run import Run
-
-
-def matrices() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.Linear(16, 16, False)
-    )
 
 
 class SlowSGD(Lookahead):
@@ -89,11 +83,8 @@ variant(usual, "SGD, fused, maximize", optimizer=partial(optim.SGD, lr=0.01, mom
 variant(usual, "Adam, foreach, amsgrad", optimizer=partial(optim.Adam, lr=0.01, amsgrad=True, foreach=True))
 variant(usual, "AdamW, fused", optimizer=partial(optim.AdamW, lr=0.01, fused=True))
 variant(usual, "AdamW, lr a tensor", optimizer=partial(optim.AdamW, lr=torch.tensor(0.01)))
-variant(usual, "NAdam", optimizer=partial(optim.NAdam, lr=0.01))
 variant(usual, "Adagrad", optimizer=partial(optim.Adagrad, lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1))
-variant(usual, "ASGD", optimizer=partial(optim.ASGD, lr=0.1, t0=1))
 variant(usual, "Adafactor", optimizer=partial(optim.Adafactor, lr=0.01))
-variant(usual, "Muon", model=matrices, optimizer=partial(optim.Muon, lr=0.01))
 
 variant(usual, "Lion", optimizer=partial(Lion, lr=0.01, weight_decay=0.1))
 variant(usual, "blockwise 8-bit AdamW", optimizer=partial(BlockwiseAdamW, lr=0.01))

@@ -90,12 +90,6 @@ def scaled(*, clips: bool, spoils: bool) -> Any:
 
 variant(scaled(clips=False, spoils=True), "GradScaler that skips a step", SCALED)
 variant(scaled(clips=True, spoils=True), "GradScaler with unscale_, a clip and a skipped step", SCALED)
-variant(
-    scaled(clips=False, spoils=True),
-    "GradScaler with a fused optimizer",
-    SCALED,
-    optimizer=partial(optim.SGD, lr=0.1, momentum=0.9, fused=True),
-)
 
 
 @loop("loss scaling by hand", EDITED)

@@ -13,9 +13,9 @@ from torch import optim
 from torch.nn.functional import mse_loss
 from torch.optim import lr_scheduler
 
-from .corpus import limit, loop, refused
+from .corpus import loop, refused
 from .declared import ALREADY_UPDATED
-from .forms import IN_BACKWARD, STEPPED
+from .forms import STEPPED
 from .models import batch_norm
 from .plain import usual
 from .run import Run
@@ -110,18 +110,3 @@ def there_and_back(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     last = run.plain_optimizer(ddp.parameters())
     last.load_state_dict(saved)
     yield from usual(ddp, last, run)
-
-
-@loop(
-    "the state saved between backward and step()",
-    limit(IN_BACKWARD, "after backward it is the new one already"),
-    optimizer=_ADAMW,
-)
-def saved_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        saved = _shared(run.state_of(optimizer))
-        optimizer.step()
-        yield loss, saved["state"]
