@@ -56,6 +56,7 @@ from overlap.optim import (
     hook_with_zero_step_interleaved,
 )
 from overlap.quantized import DQuantType, auto_quantize
+from overlap.resume import TrainState, load_state_dict, state_dict
 from overlap.timeline import Timeline
 
 __all__ = [
@@ -85,6 +86,7 @@ __all__ = [
     "Stage",
     "Step",
     "Timeline",
+    "TrainState",
     "TrainingLoopError",
     "UnsupportedError",
     "ZeroRedundancyOptimizer",
@@ -105,12 +107,14 @@ __all__ = [
     "hook_then_optimizer",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "load_state_dict",
     "noop_hook",
     "offload_wrapper",
     "powerSGD_hook",
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
     "register",
+    "state_dict",
 ]
 
 __version__ = "0.1.0"

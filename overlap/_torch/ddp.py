@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +16,7 @@ __all__ = [
     "forget_unfinished_backward",
     "has_foreign_hook",
     "refusal",
+    "registered_hook",
 ]
 
 
@@ -42,6 +44,11 @@ def has_foreign_hook(ddp: DistributedDataParallel, ours: type) -> str | None:
         return getattr(hook, "__qualname__", repr(hook))
     name = ddp._get_ddp_logging_data().get("comm_hook")
     return str(name) if name else None
+
+
+def registered_hook(ddp: DistributedDataParallel) -> tuple[Any, Any] | None:
+    """The hook registered with DDP itself, and its state. Private: there is no public way to ask."""
+    return ddp._comm_hooks[-1] if ddp._comm_hooks else None
 
 
 def refusal(ddp: DistributedDataParallel) -> str | None:

@@ -17,7 +17,17 @@ from overlap.hooks.not_a_stage import instead_of, is_never_a_hook, shown
 from overlap.hooks.stage import Role, Stage
 from overlap.hooks.stage_hook import StageHook
 
-__all__ = ["CommHook", "as_hook", "as_stage", "hook_name", "check_hook", "is_hook", "stage_from", "to_stage"]
+__all__ = [
+    "CommHook",
+    "HookStage",
+    "as_hook",
+    "as_stage",
+    "hook_name",
+    "check_hook",
+    "is_hook",
+    "stage_from",
+    "to_stage",
+]
 
 
 class CommHook(Protocol):
@@ -64,7 +74,7 @@ def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
         ) from None
     except ValueError:
         pass  # A builtin may have no signature to look at.
-    return _HookStage(hook, state)
+    return HookStage(hook, state)
 
 
 def to_stage(thing: object) -> Stage:
@@ -133,7 +143,7 @@ class _FunctionStage(Stage):
         return self.signature
 
 
-class _HookStage(Stage):
+class HookStage(Stage):
     """A communication hook as a reducer.
 
     The hook is called where DDP would call it, on autograd's thread when its bucket arrives, and runs its collectives
@@ -162,6 +172,11 @@ class _HookStage(Stage):
             raise reduced  # Future.set_exception stores the exception as the value.
         if reduced.data_ptr() != bucket.buffer.data_ptr() or reduced.dtype != bucket.buffer.dtype:
             bucket.buffer.copy_(reduced.view_as(bucket.buffer))
+
+    @property
+    def hook(self) -> tuple[Any, Any]:
+        """The hook and its state."""
+        return self._hook, self._state
 
     @property
     def signature(self) -> str:

@@ -41,7 +41,7 @@ class AllGather(Stage):
         ranks = bucket.group.size()
         gathered = torch.empty(ranks * bucket.buffer.numel(), dtype=bucket.buffer.dtype, device=bucket.buffer.device)
         await all_gather(gathered, bucket.buffer, group=bucket.group)
-        torch.sum(gathered.view(ranks, -1), dim=0, out=bucket.buffer)
+        torch.sum(gathered.view(ranks, bucket.buffer.numel()), dim=0, out=bucket.buffer)
         bucket.buffer.mul_(1 / bucket.divisor)
 
 

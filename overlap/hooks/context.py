@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap.hooks.collectives import Operation
+from overlap.hooks.cut import BucketCut
 
 __all__ = ["Background", "StageContext"]
 
@@ -48,6 +49,9 @@ class StageContext:
     """The model itself; ``None`` where only a hook is registered."""
     is_joining: Callable[[], bool] = lambda: False
     """Whether the model is inside of a ``Join``, overlap's or PyTorch's; not known where only a hook is registered."""
+    cut: BucketCut | None = None
+    """How gradients are cut into buckets, for reducers whose rounding depends on it; never ``None`` in
+    :meth:`Stage.attach` of a registered stage."""
     background: Background | None = None
     """Runs work outside of a backward pass, on the same connections and after all work begun before; never ``None`` in
     :meth:`Stage.attach`."""

@@ -6,6 +6,7 @@ parameters, is in :mod:`overlap.optim`.
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,6 +26,8 @@ from overlap.hooks.stage_hook import StageHook
 
 __all__ = ["PostLocal", "PostLocalSGDState", "check_subgroup", "machine_group", "post_localSGD_hook"]
 
+_logger = logging.getLogger(__name__)
+
 
 class PostLocalSGDState(classes.PostLocalSGDState):
     """When gradients stop being averaged over all ranks, and over which ranks they are averaged from then on.
@@ -35,6 +38,8 @@ class PostLocalSGDState(classes.PostLocalSGDState):
             same machine, in a group that is made when it is first needed.
         start_localSGD_iter: backward passes before that.
         post_local_gradient_allreduce: ``False`` averages no gradients from then on.
+
+    Pickling leaves the process groups out: set them again, or leave them ``None``.
 
     Raises:
         ConfigurationError: ``start_localSGD_iter`` is below 0, or this rank is not in ``subgroup``.
@@ -67,6 +72,11 @@ class PostLocalSGDState(classes.PostLocalSGDState):
         is_last = bucket.is_last if isinstance(bucket, Bucket) else bucket.is_last()
         if is_last and not self.is_local:
             self.iter += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None or self.subgroup is not None:
+            _logger.warning("PostLocalSGDState: process groups are not pickled; set them after loading")
+        return {**self.__dict__, "process_group": None, "subgroup": None}
 
     def group_of_pass(self) -> dist.ProcessGroup | None:
         """The ranks that the next local pass averages over; ``None`` if it averages nothing.
@@ -135,12 +145,18 @@ class PostLocal(Stage):
         return replace(bucket, is_mean=self._group is not None or not self._is_local)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of ``inner``; ``state.iter`` is not in it."""
-        return self.inner.state_dict()
+        """That of ``inner``; where ``state`` counts passes, ``{"iter": ..., "inner": ...}``."""
+        if self._asks_is_local is not None:
+            return self.inner.state_dict()
+        return {"iter": self._state.iter, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        self.inner.load_state_dict(state_dict)
+        """Load what :meth:`state_dict` returned; without an ``iter``, ``state`` goes on counting from where it is."""
+        if self._asks_is_local is not None or "iter" not in state_dict:
+            self.inner.load_state_dict(state_dict)
+            return
+        self.inner.load_state_dict(state_dict["inner"])
+        self._state.iter = state_dict["iter"]
 
     def __repr__(self) -> str:
         return f"PostLocal({self.inner!r}, from step {self._state.start_localSGD_iter})"

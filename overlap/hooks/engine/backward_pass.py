@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from overlap.errors import UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.executors import Executor
+from overlap.hooks.engine.regrouping import Regrouping
 from overlap.hooks.engine.task import Task
 from overlap.hooks.engine.wavefront import Wavefront
 from overlap.hooks.stage import Stage
@@ -43,8 +45,10 @@ class BackwardPass:
     is over.
     """
 
-    def __init__(self, step: int, stage: Stage, executor: Executor) -> None:
+    def __init__(self, step: int, stage: Stage, executor: Executor, regrouping: Regrouping | None = None) -> None:
         self.step = step
+        self.regrouping = regrouping
+        """Reduces the pass in other buckets than DDP's; ``None``: in DDP's."""
         self.error: BaseException | None = None
         self._stage = stage
         self._executor = executor
@@ -107,8 +111,12 @@ class BackwardPass:
 
     def _parts(self, bucket: Bucket) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
         """The label and the coroutine of each stage of the chain."""
-        for stage in self._stage.sequence:
-            yield repr(stage), _run(stage, bucket)
+        for place, stage in enumerate(self._stage.sequence):
+            if place == 0 and self.regrouping is not None:
+                reduce = functools.partial(_run, stage)
+                yield repr(stage), self.regrouping.reduce(bucket, reduce, repr(stage))
+            else:
+                yield repr(stage), _run(stage, bucket)
             bucket = stage.passed(bucket)
 
     def _complete(self, index: int) -> None:

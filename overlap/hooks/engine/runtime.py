@@ -18,12 +18,14 @@ from overlap.errors import CollectiveError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.context import StageContext
+from overlap.hooks.cut import BucketCut
 from overlap.hooks.engine.background import run_items
 from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardPass, BucketFuture
 from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.executors import Executor, HostExecutor, executor_for
 from overlap.hooks.engine.memory_format import MemoryFormats
 from overlap.hooks.engine.observer import Subject
+from overlap.hooks.engine.regrouping import Regrouping
 from overlap.hooks.engine.worker import Worker
 from overlap.hooks.stage import Stage, walk
 from overlap.join import gradient_divisor
@@ -52,12 +54,15 @@ class Runtime:
         self._forget_unfinished_backward = forget_unfinished_backward
         self._last_error: BaseException | None = None
         self._watched = -1
-        self._context = replace(context, background=self.background)
+        self._cut = BucketCut()
+        self._context = replace(context, background=self.background, cut=self._cut)
         self._pass: BackwardPass | None = None
         self._steps = 0
         self._is_open = False
         self._attached: list[Stage] = []
         self._formats = MemoryFormats()
+        # The parameters of each bucket of this pass.
+        self._buckets: list[tuple[str, ...]] = []
         self._worker: Worker | None = None
         self.executor: Executor
         if not has_streams(context.device) and PrivateChannels.can_serve(context.group):
@@ -122,6 +127,7 @@ class Runtime:
             self._watched = backward_id()
             if_abandoned(lambda: self._abandon(current))
         bucket = self._bucket(raw, step=current.step, is_replay=is_replay)
+        self._buckets.append(self._cut.keys_of(bucket))
         device = self._context.device
         future: BucketFuture = torch.futures.Future(devices=[device] if has_streams(device) else None)
         if (observer := self.executor.observer) is not None:
@@ -174,15 +180,24 @@ class Runtime:
             stale.wait()
         begun = BackwardPass(self._steps, self.stage, self.executor)
         self._steps += 1
+        self._buckets.clear()
         try:
             if not self._is_open:  # Registered as a hook: the model was not known before its first bucket.
                 self.open()
+            begun.regrouping = self._regrouping()
             for stage in walk(self.stage):
                 stage.before_backward(is_replay=is_replay)
         except Exception as error:
             error.add_note(f"raised by {self.stage!r} before the first bucket of step {begun.step}")
             begun.fail(error)
         return begun
+
+    def _regrouping(self) -> Regrouping | None:
+        wanted = self._cut.wanted
+        # A hook's code runs when its bucket comes.
+        if wanted is None or self.stage.sequence[0].starts_on_autograd_thread:
+            return None
+        return Regrouping(wanted, self._cut, self.executor)
 
     def _finish(self, finished: BackwardPass) -> None:
         """Called on the training thread when DDP has set the gradients; raises the error of a failed pass."""
@@ -194,6 +209,9 @@ class Runtime:
         """Tell every stage that the pass is over; the error with which it ended, or else a stage's own."""
         self._pass = None
         error = finished.error
+        if error is None:
+            own = tuple(self._buckets)
+            self._cut.note(own if finished.regrouping is None else finished.regrouping.used(own))
         for stage in walk(self.stage):
             try:
                 note = stage.after_backward(failed=error is not None)

@@ -25,6 +25,7 @@ joined goes on in the same way with a gradient of zero, until its residual is gi
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,11 +61,11 @@ class PowerIteration:
         """PowerSGD: reduce the bucket by two all-reduces; gives the number of elements that were sent."""
         old_q = self._start(is_left=False)
         self._begin()
-        p = await self._mean(self._multiply(old_q, is_left=True), with_exact=True)
+        p = await self._mean(self._multiply(old_q, is_left=True), is_left=True, with_exact=True)
         p_finite = self._zero_non_finite(p, is_left=True)
         self._orthogonalize(p, is_left=True)
         own_q = self._multiply(p, is_left=False)
-        q = await self._mean(own_q, with_exact=False)
+        q = await self._mean(own_q, is_left=False, with_exact=False)
         is_finite = _both(p_finite, self._zero_non_finite(q, is_left=False))
         self._finish(own=(p, own_q), mean=(p, q), is_finite=is_finite)
         self._keep(q, is_left=False, old=old_q, is_finite=is_finite)
@@ -76,7 +77,7 @@ class PowerIteration:
         self._orthogonalize(basis, is_left=not is_left)
         self._begin()
         own = self._multiply(basis, is_left=is_left)
-        mean = await self._mean(own, with_exact=True)
+        mean = await self._mean(own, is_left=is_left, with_exact=True)
         is_finite = self._zero_non_finite(mean, is_left=is_left)
         if is_left:
             self._finish(own=(own, basis), mean=(mean, basis), is_finite=is_finite)
@@ -105,23 +106,44 @@ class PowerIteration:
                 each.multiply_transposed(each.batch.left(basis), out=each.batch.right(flat))
         return flat
 
-    async def _mean(self, factors: Tensor, *, with_exact: bool) -> Tensor:
+    async def _mean(self, factors: Tensor, *, is_left: bool, with_exact: bool) -> Tensor:
         """The mean of the factors over ranks, by one all-reduce; changes ``factors`` to what was sent of them.
 
         ``with_exact``: the uncompressed gradients go in the same all-reduce.
         """
         dtype = self.bucket.buffer.dtype
         exact = [self.bucket.gradients[place] for place in self.layout.exact] if with_exact else []
+        is_scaled = dtype == torch.float16
+        if is_scaled:
+            self._scale_(factors, is_left=is_left, is_down=True)
+            factors.mul_(1 / self.bucket.divisor)
         sent = torch.cat([factors.to(dtype), *(gradient.reshape(-1) for gradient in exact)])
-        sent.mul_(1 / self.bucket.divisor)
+        sent[factors.numel() if is_scaled else 0 :].mul_(1 / self.bucket.divisor)
         if dtype != self.compute_dtype:
             # What rounding to the bucket's dtype loses is not sent, so it has to stay in the residual.
             factors.copy_(sent[: factors.numel()]).mul_(self.bucket.divisor)
+        if is_scaled:
+            self._scale_(factors, is_left=is_left, is_down=False)
         await all_reduce(sent, group=self.bucket.group)
         reduced = sent[factors.numel() :].split([gradient.numel() for gradient in exact])
         for gradient, part in zip(exact, reduced, strict=True):
             gradient.copy_(part.view_as(gradient))
-        return sent[: factors.numel()].to(self.compute_dtype)
+        mean = sent[: factors.numel()].to(self.compute_dtype)
+        if is_scaled:
+            self._scale_(mean, is_left=is_left, is_down=False)
+        return mean
+
+    def _scale_(self, factors: Tensor, *, is_left: bool, is_down: bool) -> None:
+        """Scale factors for ``float16``, which holds no more than 65504, by powers of two, which round nothing.
+
+        An element is a product with a direction of length 1, so it can be larger than all of the matrix by the root of
+        that direction's number of elements, and no more. By that it is scaled. Outputs below the range of full
+        precision can change by a few of the smallest steps of ``float16``, which are 6e-8.
+        """
+        for each in self.matrices:
+            summed = each.batch.cols if is_left else each.batch.rows
+            exponent = math.ceil(math.log2(summed) / 2)
+            each.batch.factors(factors, is_left=is_left).mul_(2.0 ** (-exponent if is_down else exponent))
 
     def _zero_non_finite(self, flat: Tensor, *, is_left: bool) -> list[Tensor] | None:
         """Zero the factors of matrices that are not finite, and tell which are; ``None`` on a CPU if all are finite.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from overlap.errors import ConfigurationError
 
-__all__ = ["Snapshot", "State", "redistribute"]
+__all__ = ["Snapshot", "State", "redistribute", "within_range"]
 
 State = dict[str, Any]
 _VERSION = 1
@@ -30,6 +31,8 @@ class Snapshot:
     """Elements before and after compression."""
     saved_by: tuple[int, int] | None
     """Rank and number of ranks."""
+    buckets: list[list[str]] | None = None
+    """The buckets of the last pass, in which a run that resumes reduces its first one."""
 
     def pack(self) -> State:
         """Tensors and plain values, which later steps do not change."""
@@ -45,6 +48,7 @@ class Snapshot:
             "is_left": self.is_left,
             "bypassed": None if self.bypassed is None else sorted(self.bypassed),
             "numel": list(self.numel),
+            "buckets": self.buckets,
         }
 
     @classmethod
@@ -54,7 +58,7 @@ class Snapshot:
         Raises:
             ConfigurationError: it is not a state of PowerSGD.
         """
-        if not isinstance(state, Mapping) or set(state) != _KEYS or state["version"] != _VERSION:
+        if not isinstance(state, Mapping) or {*state, "buckets"} != _KEYS or state["version"] != _VERSION:
             found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise ConfigurationError(f"this is not a state of PowerSGD (version {_VERSION}): {found}")
         rank, ranks = state["rank"], state["ranks"]
@@ -67,6 +71,7 @@ class Snapshot:
             bypassed=None if state["bypassed"] is None else frozenset(state["bypassed"]),
             numel=(int(state["numel"][0]), int(state["numel"][1])),
             saved_by=None if rank is None or ranks is None else (int(rank), int(ranks)),
+            buckets=state.get("buckets"),
         )
 
 
@@ -80,9 +85,9 @@ def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> State:
     """The state of ``rank`` of ``ranks``, from the states of another number of ranks.
 
-    Only the sum of residuals over ranks matters to what is learned, and that stays the same: new rank ``r`` gets the
-    sum of those of the old ranks ``r``, ``r + ranks``, ``r + 2 * ranks`` and so on, or none. All else is the same on
-    all ranks.
+    What compression has left out so far is still to come in the mean over ranks: the residuals' sum divided by their
+    number. That stays the same: new rank ``r`` gets the sum of those of the old ranks ``r``, ``r + ranks``,
+    ``r + 2 * ranks`` and so on, times new ranks over old ranks, or none. All else is the same on all ranks.
 
     Args:
         states: of the old ranks, all of them or at least those named above (any one of them if there is none).
@@ -113,8 +118,26 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
         raise ConfigurationError(
             f"rank {rank} of {ranks} needs the states of the old ranks {list(needed)}; {missing} are missing"
         )
-    residuals: dict[str, Tensor] = {}
-    for old in needed:
-        for key, residual in by_rank[old].residuals.items():
-            residuals[key] = residuals[key].add_(residual) if key in residuals else residual
+    kept = (by_rank[old].residuals for old in needed)
+    residuals = _summed(kept, times=ranks / old_ranks)
     return replace(first, residuals=residuals, saved_by=(rank, ranks)).pack()
+
+
+def _summed(residuals: Iterable[Mapping[str, Tensor]], *, times: float) -> dict[str, Tensor]:
+    """The sum of residuals by name, ``times`` a number, rounded once to their dtype."""
+    sums: dict[str, Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for each in residuals:
+        for key, residual in each.items():
+            wide = residual.to(torch.promote_types(residual.dtype, torch.float32))
+            sums[key] = sums[key] + wide if key in sums else wide
+            dtypes[key] = residual.dtype
+    return {key: within_range(total * times, dtypes[key]).to(dtypes[key]) for key, total in sums.items()}
+
+
+def within_range(residual: Tensor, dtype: torch.dtype) -> Tensor:
+    """``residual``, limited to what ``dtype`` holds if that is ``float16``: infinity would stay for ever."""
+    if dtype != torch.float16:
+        return residual
+    limit = torch.finfo(torch.float16).max
+    return residual.clamp(-limit, limit)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from overlap._torch.foreach import add_all, copy_all
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.powersgd.checkpoint import within_range
 from overlap.hooks.powersgd.config import Dtypes, PowerSGDConfig
 from overlap.hooks.powersgd.layout import BucketLayout, MatrixBatch, layout_of
 from overlap.hooks.powersgd.memory import Memory, Slot
@@ -194,10 +195,8 @@ def residuals_like(
 
 def keep_residuals(residuals: Sequence[Tensor], found: Sequence[Tensor], is_finite: Tensor | None) -> None:
     """Overwrite the residuals of finite matrices, without asking on the host which ones are finite."""
-    if residuals[0].dtype == torch.float16:
-        # Two gradients that cancel in the mean can leave more than it holds, and infinity would stay for ever.
-        limit = torch.finfo(torch.float16).max
-        found = [new.clamp_(-limit, limit) for new in found]
+    # Two gradients that cancel in the mean can leave more than half precision holds.
+    found = [within_range(new, residuals[0].dtype) for new in found]
     if is_finite is None:
         copy_all(residuals, found)
         return

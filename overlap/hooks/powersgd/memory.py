@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.cut import BucketCut, SavedCut
 from overlap.hooks.powersgd.checkpoint import Snapshot, State
 from overlap.hooks.stage import StageContext
 
@@ -160,11 +160,12 @@ class Memory:
     statistics: Statistics = field(default_factory=Statistics)
 
     def __post_init__(self) -> None:
-        self._numbers: Any = WeakIdKeyDictionary()
+        self._numbering = BucketCut()
         self._context: StageContext | None = None
         self._saved_by: tuple[int, int] | None = None
         # Loaded for parameters whose gradients have not come yet.
         self._unclaimed: set[str] = set()
+        self._cut = SavedCut()
 
     def attach(self, context: StageContext) -> None:
         """Serve the model of ``context``; numbering starts anew.
@@ -178,18 +179,18 @@ class Memory:
                 "remove() that registration first, or make one PowerSGD for each model"
             )
         self._check(context)
-        self._numbers = WeakIdKeyDictionary()
+        self._numbering = context.cut or BucketCut()
         self._context = context
+        self._cut.attach(context.cut)
 
     def detach(self) -> None:
         """Stop serving the model, so that another one can be attached."""
         self._context = None
+        self._cut.detach()
 
     def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the slots of the bucket's parameters."""
-        if bucket.fqns is not None:
-            return bucket.fqns
-        return tuple(self._numbers.setdefault(parameter, str(len(self._numbers))) for parameter in bucket.parameters)
+        return self._numbering.keys_of(bucket)
 
     def slots_of(self, keys: tuple[str, ...]) -> list[Slot]:
         """The slots of parameters, made where there are none."""
@@ -223,6 +224,7 @@ class Memory:
             bypassed=self.bypassed,
             numel=(self.statistics.numel_before, self.statistics.numel_after),
             saved_by=(group.rank(), group.size()) if group is not None else self._saved_by,
+            buckets=self._cut.state(),
         ).pack()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -247,6 +249,7 @@ class Memory:
         self.bypassed = loaded.bypassed
         self.statistics = Statistics(*loaded.numel)
         self._unclaimed = set(self.slots)
+        self._cut.load(loaded.buckets)
 
     def _check(self, context: StageContext) -> None:
         """Raises: ConfigurationError: what was loaded is another rank's or another model's."""

@@ -130,7 +130,8 @@ class PowerSGD(Stage):
             if self.config.alternate:
                 self._memory.forget_factors()
             return f"{self!r}: what compression had left out of this pass's gradients may be lost"
-        if self._step >= 0:
+        # Empty where a stage around this one reduced otherwise.
+        if self._last_pass:
             self._memory.check_claimed()
             self._memory.statistics.report(self._memory.steps - 1, self.config.log_every_steps)
         return None

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.context import StageContext
+from overlap.hooks.cut import SavedCut
 from overlap.hooks.quantize.codec import ChunkCodec, Rounding, StochasticRounding, nearest
 from overlap.hooks.quantize.exchange import QuantizedSum
+from overlap.hooks.quantize.feedback import ErrorFeedback, check_shape
+from overlap.hooks.quantize.redistribution import redistribute
 from overlap.hooks.stage import Stage
 
 __all__ = ["Quantize"]
+
+_KEYS = {"error", "generator", "buckets", "rank", "ranks"}
 
 
 class Quantize(Stage):
@@ -27,18 +30,19 @@ class Quantize(Stage):
     the number of ranks, and the result is the same on all ranks bit for bit. The error of a gradient is at most half a
     step (``peak / 127`` in 8 bits, ``peak / 7`` in 4) of its chunk on each rank plus half a step of the sum's chunk;
     with stochastic rounding, whole steps. If a chunk holds a value that is not finite, no value of the result's chunk
-    is finite, so that ``GradScaler`` sees it. With one rank nothing is rounded.
+    is finite, so that ``GradScaler`` sees it. With one rank nothing is rounded. Sums are taken in fp32 and rounded once
+    to the gradients' dtype.
 
     Args:
         bits: 8 or 4.
         chunk: how many values share a scale at most; a multiple of 8.
         rounding: ``"nearest"``, or ``"stochastic"``, whose error is zero on average.
         error_feedback: whether to add what a step left out to the next step's gradients; takes one fp32 copy of the
-            gradients. Needs :func:`overlap.register` or :meth:`Chain.register`, which know the parameters' names.
+            gradients, and in backward two. A pass with a result that is not finite, or that fails, changes it on no
+            rank. Needs :func:`overlap.register` or :meth:`Chain.register`, which know the parameters' names.
 
     Issues: a send and a receive with every other rank, then an all-gather, both of ``N/W`` integers and their scales.
-    Changes: ``bucket.buffer``. Memory: the bucket's messages; an fp32 copy of a bucket of another dtype; one more fp32
-    copy with error feedback.
+    Changes: ``bucket.buffer``. Memory: the bucket's messages; an fp32 copy of a bucket of another dtype.
 
     Raises:
         ConfigurationError: an argument is not one of the above.
@@ -63,42 +67,65 @@ class Quantize(Stage):
         self.chunk = chunk
         self.rounding = rounding
         self.error_feedback = error_feedback
-        self._feedback = _ErrorFeedback() if error_feedback else None
+        self._feedback = ErrorFeedback() if error_feedback else None
         self._stochastic: StochasticRounding | None = None
         self._generator_state: Tensor | None = None
-        self._is_attached = False
+        self._saved_by: tuple[int, int] | None = None
+        self._context: StageContext | None = None
+        self._cut = SavedCut()
 
     def attach(self, context: StageContext) -> None:
-        if self._feedback is not None and self._is_attached:
+        if self._feedback is not None and self._context is not None:
             raise RegistrationError(
                 f"{self!r} remembers one model's errors already; give each model a stage of its own"
             )
-        self._is_attached = True
+        self._check(context, self._saved_by, {} if self._feedback is None else self._feedback.errors)
+        self._context = context
+        self._cut.attach(context.cut)
 
     def detach(self) -> None:
-        self._is_attached = False
+        self._context = None
+        self._cut.detach()
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        if self._feedback is not None:
+            self._feedback.begin()
+
+    def after_backward(self, *, failed: bool) -> str | None:
+        if self._feedback is not None:
+            self._feedback.settle(failed=failed)
+        return None
 
     async def __call__(self, bucket: Bucket) -> None:
         if not bucket.buffer.is_floating_point():
             raise UnsupportedError(f"{self!r} cannot keep {bucket.buffer.dtype} gradients; use AllReduce()")
-        numel = bucket.buffer.numel()
-        if bucket.group.size() == 1 or numel == 0:
-            bucket.buffer.mul_(1 / bucket.divisor)
+        if bucket.buffer.numel() == 0:
             return
-        exchange = QuantizedSum.of(
-            numel, bits=self.bits, chunk=self.chunk, rounding=self._rounding(bucket), group=bucket.group
-        )
         # As in DDP, each rank divides before the sum.
         mean = bucket.buffer.float().mul_(1 / bucket.divisor)
         if self._feedback is None:
-            await exchange(mean, out=mean)
-        else:
-            inner = bucket.with_buffer(mean.clone())
-            self._feedback.add_to(inner)
-            await exchange(inner.buffer, out=mean)
-            self._feedback.keep(inner)
-        if mean is not bucket.buffer:
+            await self._sum(bucket, mean, out=mean)
             bucket.buffer.copy_(mean)
+            return
+        own = bucket.with_buffer(mean.clone())
+        self._feedback.add_to(own)
+        await self._sum(bucket, own.buffer, out=mean)
+        bucket.buffer.copy_(mean)
+        if bucket.buffer.dtype.itemsize < mean.dtype.itemsize:
+            # What rounding the mean loses is not delivered either; each rank keeps its part of it.
+            own.buffer.add_(mean.sub_(bucket.buffer), alpha=1 / bucket.group.size())
+        self._feedback.hold(own, bucket.buffer)
+
+    async def _sum(self, bucket: Bucket, values: Tensor, *, out: Tensor) -> None:
+        """Sum ``values`` over ranks into ``out``, and leave in ``values`` the errors, if it is another tensor."""
+        if bucket.group.size() > 1:
+            exchange = QuantizedSum.of(
+                values.numel(), bits=self.bits, chunk=self.chunk, rounding=self._rounding(bucket), group=bucket.group
+            )
+            await exchange(values, out=out)
+        elif out is not values:
+            out.copy_(values)
+            values.zero_()
 
     def _rounding(self, bucket: Bucket) -> Rounding:
         if self.rounding == "nearest":
@@ -110,28 +137,69 @@ class Quantize(Stage):
         return self._stochastic
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's own state: ``error`` by parameter's name, and the rounding's ``generator``."""
+        """A snapshot of this rank's own state; empty before the first pass.
+
+        ``error`` by parameter's name, the rounding's ``generator``, the ``buckets`` of the last pass, in which a run
+        that resumes reduces its first one, and the ``rank`` and number of ``ranks`` that it belongs to.
+        """
         state: dict[str, Any] = {}
         if self._feedback is not None:
             state["error"] = self._feedback.state_dict()
-        if self._stochastic is not None:
-            state["generator"] = self._stochastic.generator.get_state()
+        generator = self._generator_state if self._stochastic is None else self._stochastic.generator.get_state()
+        if generator is not None:
+            state["generator"] = generator
+        if (buckets := self._cut.state()) is not None:
+            state["buckets"] = buckets
+        saved_by = self._saved_by if self._context is None else _place(self._context)
+        if state and saved_by is not None:
+            state["rank"], state["ranks"] = saved_by
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned on this rank.
+        """Load what :meth:`state_dict` returned on this rank, before or after registering.
 
         Raises:
-            ConfigurationError: ``state_dict`` has unknown keys, or has errors and this stage has no error feedback.
+            ConfigurationError: ``state_dict`` has unknown keys, has errors and this stage has no error feedback, or is
+                another model's or another rank's; for another number of ranks, see :meth:`redistribute`. If the stage
+                is not yet registered, registering raises the latter.
         """
-        if unknown := sorted(set(state_dict) - {"error", "generator"}):
+        if unknown := sorted(set(state_dict) - _KEYS):
             raise ConfigurationError(f"{self!r} has no state {unknown}")
-        if self._feedback is None and state_dict.get("error"):
+        errors = state_dict.get("error", {})
+        if self._feedback is None and errors:
             raise ConfigurationError(f"a state with errors for {self!r}: make it with error_feedback=True")
+        saved_by = (state_dict["rank"], state_dict["ranks"]) if {"rank", "ranks"} <= set(state_dict) else None
+        if self._context is not None:
+            self._check(self._context, saved_by, errors)
+        self._saved_by = saved_by
         if self._feedback is not None:
-            self._feedback.load_state_dict(state_dict.get("error", {}))
+            self._feedback.load_state_dict(errors)
         self._generator_state = state_dict.get("generator")
         self._stochastic = None
+        self._cut.load(state_dict.get("buckets"))
+
+    redistribute = staticmethod(redistribute)
+
+    def _check(self, context: StageContext, saved_by: tuple[int, int] | None, errors: Mapping[str, Tensor]) -> None:
+        """Raises: ConfigurationError: what was loaded is another rank's or another model's."""
+        here = _place(context)
+        is_own = self._feedback is not None or self.rounding == "stochastic"
+        if saved_by is not None and saved_by != here and is_own:
+            raise ConfigurationError(
+                f"the state was saved by rank {saved_by[0]} of {saved_by[1]}, but this is rank {here[0]} of {here[1]}, "
+                f"and each rank has its own errors: load this rank's file, or make its state with "
+                f"Quantize.redistribute(states, rank={here[0]}, ranks={here[1]})"
+            )
+        if context.names is None:
+            return
+        parameters = {name: parameter for parameter, name in context.names.items()}
+        if foreign := sorted(set(errors) - set(parameters)):
+            raise ConfigurationError(
+                f"the state has the error feedback of parameters that the model does not have "
+                f"({', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''}): it is the state of another model"
+            )
+        for name, error in errors.items():
+            check_shape(name, error, parameters[name])
 
     @property
     def signature(self) -> str:
@@ -148,46 +216,5 @@ class Quantize(Stage):
         return f"Quantize({', '.join(options)})"
 
 
-class _ErrorFeedback:
-    """What quantization left out, to be added in the next step (Seide et al., 2014; Karimireddy et al., 2019).
-
-    Kept in fp32 by parameter's name, so that it stays valid when DDP rebuilds its buckets.
-    """
-
-    def __init__(self) -> None:
-        self._memory: dict[str, Tensor] = {}
-
-    def add_to(self, bucket: Bucket) -> None:
-        """Add to ``bucket``, which is in fp32, what earlier steps left out of it.
-
-        Raises:
-            ConfigurationError: a loaded memory does not have the shape of the parameter's gradient.
-        """
-        for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
-            memory = self._memory.get(name)
-            if memory is None:
-                continue
-            if memory.shape != gradient.shape:
-                raise ConfigurationError(
-                    f"the error feedback of {name} is of shape {tuple(memory.shape)}, its gradient of "
-                    f"{tuple(gradient.shape)}: the state that was loaded is another model's"
-                )
-            if memory.device != gradient.device:
-                memory = self._memory[name] = memory.to(gradient.device)
-            gradient.add_(memory)
-
-    def keep(self, bucket: Bucket) -> None:
-        """Store ``bucket``, in fp32, as what this step left out; where it is not finite, keep the old value."""
-        kept = []
-        for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
-            if name not in self._memory:
-                self._memory[name] = torch.zeros_like(gradient)
-            memory = self._memory[name]
-            kept.append(torch.where(gradient.isfinite(), gradient, memory))
-        copy_all([self._memory[name] for name in bucket.names], kept)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: memory.clone() for name, memory in self._memory.items()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        self._memory = {name: memory.to(torch.float32, copy=True) for name, memory in state_dict.items()}
+def _place(context: StageContext) -> tuple[int, int]:
+    return context.group.rank(), context.group.size()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -68,6 +69,15 @@ class Average(Stage):
         if not failed:
             self.averager.average_parameters(self._parameters)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The averager's ``step``."""
+        return {"step": self.averager.step} if hasattr(self.averager, "step") else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; nothing leaves the averager as it is."""
+        if "step" in state_dict:
+            self.averager.step = state_dict["step"]
+
     def __repr__(self) -> str:
         return self.signature
 
@@ -114,6 +124,11 @@ class LocalSGDStage(Stage):
         if self._context is None:
             raise RegistrationError("this LocalSGD was removed from its model; make another one")
         return self._context
+
+    @property
+    def lifecycle(self) -> UpdateLifecycle | None:
+        """Of the update that ``LocalSGD.step`` makes; ``None`` where a stage updates in backward."""
+        return self._lifecycle
 
     @property
     def signature(self) -> str:

@@ -438,6 +438,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._whole_state.note_change()
         load_pieces(self._settled_state(), checkpoint, key)
 
+    def prepare_to_load(self) -> None:
+        """The state is about to be replaced.
+
+        Raises:
+            TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
+        """
+        self._prepare_to_load()
+
     def _prepare_to_load(self) -> None:
         if self.stage is not None:
             self.stage.lifecycle.on_load()

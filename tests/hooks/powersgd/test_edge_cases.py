@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from overlap import Cast, PowerSGD
+from overlap.hooks.powersgd.algorithm import PowerIteration
+
 from .checks import EPS, check_step, gradients, memory, residual_size, residuals, world_of
 from .lockstep import World
 
@@ -188,3 +191,41 @@ def test_a_rank_that_has_joined_only_gives_its_residual_away() -> None:
         norms.append(float(kept.residual.norm()))
     assert all(after <= before * 1.0001 for before, after in itertools.pairwise(norms))
     assert norms[-1] < 0.2 * norms[0]
+
+
+LARGE_SHAPES = [(60, 9000), (9000, 60), (5,)]
+
+
+@pytest.mark.parametrize("options", [{}, {"alternate": True}], ids=str)
+@pytest.mark.parametrize("is_wire", [False, True], ids=["fp16 model", "fp16 wire"])
+def test_large_finite_gradients_do_not_overflow_in_float16(options: dict[str, Any], is_wire: bool) -> None:
+    """The factors of a matrix of thousands are larger than float16 holds: 1000 x the root of 9000 is 94868."""
+    stages = [PowerSGD(rank=2, min_compression_rate=0, **options) for _ in range(2)]
+    world = World([Cast(torch.float16, stage) for stage in stages] if is_wire else stages, LARGE_SHAPES)
+    dtype = torch.float32 if is_wire else torch.float16
+    for _ in range(4):
+        output = world.step([[torch.full(shape, 1000.0, dtype=dtype) for shape in LARGE_SHAPES]] * 2)[0]
+        assert all(bool(one.isfinite().all()) for one in output)
+        if not options:
+            assert all(bool(((one.float() - 1000).abs() <= 5).all()) for one in output)
+
+
+@pytest.mark.parametrize("options", [{}, {"alternate": True}], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-4])
+def test_scaling_for_float16_is_as_exact_for_ordinary_gradients(
+    options: dict[str, Any], scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = [(64, 48), (48, 64), (16, 300), (7,)]
+    local = gradients(0, 2, shapes, torch.float16, scale)
+
+    def outputs(dtype: torch.dtype) -> Tensor:
+        world = world_of(2, shapes, rank=2, **options)
+        return torch.cat(
+            [one.flatten().float() for one in world.step([[g.to(dtype) for g in own] for own in local])[0]]
+        )
+
+    exact, scaled = outputs(torch.float32), outputs(torch.float16)
+    monkeypatch.setattr(PowerIteration, "_scale_", lambda *args, **options: None)
+    unscaled = outputs(torch.float16)
+    smallest = 2.0**-24
+    assert (scaled - exact).abs().mean() <= 1.02 * (unscaled - exact).abs().mean() + 4 * smallest

@@ -1,0 +1,85 @@
+"""What quantization leaves out, to be added in the next step (Seide et al., 2014; Karimireddy et al., 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from overlap.errors import ConfigurationError
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.powersgd.memory import hold
+
+__all__ = ["ErrorFeedback"]
+
+
+class ErrorFeedback:
+    """The errors of this rank, in fp32 by parameter's name, so that they stay valid when DDP rebuilds its buckets.
+
+    What a pass leaves out is held until the pass is over, and dropped if any of its results is not finite or if it
+    failed: such a pass is not applied, so nothing of it may change the memory, on any rank. Ranks have the same results
+    and decide alike.
+    """
+
+    def __init__(self) -> None:
+        self.errors: dict[str, Tensor] = {}
+        self._held: dict[str, Tensor] = {}
+        self._are_finite: list[Tensor] = []
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._held.clear()
+        self._are_finite.clear()
+
+    def add_to(self, bucket: Bucket) -> None:
+        """Add to ``bucket``, which is in fp32, what earlier steps left out of it.
+
+        Raises:
+            ConfigurationError: a loaded error does not have the shape of the parameter's gradient.
+        """
+        for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
+            error = self.errors.get(name)
+            if error is None:
+                continue
+            check_shape(name, error, gradient)
+            if error.device != gradient.device:
+                error = self.errors[name] = error.to(gradient.device)
+            gradient.add_(hold(error))
+
+    def hold(self, bucket: Bucket, result: Tensor) -> None:
+        """Hold ``bucket``, in fp32, as what this pass left out where its mean over ranks is ``result``."""
+        self._held.update(zip(bucket.names, bucket.gradients, strict=True))
+        self._are_finite.append(result.isfinite().all())
+
+    def settle(self, *, failed: bool) -> None:
+        """The pass is over: keep what was held, if all results are finite."""
+        if self._are_finite and not failed:
+            self._keep(torch.stack(self._are_finite).all())
+        self.begin()
+
+    def _keep(self, are_finite: Tensor) -> None:
+        if are_finite.device.type == "cpu":
+            if bool(are_finite):
+                self.errors.update(self._held)
+            return
+        # The host does not wait for the device to know which.
+        for name, new in self._held.items():
+            old = self.errors.get(name)
+            self.errors[name] = torch.where(are_finite, hold(new), torch.zeros_like(new) if old is None else hold(old))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: error.clone() for name, error in self.errors.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        self.errors = {name: error.to(torch.float32, copy=True) for name, error in state_dict.items()}
+        self.begin()
+
+
+def check_shape(name: str, error: Tensor, like: Tensor) -> None:
+    """Raises: ConfigurationError: ``error`` is not of the shape of the parameter ``name``."""
+    if error.shape != like.shape:
+        raise ConfigurationError(
+            f"the error feedback of {name} is of shape {tuple(error.shape)}, its gradient of {tuple(like.shape)}: the "
+            "state that was loaded is another model's"
+        )

@@ -1,0 +1,212 @@
+"""The state of one rank: model, optimizer and stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from overlap._torch.ddp import registered_hook
+from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap.hooks import Stage, StageHook
+from overlap.hooks.adapters import HookStage, hook_name
+from overlap.hooks.engine.registration import registration_of
+from overlap.hooks.stage import walk
+from overlap.optim import FunctionalOptimizer, LocalSGD, ZeroRedundancyOptimizer
+from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.phases import Phase
+from overlap.resume.optimizers import (
+    check_optimizer_state,
+    inner_optimizer,
+    load_optimizer_state,
+    optimizer_state,
+)
+from overlap.resume.snapshot import snapshot
+
+__all__ = ["load_state_dict", "model_of", "state_dict"]
+
+_KEYS = {"version", "rank", "ranks", "model", "optimizer", "stages"}
+_VERSION = 1
+Optim = Optimizer | FunctionalOptimizer | None
+
+
+def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, Any]:
+    """All that this rank needs to resume its run exactly: each rank saves its own.
+
+    It holds the model, the optimizer (of a ``ZeroRedundancyOptimizer`` this rank's share; of a ``LocalSGD`` the round,
+    the outer optimizer and a pending average), and what the registered stages remember, nested ones too: error
+    feedback, factors, counters, generators, and the buckets that the next pass is to be reduced in. Gradients, learning
+    rate schedulers, ``GradScaler``, the position in the data and PyTorch's own generators are not in it.
+
+    It is a snapshot in CPU memory, of tensors and plain values: ``torch.load(..., weights_only=True)`` loads it.
+
+    Args:
+        ddp: the model.
+        optim: the optimizer of the training loop; where ``None`` no optimizer is saved.
+
+    Issues: nothing; waits for gathers and averages that are under way.
+
+    Raises:
+        TrainingLoopError: between backward and ``step()``, since gradients are not saved.
+        ConfigurationError: the model is not in DDP, or has a hook or a state that cannot be saved.
+    """
+    model, stage = model_of(ddp), _stage_of(model_of(ddp))
+    _check_phase(stage)
+    found = None if optim is None else inner_optimizer(optim)
+    if isinstance(found, ZeroRedundancyOptimizer):
+        found.wait()
+    state = {
+        "version": _VERSION,
+        "rank": model.process_group.rank(),
+        "ranks": model.process_group.size(),
+        "model": model.module.state_dict(),
+        "optimizer": None if found is None else optimizer_state(found, _names(model)),
+        "stages": None if stage is None else {"classes": _classes(stage), "state": stage.state_dict()},
+    }
+    return {key: snapshot(value, f"state_dict()[{key!r}]") for key, value in state.items()}
+
+
+@torch.no_grad()
+def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: Mapping[str, Any]) -> None:
+    """Load what :func:`state_dict` returned on this rank; call it on every rank, after stages are registered.
+
+    Everything is compared by name before anything is changed. The optimizer's parameters may be in another order than
+    in the run that was saved; a plain optimizer's state loads into an ``OverlappedOptimizer``, and the other way round.
+    For another number of ranks see ``docs/resuming.md``.
+
+    Args:
+        ddp: the model, with the same stages registered as in the run that was saved.
+        optim: its optimizer, or ``None`` if none was saved.
+        state: this rank's.
+
+    Issues: nothing.
+
+    Raises:
+        ConfigurationError: the state is another rank's, another number of ranks', or another model's, optimizer's or
+            chain's.
+        TrainingLoopError: between backward and ``step()``, where the update was made in backward.
+    """
+    model, stage = model_of(ddp), _stage_of(model_of(ddp))
+    found = None if optim is None else inner_optimizer(optim)
+    _check_form(state)
+    _check_place(model.process_group, state)
+    _check_model(model.module.state_dict(), state["model"])
+    _check_stages(stage, state["stages"])
+    if (found is None) != (state["optimizer"] is None):
+        saved, here = ("without", "one") if state["optimizer"] is None else ("with", "none")
+        raise ConfigurationError(f"the state was saved {saved} an optimizer, and load_state_dict was given {here}")
+    if found is not None:
+        check_optimizer_state(found, _names(model), state["optimizer"])
+    if isinstance(found, ZeroRedundancyOptimizer):
+        found.wait()
+    stages = None if stage is None else state["stages"]["state"]
+    if stage is not None and not isinstance(found, LocalSGD):
+        stage.load_state_dict(stages or {})
+    model.module.load_state_dict(state["model"])
+    if found is not None:
+        load_optimizer_state(found, _names(model), state["optimizer"], stages)
+
+
+def model_of(ddp: object) -> DistributedDataParallel:
+    """``ddp``, or the model that ``torch.compile`` has wrapped.
+
+    Raises:
+        ConfigurationError: it is not a DDP model.
+    """
+    model = getattr(ddp, "_orig_mod", ddp)
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigurationError(f"{type(model).__name__} is not a DistributedDataParallel model; give the wrapped one")
+    return model
+
+
+def _stage_of(ddp: DistributedDataParallel) -> Stage | None:
+    """The stage that is registered, by overlap or with DDP itself."""
+    if (registration := registration_of(ddp)) is not None:
+        for stage in walk(registration.stage):
+            if isinstance(stage, HookStage):
+                _check_hook(*stage.hook)
+        return registration.stage
+    hook, state = registered_hook(ddp) or (None, None)
+    if isinstance(hook, StageHook):
+        return hook.stage(state)
+    _check_hook(hook, state)
+    return None
+
+
+def _check_hook(hook: object, state: object) -> None:
+    """Raises: ConfigurationError: a hook that is not overlap's may remember something."""
+    if state is not None and not isinstance(state, dist.ProcessGroup):
+        raise ConfigurationError(
+            f"the hook {hook_name(hook)} keeps its memory in a {type(state).__name__}, of which overlap knows nothing; "
+            "use overlap's hook of that name, or a stage with a state_dict()"
+        )
+
+
+def _check_phase(stage: Stage | None) -> None:
+    for one in [] if stage is None else walk(stage):
+        lifecycle = getattr(one, "lifecycle", None)
+        if not isinstance(lifecycle, UpdateLifecycle):
+            continue
+        if lifecycle.phase in (Phase.BACKWARD, Phase.REDUCED, Phase.APPLIED):
+            raise TrainingLoopError(
+                f"state_dict() between backward and {lifecycle.form.step}: gradients are not saved, so this step would "
+                f"be lost; call {lifecycle.form.step} first"
+            )
+
+
+def _names(ddp: DistributedDataParallel) -> dict[Tensor, str]:
+    return {parameter: name.replace("_orig_mod.", "") for name, parameter in ddp.module.named_parameters()}
+
+
+def _classes(stage: Stage) -> list[str]:
+    return [type(one).__name__ for one in walk(stage)]
+
+
+def _check_form(state: object) -> None:
+    if not isinstance(state, Mapping) or set(state) != _KEYS or state["version"] != _VERSION:
+        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise ConfigurationError(
+            f"this is not what overlap.state_dict(ddp, optim) returns (version {_VERSION}): {found}"
+        )
+
+
+def _check_place(group: dist.ProcessGroup, state: Mapping[str, Any]) -> None:
+    if (state["rank"], state["ranks"]) != (group.rank(), group.size()):
+        raise ConfigurationError(
+            f"the state was saved by rank {state['rank']} of {state['ranks']}, but this is rank {group.rank()} of "
+            f"{group.size()}: each rank loads its own file; for another number of ranks see docs/resuming.md"
+        )
+
+
+def _check_model(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    missing, added = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
+    if missing or added:
+        raise ConfigurationError(
+            f"the state is another model's: it lacks {missing[:3] or 'nothing'}{', ...' if len(missing) > 3 else ''} "
+            f"and adds {added[:3] or 'nothing'}{', ...' if len(added) > 3 else ''}"
+        )
+    for name, value in here.items():
+        if isinstance(value, Tensor) and (value.shape, value.dtype) != (saved[name].shape, saved[name].dtype):
+            raise ConfigurationError(
+                f"the state is another model's: {name} is {tuple(saved[name].shape)} {saved[name].dtype} in it, and "
+                f"{tuple(value.shape)} {value.dtype} here"
+            )
+
+
+def _check_stages(stage: Stage | None, saved: Mapping[str, Any] | None) -> None:
+    here = None if stage is None else _classes(stage)
+    then = None if saved is None else saved["classes"]
+    if here != then:
+        raise ConfigurationError(
+            f"the state was saved with {_told(then)} registered, and here {_told(here)} is: register the same stages "
+            "before load_state_dict"
+        )
+
+
+def _told(classes: list[str] | None) -> str:
+    return "no stage" if classes is None else " > ".join(classes)

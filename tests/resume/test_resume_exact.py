@@ -1,0 +1,178 @@
+"""A run that is saved in the middle and goes on in new processes ends with the same bits as one that never stopped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import overlap
+from harness import assert_parity, run_ranks, wrap
+from harness.models import BATCH_NORM, TRANSFORMER, Case, mean_squared_error
+from overlap import (
+    Cast,
+    LocalSGD,
+    OverlappedOptimizer,
+    PowerSGD,
+    PowerSGDState,
+    Quantize,
+    Step,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    as_stage,
+    batched_powerSGD_hook,
+    chain,
+    powerSGD_hook,
+)
+from overlap.hooks import PostLocal, PostLocalSGDState
+from overlap.optim import Average, PeriodicModelAverager
+
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+STEPS = 6
+
+Build = Callable[[Any, Any], Any]
+
+
+def _step(ddp: Any, reducer: Any, **options: Any) -> Any:
+    optimizer = OverlappedOptimizer(ADAMW(ddp.parameters()))
+    chain(reducer, Step(optimizer, **options)).register(ddp)
+    return optimizer
+
+
+def _automatic(ddp: Any, reducer: Any) -> Any:
+    optimizer = SGD(ddp.parameters())
+    chain(reducer, Step(optimizer), Average(PeriodicModelAverager(period=3))).register(ddp)
+    return optimizer
+
+
+def _plain(ddp: Any, reducer: Any) -> Any:
+    overlap.register(ddp, reducer)
+    return SGD(ddp.parameters())
+
+
+def _zero(ddp: Any, reducer: Any, *, gather: str, **options: Any) -> Any:
+    zero = ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.1, overlap_with_ddp=True, **options
+    )
+    chain(reducer, ZeroStep(zero, gather=gather)).register(ddp)
+    return zero
+
+
+def _local(ddp: Any, reducer: Any, **options: Any) -> Any:
+    return LocalSGD(ddp, SGD(ddp.parameters()), period=2, start_step=2, reducer=reducer, **options)
+
+
+def _local_in_backward(ddp: Any, reducer: Any) -> Any:
+    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+    return LocalSGD(ddp, optimizer, period=2, start_step=2, reducer=reducer, update=Step(optimizer))
+
+
+FORMS: dict[str, Build] = {
+    "Step": _step,
+    "Step, deferred": functools.partial(_step, deferred=True, clip_grad_norm=1.0),
+    "Step in backward": _automatic,
+    "no update stage": _plain,
+    "ZeroStep": functools.partial(_zero, gather="backward"),
+    "ZeroStep, whole parameters": functools.partial(_zero, gather="backward", partition="parameter"),
+    "ZeroStep, gathered in forward": functools.partial(_zero, gather="forward"),
+    "LocalSGD, overlapped": functools.partial(_local, overlap=1, fragments=2),
+    "LocalSGD, outer": functools.partial(_local, outer=OUTER),
+    "LocalSGD, update in backward": _local_in_backward,
+}
+
+REDUCERS: dict[str, Callable[[], Any]] = {
+    "Quantize": lambda: Quantize(bits=8),
+    "Quantize, feedback": lambda: Quantize(bits=4, error_feedback=True),
+    "Quantize, stochastic": lambda: Quantize(bits=4, rounding="stochastic", error_feedback=True),
+    "Cast, Quantize": lambda: Cast(torch.bfloat16, Quantize(bits=4, error_feedback=True)),
+    "PowerSGD": lambda: PowerSGD(rank=1, min_compression_rate=1),
+    "PowerSGD, alternating": lambda: PowerSGD(rank=2, min_compression_rate=1, alternate=True),
+    "PowerSGD, late and cold": lambda: PowerSGD(rank=2, start_step=2, warm_start=False, min_compression_rate=1),
+    "Cast, PowerSGD": lambda: Cast(torch.float16, PowerSGD(rank=2, min_compression_rate=1)),
+    "powerSGD_hook": lambda: as_stage(powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
+    "batched_powerSGD_hook": lambda: as_stage(batched_powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
+    "PostLocal": lambda: PostLocal(PostLocalSGDState(None, None, 5), Quantize(bits=4, error_feedback=True)),
+}
+
+
+def _made(case: Case, form: str, reducer: str, **model: Any) -> tuple[Any, Any]:
+    ddp = wrap(case.model(**model), **case.ddp_options())
+    return ddp, FORMS[form](ddp, REDUCERS[reducer]())
+
+
+def _train(case: Case, rank: int, ddp: Any, optimizer: Any, steps: range) -> None:
+    is_automatic = type(optimizer) is torch.optim.SGD and len(overlap_stages(ddp)) > 1
+    for step in steps:
+        loss = mean_squared_error(ddp, case.batch(step, rank))
+        if is_automatic:
+            loss.backward()
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def overlap_stages(ddp: Any) -> tuple[Any, ...]:
+    from overlap.hooks.engine.registration import registration_of
+
+    registration = registration_of(ddp)
+    assert registration is not None
+    return registration.stage.sequence
+
+
+def _file(folder: Path, name: str, rank: int) -> Path:
+    return folder / f"{name}-{rank}.pt".replace(" ", "_")
+
+
+def _uninterrupted(rank: int, world_size: int, case: Case, runs: list[tuple[str, str]], folder: Path, at: int) -> None:
+    for form, reducer in runs:
+        ddp, optimizer = _made(case, form, reducer)
+        _train(case, rank, ddp, optimizer, range(at))
+        torch.save(overlap.state_dict(ddp, optimizer), _file(folder, f"{form}-{reducer}", rank))
+        _train(case, rank, ddp, optimizer, range(at, STEPS))
+        torch.save(overlap.state_dict(ddp, optimizer), _file(folder, f"{form}-{reducer}-end", rank))
+
+
+def _resumed(rank: int, world_size: int, case: Case, runs: list[tuple[str, str]], folder: Path, at: int) -> None:
+    failures = []
+    for form, reducer in runs:
+        ddp, optimizer = _made(case, form, reducer, seed=7)
+        overlap.load_state_dict(ddp, optimizer, torch.load(_file(folder, f"{form}-{reducer}", rank), weights_only=True))
+        _train(case, rank, ddp, optimizer, range(at, STEPS))
+        end = torch.load(_file(folder, f"{form}-{reducer}-end", rank), weights_only=True)
+        try:
+            assert_parity(overlap.state_dict(ddp, optimizer), end, what=f"{form}, {reducer}")
+        except AssertionError as error:
+            failures.append(str(error))
+    assert not failures, "\n".join(failures)
+
+
+# Two reducers in every form, and every reducer in one.
+ALL_FORMS = ("Quantize, feedback", "PowerSGD")
+IN_EVERY_FORM = [(form, reducer) for form in FORMS for reducer in ALL_FORMS]
+EVERY_REDUCER = [("ZeroStep, gathered in forward", reducer) for reducer in REDUCERS if reducer not in ALL_FORMS]
+
+
+@pytest.mark.parametrize("runs", [IN_EVERY_FORM, EVERY_REDUCER], ids=["in every form", "every reducer"])
+def test_every_stage_resumes_bit_for_bit_in_new_processes(runs: list[tuple[str, str]], tmp_path: Path) -> None:
+    run_ranks(_uninterrupted, 2, BATCH_NORM, runs, tmp_path, 4)
+    run_ranks(_resumed, 2, BATCH_NORM, runs, tmp_path, 4)
+
+
+def test_four_ranks_resume_bit_for_bit_too(tmp_path: Path) -> None:
+    """More than two ranks are summed in an order that depends on the buckets."""
+    runs = [("Step", "Quantize, feedback"), ("Step", "PowerSGD"), ("LocalSGD, outer", "PowerSGD")]
+    run_ranks(_uninterrupted, 4, TRANSFORMER, runs, tmp_path, 3)
+    run_ranks(_resumed, 4, TRANSFORMER, runs, tmp_path, 3)
+
+
+def test_a_state_from_before_the_first_step_resumes_bit_for_bit(tmp_path: Path) -> None:
+    runs = [("Step", "Quantize, feedback"), ("ZeroStep", "PowerSGD"), ("LocalSGD, outer", "PowerSGD")]
+    run_ranks(_uninterrupted, 2, BATCH_NORM, runs, tmp_path, 0)
+    run_ranks(_resumed, 2, BATCH_NORM, runs, tmp_path, 0)

@@ -1,0 +1,287 @@
+"""What a state holds, which states are refused, and one file for all ranks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import overlap
+from harness import assert_parity, run_ranks, wrap
+from harness.models import MLP, mean_squared_error
+from overlap import (
+    AllReduce,
+    Cast,
+    ConfigurationError,
+    LocalSGD,
+    OverlappedOptimizer,
+    PowerSGD,
+    PowerSGDState,
+    Quantize,
+    Step,
+    TrainingLoopError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+    powerSGD_hook,
+)
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
+
+
+def _feedback() -> Quantize:
+    return Quantize(bits=4, error_feedback=True)
+
+
+def _overlapped(rank: int, *, steps: int = 3, reducer: Any = None, parameters: Any = list, **step: Any) -> Any:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer = OverlappedOptimizer(ADAMW(parameters(ddp.parameters())))
+    chain(_feedback() if reducer is None else reducer, Step(optimizer, **step)).register(ddp)
+    _train(rank, ddp, optimizer, range(steps))
+    return ddp, optimizer
+
+
+def _zero(rank: int, *, steps: int = 3, **options: Any) -> Any:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=0.01, **options)
+    chain(_feedback(), ZeroStep(zero, gather="forward")).register(ddp)
+    _train(rank, ddp, zero, range(steps))
+    return ddp, zero
+
+
+def _train(rank: int, ddp: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+        optimizer.step()
+
+
+def _refused(rank: int, world_size: int) -> None:
+    ddp, optimizer = _overlapped(rank)
+    state = overlap.state_dict(ddp, optimizer)
+    other = {**state["model"], "9.weight": torch.ones(1)}
+    wider = {**state["model"], "0.weight": torch.ones(3, 16)}
+    narrower = {**state["model"], "0.weight": state["model"]["0.weight"].bfloat16()}
+    foreign = copy.deepcopy(state)
+    foreign["optimizer"]["parameters"][0][0] = "embedding"
+    refused = {
+        f"saved by rank {1 - rank} of 2, but this is rank {rank} of 2": {**state, "rank": 1 - rank},
+        f"rank {rank} of 3, but": {**state, "ranks": 3},
+        "not what overlap.state_dict": {"model": state["model"]},
+        r"another model's: it lacks nothing and adds \['9.weight'\]": {**state, "model": other},
+        r"0.weight is \(3, 16\) torch.float32 in it, and \(16, 16\) torch.float32 here": {**state, "model": wider},
+        r"0.weight is \(16, 16\) torch.bfloat16 in it": {**state, "model": narrower},
+        "saved without an optimizer, and load_state_dict was given one": {**state, "optimizer": None},
+        r"group 0 had 10 parameters and has 10, lacks embedding, adds 0.weight": foreign,
+        "saved with no stage registered, and here Chain > Quantize > Step is": {**state, "stages": None},
+    }
+    fresh, new = _overlapped(rank, steps=0)
+    before = overlap.state_dict(fresh, new)
+    for message, wrong in refused.items():
+        with pytest.raises(ConfigurationError, match=message):
+            overlap.load_state_dict(fresh, new, wrong)
+    with pytest.raises(
+        ConfigurationError, match="Chain > Quantize > Step registered, and here Chain > Cast > Quantize"
+    ):
+        overlap.load_state_dict(*_overlapped(rank, steps=0, reducer=Cast(torch.bfloat16, _feedback())), state)
+    zero_ddp, zero = _zero(rank, steps=0)
+    classes = overlap.state_dict(zero_ddp, zero)["stages"]["classes"]
+    with pytest.raises(ConfigurationError, match="of class AdamW, but this one is a ZeroRedundancyOptimizer"):
+        overlap.load_state_dict(zero_ddp, zero, {**state, "stages": {**state["stages"], "classes": classes}})
+    with pytest.raises(ConfigurationError, match=r"share of .* is not the one that was saved \(range"):
+        overlap.load_state_dict(*_zero(rank, steps=0, partition="parameter"), overlap.state_dict(*_zero(rank)))
+    with pytest.raises(ConfigurationError, match="Linear is not a DistributedDataParallel model"):
+        overlap.state_dict(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="is not an optimizer"):
+        overlap.state_dict(ddp, "sgd")  # type: ignore[arg-type]
+    assert_parity(overlap.state_dict(fresh, new), before, what="after states that were refused")
+
+
+def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing() -> None:
+    run_ranks(_refused, 2)
+
+
+def _between(rank: int, world_size: int) -> None:
+    for deferred in (False, True):
+        ddp, optimizer = _overlapped(rank, deferred=deferred)
+        mean_squared_error(ddp, MLP.batch(5, rank)).backward()
+        with pytest.raises(
+            TrainingLoopError, match=r"between backward and optimizer.step\(\): gradients are not saved"
+        ):
+            overlap.state_dict(ddp, optimizer)
+        optimizer.step()
+        overlap.state_dict(ddp, optimizer)
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    local = LocalSGD(ddp, ADAMW(ddp.parameters()), start_step=5)
+    mean_squared_error(ddp, MLP.batch(5, rank)).backward()
+    with pytest.raises(TrainingLoopError, match=r"between backward and local.step\(\)"):
+        overlap.state_dict(ddp, local)
+
+
+def test_a_state_between_backward_and_step_is_refused() -> None:
+    run_ranks(_between, 2)
+
+
+def _snapshot(rank: int, world_size: int) -> None:
+    ddp, optimizer = _overlapped(rank)
+    state = overlap.state_dict(ddp, optimizer)
+    before = copy.deepcopy(state)
+    _train(rank, ddp, optimizer, range(3, 5))
+    assert_parity(state, before, what="a state after later steps")
+    end = overlap.state_dict(ddp, optimizer)
+    overlap.load_state_dict(ddp, optimizer, state)
+    _train(rank, ddp, optimizer, range(3, 5))
+    assert_parity(overlap.state_dict(ddp, optimizer), end, what="gone back and trained again")
+
+
+def test_a_state_is_a_snapshot_that_a_run_can_go_back_to() -> None:
+    run_ranks(_snapshot, 2)
+
+
+def _reversed(rank: int, world_size: int) -> None:
+    ddp, optimizer = _overlapped(rank)
+    other, its = _overlapped(rank, steps=0, parameters=lambda found: list(found)[::-1])
+    overlap.load_state_dict(other, its, overlap.state_dict(ddp, optimizer))
+    plain = wrap(MLP.model(), **MLP.ddp_options())
+    adamw = ADAMW(plain.parameters())
+    overlap.register(plain, _feedback())
+    state = overlap.state_dict(ddp, optimizer)
+    state["stages"]["classes"], state["stages"]["state"] = ["Quantize"], state["stages"]["state"]["0"]
+    overlap.load_state_dict(plain, adamw, state)
+    for one, its_own in ((ddp, optimizer), (other, its), (plain, adamw)):
+        _train(rank, one, its_own, range(3, 6))
+    assert_parity(other.module.state_dict(), ddp.module.state_dict(), what="parameters in reverse order")
+    assert_parity(plain.module.state_dict(), ddp.module.state_dict(), what="with a plain optimizer")
+
+
+def test_parameters_in_another_order_and_a_plain_optimizer_go_on_exactly() -> None:
+    run_ranks(_reversed, 2)
+
+
+class _Framework:
+    """What frameworks hand out in place of an optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+
+def _one_file(rank: int, world_size: int, folder: Path) -> None:
+    ddp, zero = _zero(rank)
+    file = folder / "custom_checkpoint_0.pkl"
+    state = overlap.TrainState(ddp, _Framework(zero)).state_dict()  # type: ignore[arg-type]
+    if rank == 0:
+        torch.save(state, file)
+    dcp.save({"run": overlap.TrainState(ddp, zero)}, checkpoint_id=folder / "dcp")
+    torch.distributed.barrier()
+    _train(rank, ddp, zero, range(3, 6))
+    end = overlap.state_dict(ddp, zero)
+    for how in ("torch.load", "distributed checkpoint"):
+        resumed, its = _zero(rank, steps=0)
+        if how == "torch.load":
+            overlap.TrainState(resumed, its).load_state_dict(torch.load(file, weights_only=True))
+        else:
+            dcp.load({"run": overlap.TrainState(resumed, its)}, checkpoint_id=folder / "dcp")
+        _train(rank, resumed, its, range(3, 6))
+        assert_parity(overlap.state_dict(resumed, its), end, what=f"one file for all ranks, by {how}")
+    with pytest.raises(ConfigurationError, match="not the state of a TrainState"):
+        overlap.TrainState(resumed, its).load_state_dict({"step": 1})
+
+
+def test_one_file_for_all_ranks_resumes_each_rank_exactly(tmp_path: Path) -> None:
+    run_ranks(_one_file, 2, tmp_path)
+
+
+def _with_ddp(rank: int, world_size: int) -> None:
+    def made() -> Any:
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        ddp.register_comm_hook(PowerSGDState(None, 1, 0, 1), powerSGD_hook)
+        return ddp, ADAMW(ddp.parameters())
+
+    ddp, optimizer = made()
+    _train(rank, ddp, optimizer, range(3))
+    buffer = io.BytesIO()
+    torch.save(overlap.state_dict(ddp, optimizer), buffer)
+    buffer.seek(0)
+    other, its = made()
+    overlap.load_state_dict(other, its, torch.load(buffer, weights_only=True))
+    for one, its_own in ((ddp, optimizer), (other, its)):
+        _train(rank, one, its_own, range(3, 6))
+    assert_parity(overlap.state_dict(other, its), overlap.state_dict(ddp, optimizer), what="a hook of DDP's own")
+
+    class Opaque:
+        pass
+
+    foreign = wrap(MLP.model(), **MLP.ddp_options())
+    foreign.register_comm_hook(Opaque(), _foreign_hook)
+    with pytest.raises(ConfigurationError, match="keeps its memory in a Opaque"):
+        overlap.state_dict(foreign)
+    registered = wrap(MLP.model(), **MLP.ddp_options())
+    overlap.register(registered, _foreign_hook, Opaque())
+    with pytest.raises(ConfigurationError, match="keeps its memory in a Opaque"):
+        overlap.state_dict(registered)
+
+
+def _foreign_hook(state, bucket):
+    future: Any = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def test_hooks_that_are_registered_with_ddp_are_saved_or_refused() -> None:
+    run_ranks(_with_ddp, 2)
+
+
+def _kept(rank: int, world_size: int) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    ddp, _ = _overlapped(rank, steps=1, reducer=AllReduce())
+    optimizer.param_groups[0]["callback"] = print
+    with pytest.raises(ConfigurationError, match=r"\['callback'\] is a builtin_function_or_method, which is neither"):
+        overlap.state_dict(ddp, optimizer)
+    late = PowerSGD(start_step=5)
+    ddp, optimizer = _overlapped(rank, steps=2, reducer=late)
+    assert overlap.state_dict(ddp, optimizer)["stages"]["state"]["0"]["steps"] == 2
+
+
+def test_what_cannot_be_saved_is_named_and_counters_are_saved_before_they_matter() -> None:
+    run_ranks(_kept, 2)
+
+
+def _powersgd() -> PowerSGD:
+    return PowerSGD(rank=1, min_compression_rate=1)
+
+
+def _of_three(rank: int, world_size: int) -> Any:
+    return overlap.state_dict(*_overlapped(rank, reducer=_powersgd()))
+
+
+def _on_two(rank: int, world_size: int, states: list[Any]) -> Any:
+    stage = _powersgd()
+    ddp, optimizer = _overlapped(rank, steps=0, reducer=stage)
+    ddp.module.load_state_dict(states[0]["model"])
+    optimizer.load_state_dict(states[0]["optimizer"]["state"])
+    own = [state["stages"]["state"]["0"] for state in states]
+    stage.load_state_dict(PowerSGD.redistribute(own, rank=rank, ranks=world_size))
+    before = overlap.state_dict(ddp, optimizer)
+    _train(rank, ddp, optimizer, range(3, 5))
+    return before
+
+
+def test_the_documented_way_to_another_number_of_ranks() -> None:
+    states = run_ranks(_of_three, 3)
+    resumed = run_ranks(_on_two, 2, states)
+    assert_parity(resumed[0]["model"], states[0]["model"], what="the model")
+    assert_parity(resumed[0]["optimizer"], states[0]["optimizer"], what="the optimizer")
+    for name in states[0]["stages"]["state"]["0"]["residuals"]:
+        pending = [
+            sum(state["stages"]["state"]["0"]["residuals"].get(name, 0) for state in all_ranks) / len(all_ranks)
+            for all_ranks in (states, resumed)
+        ]
+        torch.testing.assert_close(*pending)
