@@ -27,6 +27,7 @@ __all__ = ["Cell", "Outcome", "is_as_expected", "outcome_of", "outcomes"]
 _WORLD_SIZE = 2
 _WAIT_FOR_PEER_S = 8.0
 _CELL_S = 5.0
+_HANGS = "hangs or dies"
 _TOLD = "another rank of the group failed first"
 
 Cell = tuple[str, str]
@@ -51,7 +52,9 @@ def is_as_expected(outcome: Outcome, expected: Expected | None) -> bool:
         return outcome.kind == "exact"
     if expected.kind == "refused":
         return outcome.kind == "refused" and outcome.words.startswith(expected.words)
-    return outcome.kind not in ("exact", "refused") or (expected.is_a_race and outcome.kind == "exact")
+    if expected.is_a_race:
+        return outcome.kind != _HANGS
+    return outcome.kind not in ("exact", "refused", _HANGS)
 
 
 def outcomes(loops: Iterable[str], forms: Sequence[Form] = FORMS) -> dict[Cell, Outcome]:
@@ -63,7 +66,7 @@ def outcomes(loops: Iterable[str], forms: Sequence[Form] = FORMS) -> dict[Cell, 
         for cell in missing:
             said = [rank[cell] for rank in ranks if cell in rank]
             if len(said) < _WORLD_SIZE:
-                found[cell] = Outcome("hangs or dies", "; ".join(map(str, said)) or error.partition("\n")[0], error)
+                found[cell] = Outcome(_HANGS, "; ".join(map(str, said)) or error.partition("\n")[0], error)
                 break
             found[cell] = _agreed(said)
             if any(outcome.kind == "fails" for outcome in said):

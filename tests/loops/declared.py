@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .corpus import Declaration, limit, refused
-from .forms import AUTOMATIC, SHARDED, STEPPED
+from .forms import AUTOMATIC, SHARDED, STAGED, STEPPED
 
 __all__ = [
     "ALREADY_UPDATED",
@@ -34,7 +34,7 @@ NOT_DISCARDED = [*refused(STEPPED, "zero_grad() between backward and "), *EVERY_
 """The loop throws a backward away."""
 
 SECOND_BACKWARD = [
-    *refused(("interleaved", *(form for form in SHARDED if form != "zero alone")), "a second backward began before "),
+    *refused(("interleaved", *STAGED), "a second backward began before "),
     *EVERY_BACKWARD,
 ]
 """The loop makes two synchronized backwards for one step."""
@@ -48,7 +48,7 @@ def coupled(name: str) -> Declaration:
     ]
 
 
-PARTS = limit(SHARDED[:-1], "under ZeroStep a gradient is the mean only where this rank owns it")
+PARTS = limit(STAGED, "under ZeroStep a gradient is the mean only where this rank owns it")
 """The loop reads gradients."""
 
 MOVED = [*refused(STEPPED, "0.weight (and 5 other parameters) was changed between backward and "), *ALREADY_UPDATED]

@@ -31,6 +31,7 @@ __all__ = [
     "IN_BACKWARD",
     "PLAIN",
     "SHARDED",
+    "STAGED",
     "STEPPED",
     "Form",
 ]
@@ -147,3 +148,5 @@ IN_BACKWARD = (*STEPPED, *AUTOMATIC)
 DEFERRED = ("deferred", "zero deferred", "zero alone", "local")
 """The update is made in ``step()``."""
 SHARDED = tuple(name for name in ALL if name.startswith("zero"))
+STAGED = tuple(name for name in SHARDED if name != "zero alone")
+"""A ``ZeroStep`` makes the sharded update."""

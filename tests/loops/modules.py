@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from overlap import checkpoint_wrapper
 
-from .corpus import loop, refused, variant
+from .corpus import limit, loop, refused, variant
 from .declared import HOOK_IS_NOT_TOLD
-from .forms import ALL
+from .forms import ALL, IN_BACKWARD
 from .models import batch_norm, convolutional, dropout, images, mlp, tokens
 from .plain import usual
 from .run import Run
@@ -136,6 +136,14 @@ class Unused(nn.Module):
         return (self.left if self.calls % 2 else self.right)(self.first(x))
 
 
+STILL_NEEDED = limit(
+    IN_BACKWARD, "the update may come while backward needs the weight: autograd's error, on every rank", is_a_race=True
+)
+STILL_NEEDED_DATA = limit(
+    IN_BACKWARD,
+    "the update may come while backward needs the weight, which autograd is not told of through .data: read a clone",
+    is_a_race=True,
+)
 SPARSE = [
     *refused([form for form in ALL if form != "zero alone"], "this gradient is sparse, and stages work on dense ones"),
     *refused(["zero alone"], "the gradient of parameter 0 of group 0 is sparse"),
@@ -174,8 +182,8 @@ variant(
     "checkpoint_wrapper with BatchNorm",
     model=lambda: nn.Sequential(checkpoint_wrapper(batch_norm()), nn.Linear(16, 16)),
 )
-variant(usual, "a network that reads its own weight.detach()", model=lambda: ReadsItself("detach"))
-variant(usual, "a network that reads its own weight.data", model=lambda: ReadsItself("data"))
+variant(usual, "a network that reads its own weight.detach()", STILL_NEEDED, model=lambda: ReadsItself("detach"))
+variant(usual, "a network that reads its own weight.data", STILL_NEEDED_DATA, model=lambda: ReadsItself("data"))
 variant(
     usual,
     "branches used by turns, AdamW",
