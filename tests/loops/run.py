@@ -167,9 +167,9 @@ class Run:
                     {name: value for name, value in state.items() if (name in own) == (kind == "parameters")}
                     for state, own in zip(modules, names, strict=True)
                 ]
-        if self._compares_state and (is_last or self.form.has_whole_state):
-            states = [self.form.state(optimizer) for optimizer in self._optimizers]
-            if None not in states:  # Only some ranks may be told of the whole.
+        if is_last or self.form.has_whole_state:
+            states = [self.form.state(optimizer) for optimizer in self._optimizers]  # On every rank: it may gather.
+            if self._compares_state and None not in states:
                 record["optimizers"] = states
         return _cloned(record)
 
