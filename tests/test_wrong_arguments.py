@@ -160,6 +160,15 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
     "Join, a module": (lambda of: Join([of.model]), NOT_DDP),
     "Join, a model twice": (lambda of: Join([of.ddp, of.ddp]), "is given twice"),
     "Join, samples by name": (lambda of: Join([of.ddp], weight_by_samples="x"), "weight_by_samples is True, False, or"),
+    "Step, a class": (lambda of: Step(torch.optim.SGD), r"got the class SGD; make one, as in torch\.optim\.SGD\(ddp"),
+    "Step, a module": (lambda of: Step(of.model), r"expected a torch\.optim\.Optimizer, got Sequential; make one"),
+    "Step, clipping by a name": (lambda of: Step(of.sgd, clip_grad_norm="1"), "clip_grad_norm is a number, got '1'"),
+    "Step, clipping by a flag": (lambda of: Step(of.sgd, clip_grad_norm=True), "clip_grad_norm is a number, got True"),
+    "Step, deferred by a name": (lambda of: Step(of.sgd, deferred="yes"), "deferred is True, False or None, got 'yes'"),
+    "Step, a sharded optimizer": (
+        lambda of: chain(AllReduce(), Step(of.zero)).register(DistributedDataParallel(of.model)),
+        "its step.. goes on to another optimizer",
+    ),
     "sharded, a number": (
         lambda of: ZeroRedundancyOptimizer(1.2, torch.optim.SGD, lr=0.1),
         "params is an iterable .*got float",

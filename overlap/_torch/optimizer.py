@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -62,12 +63,15 @@ def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
     Private: the attribute by which LR schedulers mark the method that they replace, to see whether it is called.
     """
     step: Any = vars(optimizer).get("step")
-    if step is None:
-        return None
     inner = step
-    while getattr(inner, "_wrapped_by_lr_sched", False) and hasattr(inner, "__wrapped__"):
-        inner = inner.__wrapped__
-    return None if inner is getattr(type(optimizer), "step", None) else step
+    while inner is not None:
+        if isinstance(inner, MethodType) and inner.__self__ is optimizer:
+            inner = inner.__func__  # Whoever replaces it for a while often sets the bound method back.
+        elif getattr(inner, "_wrapped_by_lr_sched", False) and hasattr(inner, "__wrapped__"):
+            inner = inner.__wrapped__
+        else:
+            break
+    return None if inner is None or inner is getattr(type(optimizer), "step", None) else step
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ class Clipping:
     norm_type: float = 2.0
 
     def __post_init__(self) -> None:
+        for name, value in (("clip_grad_norm", self.max_norm), ("norm_type", self.norm_type)):
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise ConfigurationError(f"{name} is a number, got {value!r}")
         if not self.max_norm > 0:
             raise ConfigurationError(f"clip_grad_norm must be positive, got {self.max_norm}")
         if not self.norm_type > 0:

@@ -12,24 +12,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._torch.optimizer import (
-    global_pre_hooks,
     mark_stepped,
-    own_step,
     run_post_hooks,
     run_pre_hooks,
     unwrapped,
 )
-from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks import StageContext
 from overlap.join import Join, Joinable, JoinHook
 from overlap.optim.clipping import Clipping, GradientNorms
 from overlap.optim.grad_scaler import LossScale
+from overlap.optim.in_backward import check_nothing_before
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.pass_gradients import PassGradients
 from overlap.optim.phases import SCALED_UNDER_JOIN, Event, Phase
 from overlap.optim.proxy import OptimizerProxy
 from overlap.optim.skipping import SkippedUpdates
-from overlap.optim.step_guard import guards_lifted, refused_pre_hooks
+from overlap.optim.step_guard import guards_lifted
 from overlap.optim.subset import SubsetStepper, check_optimizer, grads_replaced, step_whole
 
 __all__ = ["OverlappedOptimizer"]
@@ -91,7 +90,6 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
                 backward ran under ``no_sync``, or did not reach every parameter), or was changed after an interleaved
                 update had applied it (clipping, ``GradScaler``); or the last backward raised.
         """
-        self._check_registered()
         Join.notify_join_context(self)
         loss = None
         if closure is not None:
@@ -130,6 +128,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
 
     def _pending(self, loss_scale: LossScale) -> list[Tensor]:
         """The parameters to update, if the lifecycles allow it."""
+        self._check_registered()
         lifecycles = [update.lifecycle for update in self._updates]
         if loss_scale.is_used and any(lifecycle.outcome is not Phase.REDUCED for lifecycle in lifecycles):
             raise TrainingLoopError(
@@ -193,7 +192,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
     @torch.no_grad()
     def _finish(self, pending: list[Tensor], arguments: dict[str, Any]) -> None:
         """Update what backward has left, such as parameters that are not in the model, and run the step hooks."""
-        self.check_updates_in_backward()
+        check_nothing_before(self.optimizer)
         if arguments:
             raise TrainingLoopError(
                 f"step() was given {', '.join(arguments)}, but the update was made in backward; use "
@@ -294,7 +293,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
     def begin_backward(self, update: _Update) -> None:
         """A backward of the model of ``update`` begins; that of another model may be part of the same step."""
         if not update.is_deferred:
-            self.check_updates_in_backward()
+            check_nothing_before(self.optimizer)
         phases = {other.lifecycle.phase for other in self._updates if other is not update}
         if phases & {Phase.BACKWARD, Phase.APPLIED}:
             self._stepper.refresh()
@@ -311,21 +310,6 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         for other in self._updates:
             if (other.is_deferred, other.clipping) != (update.is_deferred, update.clipping):
                 raise ConfigurationError(f"one optimizer is updated in one way, but has {other!r} and {update!r}")
-
-    def check_updates_in_backward(self) -> None:
-        """Raises: UnsupportedError: something must run before the update, or in place of it."""
-        name = type(self.optimizer).__name__
-        if own_step(self.optimizer) is not None:
-            raise UnsupportedError(
-                f"step() of this {name} was replaced on the object, and an update in backward would not call it; use "
-                "Step(OverlappedOptimizer(optimizer), deferred=True)"
-            )
-        if hooks := refused_pre_hooks(self.optimizer, global_pre_hooks()):
-            raise UnsupportedError(
-                f"the step pre-hook {hooks[0]} must run before the update of this {name}, when all gradients are "
-                "there, but updates are made while backward runs; use "
-                "Step(OverlappedOptimizer(optimizer), deferred=True)"
-            )
 
     def run_hooks(self) -> None:
         """Run the step hooks of an update that was made in backward; the pre-hooks among them only watch."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 import torch
@@ -15,9 +14,10 @@ from overlap.hooks import Bucket, StageContext, whole_pass
 from overlap.join.active import active_join
 from overlap.optim.clipping import GradientNorms
 from overlap.optim.functional import FunctionalOptimizer
+from overlap.optim.in_backward import check_draws, check_in_turn
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.phases import Phase
-from overlap.optim.probe import Verdict, probe
+from overlap.optim.probe import probe
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.step_guard import StepGuard, check_one_model, guarded_by
 from overlap.optim.subset import grads_replaced, step_whole
@@ -155,26 +155,11 @@ class Step(UpdateStage):
         """Raises: UnsupportedError: an update in backward would not come in the order of one whole step."""
         if self.updates_in_step:
             return
-        name, found, deferred = self._optimizer_name, probe(self.optimizer.optimizer), self.lifecycle.form.deferred
-        if found.draws:
-            raise UnsupportedError(
-                f"{name}.step() draws random numbers ({', '.join(found.draws)}), and in backward they would come in "
-                f"another order than in step(), between those of recomputed layers; use {deferred}"
-            )
-        if self.is_deferred:
-            return
-        self.optimizer.check_updates_in_backward()
-        if found.in_turn.verdict is Verdict.COUPLED:
-            raise UnsupportedError(
-                f"updating bucket by bucket would not equal one step of {name}: {found.in_turn.why}; use {deferred}"
-            )
-        if found.in_turn.verdict is Verdict.UNKNOWN:
-            warnings.warn(
-                f"cannot find out whether updating bucket by bucket equals one step of {name}: {found.in_turn.why}. It "
-                f"does if each parameter is updated by itself; use {deferred} if it is not",
-                UserWarning,
-                stacklevel=2,
-            )
+        optimizer, instead = self.optimizer.optimizer, self.lifecycle.form.deferred
+        found = probe(optimizer)
+        check_draws(optimizer, found, instead=instead)
+        if not self.is_deferred:
+            check_in_turn(optimizer, found, instead=instead)
 
     def _check_coverage(self, context: StageContext) -> None:
         if context.names is None or self._adopts_parameters:

@@ -89,10 +89,12 @@ def check_one_model(optimizer: Optimizer, context: StageContext) -> None:
         other = guard.stage
         if other is None or other.context is None or other.context.ddp is context.ddp:
             continue
-        if any(parameter in names for parameter in other.context.names or {}) and guard.is_alive():
+        shared = [parameter for parameter in other.context.names or {} if parameter in names]
+        if shared and guard.is_alive():
             raise RegistrationError(
-                f"{other!r} updates parameters of this model already, for another DistributedDataParallel of the same "
-                "module: first call .remove() on what that registration returned"
+                f"{names[shared[0]]} (and {len(shared) - 1} other parameters) are updated by {other!r} already, of "
+                "another DistributedDataParallel of the same module: first call .remove() on what register returned "
+                "for that"
             )
 
 

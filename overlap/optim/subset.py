@@ -12,6 +12,8 @@ hyperparameters as they are at that moment. LR schedulers, several groups and th
 What the twin's ``step`` writes (an attribute, a value in a group) is written back. If two buckets of one backward
 both change the same value, it counts calls of ``step`` or mixes parameters, and updating bucket by bucket would not
 be the same as one step: that is refused, and the deferred mode, which steps all parameters at once, serves instead.
+Most of that is found out when a stage is registered (see [Note: what an optimizer couples]); this is the net below,
+as is a look at the other parameters' version counters in the first steps.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from overlap._checks import described
 from overlap._torch.autograd import version
 from overlap._torch.isolation import global_step_hooks_suspended
 from overlap._torch.optimizer import drop_hooks, unhooked_step
@@ -53,7 +56,8 @@ def check_optimizer(optimizer: object) -> Optimizer:
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
-            f"expected a torch.optim.Optimizer, got {optimizer!r} of type {type(optimizer).__name__}"
+            f"expected a torch.optim.Optimizer, got {described(optimizer)}; make one, as in "
+            "torch.optim.SGD(ddp.parameters(), lr=0.1)"
         )
     name = type(optimizer).__name__
     if isinstance(optimizer, SparseAdam):

@@ -47,6 +47,8 @@ class UpdateStage(Stage):
         skip: str,
         adds_up: bool,
     ) -> None:
+        if deferred is not None and not isinstance(deferred, bool):
+            raise ConfigurationError(f"deferred is True, False or None, got {deferred!r}")
         self.clipping = None if clip_grad_norm is None else Clipping(clip_grad_norm, norm_type)
         if self.clipping is not None and deferred is False:
             raise ConfigurationError(

@@ -209,3 +209,13 @@ def _frozen_and_scalar() -> list[Tensor]:
 
 def test_scalars_empty_and_frozen_parameters_do_not_disturb_the_experiment() -> None:
     assert _verdicts(probe(users.Lion(_frozen_and_scalar()))) == (SEPARABLE,) * 3
+
+
+def test_a_bound_step_that_was_set_back_is_the_classs_own() -> None:
+    optimizer = torch.optim.SGD(_parameters(), lr=0.1)
+    plain = optimizer.step
+    optimizer.step = lambda *_: None  # type: ignore[method-assign]
+    assert probe(optimizer).in_turn.why == "its step() was replaced on the object"
+    optimizer.step = plain  # type: ignore[method-assign]
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    assert _verdicts(probe(optimizer)) == (SEPARABLE,) * 3

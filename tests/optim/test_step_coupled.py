@@ -15,7 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import assert_parity, overlapped_step, run_ranks, third_party, train, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import AllReduce, OverlappedOptimizer, Step, UnsupportedError, chain
+from overlap import (
+    AllReduce,
+    OptimizerHookState,
+    OverlappedOptimizer,
+    Step,
+    UnsupportedError,
+    allreduce_hook,
+    chain,
+    hook_then_optimizer,
+)
 from overlap.optim.subset import SubsetStepper
 
 STEPS = 6
@@ -259,3 +268,28 @@ def _unwrapped(rank: int, world_size: int) -> None:
 
 def test_wrappers_of_accelerate_and_lightning_are_taken_off() -> None:
     run_ranks(_unwrapped, 2)
+
+
+def _through_a_hook(rank: int, world_size: int) -> None:
+    batches = MLP.batches(rank, steps=STEPS)
+    reference = train(*plain_ddp(MLP, third_party.Lion), batches, scheduler=NoScheduler)
+    ddp = wrap(MLP.model())
+    optimizer = third_party.Lion(ddp.parameters())
+    ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
+    for batch in batches:
+        optimizer.zero_grad()
+        mean_squared_error(ddp, batch).backward()
+    candidate = {name: parameter.detach().clone() for name, parameter in ddp.module.named_parameters()}
+    assert_parity(candidate, reference[-1].parameters, what="Lion through DDP's own hook")
+
+    ddp = wrap(MLP.model())
+    prodigy = third_party.Prodigy(ddp.parameters())
+    ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(prodigy)))
+    before = [parameter.detach().clone() for parameter in ddp.parameters()]
+    with pytest.raises(UnsupportedError, match="one step of Prodigy: its step"):
+        mean_squared_error(ddp, batches[0]).backward()
+    assert_parity(list(ddp.parameters()), before, what="parameters after a refused backward")
+
+
+def test_a_hook_of_ddps_own_finds_out_at_its_first_bucket() -> None:
+    run_ranks(_through_a_hook, 2)

@@ -28,6 +28,16 @@ def _forgotten(rank: int, world_size: int) -> None:
     mean_squared_error(ddp, batch).backward()
     with pytest.raises(TrainingLoopError, match=FORGOTTEN):
         overlapped.step()
+
+    def closure() -> torch.Tensor:
+        overlapped.zero_grad()
+        loss = mean_squared_error(ddp, batch)
+        loss.backward()
+        return loss
+
+    overlapped.zero_grad()
+    with pytest.raises(TrainingLoopError, match=FORGOTTEN):
+        overlapped.step(closure)
     assert_parity(list(ddp.parameters()), before, what="parameters after a forgotten register(ddp)")
 
 

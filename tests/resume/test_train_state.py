@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from overlap import (
     chain,
     powerSGD_hook,
 )
+from overlap.hooks import PostLocalSGDState
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
@@ -285,3 +287,11 @@ def test_the_documented_way_to_another_number_of_ranks() -> None:
             for all_ranks in (states, resumed)
         ]
         torch.testing.assert_close(*pending)
+
+
+def test_a_pickled_postlocalsgdstate_counts_on_without_its_groups(caplog: pytest.LogCaptureFixture) -> None:
+    state = PostLocalSGDState(torch.distributed.ProcessGroup(0, 1), None, start_localSGD_iter=7)
+    state.iter = 3
+    again = pickle.loads(pickle.dumps(state))
+    assert (again.iter, again.start_localSGD_iter, again.process_group) == (3, 7, None)
+    assert "process groups are not pickled" in caplog.text

@@ -59,6 +59,7 @@ class ShardedUpdate(Protocol):
     """What the optimizer asks of the stage that updates it in backward."""
 
     lifecycle: UpdateLifecycle
+    is_deferred: bool
 
     @property
     def updates_in_step(self) -> bool:
@@ -224,7 +225,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         matching = [g if g.dtype == own.dtype else g.to(own.dtype) for g, own in zip(shaped, chunks, strict=True)]
         copy_options(self.param_groups, self.optim.param_groups)
         # What step() does once, whatever it steps, is then done on ranks and in groups without a gradient, too.
-        is_whole = self.separability.in_turn.verdict is Verdict.COUPLED
+        is_together = self.stage is None or self.stage.is_deferred
+        is_whole = is_together and self.separability.in_turn.verdict is not Verdict.SEPARABLE
         self._stepper.step(chunks, matching, is_whole=is_whole, **self._step_arguments)
         copy_options(self.optim.param_groups, self.param_groups)
         for shard in shards:
@@ -445,6 +447,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
         self._prepare_to_load()
+        self._whole_state.note_change()
 
     def _prepare_to_load(self) -> None:
         if self.stage is not None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from overlap.errors import UnsupportedError
 from overlap.optim.zero.kinds import Kind, Kinds, StateValue, tensors_in
-from overlap.optim.zero.parameter_groups import copy_options
+from overlap.optim.zero.parameter_groups import copy_options, options_of
 from overlap.optim.zero.plain_values import as_plain, cloned, fingerprint
 from overlap.optim.zero.sharding import Shard
 
@@ -24,6 +24,9 @@ __all__ = ["CPU", "GlobalState", "LocalState", "ShardedState", "check_new_state"
 _MASTER = "master_param"
 
 CPU = torch.device("cpu")
+
+_What = tuple[int | None, str]
+"""The place of a parameter, ``None`` for what belongs to none, and a key of the state."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,7 @@ class LocalState:
         for rank, described in enumerate(everyone):
             if isinstance(described, str):
                 raise UnsupportedError(f"rank {rank}: {described}")
-        known: dict[tuple[str, str], tuple[int, str]] = {}
+        known: dict[_What, tuple[int, str]] = {}
         for rank, described in enumerate(everyone):
             for what, text in described.items():
                 first, expected = known.setdefault(what, (rank, text))
@@ -218,36 +221,42 @@ class LocalState:
         # A rank that owns nothing has stepped nothing, so its values are those of the first step.
         return GlobalState(**next((one for _, one in gathered if one is not None), {}))
 
-    def _described(self) -> dict[tuple[str, str], str]:
-        described: dict[tuple[str, str], str] = {}
-        for shard in self.sharded.shards.values():
+    def _described(self) -> dict[_What, str]:
+        described: dict[_What, str] = {}
+        for place, shard in enumerate(self.sharded.shards.values()):
             for key, (kind, value) in self.of(shard).items():
                 if kind is Kind.BY_ELEMENT:
-                    described[shard.name, key] = f"{kind.value}, {value.dtype}"
+                    described[place, key] = f"{kind.value}, {value.dtype}"
                 elif not shard.is_whole:
-                    described[shard.name, key] = f"{kind.value}, {fingerprint(as_plain(value))}"
+                    described[place, key] = f"{kind.value}, {fingerprint(as_plain(value))}"
         if self.sharded.owns_something:
             beside = {**self.shared.state, **self.shared.entries}
-            described.update((("", str(key)), fingerprint(as_plain(value))) for key, value in beside.items())
+            for place, group in enumerate(self.sharded.param_groups):
+                beside.update((f"{key} of group {place}", value) for key, value in options_of(group).items())
+            described.update(((None, str(key)), fingerprint(as_plain(value))) for key, value in beside.items())
         return described
 
-    def _check_complete(self, everyone: Sequence[Mapping[tuple[str, str], str]]) -> None:
+    def _check_complete(self, everyone: Sequence[Mapping[_What, str]]) -> None:
         """A rank without elements of a parameter may lack its state, but no other rank."""
-        shards = {shard.name: shard for shard in self.sharded.shards.values()}
-        for what in {what: None for described in everyone for what in described if what[0]}:
-            for rank, (start, end) in enumerate(shards[what[0]].ranges):
+        shards = list(self.sharded.shards.values())
+        found = {what: None for described in everyone for what in described}
+        for what, place in ((what, what[0]) for what in found):
+            if place is None:
+                continue
+            for rank, (start, end) in enumerate(shards[place].ranges):
                 if start < end and what not in everyone[rank]:
                     first = next(other for other, described in enumerate(everyone) if what in described)
                     raise UnsupportedError(self._difference(what, (first, everyone[first][what]), (rank, "missing")))
 
-    def _difference(self, what: tuple[str, str], first: tuple[int, str], other: tuple[int, str]) -> str:
-        (name, key), optimizer = what, type(self.sharded.optimizer).__name__
+    def _difference(self, what: _What, first: tuple[int, str], other: tuple[int, str]) -> str:
+        (place, key), optimizer = what, type(self.sharded.optimizer).__name__
         told = f"rank {first[0]} has {first[1]}, rank {other[0]} {other[1]}"
-        if not name:
+        if place is None:
             return (
                 f"{optimizer}: {key!r}, which belongs to no parameter, differs between ranks: {told}. It depends on "
                 "all parameters, of which each rank steps a part; use plain DDP with this optimizer"
             )
+        name = list(self.sharded.shards.values())[place].name
         return (
             f"{optimizer}: state {key!r} of {name} differs between ranks: {told}. An optimizer that does not treat "
             "each element by itself needs ZeroRedundancyOptimizer(..., partition='parameter')"

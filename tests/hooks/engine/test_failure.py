@@ -12,7 +12,7 @@ import torch
 from harness import RankDied, run_ranks, wrap
 from harness.models import MLP
 from overlap import AllReduce, Bucket, CollectiveError, PeerError, Stage, UnsupportedError, as_stage, chain
-from overlap.hooks import send_recv
+from overlap.hooks import Role, send_recv
 
 
 class Flaky(Stage):
@@ -263,3 +263,44 @@ def _does_not_come(rank: int, world_size: int) -> None:
 
 def test_a_rank_that_does_not_register_is_named() -> None:
     run_ranks(_does_not_come, 2, group_timeout_s=2)
+
+
+class _Counts(Stage):
+    """Counts how often it is told that a backward is over."""
+
+    role = Role.AVERAGER
+    told = 0
+
+    async def __call__(self, bucket: Bucket) -> None:
+        pass
+
+    def after_backward(self, *, failed: bool) -> None:
+        self.told += 1
+
+
+class _RaisesLate(Flaky):
+    """A reducer that raises when all is done."""
+
+    told = 0
+
+    def after_backward(self, *, failed: bool) -> None:
+        self.told += 1
+        if self.told == 2:
+            raise ValueError("the dog ate it")
+
+
+def _raises_at_the_end(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    counts = _Counts()
+    chain(_RaisesLate(-1, 0, after=False), counts).register(ddp)
+    for step in range(3):
+        if step != 1:
+            _mean_gradients_are_right(ddp, step, rank, world_size)
+            continue
+        with pytest.raises(ValueError, match="the dog ate it"):
+            _backward(ddp, step, rank)
+    assert counts.told == 3
+
+
+def test_every_stage_is_told_that_backward_is_over_even_if_one_raises_then() -> None:
+    run_ranks(_raises_at_the_end, 2)
