@@ -13,11 +13,20 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vect
 
 from harness.third_party import clip_gradients
 
-from .corpus import loop, variant
-from .declared import EDITED, MOVED, PARTS
+from .corpus import limit, loop, refused, variant
+from .declared import ALREADY_UPDATED, EDITED, MOVED, PARTS
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
+
+CLIPPED = [*EDITED, *refused(["zero deferred"], "after backward .grad was scaled by ")]
+"""Each rank clips by the norm of what it has."""
+OWN_CLIP = [
+    *refused(["interleaved"], "the gradient of "),
+    *refused(["zero", "zero forward", "zero parameter"], "zero.clip_grad_norm_() after backward, but"),
+    *limit(["zero deferred"], "the ranks' parts of the norm are summed in another order"),
+    *ALREADY_UPDATED,
+]
 
 
 def after_backward(touch: Callable[[Any, Any], Any]) -> Any:
@@ -103,16 +112,16 @@ def _zero_one(ddp: Any, optimizer: Any) -> None:
     next(iter(ddp.parameters())).grad = None
 
 
-variant(after_backward(_clip(0.05)), "clip_grad_norm_ that binds", EDITED)
+variant(after_backward(_clip(0.05)), "clip_grad_norm_ that binds", CLIPPED)
 variant(
     after_backward(_clip(0.05, norm_type=float("inf"))),
     "clip_grad_norm_ with the largest element",
-    EDITED,
+    CLIPPED,
     optimizer=_ADAMW,
 )
 variant(after_backward(_clip(float("inf"))), "clip_grad_norm_(inf), to log the norm", PARTS)
 variant(after_backward(_clip_quietly), "clip_grad_norm_ that does not bind", optimizer=_ADAMW)
-variant(after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 0.05)), "a clip by hand", EDITED)
+variant(after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 0.05)), "a clip by hand", CLIPPED)
 variant(after_backward(lambda ddp, optimizer: clip_grad_value_(ddp.parameters(), 0.01)), "clip_grad_value_", EDITED)
 variant(after_backward(_scale_data), "p.grad.data.mul_()", EDITED)
 variant(after_backward(_replace_data), "p.grad.data = ...", EDITED)
@@ -124,12 +133,12 @@ variant(after_backward(_zero_one), "one gradient set to None", EDITED)
 variant(
     after_backward(_clip(0.05)),
     "clip_grad_norm_, gradients as bucket views",
-    EDITED,
+    CLIPPED,
     ddp={"gradient_as_bucket_view": True},
 )
 
 
-@loop("a clip with the library's own option", EDITED, optimizer=_ADAMW)
+@loop("a clip with the library's own option", OWN_CLIP, optimizer=_ADAMW)
 def own_clip(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()
