@@ -10,12 +10,14 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.optim import lr_scheduler
 
-from .corpus import loop, refused, variant
+from .corpus import Declaration, loop, refused, variant
 from .declared import ALREADY_UPDATED
 from .forms import STEPPED
 from .run import Run
 
-RATES = [*refused(STEPPED, ""), *ALREADY_UPDATED]
+
+def _changed(key: str) -> Declaration:
+    return [*refused(STEPPED, f"'{key}' of parameter group 0 was changed from "), *ALREADY_UPDATED]
 
 
 def scheduled(make: Any) -> Any:
@@ -74,7 +76,7 @@ def warm_up(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("a rate set between backward and step()", RATES)
+@loop("a rate set between backward and step()", _changed("lr"))
 def rate_after_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
         optimizer.zero_grad()
@@ -86,7 +88,7 @@ def rate_after_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("momentum set between backward and step()", RATES)
+@loop("momentum set between backward and step()", _changed("momentum"))
 def momentum_after_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
         optimizer.zero_grad()
