@@ -290,6 +290,17 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
 
     # What a Step stage uses.
 
+    def outside_of_models(self) -> list[Tensor]:
+        """Parameters that have a gradient, and that no registered model has."""
+        lifecycles = [update.lifecycle for update in self._updates]
+        return [
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+            and not any(parameter in one.names or one.gradients.has_reduced(parameter) for one in lifecycles)
+        ]
+
     def begin_backward(self, update: _Update) -> None:
         """A backward of the model of ``update`` begins; that of another model may be part of the same step."""
         if not update.is_deferred:

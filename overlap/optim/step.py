@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._torch.optimizer import mark_stepped, unwrapped
-from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, StageContext, whole_pass
 from overlap.join.active import active_join
 from overlap.optim.clipping import GradientNorms
@@ -297,12 +297,26 @@ class Step(UpdateStage):
         if self.norms is not None:
             self.norms.note_gradients(self.lifecycle.gradients.reduced)
         outcome = Phase.STEPPED if self.lifecycle.is_replay else self.lifecycle.outcome
+        if self.is_automatic and not self.lifecycle.is_replay:
+            self._check_left_out()
         if outcome is Phase.STEPPED and not self.is_deferred:
             self._run_hooks()
         self.lifecycle.on_reduced(outcome)
         if outcome is Phase.STEPPED:
             mark_stepped(self.optimizer.optimizer)
         return None
+
+    def _check_left_out(self) -> None:
+        """Raises: TrainingLoopError: a parameter has a gradient but came in no bucket, such as one added since."""
+        if self._only is not None:
+            return
+        left = self.optimizer.outside_of_models()
+        if left:
+            self.lifecycle.on_failure()
+            raise TrainingLoopError(
+                f"{len(left)} parameters of the {self._optimizer_name} have gradients but are in no bucket of the "
+                "model, so backward never updates them; give OverlappedOptimizer(optimizer) to Step and call its step()"
+            )
 
     def _run_hooks(self) -> None:
         """Step hooks, once, when all updates of the backward have been made."""

@@ -11,7 +11,16 @@ from step_loops import SGD, NoScheduler, plain_ddp
 
 from harness import assert_parity, run_ranks, train, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import OptimizerHookState, allreduce_hook, hook_then_optimizer, register
+from overlap import (
+    AllReduce,
+    OptimizerHookState,
+    Step,
+    TrainingLoopError,
+    allreduce_hook,
+    chain,
+    hook_then_optimizer,
+    register,
+)
 from overlap.optim import FunctionalSGD
 
 Parameters = list[dict[str, torch.Tensor]]
@@ -59,3 +68,20 @@ def _without_parameters(rank: int, world_size: int, with_ddp_itself: bool) -> No
 @pytest.mark.parametrize("with_ddp_itself", [False, True], ids=["register", "register_comm_hook"])
 def test_a_functional_optimizer_without_parameters_takes_those_that_come(with_ddp_itself: bool) -> None:
     run_ranks(_without_parameters, 2, with_ddp_itself)
+
+
+def _parameter_in_no_bucket(rank: int, world_size: int, with_ddp_itself: bool) -> None:
+    ddp, head = wrap(MLP.model(), **MLP.ddp_options()), torch.nn.Linear(16, 1)
+    optimizer = SGD(ddp.parameters())
+    if with_ddp_itself:
+        ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
+    else:
+        chain(AllReduce(), Step(optimizer)).register(ddp)
+    optimizer.add_param_group({"params": head.parameters()})
+    with pytest.raises(TrainingLoopError, match="2 parameters of the SGD have gradients but are in no bucket"):
+        head(ddp(*MLP.batch(0, rank).inputs)).sum().backward()
+
+
+@pytest.mark.parametrize("with_ddp_itself", [False, True], ids=["register", "register_comm_hook"])
+def test_a_parameter_that_backward_would_never_update_is_an_error(with_ddp_itself: bool) -> None:
+    run_ranks(_parameter_in_no_bucket, 2, with_ddp_itself)
