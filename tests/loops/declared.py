@@ -7,6 +7,8 @@ from .forms import AUTOMATIC, SHARDED, STAGED, STEPPED
 
 __all__ = [
     "ALREADY_UPDATED",
+    "CLIPPED",
+    "CLIPPED_PARTS",
     "EDITED",
     "EVERY_BACKWARD",
     "HOOK_IS_NOT_TOLD",
@@ -23,6 +25,11 @@ _EVERY = "backward is the step: every synchronized backward makes an update, and
 
 EDITED = [*refused(STEPPED, "the gradient of "), *limit(AUTOMATIC, _AFTER)]
 """The loop changes gradients between backward and step()."""
+
+CLIPPED_PARTS = refused(["zero deferred"], "after backward .grad was scaled by ")
+
+CLIPPED = [*EDITED, *CLIPPED_PARTS]
+"""The loop clips by the norm of what each rank has."""
 
 ALREADY_UPDATED = limit(AUTOMATIC, _AFTER)
 """The loop does something else there, which the forms with a step() take into account."""

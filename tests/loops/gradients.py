@@ -14,13 +14,11 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vect
 from harness.third_party import clip_gradients
 
 from .corpus import limit, loop, refused, variant
-from .declared import ALREADY_UPDATED, EDITED, MOVED, PARTS
+from .declared import ALREADY_UPDATED, CLIPPED, EDITED, MOVED, PARTS
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
 
-CLIPPED = [*EDITED, *refused(["zero deferred"], "after backward .grad was scaled by ")]
-"""Each rank clips by the norm of what it has."""
 OWN_CLIP = [
     *refused(["interleaved"], "the gradient of "),
     *refused(["zero", "zero forward", "zero parameter"], "zero.clip_grad_norm_() after backward, but"),

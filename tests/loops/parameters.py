@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .corpus import limit, loop, refused, variant
 from .declared import HOOK_IS_NOT_TOLD
-from .forms import STAGED
+from .forms import AUTOMATIC, STAGED
 from .models import mlp
 from .plain import usual
 from .run import Run
@@ -48,15 +48,21 @@ def _with_ignored() -> nn.Module:
     return model
 
 
+IN_NO_BUCKET = "{} parameters of the SGD have gradients but are in no bucket of the model"
 OUTSIDE = [
+    *refused(["hook"], IN_NO_BUCKET.format(1)),
     *refused(["automatic"], "1 parameters of the SGD are not in this model"),
     *refused(STAGED, "1 of 7 parameters of the ZeroRedundancyOptimizer are not trained by this model"),
 ]
 IGNORED = [
+    *refused(["hook"], IN_NO_BUCKET.format(2)),
     *refused(["automatic"], "2 parameters of the SGD are not in this model"),
     *refused(STAGED, "2 of 6 parameters of the ZeroRedundancyOptimizer are not trained by this model"),
 ]
-SECOND_MODEL = refused(STAGED, "1 of 1 parameters of the ZeroRedundancyOptimizer are not trained by this model")
+SECOND_MODEL = [
+    *refused(AUTOMATIC, IN_NO_BUCKET.format(6)),
+    *refused(STAGED, "1 of 1 parameters of the ZeroRedundancyOptimizer are not trained by this model"),
+]
 
 variant(usual, "groups: no decay for biases", groups=_decay_groups)
 variant(usual, "a group per parameter, layer-wise rates", groups=_per_layer, optimizer=_ADAMW)
