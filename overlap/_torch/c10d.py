@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
+from overlap._threads import start
 from overlap.errors import CollectiveError
 
 __all__ = [
@@ -183,6 +184,10 @@ def _abort(backend: Any) -> None:
         backend.abort()
 
 
+def _start_abort(backends: list[Any]) -> threading.Thread:
+    return start(lambda: _abort(backends.pop()), "overlap-abort")
+
+
 class _Message:
     """The work of a message between two ranks on Gloo, which is waited for without a timeout.
 
@@ -275,7 +280,5 @@ class GlooChannel:
         Returns the thread that does it. Only that thread keeps the backend: with three or more ranks, destroying a Gloo
         backend sometimes waits until an operation times out.
         """
-        thread = threading.Thread(target=_abort, args=(self._backend,), name="overlap-abort", daemon=True)
-        self._backend = None
-        thread.start()
-        return thread
+        backend, self._backend = self._backend, None
+        return _start_abort([backend])

@@ -155,8 +155,7 @@ class UpdateLifecycle:
             TrainingLoopError: the update was made in backward, and ``step()`` is due.
         """
         self.check(Event.ZERO_GRAD)
-        if self.phase is Phase.FORWARD:
-            self.gradients.note_zero_grad(set_to_none=set_to_none)
+        self.gradients.note_zero_grad(set_to_none=set_to_none or self.phase is not Phase.FORWARD)
         self._move(Event.ZERO_GRAD)
         if self.phase is Phase.IDLE:
             self.gradients.forget()

@@ -24,7 +24,7 @@ from overlap.optim.clipping import Clipping, GradientNorms
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.in_backward import check_nothing_before
 from overlap.optim.lifecycle import UpdateLifecycle
-from overlap.optim.pass_gradients import PassGradients
+from overlap.optim.outside import OutsideGradients
 from overlap.optim.phases import SCALED_UNDER_JOIN, Event, Phase
 from overlap.optim.proxy import OptimizerProxy
 from overlap.optim.skipping import SkippedUpdates
@@ -74,7 +74,8 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         self._updates: list[_Update] = []
         self._was_registered = False
         self._stepper = SubsetStepper(self.optimizer)
-        self._outside = PassGradients(clears=lambda parameter: True)
+        self.outside = OutsideGradients()
+        """Gradients that :meth:`step` has applied of parameters which are in no registered model."""
         self.skipped = SkippedUpdates()
         """Where the loop says that a backward is not this optimizer's."""
 
@@ -106,7 +107,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         mark_stepped(self.optimizer)
         for update in self._updates:
             update.lifecycle.on_step(pending)
-        self._note_outside(pending)
+        self.outside.note_stepped(pending, [update.lifecycle.names for update in self._updates])
         return loss
 
     def skip_update(self) -> AbstractContextManager[None]:
@@ -139,8 +140,8 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             raise TrainingLoopError(SCALED_UNDER_JOIN)
         for lifecycle in lifecycles:
             lifecycle.check_step()
-        self._refuse_edits_outside()
-        applied = [*(lifecycle.gradients for lifecycle in lifecycles), self._outside]
+        self.outside.refuse_edits()
+        applied = [*(lifecycle.gradients for lifecycle in lifecycles), self.outside]
         pending = [
             parameter
             for group in self.param_groups
@@ -215,7 +216,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             update.lifecycle.check(Event.ZERO_GRAD)
         for update in self._updates:
             update.lifecycle.on_zero_grad(set_to_none=set_to_none)
-        self._outside.forget()
+        self.outside.forget()
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -260,33 +261,6 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
 
     def __repr__(self) -> str:
         return f"OverlappedOptimizer({self.optimizer!r})"
-
-    # Parameters that are not in any registered model: step() updates them, and the next forward clears them, too.
-
-    def _note_outside(self, updated: list[Tensor]) -> None:
-        names = [update.lifecycle.names for update in self._updates]
-        if not names or not all(names):
-            return  # No forward is seen.
-        self._outside.note_applied(p for p in updated if not any(p in of_model for of_model in names))
-        self._outside.note_values(are_there=True)
-
-    def _refuse_edits_outside(self) -> None:
-        self._outside.release_new_tensors()
-        if self._outside.edited(keeps_new_tensors=True, ignores_zeros=True, samples=False):
-            self._outside.accept_values()
-            raise TrainingLoopError(
-                "the gradient of a parameter outside of the model was changed after optimizer.step() had applied it: "
-                "change it before, or call zero_grad() first"
-            )
-
-    def clear_outside(self) -> None:
-        """A forward of a registered model begins.
-
-        Raises:
-            TrainingLoopError: a gradient outside of the model was changed after :meth:`step` had applied it.
-        """
-        self._refuse_edits_outside()
-        self._outside.clear_applied()
 
     # What a Step stage uses.
 

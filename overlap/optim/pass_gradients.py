@@ -125,6 +125,7 @@ class PassGradients:
             if self._clears(parameter):
                 parameter.grad = None
         self.forget()
+        self._cleared = []
 
     def clear_for_good(self) -> None:
         """Clear what was applied, edited or not, so that no optimizer left alone applies it again."""

@@ -199,7 +199,7 @@ class Step(UpdateStage):
         return UpdateMarks([*groups, *states], named, samples=samples)
 
     def before_forward(self) -> None:
-        self.optimizer.clear_outside()
+        self.optimizer.outside.on_forward()
         super().before_forward()
 
     def before_backward(self, *, is_replay: bool) -> None:

@@ -84,8 +84,9 @@ class _Engine:
     """One process group's thread for tensors of the CPU, with connections of its own."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._executor = HostExecutor(PrivateChannels(group))
-        self._worker = Worker(f"overlap-quantized-{id(self):x}")
+        channels = PrivateChannels(group)
+        self._executor = HostExecutor(channels)
+        self._worker = Worker(f"overlap-quantized-{id(self):x}", abandon=channels.abort)
         weakref.finalize(self, self._worker.stop)
 
     def submit(self, collective: Collective, work: QuantizedWork) -> None:

@@ -66,8 +66,9 @@ class Runtime:
         self._worker: Worker | None = None
         self.executor: Executor
         if not has_streams(context.device) and PrivateChannels.can_serve(context.group):
-            self.executor = HostExecutor(PrivateChannels(context.group))
-            self._worker = Worker(f"overlap-{id(self):x}")
+            channels = PrivateChannels(context.group)
+            self.executor = HostExecutor(channels)
+            self._worker = Worker(f"overlap-{id(self):x}", abandon=channels.abort)
             self._stop_worker = weakref.finalize(self, self._worker.stop)
         else:
             self.executor = executor_for(context.group, context.device)

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
+
+from overlap._threads import start
 
 __all__ = ["Worker"]
 
 
 class Worker:
-    """A thread that runs the submitted jobs in order, without recording gradients."""
+    """A thread that runs the submitted jobs in order, without recording gradients.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: the thread's name.
+        abandon: makes a job fail that waits for other ranks, when the script has ended and it does not.
+    """
+
+    def __init__(self, name: str, *, abandon: Callable[[], None]) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # A daemon that refers to the queue alone, so that it keeps neither the interpreter nor the model alive.
-        threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True).start()
+        # It refers to the queue alone, so that it does not keep the model alive.
+        jobs = self._jobs
+        start(partial(_run, jobs), name, stop=partial(jobs.put, None), abandon=abandon)
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)

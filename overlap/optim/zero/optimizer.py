@@ -68,8 +68,14 @@ class ShardedUpdate(Protocol):
     def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         """Raises: ConfigurationError: the stage's model does not train one of ``parameters``."""
 
+    def note_added(self) -> None:
+        """The optimizer has new parameters."""
+
     def step(self, loss_scale: LossScale) -> None:
         """Do what is left of the step after backward."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip what :meth:`step` is going to apply; returns the global norm."""
 
     def step_replayed(self) -> None:
         """The same on a rank that has run out of inputs."""
@@ -202,6 +208,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.optim.add_param_group(chunks)
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
+        if self.stage is not None:
+            self.stage.note_added()
         if not self._whole_state.is_untouched:
             self._whole_state.note_change()
 
@@ -323,6 +331,35 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.stage.lifecycle.on_zero_grad(set_to_none=set_to_none)
         super().zero_grad(set_to_none)
 
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Scale the mean gradients to at most this global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+        Call it on every rank between backward and :meth:`step`. With a :class:`ZeroStep` that reduces by itself, only
+        the owned part of ``.grad`` is the mean, so ``torch.nn.utils.clip_grad_norm_`` would clip by another norm on
+        each rank. ``foreach`` is for kernels of the latter, where all of ``.grad`` is the mean.
+
+        Issues: one all-reduce of a number; nothing where all of ``.grad`` is the mean.
+
+        Returns:
+            The global norm before clipping, a 0-dimensional tensor, the same on every rank. The ranks' parts are summed
+            in float64, so it differs from that of plain DDP by the rounding of float32.
+
+        Raises:
+            TrainingLoopError: the update was made in backward, or there is no mean to clip; or the norm is not finite
+                and ``error_if_nonfinite``.
+            UnsupportedError: under ``Join``.
+        """
+        if self.stage is not None:
+            return self.stage.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        parameters = [shard.parameter for shard in self.shards.values()]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
     def skip_update(self) -> AbstractContextManager[None]:
         """``with zero.skip_update():`` for backwards of a loss that is not this optimizer's.
 
@@ -407,12 +444,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ConfigurationError: it belongs to other parameters.
         """
-        self._prepare_to_load()
-        given = before_load_state_dict(self, state_dict)
+        given, was_untouched = before_load_state_dict(self, state_dict), self._whole_state.is_untouched
+        self.prepare_to_load()
         load_plain(self._settled_state(), given)
-        # Accelerate loads what a new optimizer gave, which leaves it as it was.
-        if given["state"] or not self._whole_state.is_untouched:
-            self._whole_state.note_change()
+        if was_untouched and not given["state"]:
+            # Accelerate loads what a new optimizer gave, which leaves it as it was.
+            self._whole_state = WholeState(self.rank)
         after_load_state_dict(self)
 
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -436,8 +473,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ConfigurationError: nothing is saved there, or it belongs to other parameters.
         """
-        self._prepare_to_load()
-        self._whole_state.note_change()
+        self.prepare_to_load()
         load_pieces(self._settled_state(), checkpoint, key)
 
     def prepare_to_load(self) -> None:
@@ -446,12 +482,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
-        self._prepare_to_load()
-        self._whole_state.note_change()
-
-    def _prepare_to_load(self) -> None:
         if self.stage is not None:
             self.stage.lifecycle.on_load()
+        self._whole_state.note_change()
 
     def _settled_state(self) -> ShardedState:
         """This rank's part of the state, after all gathers have ended."""

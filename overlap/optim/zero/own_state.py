@@ -11,6 +11,7 @@ from overlap.errors import ConfigurationError
 from overlap.optim.packed_state import Order, load_packed
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.parameter_groups import copy_options, options_of
+from overlap.optim.zero.plain_values import as_plain
 from overlap.optim.zero.sharding import Shard
 
 __all__ = ["check_own_state", "load_own_state", "own_state"]
@@ -23,10 +24,10 @@ def own_state(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
     """
     zero.wait()
     return {
-        "optimizer": zero.optim.state_dict(),
+        "optimizer": as_plain(zero.optim.state_dict()),
         "shards": [[_described(shard) for shard in shards] for shards in _shards(zero)],
         "masters": [[shard.own if shard.has_master else None for shard in shards] for shards in _shards(zero)],
-        "options": [options_of(group) for group in zero.param_groups],
+        "options": [as_plain(options_of(group)) for group in zero.param_groups],
     }
 
 

@@ -12,6 +12,7 @@ waits, too. Nothing else does: call ``zero.wait()``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from overlap._torch.modules import move_to_front
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import StageContext
 from overlap.hooks.engine.background import Completion
@@ -81,6 +83,11 @@ class ParameterPrefetch:
             raise UnsupportedError("gather='forward' cannot hook into a compiled module; use gather='backward'")
         self._hooks = _ModuleHooks(model, set(parameters), self)
 
+    def follow(self, parameters: Collection[int]) -> None:
+        """Have the model's modules wait for these parameters from now on, all those of the optimizer."""
+        if self._hooks is not None:
+            self._hooks.follow(set(parameters))
+
     def detach(self) -> None:
         """Remove the hooks of the modules and wait for all gathers."""
         if self._hooks is not None:
@@ -93,32 +100,50 @@ class _ModuleHooks:
         self._prefetch = prefetch
         self._called: set[str] = set()
         self._needs: dict[str, tuple[int, ...]] = {}
-        self._own = {
-            name: tuple(id(p) for p in module.parameters(recurse=False) if id(p) in parameters)
-            for name, module in model.named_modules(remove_duplicate=False)
-        }
+        self._own: dict[str, tuple[int, ...]] = {}
+        self._below: dict[str, tuple[int, ...]] = {}
         self._is_learned = False
         self._handles: list[Any] = []
+        self._first: list[tuple[weakref.ref[nn.Module], Any]] = []
+        self._model = weakref.ref(model)
+        self.follow(parameters)
         for name, module in model.named_modules():
-            below = tuple({id(p) for p in module.parameters()} & parameters)
-            self._handles += [
-                module.register_forward_pre_hook(_Hook(partial(_before_forward, self, name, below))),
-                module.register_state_dict_pre_hook(_Hook(lambda module: prefetch.wait())),
-            ]
+            # Before hooks that make the weight from others, as pruning and the old weight_norm do.
+            hook = _Hook(partial(_before_forward, self, name))
+            handle = module.register_forward_pre_hook(hook, prepend=True)
+            self._first.append((weakref.ref(module), handle))
+            self._handles += [handle, module.register_state_dict_pre_hook(_Hook(lambda module: prefetch.wait()))]
+
+    def follow(self, parameters: set[int]) -> None:
+        """Wait for these parameters from now on."""
+        model = self._model()
+        assert model is not None, "hooks run while the model is there"
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._own[name] = tuple(id(p) for p in module.parameters(recurse=False) if id(p) in parameters)
+            self._below[name] = tuple({id(p) for p in module.parameters()} & parameters)
+        self._is_learned = False
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def before_forward(self, name: str, below: tuple[int, ...], module: nn.Module) -> None:
+    def before_forward(self, name: str, module: nn.Module) -> None:
         """Wait for the parameters that the forward of `module` reads."""
+        if name == "":
+            self._go_first()
         if not (module.training and torch.is_grad_enabled()):
-            self._prefetch.wait_for(below)
+            self._prefetch.wait_for(self._below[name])
             return
         if name == "":
             self._learn()
         self._called.add(name)
         self._prefetch.wait_for(self._needs.get(name, self._own[name]))
+
+    def _go_first(self) -> None:
+        """Run before hooks that were registered since, also if they were to be the first."""
+        for reference, handle in self._first:
+            if (module := reference()) is not None:
+                move_to_front(module, handle)
 
     def _learn(self) -> None:
         """At the second forward: find which modules wait for those that the first forward did not call."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from overlap._checks import described
 from overlap._torch.optimizer import mark_stepped, unwrapped
-from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
+from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, StageContext, all_reduce, whole_pass
+from overlap.optim.clipping import Clipping
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.phases import SCALED_UNDER_JOIN, Phase
 from overlap.optim.skipping import SkippedUpdates
@@ -25,7 +26,7 @@ from overlap.optim.zero.exchange import Gather
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.parameter_groups import check_covered, check_same_group
 from overlap.optim.zero.prefetch import ParameterPrefetch
-from overlap.optim.zero.sharded_gradients import FiniteVote, ShardedNorm
+from overlap.optim.zero.sharded_gradients import FiniteVote, ScaleVote, ShardedNorm
 from overlap.optim.zero.sharding import Shard
 
 __all__ = ["ZeroStep"]
@@ -98,18 +99,21 @@ class ZeroStep(UpdateStage):
             clip_grad_norm=clip_grad_norm,
             norm_type=norm_type,
             step="zero.step()",
-            deferred_form="ZeroStep(zero, deferred=True)",
+            deferred_form="ZeroStep(zero, deferred=True) (and zero.clip_grad_norm_ to clip)",
             skip="stage.skip_update()" if automatic else "zero.skip_update()",
             adds_up=False,
         )
         self.zero = zero
         self._prefetch = ParameterPrefetch() if gather == "forward" else None
         self._vote = FiniteVote()
+        self._scales = ScaleVote()
         self._shards_by_bucket: dict[tuple[int, ...], BucketShards | None] = {}
         self._used: set[int] = set()
         # Of the last backward: its buckets in their order, and what is to be applied to the shards of each.
         self._gathers: list[Gather] = []
         self._held: dict[int, Pairs] = {}
+        # Whether a reducer before the stage has left the mean in all of .grad.
+        self._has_whole_mean = False
 
     @property
     def signature(self) -> str:
@@ -145,6 +149,10 @@ class ZeroStep(UpdateStage):
         """Raises: ConfigurationError: the model does not train one of ``parameters``."""
         if self.context is not None and self.context.names is not None:
             check_covered(self.context.names, parameters, names)
+
+    def note_added(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.follow(self.zero.shards.keys())
 
     def detach(self) -> None:
         super().detach()
@@ -188,6 +196,7 @@ class ZeroStep(UpdateStage):
             # DDP's buffer holds complex gradients as pairs of real numbers; a shard's elements are the complex ones.
             bucket = replace(bucket, buffer=torch.view_as_complex(bucket.buffer.view(-1, 2)))
         shards = self._shards_of(bucket)
+        self._has_whole_mean = bucket.is_mean
         self.lifecycle.gradients.note_reduced(bucket.parameters)
         if shards is not None:
             self._gathers.append(Gather(index=bucket.index, step=bucket.step, shards=shards))
@@ -258,6 +267,8 @@ class ZeroStep(UpdateStage):
         if self.leaves_update:
             self._vote.tell(self.zero.shards.values())
             self.lifecycle.on_reduced()
+            if not (self._has_whole_mean or self.lifecycle.is_replay):
+                self._scales.note(self._pairs_of_step())
             return None
         if self._prefetch is not None:
             self._gather()
@@ -305,10 +316,50 @@ class ZeroStep(UpdateStage):
         self.wait()
 
     @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip what ``step()`` is going to apply; returns the global norm."""
+        if not self.updates_in_step:
+            raise TrainingLoopError(
+                "zero.clip_grad_norm_() after backward, but the update had been made in backward: use "
+                "ZeroStep(zero, deferred=True), or ZeroStep(zero, clip_grad_norm=...) without the call"
+            )
+        if self.zero.is_joining:
+            raise UnsupportedError(
+                "under Join a rank that has run out of inputs calls nothing: use ZeroStep(zero, clip_grad_norm=...) "
+                "instead of zero.clip_grad_norm_()"
+            )
+        if self.lifecycle.phase is not Phase.REDUCED:
+            raise TrainingLoopError(
+                "zero.clip_grad_norm_() clips the mean over ranks: call it between a synchronized backward and step()"
+            )
+        parameters = [
+            s.parameter for s in self.zero.shards.values() if self.lifecycle.gradients.has_reduced(s.parameter)
+        ]
+        if self._has_whole_mean:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is not None and grad.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
+        gradients = [gradient for _, gradient in self._pairs_of_step()]
+        norm = ShardedNorm(Clipping(max_norm, norm_type), gradients, self.zero.join_device)
+        dist.all_reduce(norm.partial, op=norm.op, group=self.zero.process_group)
+        if error_if_nonfinite and not bool(torch.isfinite(norm.total)):
+            raise TrainingLoopError(
+                f"the total norm of order {norm_type} of the mean gradients is non-finite, so they cannot be clipped; "
+                "to clip them all the same, set error_if_nonfinite=False"
+            )
+        total = norm.clip_()
+        self._scales.note(self._pairs_of_step())
+        return total
+
+    @torch.no_grad()
     def _update_in_step(self, loss_scale: LossScale) -> None:
         try:
             self.zero.begin()  # Parameters may have been moved since backward.
             pairs = self._pairs_of_step()
+            if not (self._has_whole_mean or self.zero.is_joining):
+                self._scales.check(pairs, self.zero.process_group, self.zero.join_device)
             gradients = [gradient for _, gradient in pairs]
             loss_scale.unscale_(gradients)
             if self.clipping is not None:

@@ -229,6 +229,7 @@ class Oracle:
         if self.phase == "failed":
             self._clear(range(len(self.parameters)))
             self.has_garbage = self.has_own = False
+            self.cleared = set()
             self._forget()
         elif self.phase in ("applied", "stepped"):
             as_left = {place for place, mark in self.marks.items() if mark in ("as left", "hidden")}

@@ -191,7 +191,7 @@ def test_hook_with_zero_step_needs_overlap_with_ddp() -> None:
 
 def _other_optimizer(rank: int, world_size: int) -> None:
     ddp, _ = _model_and_zero()
-    with pytest.raises(ConfigurationError, match="takes a ZeroRedundancyOptimizer, got OverlappedOptimizer"):
+    with pytest.raises(ConfigurationError, match=r"takes an overlap\.ZeroRedundancyOptimizer, got OverlappedOptimizer"):
         ZeroStep(OverlappedOptimizer(SGD(ddp.parameters(), lr=0.1)))  # type: ignore[arg-type]
 
 

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import ConfigurationError, TrainingLoopError, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap import ConfigurationError, TrainingLoopError, ZeroRedundancyOptimizer, ZeroStep, chain, load_state_dict
+from overlap import state_dict as overlap_state_dict
 
 ADAM: dict[str, Any] = {"lr": 0.01, "amsgrad": True}
 PARTITIONS = ("element", "parameter")
@@ -73,9 +74,14 @@ def _who_has_it(rank: int, world_size: int) -> None:
     zero.consolidate_state_dict(to=None)
     state = zero.state_dict()
     assert all(float(of_one["step"]) == 2 for of_one in state["state"].values())
-    zero.load_state_dict(state)
-    with pytest.raises(TrainingLoopError, match="was not consolidated since it last changed"):
-        zero.state_dict()
+    for load in (
+        lambda: zero.load_state_dict(state),
+        lambda: load_state_dict(ddp, zero, overlap_state_dict(ddp, zero)),
+    ):
+        load()
+        with pytest.raises(TrainingLoopError, match="was not consolidated since it last changed"):
+            zero.state_dict()
+        zero.consolidate_state_dict(to=None)
 
 
 def test_state_dict_is_whole_or_empty_where_it_was_consolidated_elsewhere_and_never_stale() -> None:

@@ -1,0 +1,19 @@
+"""A script that is done ends with status 0, and one that has failed with its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ENDS = ["destroy_process_group", "destroy_process_group, gathered in backward", "an exception", "sys.exit"]
+
+
+def test_no_end_of_a_script_is_an_abort() -> None:
+    script = Path(__file__).with_name("ends_of_scripts.py")
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, str(script), "2", *ENDS], env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
