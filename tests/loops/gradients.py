@@ -122,7 +122,6 @@ variant(after_backward(_clip_quietly), "clip_grad_norm_ that does not bind", opt
 variant(after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 0.05)), "a clip by hand", CLIPPED)
 variant(after_backward(lambda ddp, optimizer: clip_grad_value_(ddp.parameters(), 0.01)), "clip_grad_value_", EDITED)
 variant(after_backward(_scale_data), "p.grad.data.mul_()", EDITED)
-variant(after_backward(_replace_data), "p.grad.data = ...", EDITED)
 variant(after_backward(_replace), "p.grad = p.grad * 0.5", EDITED)
 variant(after_backward(_add_noise), "gradient noise", EDITED)
 variant(after_backward(_decay_by_hand), "weight decay by hand, between backward and step()", MOVED)
@@ -148,25 +147,3 @@ def own_clip(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
             norm = clip_grad_norm_(ddp.parameters(), 0.05)
         optimizer.step()
         yield loss, norm
-
-
-@loop("tensor hooks on parameters")
-def tensor_hooks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for parameter in ddp.parameters():
-        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-@loop("gradients read after step()", PARTS)
-def read_after_step(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss, [parameter.grad for parameter in ddp.parameters()]

@@ -125,13 +125,16 @@ def gradient_penalty(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("gradient penalty on the weights: double backward of ddp.module")
-def weight_penalty(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+@loop("a look ahead by functional_call")
+def look_ahead(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()
-        slopes = torch.autograd.grad(mse_loss(ddp.module(x), y), list(ddp.parameters()), create_graph=True)
-        penalty = sum(slope.square().sum() for slope in slopes)
-        loss = mse_loss(ddp(x), y) + 0.1 * penalty
+        named = dict(ddp.module.named_parameters())
+        slopes = torch.autograd.grad(mse_loss(ddp.module(x), y), list(named.values()))
+        ahead = {name: value.detach() - 0.1 * slope for (name, value), slope in zip(named.items(), slopes, strict=True)}
+        with torch.no_grad():
+            seen = torch.func.functional_call(ddp.module, ahead, (x,))
+        loss = mse_loss(ddp(x), y + 0.1 * seen)
         loss.backward()
         optimizer.step()
         yield loss

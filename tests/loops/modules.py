@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from overlap import checkpoint_wrapper
@@ -197,7 +196,6 @@ variant(
     ddp={"find_unused_parameters": True},
     optimizer=_ADAMW,
 )
-variant(usual, "gradient_as_bucket_view", ddp={"gradient_as_bucket_view": True})
 
 
 @loop("a model turned channels_last in mid-run", RESTRIDED, model=convolutional, inputs=images, optimizer=_ADAMW)
@@ -213,21 +211,3 @@ def compiled(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     ddp.module.compile(backend="eager")
     with torch._dynamo.config.patch(optimize_ddp=False):  # It takes no buckets as small as these.
         yield from usual(ddp, optimizer, run)
-
-
-@loop("torch.compile of the DDP model")
-def compiled_ddp(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    with torch._dynamo.config.patch(optimize_ddp=False):  # It takes no buckets as small as these.
-        yield from usual(torch.compile(ddp, backend="eager"), optimizer, run)
-
-
-@loop("the forward of a submodule through ddp.module, in no_grad")
-def inspects(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        with torch.no_grad():
-            seen = ddp.module[0](x)
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss, seen

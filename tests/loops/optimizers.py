@@ -83,7 +83,6 @@ variant(usual, "SGD, fused, maximize", optimizer=partial(optim.SGD, lr=0.01, mom
 variant(usual, "Adam, foreach, amsgrad", optimizer=partial(optim.Adam, lr=0.01, amsgrad=True, foreach=True))
 variant(usual, "AdamW, fused", optimizer=partial(optim.AdamW, lr=0.01, fused=True))
 variant(usual, "AdamW, lr a tensor", optimizer=partial(optim.AdamW, lr=torch.tensor(0.01)))
-variant(usual, "Adagrad", optimizer=partial(optim.Adagrad, lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1))
 variant(usual, "Adafactor", optimizer=partial(optim.Adafactor, lr=0.01))
 
 variant(usual, "Lion", optimizer=partial(Lion, lr=0.01, weight_decay=0.1))

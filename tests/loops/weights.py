@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 from torch.nn.functional import mse_loss
-from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
+from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 from .corpus import limit, loop, variant
@@ -67,6 +67,7 @@ class Hooked(nn.Sequential):
 
 variant(usual, "weight_norm, old style", model=_old_weight_norm)
 variant(usual, "spectral_norm, old style", model=_old_spectral_norm)
+variant(usual, "weight_norm, parametrization", model=_parametrized(parametrizations.weight_norm))
 variant(usual, "pruning before DDP", model=_pruned)
 variant(usual, "a forward pre-hook that reads weights", model=Hooked)
 
