@@ -12,9 +12,6 @@ from .corpus import limit, loop
 from .forms import ALL
 from .run import Run
 
-# Of a loop whose own step() is what the automatic forms leave out.
-EVERY_BACKWARD_STEPS = "the loop has no step(): every synchronized backward is one"
-
 
 @loop("the usual loop")
 def usual(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:

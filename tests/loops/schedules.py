@@ -36,10 +36,6 @@ def scheduled(make: Any) -> Any:
     return body
 
 
-_NESTED = lambda o: lr_scheduler.SequentialLR(  # noqa: E731
-    o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(o, 3)], [2]
-)
-
 variant(scheduled(lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step)), "LambdaLR")
 variant(
     scheduled(lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=6)), "OneCycleLR, which cycles momentum, too"
