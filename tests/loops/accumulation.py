@@ -10,11 +10,14 @@ from typing import Any
 from torch import optim
 from torch.nn.functional import mse_loss
 
-from .corpus import loop
+from .corpus import limit, loop
 from .declared import NOT_DISCARDED, SECOND_BACKWARD
+from .forms import ALL
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
+
+ONCE = limit(ALL[:-2], "nothing is applied twice: the second step() does nothing")
 
 
 @loop("accumulation under no_sync() with a leftover batch", steps=5)
@@ -63,7 +66,7 @@ def two_forwards(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("two step() for one backward", optimizer=_ADAMW)
+@loop("two step() for one backward", ONCE, optimizer=_ADAMW)
 def steps_twice(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from .corpus import Declaration, limit, refused
-from .forms import AUTOMATIC, SHARDED, STEPPED
+from .forms import AUTOMATIC, SHARDED, STAGED, STEPPED
 
 __all__ = [
     "ALREADY_UPDATED",
+    "CLIPPED",
+    "CLIPPED_PARTS",
     "EDITED",
     "EVERY_BACKWARD",
     "HOOK_IS_NOT_TOLD",
@@ -24,6 +26,11 @@ _EVERY = "backward is the step: every synchronized backward makes an update, and
 EDITED = [*refused(STEPPED, "the gradient of "), *limit(AUTOMATIC, _AFTER)]
 """The loop changes gradients between backward and step()."""
 
+CLIPPED_PARTS = refused(["zero deferred"], "after backward .grad was scaled by ")
+
+CLIPPED = [*EDITED, *CLIPPED_PARTS]
+"""The loop clips by the norm of what each rank has."""
+
 ALREADY_UPDATED = limit(AUTOMATIC, _AFTER)
 """The loop does something else there, which the forms with a step() take into account."""
 
@@ -34,21 +41,24 @@ NOT_DISCARDED = [*refused(STEPPED, "zero_grad() between backward and "), *EVERY_
 """The loop throws a backward away."""
 
 SECOND_BACKWARD = [
-    *refused(("interleaved", *(form for form in SHARDED if form != "zero alone")), "a second backward began before "),
+    *refused(("interleaved", *STAGED), "a second backward began before "),
     *EVERY_BACKWARD,
 ]
 """The loop makes two synchronized backwards for one step."""
 
 
 def coupled(name: str) -> Declaration:
-    """One step of the optimizer ``name`` is not one of each bucket."""
-    return refused(("interleaved", *AUTOMATIC), f"updating bucket by bucket would not equal one step of {name}: ")
+    """One step of the optimizer ``name`` is not one of each bucket, or of each parameter."""
+    return [
+        *refused(("interleaved", *AUTOMATIC), f"updating bucket by bucket would not equal one step of {name}: "),
+        *refused(SHARDED, f"{name} does not update each parameter by itself"),
+    ]
 
 
-PARTS = limit(SHARDED[:-1], "under ZeroStep a gradient is the mean only where this rank owns it")
+PARTS = limit(STAGED, "under ZeroStep a gradient is the mean only where this rank owns it")
 """The loop reads gradients."""
 
-MOVED = [*refused(STEPPED, "0.weight (and 5 other parameters) was changed between backward and "), *ALREADY_UPDATED]
+MOVED = [*refused(STEPPED, "0.weight (and "), *ALREADY_UPDATED]
 """The loop changes parameters between backward and step()."""
 
 SCALED = [

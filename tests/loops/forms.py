@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ __all__ = [
     "IN_BACKWARD",
     "PLAIN",
     "SHARDED",
+    "STAGED",
     "STEPPED",
     "Form",
 ]
@@ -79,9 +80,9 @@ def _zero(run: Run, params: Any, **options: Any) -> ZeroRedundancyOptimizer:
     return run.prepared(ZeroRedundancyOptimizer(params, cls, **options, **defaults))
 
 
-def _sharded(*, partition: str = "element", **options: Any) -> Callable[[Run, Any, Any], Any]:
+def _sharded(zero_options: Mapping[str, Any] | None = None, **options: Any) -> Callable[[Run, Any, Any], Any]:
     def build(run: Run, ddp: Any, params: Any) -> Any:
-        zero = _zero(run, params, overlap_with_ddp=True, partition=partition)
+        zero = _zero(run, params, overlap_with_ddp=True, **(zero_options or {}))
         run.keep(chain(ZeroStep(zero, **options)).register(ddp))
         return zero
 
@@ -125,7 +126,7 @@ FORMS: tuple[Form, ...] = (
     Form(
         name="zero parameter",
         made='`ZeroStep(zero)`, where `zero` has `partition="parameter"`',
-        build=_sharded(partition="parameter"),
+        build=_sharded(zero_options={"partition": "parameter"}),
         **_ZERO,
     ),
     Form(
@@ -147,3 +148,5 @@ IN_BACKWARD = (*STEPPED, *AUTOMATIC)
 DEFERRED = ("deferred", "zero deferred", "zero alone", "local")
 """The update is made in ``step()``."""
 SHARDED = tuple(name for name in ALL if name.startswith("zero"))
+STAGED = tuple(name for name in SHARDED if name != "zero alone")
+"""A ``ZeroStep`` makes the sharded update."""

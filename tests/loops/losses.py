@@ -56,21 +56,6 @@ loop("GAN", NOT_DISCARDED, optimizer=_ADAM)(gan(says_so=False))
 loop("GAN, with skip_update()", NO_SKIP, optimizer=_ADAM)(gan(says_so=True))
 
 
-@loop("GAN whose generator's loss goes through ddp.module of the discriminator", optimizer=_ADAM)
-def module_gan(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    critic, criticizes = _second(run)
-    for x, y in run.batches():
-        criticizes.zero_grad()
-        loss_d = critic(ddp(x).detach()).mean() - critic(y).mean()
-        loss_d.backward()
-        criticizes.step()
-        optimizer.zero_grad()
-        loss_g = -critic.module(ddp(x)).mean()
-        loss_g.backward()
-        optimizer.step()
-        yield loss_d, loss_g
-
-
 @loop("actor and critic, one loss, two optimizers")
 def actor_critic(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     critic, values = _second(run)
@@ -140,13 +125,16 @@ def gradient_penalty(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("gradient penalty on the weights: double backward of ddp.module")
-def weight_penalty(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+@loop("a look ahead by functional_call")
+def look_ahead(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()
-        slopes = torch.autograd.grad(mse_loss(ddp.module(x), y), list(ddp.parameters()), create_graph=True)
-        penalty = sum(slope.square().sum() for slope in slopes)
-        loss = mse_loss(ddp(x), y) + 0.1 * penalty
+        named = dict(ddp.module.named_parameters())
+        slopes = torch.autograd.grad(mse_loss(ddp.module(x), y), list(named.values()))
+        ahead = {name: value.detach() - 0.1 * slope for (name, value), slope in zip(named.items(), slopes, strict=True)}
+        with torch.no_grad():
+            seen = torch.func.functional_call(ddp.module, ahead, (x,))
+        loss = mse_loss(ddp(x), y + 0.1 * seen)
         loss.backward()
         optimizer.step()
         yield loss

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from overlap import checkpoint_wrapper
 
-from .corpus import loop, refused, variant
+from .corpus import limit, loop, refused, variant
 from .declared import HOOK_IS_NOT_TOLD
-from .forms import ALL
+from .forms import ALL, IN_BACKWARD, STAGED
 from .models import batch_norm, convolutional, dropout, images, mlp, tokens
 from .plain import usual
 from .run import Run
@@ -136,6 +135,19 @@ class Unused(nn.Module):
         return (self.left if self.calls % 2 else self.right)(self.first(x))
 
 
+STILL_NEEDED = limit(
+    IN_BACKWARD, "the update may come while backward needs the weight: autograd's error, on every rank", is_a_race=True
+)
+STILL_NEEDED_DATA = limit(
+    IN_BACKWARD,
+    "the update may come while backward needs the weight, which autograd is not told of through .data: read a clone",
+    is_a_race=True,
+)
+RESTRIDED = [
+    *refused(["interleaved", "deferred", "automatic", "local"], "2.weight has strides (72, 1, 24, 8), but had"),
+    *refused(["hook"], "a parameter of shape (8, 8, 3, 3) has strides (72, 1, 24, 8), but had"),
+    *refused(STAGED, "parameter 0 of group 0 has strides (27, 1, 9, 3), but had"),
+]
 SPARSE = [
     *refused([form for form in ALL if form != "zero alone"], "this gradient is sparse, and stages work on dense ones"),
     *refused(["zero alone"], "the gradient of parameter 0 of group 0 is sparse"),
@@ -174,8 +186,8 @@ variant(
     "checkpoint_wrapper with BatchNorm",
     model=lambda: nn.Sequential(checkpoint_wrapper(batch_norm()), nn.Linear(16, 16)),
 )
-variant(usual, "a network that reads its own weight.detach()", model=lambda: ReadsItself("detach"))
-variant(usual, "a network that reads its own weight.data", model=lambda: ReadsItself("data"))
+variant(usual, "a network that reads its own weight.detach()", STILL_NEEDED, model=lambda: ReadsItself("detach"))
+variant(usual, "a network that reads its own weight.data", STILL_NEEDED_DATA, model=lambda: ReadsItself("data"))
 variant(
     usual,
     "branches used by turns, AdamW",
@@ -184,11 +196,9 @@ variant(
     ddp={"find_unused_parameters": True},
     optimizer=_ADAMW,
 )
-variant(usual, "gradient_as_bucket_view", ddp={"gradient_as_bucket_view": True})
-variant(usual, "a bucket per parameter", ddp={"bucket_cap_mb": 1e-6}, optimizer=_ADAMW)
 
 
-@loop("a model turned channels_last in mid-run", model=convolutional, inputs=images, optimizer=_ADAMW)
+@loop("a model turned channels_last in mid-run", RESTRIDED, model=convolutional, inputs=images, optimizer=_ADAMW)
 def turned(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
     ddp.module.to(memory_format=torch.channels_last)
@@ -199,22 +209,5 @@ def turned(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 @loop("torch.compile of the model, inside DDP")
 def compiled(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     ddp.module.compile(backend="eager")
-    yield from usual(ddp, optimizer, run)
-
-
-@loop("torch.compile of the DDP model")
-def compiled_ddp(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     with torch._dynamo.config.patch(optimize_ddp=False):  # It takes no buckets as small as these.
-        yield from usual(torch.compile(ddp, backend="eager"), optimizer, run)
-
-
-@loop("the forward of a submodule through ddp.module, in no_grad")
-def inspects(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        with torch.no_grad():
-            seen = ddp.module[0](x)
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss, seen
+        yield from usual(ddp, optimizer, run)

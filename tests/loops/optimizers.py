@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import optim
 from torch.nn.functional import mse_loss
 
 from harness.third_party import (
@@ -25,16 +25,10 @@ from harness.third_party import (
 )
 
 from .corpus import limit, loop, refused, variant
-from .declared import NOT_DISCARDED, coupled
-from .forms import ALL, AUTOMATIC, IN_BACKWARD
+from .declared import NOT_DISCARDED, PARTS, coupled
+from .forms import ALL, AUTOMATIC, IN_BACKWARD, SHARDED
 from .plain import usual
 from .run import Run
-
-
-def matrices() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.Linear(16, 16, False)
-    )
 
 
 class SlowSGD(Lookahead):
@@ -64,6 +58,22 @@ def _clamped(optimizer: Any) -> Any:
     return optimizer
 
 
+DRAWS = refused(["interleaved", *AUTOMATIC, *SHARDED], "SGLD.step() draws random numbers")
+COUNTS = [
+    *refused(["interleaved", *AUTOMATIC], "updating bucket by bucket would not equal one step of CountingSGD: "),
+    *refused(["zero", "zero forward", "zero parameter"], "CountingSGD cannot be stepped bucket by bucket"),
+]
+DELEGATES = [*coupled("DelegatedAdamW"), *refused(["local"], "DelegatedAdamW runs no step hooks")]
+READS_BEFORE_STEP = limit(IN_BACKWARD, "it reads weights before the inner step(), when they are the new ones already")
+PATCHED = [
+    *refused(["interleaved", *AUTOMATIC], "step() of this SGD was replaced on the object"),
+    *refused(["zero", "zero forward", "zero parameter"], "0.weight (and "),
+]
+CLIPS = [
+    *refused(["interleaved", *AUTOMATIC], "the step pre-hook clipping_hook.<locals>.clip must run before the update"),
+    *refused(["zero", "zero forward", "zero parameter"], "the gradient of "),
+]
+
 variant(
     usual,
     "SGD, foreach, Nesterov",
@@ -73,42 +83,21 @@ variant(usual, "SGD, fused, maximize", optimizer=partial(optim.SGD, lr=0.01, mom
 variant(usual, "Adam, foreach, amsgrad", optimizer=partial(optim.Adam, lr=0.01, amsgrad=True, foreach=True))
 variant(usual, "AdamW, fused", optimizer=partial(optim.AdamW, lr=0.01, fused=True))
 variant(usual, "AdamW, lr a tensor", optimizer=partial(optim.AdamW, lr=torch.tensor(0.01)))
-variant(usual, "NAdam", optimizer=partial(optim.NAdam, lr=0.01))
-variant(usual, "Adagrad", optimizer=partial(optim.Adagrad, lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1))
-variant(usual, "ASGD", optimizer=partial(optim.ASGD, lr=0.1, t0=1))
 variant(usual, "Adafactor", optimizer=partial(optim.Adafactor, lr=0.01))
-variant(usual, "Muon", model=matrices, optimizer=partial(optim.Muon, lr=0.01))
 
 variant(usual, "Lion", optimizer=partial(Lion, lr=0.01, weight_decay=0.1))
 variant(usual, "blockwise 8-bit AdamW", optimizer=partial(BlockwiseAdamW, lr=0.01))
 variant(usual, "LAMB", optimizer=partial(LAMB, lr=0.01))
 variant(usual, "LAMB with a global norm", coupled("LAMB"), optimizer=partial(LAMB, lr=0.01, max_norm=0.1))
 variant(usual, "Prodigy", coupled("Prodigy"), optimizer=partial(Prodigy, d0=1e-2))
-variant(
-    usual,
-    "SGLD: noise drawn in step()",
-    refused(["interleaved", *AUTOMATIC], "SGLD.step() draws random numbers"),
-    optimizer=partial(SGLD, lr=0.1),
-)
-variant(usual, "a step counter in an object", coupled("CountingSGD"), optimizer=partial(CountingSGD, lr=0.1))
+variant(usual, "SGLD: noise drawn in step()", DRAWS, optimizer=partial(SGLD, lr=0.1))
+variant(usual, "a step counter in an object", COUNTS, optimizer=partial(CountingSGD, lr=0.1))
 variant(usual, "Lookahead, inside", coupled("SlowSGD"), optimizer=partial(SlowSGD))
-variant(
-    usual,
-    "Lookahead, outside",
-    limit(IN_BACKWARD, "it reads weights before the inner step(), and after backward they are the new ones"),
-    optimizer=partial(optim.SGD, lr=0.1),
-    outer=Lookahead,
-)
-variant(usual, "a delegating wrapper, inside", coupled("DelegatedAdamW"), optimizer=partial(DelegatedAdamW))
+variant(usual, "Lookahead, outside", READS_BEFORE_STEP, optimizer=partial(optim.SGD, lr=0.1), outer=Lookahead)
+variant(usual, "a delegating wrapper, inside", DELEGATES, optimizer=partial(DelegatedAdamW))
 variant(usual, "a delegating wrapper, outside", optimizer=partial(optim.AdamW, lr=0.01), outer=DelegatingOptimizer)
 variant(usual, "a wrapper whose step is a property", coupled("WrappedAdamW"), optimizer=partial(WrappedAdamW))
-variant(
-    usual,
-    "step patched on the instance",
-    refused(["interleaved", *AUTOMATIC], "step() of this SGD was replaced on the object"),
-    optimizer=partial(optim.SGD, lr=0.1),
-    prepare=patch_step,
-)
+variant(usual, "step patched on the instance", PATCHED, optimizer=partial(optim.SGD, lr=0.1), prepare=patch_step)
 
 
 @loop("SAM", coupled("SAM"), optimizer=partial(SAM, base=optim.SGD, lr=0.1))
@@ -123,7 +112,7 @@ def sam(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("SAM, outside", NOT_DISCARDED, optimizer=partial(optim.SGD, lr=0.1))
+@loop("SAM, outside", NOT_DISCARDED, PARTS[2:3], optimizer=partial(optim.SGD, lr=0.1))
 def sam_by_hand(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()
@@ -142,7 +131,11 @@ def sam_by_hand(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("LBFGS", refused(ALL, "LBFGS "), optimizer=partial(optim.LBFGS, lr=0.1, max_iter=2))
+@loop(
+    "LBFGS",
+    refused([form for form in ALL if form != "local"], "LBFGS "),
+    optimizer=partial(optim.LBFGS, lr=0.1, max_iter=2),
+)
 def lbfgs(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
 
@@ -160,10 +153,7 @@ def step_hooks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
 
 
-@loop(
-    "a step pre-hook that clips",
-    refused(["interleaved", *AUTOMATIC], "the step pre-hook clipping_hook.<locals>.clip must run before the update"),
-)
+@loop("a step pre-hook that clips", CLIPS)
 def clipping_hook(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     def clip(optimizer: Any, args: Any, kwargs: Any) -> None:
         for parameter in ddp.parameters():

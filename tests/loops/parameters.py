@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .corpus import limit, loop, refused, variant
 from .declared import HOOK_IS_NOT_TOLD
-from .forms import SHARDED
+from .forms import AUTOMATIC, STAGED
 from .models import mlp
 from .plain import usual
 from .run import Run
@@ -48,43 +48,46 @@ def _with_ignored() -> nn.Module:
     return model
 
 
+IN_NO_BUCKET = "{} parameters of the SGD have gradients but are in no bucket of the model"
 OUTSIDE = [
+    *refused(["hook"], IN_NO_BUCKET.format(1)),
     *refused(["automatic"], "1 parameters of the SGD are not in this model"),
-    *refused(SHARDED[:-1], "1 of 7 parameters of the ZeroRedundancyOptimizer are not trained by this model"),
+    *refused(STAGED, "1 of 7 parameters of the ZeroRedundancyOptimizer are not trained by this model"),
 ]
 IGNORED = [
+    *refused(["hook"], IN_NO_BUCKET.format(2)),
     *refused(["automatic"], "2 parameters of the SGD are not in this model"),
-    *refused(SHARDED[:-1], "2 of 6 parameters of the ZeroRedundancyOptimizer are not trained by this model"),
+    *refused(STAGED, "2 of 6 parameters of the ZeroRedundancyOptimizer are not trained by this model"),
 ]
-SECOND_MODEL = refused(SHARDED[:-1], "1 of 1 parameters of the ZeroRedundancyOptimizer are not trained by this model")
+SECOND_MODEL = [
+    *refused(AUTOMATIC, IN_NO_BUCKET.format(6)),
+    *refused(STAGED, "1 of 1 parameters of the ZeroRedundancyOptimizer are not trained by this model"),
+]
 
 variant(usual, "groups: no decay for biases", groups=_decay_groups)
 variant(usual, "a group per parameter, layer-wise rates", groups=_per_layer, optimizer=_ADAMW)
 variant(usual, "named_parameters()", groups=_named)
 
 
-def _outside() -> None:
-    temperature = nn.Parameter(torch.ones(1))
-
-    def groups(ddp: nn.Module) -> list[nn.Parameter]:
-        with torch.no_grad():
-            temperature.fill_(1.0)
-        temperature.grad = None
-        return [*ddp.parameters(), temperature]
-
-    @loop("a parameter outside the model, such as a learned temperature", OUTSIDE, groups=groups)
-    def outside(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-        for x, y in run.batches():
-            optimizer.zero_grad()
-            loss = mse_loss(ddp(x) * temperature, y)
-            loss.backward()
-            dist.all_reduce(temperature.grad)
-            temperature.grad.div_(dist.get_world_size())
-            optimizer.step()
-            yield loss, temperature
+TEMPERATURE = nn.Parameter(torch.ones(1))
 
 
-_outside()
+def _with_temperature(ddp: nn.Module) -> list[nn.Parameter]:
+    TEMPERATURE.data.fill_(1.0)
+    TEMPERATURE.grad = None
+    return [*ddp.parameters(), TEMPERATURE]
+
+
+@loop("a parameter outside the model, such as a learned temperature", OUTSIDE, groups=_with_temperature)
+def outside(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x) * TEMPERATURE, y)
+        loss.backward()
+        dist.all_reduce(TEMPERATURE.grad)
+        TEMPERATURE.grad.div_(dist.get_world_size())
+        optimizer.step()
+        yield loss, TEMPERATURE
 
 
 @loop("a second plain optimizer for the last layer", groups=lambda ddp: list(ddp.parameters())[:4])

@@ -12,9 +12,6 @@ from .corpus import limit, loop
 from .forms import ALL
 from .run import Run
 
-# Of a loop whose own step() is what the automatic forms leave out.
-EVERY_BACKWARD_STEPS = "the loop has no step(): every synchronized backward is one"
-
 
 @loop("the usual loop")
 def usual(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
@@ -97,7 +94,7 @@ def closure(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 
 @loop("epochs with a short last batch")
 def epochs(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for _ in range(3):
+    for _ in range(2):
         batches = list(run.batches(2))
         batches.append(tuple(tensor[:1] for tensor in batches[-1]))
         for x, y in batches:

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
 
 from .corpus import loop, variant
-from .declared import EDITED, SCALED
+from .declared import CLIPPED_PARTS, EDITED, SCALED
 from .models import features, mlp
 from .plain import usual
 from .run import Run
@@ -89,13 +89,7 @@ def scaled(*, clips: bool, spoils: bool) -> Any:
 
 
 variant(scaled(clips=False, spoils=True), "GradScaler that skips a step", SCALED)
-variant(scaled(clips=True, spoils=True), "GradScaler with unscale_, a clip and a skipped step", SCALED)
-variant(
-    scaled(clips=False, spoils=True),
-    "GradScaler with a fused optimizer",
-    SCALED,
-    optimizer=partial(optim.SGD, lr=0.1, momentum=0.9, fused=True),
-)
+variant(scaled(clips=True, spoils=True), "GradScaler with unscale_, a clip and a skipped step", SCALED, CLIPPED_PARTS)
 
 
 @loop("loss scaling by hand", EDITED)

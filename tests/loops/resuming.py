@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import optim
 from torch.nn.functional import mse_loss
-from torch.optim import lr_scheduler
 
-from .corpus import limit, loop, refused
+from .corpus import loop, refused
 from .declared import ALREADY_UPDATED
-from .forms import IN_BACKWARD, STEPPED
+from .forms import STEPPED
 from .models import batch_norm
 from .plain import usual
 from .run import Run
@@ -43,32 +42,7 @@ def resumed(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
 
 
-@loop("resumed with its scheduler", optimizer=_ADAMW)
-def resumed_scheduler(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        yield loss
-    saved = _shared({"optimizer": run.state_of(optimizer), "scheduler": scheduler.state_dict()})
-    ddp = run.rewrap(ddp)
-    optimizer = run.optimizer(ddp)
-    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    run.load(optimizer, saved["optimizer"])
-    scheduler.load_state_dict(saved["scheduler"])
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        yield loss
-
-
-@loop("the optimizer's state loaded in mid-run, into the same optimizer", optimizer=_ADAMW)
+@loop("the optimizer's state loaded in mid-run, into the same optimizer", optimizer=_ADAMW, steps=2)
 def reloaded(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
     saved = _shared({"model": ddp.module.state_dict(), "optimizer": run.state_of(optimizer)})
@@ -96,7 +70,7 @@ def reloaded_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("plain, then this form, then plain", optimizer=_ADAMW)
+@loop("plain, then this form, then plain", optimizer=_ADAMW, steps=2)
 def there_and_back(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     ddp = run.rewrap(ddp)
     first = run.plain_optimizer(ddp.parameters())
@@ -110,18 +84,3 @@ def there_and_back(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     last = run.plain_optimizer(ddp.parameters())
     last.load_state_dict(saved)
     yield from usual(ddp, last, run)
-
-
-@loop(
-    "the state saved between backward and step()",
-    limit(IN_BACKWARD, "after backward it is the new one already"),
-    optimizer=_ADAMW,
-)
-def saved_late(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        saved = _shared(run.state_of(optimizer))
-        optimizer.step()
-        yield loss, saved["state"]

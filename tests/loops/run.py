@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from .corpus import Loop
@@ -168,11 +167,11 @@ class Run:
                     {name: value for name, value in state.items() if (name in own) == (kind == "parameters")}
                     for state, own in zip(modules, names, strict=True)
                 ]
-        if self._compares_state and (is_last or self.form.has_whole_state):
-            states = [self.form.state(optimizer) for optimizer in self._optimizers]
-            if None not in states:  # Only some ranks may be told of the whole.
+        if is_last or self.form.has_whole_state:
+            states = [self.form.state(optimizer) for optimizer in self._optimizers]  # On every rank: it may gather.
+            if self._compares_state and None not in states:
                 record["optimizers"] = states
-        return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), record)
+        return _cloned(record)
 
 
 def play(loop: Loop, form: Form) -> list[Record]:
@@ -184,3 +183,14 @@ def play(loop: Loop, form: Form) -> list[Record]:
     torch.manual_seed(1)
     records = [run.snapshot(yielded) for yielded in loop.body(ddp, optimizer, run)]
     return [*records, run.snapshot(None, is_last=True)]
+
+
+def _cloned(value: Any) -> Any:
+    """The same with clones of all tensors, in plain containers."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _cloned(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_cloned(item) for item in value]
+    return value

@@ -10,12 +10,14 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.optim import lr_scheduler
 
-from .corpus import loop, refused, variant
+from .corpus import Declaration, loop, refused, variant
 from .declared import ALREADY_UPDATED
 from .forms import STEPPED
 from .run import Run
 
-RATES = [*refused(STEPPED, ""), *ALREADY_UPDATED]
+
+def _changed(key: str) -> Declaration:
+    return [*refused(STEPPED, f"'{key}' of parameter group 0 was changed from "), *ALREADY_UPDATED]
 
 
 def scheduled(make: Any) -> Any:
@@ -33,10 +35,6 @@ def scheduled(make: Any) -> Any:
 
     return body
 
-
-_NESTED = lambda o: lr_scheduler.SequentialLR(  # noqa: E731
-    o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(o, 3)], [2]
-)
 
 variant(scheduled(lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step)), "LambdaLR")
 variant(
@@ -74,7 +72,7 @@ def warm_up(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("a rate set between backward and step()", RATES)
+@loop("a rate set between backward and step()", _changed("lr"))
 def rate_after_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
         optimizer.zero_grad()
@@ -86,7 +84,7 @@ def rate_after_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("momentum set between backward and step()", RATES)
+@loop("momentum set between backward and step()", _changed("momentum"))
 def momentum_after_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
         optimizer.zero_grad()

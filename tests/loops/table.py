@@ -46,7 +46,7 @@ takes about five lines, see [tests/loops/corpus.py](../tests/loops/corpus.py).
 def page() -> str:
     """The page's text."""
     loops = load()
-    errors = _Numbered("R")
+    errors = _Numbered("R", ending=" ...")
     limits = _Numbered("L")
     parts: list[str] = []
     for topic, group in itertools.groupby(loops.values(), key=lambda loop: loop.topic):
@@ -72,15 +72,15 @@ def page() -> str:
 class _Numbered:
     """Texts in the order of their first use, each with a number."""
 
-    def __init__(self, letter: str) -> None:
-        self._letter = letter
+    def __init__(self, letter: str, *, ending: str = "") -> None:
+        self._letter, self._ending = letter, ending
         self._numbers: dict[str, str] = {}
 
     def mark(self, words: str) -> str:
         return self._numbers.setdefault(words, f"{self._letter}{len(self._numbers) + 1}")
 
     def rows(self) -> list[str]:
-        return [f"| {number} | {words} |" for words, number in self._numbers.items()]
+        return [f"| {number} | {words.rstrip()}{self._ending} |" for words, number in self._numbers.items()]
 
 
 def _row(loop: Loop, errors: _Numbered, limits: _Numbered) -> str:

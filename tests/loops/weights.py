@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn, optim
 from torch.nn.functional import mse_loss
-from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 from .corpus import limit, loop, variant
 from .forms import IN_BACKWARD
@@ -67,6 +67,7 @@ class Hooked(nn.Sequential):
 
 variant(usual, "weight_norm, old style", model=_old_weight_norm)
 variant(usual, "spectral_norm, old style", model=_old_spectral_norm)
+variant(usual, "weight_norm, parametrization", model=_parametrized(parametrizations.weight_norm))
 variant(usual, "pruning before DDP", model=_pruned)
 variant(usual, "a forward pre-hook that reads weights", model=Hooked)
 
@@ -83,19 +84,6 @@ def masks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
             for layer in (ddp.module[0], ddp.module[2]):
                 layer.weight.mul_(layer.weight.abs() > 0.05)
         yield loss
-
-
-@loop("EMA by AveragedModel", model=batch_norm)
-def averaged_model(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
-    average = AveragedModel(ddp.module, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        loss = mse_loss(ddp(x), y)
-        loss.backward()
-        optimizer.step()
-        run.settle(optimizer)
-        average.update_parameters(ddp.module)
-        yield loss, list(average.parameters())
 
 
 @loop("SWA with SWALR and update_bn", model=batch_norm)
