@@ -1,0 +1,17 @@
+"""``python tests/loops`` writes docs/loops.md; with ``--play`` it plays loops or topics and reports."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from loops.table import main
+
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Several backwards for one step, and backwards without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from torch import optim
+from torch.nn.functional import mse_loss
+
+from .corpus import limit, loop
+from .declared import NOT_DISCARDED, SECOND_BACKWARD
+from .forms import ALL
+from .run import Run
+
+_ADAMW = partial(optim.AdamW, lr=0.01)
+
+ONCE = limit(ALL[:-2], "nothing is applied twice: the second step() does nothing")
+
+
+@loop("accumulation under no_sync() with a leftover batch", steps=5)
+def leftover(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for place, (x, y) in enumerate(run.batches()):
+        is_last = place % 3 == 2 or place == 4
+        with nullcontext() if is_last else ddp.no_sync():
+            loss = mse_loss(ddp(x), y) / 3
+            loss.backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+        yield loss
+
+
+@loop("accumulation without no_sync()", SECOND_BACKWARD, steps=6)
+def accumulation(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for place, (x, y) in enumerate(run.batches()):
+        loss = mse_loss(ddp(x), y) / 2
+        loss.backward()
+        if place % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        yield loss
+
+
+@loop("two losses, two backwards, one step()", SECOND_BACKWARD)
+def two_backwards(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        first = mse_loss(ddp(x), y)
+        first.backward()
+        second = ddp(2 * x).square().mean()
+        second.backward()
+        optimizer.step()
+        yield first, second
+
+
+@loop("two forwards, one backward")
+def two_forwards(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y) + mse_loss(ddp(-x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("two step() for one backward", ONCE, optimizer=_ADAMW)
+def steps_twice(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.step()
+        yield loss
+
+
+@loop("a skipped batch: zero_grad() after backward", NOT_DISCARDED)
+def skips_backward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for place, (x, y) in enumerate(run.batches()):
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        if place % 3 != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+
+
+@loop("a skipped batch: continue between backward and step()", NOT_DISCARDED, steps=5)
+def continues(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for place, (x, y) in enumerate(run.batches()):
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        if place % 3 == 1:
+            continue
+        optimizer.step()
+        yield loss
+
+
+@loop("a step skipped where a gradient is not finite", NOT_DISCARDED)
+def skips_non_finite(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for place, (x, y) in enumerate(run.batches()):
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y) * (float("nan") if place == 1 else 1.0)
+        loss.backward()
+        if all(bool(parameter.grad.isfinite().all()) for parameter in ddp.parameters()):
+            optimizer.step()
+        yield loss

@@ -1,0 +1,71 @@
+"""What many loops declare: errors and limits that follow from when a form makes its update."""
+
+from __future__ import annotations
+
+from .corpus import Declaration, limit, refused
+from .forms import AUTOMATIC, SHARDED, STAGED, STEPPED
+
+__all__ = [
+    "ALREADY_UPDATED",
+    "CLIPPED",
+    "CLIPPED_PARTS",
+    "EDITED",
+    "EVERY_BACKWARD",
+    "HOOK_IS_NOT_TOLD",
+    "MOVED",
+    "NOT_DISCARDED",
+    "PARTS",
+    "SCALED",
+    "SECOND_BACKWARD",
+    "coupled",
+]
+
+_AFTER = "backward is the step: what the loop does between backward and step() comes after the update"
+_EVERY = "backward is the step: every synchronized backward makes an update, and the loop has no step() to skip"
+
+EDITED = [*refused(STEPPED, "the gradient of "), *limit(AUTOMATIC, _AFTER)]
+"""The loop changes gradients between backward and step()."""
+
+CLIPPED_PARTS = refused(["zero deferred"], "after backward .grad was scaled by ")
+
+CLIPPED = [*EDITED, *CLIPPED_PARTS]
+"""The loop clips by the norm of what each rank has."""
+
+ALREADY_UPDATED = limit(AUTOMATIC, _AFTER)
+"""The loop does something else there, which the forms with a step() take into account."""
+
+EVERY_BACKWARD = limit(AUTOMATIC, _EVERY)
+"""The loop makes a backward for which it does not step."""
+
+NOT_DISCARDED = [*refused(STEPPED, "zero_grad() between backward and "), *EVERY_BACKWARD]
+"""The loop throws a backward away."""
+
+SECOND_BACKWARD = [
+    *refused(("interleaved", *STAGED), "a second backward began before "),
+    *EVERY_BACKWARD,
+]
+"""The loop makes two synchronized backwards for one step."""
+
+
+def coupled(name: str) -> Declaration:
+    """One step of the optimizer ``name`` is not one of each bucket, or of each parameter."""
+    return [
+        *refused(("interleaved", *AUTOMATIC), f"updating bucket by bucket would not equal one step of {name}: "),
+        *refused(SHARDED, f"{name} does not update each parameter by itself"),
+    ]
+
+
+PARTS = limit(STAGED, "under ZeroStep a gradient is the mean only where this rank owns it")
+"""The loop reads gradients."""
+
+MOVED = [*refused(STEPPED, "0.weight (and "), *ALREADY_UPDATED]
+"""The loop changes parameters between backward and step()."""
+
+SCALED = [
+    *refused(STEPPED, "GradScaler decides after backward whether to step"),
+    *refused(AUTOMATIC, "this SGD is stepped inside backward"),
+]
+"""The loop is left to GradScaler."""
+
+HOOK_IS_NOT_TOLD = refused(["hook"], "a parameter has no gradient on this rank, and a hook registered with ddp.")
+"""A parameter has no gradient."""

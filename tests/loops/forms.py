@@ -1,0 +1,152 @@
+"""The forms of update that every loop is played with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from overlap import (
+    AllReduce,
+    LocalSGD,
+    OptimizerHookState,
+    OverlappedOptimizer,
+    Step,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    allreduce_hook,
+    chain,
+    hook_then_optimizer,
+)
+
+from .run import Run, Stepless
+
+__all__ = [
+    "ALL",
+    "AUTOMATIC",
+    "DEFERRED",
+    "FORMS",
+    "IN_BACKWARD",
+    "PLAIN",
+    "SHARDED",
+    "STAGED",
+    "STEPPED",
+    "Form",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A way to make the update: ``build(run, ddp, params)`` registers it and returns what the loop holds."""
+
+    name: str
+    made: str
+    """How a user writes it."""
+    build: Callable[[Run, Any, Any], Any]
+    state: Callable[[Any], Any] = lambda optimizer: optimizer.state_dict()
+    """The whole state as the plain optimizer's."""
+    is_settled: bool = True
+    """Whether parameters are final after ``step()``, so that reading them disturbs nothing."""
+    has_whole_state: bool = True
+    """Whether every rank has the whole state without asking the others."""
+
+
+def _replicated(**options: Any) -> Callable[[Run, Any, Any], Any]:
+    def build(run: Run, ddp: Any, params: Any) -> Any:
+        optimizer = OverlappedOptimizer(run.plain_optimizer(params))
+        run.keep(chain(AllReduce(), Step(optimizer, **options)).register(ddp))
+        return optimizer
+
+    return build
+
+
+def _automatic(run: Run, ddp: Any, params: Any) -> Any:
+    optimizer = run.plain_optimizer(params)
+    stage = Step(optimizer)
+    run.keep(chain(AllReduce(), stage).register(ddp))
+    return Stepless(optimizer, stage)
+
+
+def _hook(run: Run, ddp: Any, params: Any) -> Any:
+    optimizer = run.plain_optimizer(params)
+    ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
+    return Stepless(optimizer)
+
+
+def _zero(run: Run, params: Any, **options: Any) -> ZeroRedundancyOptimizer:
+    cls, defaults = run.optimizer_class()
+    return run.prepared(ZeroRedundancyOptimizer(params, cls, **options, **defaults))
+
+
+def _sharded(zero_options: Mapping[str, Any] | None = None, **options: Any) -> Callable[[Run, Any, Any], Any]:
+    def build(run: Run, ddp: Any, params: Any) -> Any:
+        zero = _zero(run, params, overlap_with_ddp=True, **(zero_options or {}))
+        run.keep(chain(ZeroStep(zero, **options)).register(ddp))
+        return zero
+
+    return build
+
+
+def _local(run: Run, ddp: Any, params: Any) -> Any:
+    local = LocalSGD(ddp, run.plain_optimizer(params), period=4, start_step=10**6)
+    run.keep(local)
+    return local
+
+
+def _local_state(local: Any) -> Any:
+    return {key: value for key, value in local.state_dict().items() if key != "local_sgd"}
+
+
+def _consolidated(zero: Any) -> Any:
+    """On rank 0; compared there."""
+    zero.consolidate_state_dict(to=0)
+    return zero.state_dict() if dist.get_rank() == 0 else None
+
+
+_ZERO: dict[str, Any] = {"state": _consolidated, "has_whole_state": False}
+
+PLAIN = Form(name="plain", made="DDP, then `o.step()`", build=lambda run, ddp, params: run.plain_optimizer(params))
+
+FORMS: tuple[Form, ...] = (
+    Form(name="interleaved", made="`Step(OverlappedOptimizer(o))`", build=_replicated()),
+    Form(name="deferred", made="`Step(OverlappedOptimizer(o), deferred=True)`", build=_replicated(deferred=True)),
+    Form(name="automatic", made="`Step(o)`", build=_automatic),
+    Form(name="hook", made="`hook_then_optimizer(allreduce_hook, OptimizerHookState(o))`", build=_hook),
+    Form(name="zero", made="`ZeroStep(zero)`", build=_sharded(), **_ZERO),
+    Form(
+        name="zero forward",
+        made='`ZeroStep(zero, gather="forward")`',
+        build=_sharded(gather="forward"),
+        is_settled=False,
+        **_ZERO,
+    ),
+    Form(name="zero deferred", made="`ZeroStep(zero, deferred=True)`", build=_sharded(deferred=True), **_ZERO),
+    Form(
+        name="zero parameter",
+        made='`ZeroStep(zero)`, where `zero` has `partition="parameter"`',
+        build=_sharded(zero_options={"partition": "parameter"}),
+        **_ZERO,
+    ),
+    Form(
+        name="zero alone",
+        made="`ZeroRedundancyOptimizer` without a stage",
+        build=lambda run, ddp, params: _zero(run, params),
+        **_ZERO,
+    ),
+    Form(name="local", made="`LocalSGD` before its `start_step`", build=_local, state=_local_state),
+)
+
+ALL = tuple(form.name for form in FORMS)
+AUTOMATIC = ("automatic", "hook")
+"""Backward does everything, and the loop calls no ``step()``."""
+STEPPED = ("interleaved", "zero", "zero forward", "zero parameter")
+"""The update is made in backward, and the loop calls ``step()``."""
+IN_BACKWARD = (*STEPPED, *AUTOMATIC)
+"""The update is made in backward."""
+DEFERRED = ("deferred", "zero deferred", "zero alone", "local")
+"""The update is made in ``step()``."""
+SHARDED = tuple(name for name in ALL if name.startswith("zero"))
+STAGED = tuple(name for name in SHARDED if name != "zero alone")
+"""A ``ZeroStep`` makes the sharded update."""

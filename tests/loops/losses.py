@@ -1,0 +1,175 @@
+"""Losses of several models or several backwards: adversarial, actor-critic, penalties."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import optim
+from torch.nn.functional import mse_loss
+
+from .corpus import limit, loop
+from .declared import EDITED, NOT_DISCARDED
+from .models import mlp
+from .run import Run
+
+_ADAM = partial(optim.Adam, lr=0.01, betas=(0.5, 0.9))
+
+NO_SKIP = limit(["hook"], "a hook has no skip_update()")
+
+
+def _second(run: Run) -> tuple[Any, Any]:
+    """Another DDP model with an optimizer of the same form."""
+    ddp = run.wrap(mlp())
+    return ddp, run.optimizer(ddp)
+
+
+def gan(*, says_so: bool) -> Any:
+    """A GAN whose generator's loss goes through the discriminator's DDP model."""
+
+    def body(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+        generator, generates = ddp, optimizer
+        critic, criticizes = _second(run)
+        for x, y in run.batches():
+            criticizes.zero_grad()
+            with torch.no_grad():
+                fake = generator(x)
+            loss_d = critic(fake).mean() - critic(y).mean()
+            loss_d.backward()
+            criticizes.step()
+            generates.zero_grad()
+            loss_g = -critic(generator(x)).mean()
+            if says_so:
+                with run.skip(criticizes):
+                    loss_g.backward()
+            else:
+                loss_g.backward()
+            generates.step()
+            yield loss_d, loss_g
+
+    return body
+
+
+loop("GAN", NOT_DISCARDED, optimizer=_ADAM)(gan(says_so=False))
+loop("GAN, with skip_update()", NO_SKIP, optimizer=_ADAM)(gan(says_so=True))
+
+
+@loop("actor and critic, one loss, two optimizers")
+def actor_critic(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    critic, values = _second(run)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        values.zero_grad()
+        loss = mse_loss(ddp(x), y) + mse_loss(critic(x), y)
+        loss.backward()
+        optimizer.step()
+        values.step()
+        yield loss
+
+
+@loop("actor and critic, two losses, the actor's through the critic", NOT_DISCARDED)
+def actor_through_critic(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    critic, values = _second(run)
+    for x, y in run.batches():
+        values.zero_grad()
+        loss_v = mse_loss(critic(x), y)
+        loss_v.backward()
+        values.step()
+        optimizer.zero_grad()
+        loss_a = -critic(ddp(x)).mean()
+        loss_a.backward()
+        optimizer.step()
+        values.zero_grad()
+        yield loss_v, loss_a
+
+
+@loop("adversarial examples: a backward for the inputs' gradient", NOT_DISCARDED)
+def adversarial(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        x.requires_grad_()
+        mse_loss(ddp(x), y).backward()
+        attacked = (x + 0.1 * x.grad.sign()).detach()
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(attacked), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("adversarial examples, with skip_update()", NO_SKIP)
+def adversarial_skipped(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        x.requires_grad_()
+        with run.skip(optimizer):
+            mse_loss(ddp(x), y).backward()
+        attacked = (x + 0.1 * x.grad.sign()).detach()
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(attacked), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("gradient penalty: double backward through the inputs")
+def gradient_penalty(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        x.requires_grad_()
+        optimizer.zero_grad()
+        out = ddp(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        loss = mse_loss(out, y) + 0.1 * slope.square().mean()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("a look ahead by functional_call")
+def look_ahead(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        named = dict(ddp.module.named_parameters())
+        slopes = torch.autograd.grad(mse_loss(ddp.module(x), y), list(named.values()))
+        ahead = {name: value.detach() - 0.1 * slope for (name, value), slope in zip(named.items(), slopes, strict=True)}
+        with torch.no_grad():
+            seen = torch.func.functional_call(ddp.module, ahead, (x,))
+        loss = mse_loss(ddp(x), y + 0.1 * seen)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("a regularizer with its own backward, before the forward")
+def regularizer_before(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        run.settle(optimizer)
+        (0.01 * sum(parameter.square().sum() for parameter in ddp.parameters())).backward()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("a regularizer with its own backward, after the loss's", EDITED)
+def regularizer_after(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        (0.01 * sum(parameter.square().sum() for parameter in ddp.parameters())).backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("a backward of ddp.module before the forward")
+def module_before(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        # The same inputs on every rank, so that replicas stay equal in plain DDP.
+        ddp.module(torch.ones(2, 16)).square().mean().backward()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss

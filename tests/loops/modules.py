@@ -1,0 +1,216 @@
+"""Kinds of models."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.utils.checkpoint import checkpoint
+
+from overlap import checkpoint_wrapper
+
+from .corpus import limit, loop, refused, variant
+from .declared import HOOK_IS_NOT_TOLD
+from .forms import ALL, IN_BACKWARD, STAGED
+from .models import batch_norm, convolutional, dropout, images, mlp, tokens
+from .plain import usual
+from .run import Run
+
+_ADAMW = partial(optim.AdamW, lr=0.01)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.middle = nn.Embedding(32, 16), nn.Linear(16, 16)
+        self.head, self.last = nn.Linear(16, 32, bias=False), nn.Linear(32, 16)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.head(self.middle(self.embedding(x)).tanh()))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm, self.head = (
+            nn.Embedding(32, 16),
+            nn.LSTM(16, 16, batch_first=True),
+            nn.Linear(16, 16),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(x))[0])
+
+
+class Transformer(nn.Module):
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=dropout, batch_first=True)
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.embedding(x)))
+
+
+class Checkpointed(nn.Module):
+    """Two blocks with dropout, computed again in backward."""
+
+    def __init__(self, *, use_reentrant: bool, block: Any = dropout) -> None:
+        super().__init__()
+        self.stem, self.first, self.second, self.head = nn.Linear(16, 16), block(), block(), nn.Linear(16, 16)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for part in (self.first, self.second):
+            x = checkpoint(part, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+class ReadsItself(nn.Module):
+    """Uses the detached weight of its first layer in its last, as some attention and memory modules do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.second.weight
+        read = weight.detach() if self.how == "detach" else weight.data if self.how == "data" else weight
+        # In backward this product needs the weight after the gradient of the layer below has come.
+        return self.second((self.first(x).tanh() @ read).tanh())
+
+
+class Transposed(nn.Module):
+    """A weight that lies transposed in memory, and is dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 16).mul_(0.2).t())
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh() @ self.weight)
+
+
+class SparseEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 16, sparse=True), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x))
+
+
+class WithScalars(nn.Module):
+    """Parameters of no dimension, of one element and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(1))
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale + self.shift + self.nothing.sum()
+
+
+class Unused(nn.Module):
+    """A branch that is used by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (self.left if self.calls % 2 else self.right)(self.first(x))
+
+
+STILL_NEEDED = limit(
+    IN_BACKWARD, "the update may come while backward needs the weight: autograd's error, on every rank", is_a_race=True
+)
+STILL_NEEDED_DATA = limit(
+    IN_BACKWARD,
+    "the update may come while backward needs the weight, which autograd is not told of through .data: read a clone",
+    is_a_race=True,
+)
+RESTRIDED = [
+    *refused(["interleaved", "deferred", "automatic", "local"], "2.weight has strides (72, 1, 24, 8), but had"),
+    *refused(["hook"], "a parameter of shape (8, 8, 3, 3) has strides (72, 1, 24, 8), but had"),
+    *refused(STAGED, "parameter 0 of group 0 has strides (27, 1, 9, 3), but had"),
+]
+SPARSE = [
+    *refused([form for form in ALL if form != "zero alone"], "this gradient is sparse, and stages work on dense ones"),
+    *refused(["zero alone"], "the gradient of parameter 0 of group 0 is sparse"),
+]
+
+
+def _channels_last() -> nn.Module:
+    return convolutional().to(memory_format=torch.channels_last)
+
+
+def _frozen() -> nn.Module:
+    model = mlp()
+    model[0].requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+variant(usual, "channels_last, SGD", model=_channels_last, inputs=images)
+variant(usual, "a weight that lies transposed in memory", model=Transposed, optimizer=_ADAMW)
+variant(usual, "tied weights", model=Tied, inputs=tokens)
+variant(usual, "LSTM", model=Recurrent, inputs=tokens)
+variant(usual, "attention with dropout", model=Transformer, inputs=tokens, optimizer=_ADAMW)
+variant(usual, "BatchNorm, buffers broadcast", model=batch_norm)
+variant(usual, "frozen layers", model=_frozen, optimizer=_ADAMW)
+variant(usual, "scalar, one-element and empty parameters", model=WithScalars, optimizer=_ADAMW)
+variant(usual, "a sparse embedding", SPARSE, model=SparseEmbedding, inputs=tokens, optimizer=partial(optim.SGD, lr=0.1))
+variant(usual, "checkpointing with dropout", model=lambda: Checkpointed(use_reentrant=False))
+variant(
+    usual,
+    "checkpointing, reentrant, static_graph",
+    model=lambda: Checkpointed(use_reentrant=True),
+    ddp={"static_graph": True},
+)
+variant(
+    usual,
+    "checkpoint_wrapper with BatchNorm",
+    model=lambda: nn.Sequential(checkpoint_wrapper(batch_norm()), nn.Linear(16, 16)),
+)
+variant(usual, "a network that reads its own weight.detach()", STILL_NEEDED, model=lambda: ReadsItself("detach"))
+variant(usual, "a network that reads its own weight.data", STILL_NEEDED_DATA, model=lambda: ReadsItself("data"))
+variant(
+    usual,
+    "branches used by turns, AdamW",
+    HOOK_IS_NOT_TOLD,
+    model=Unused,
+    ddp={"find_unused_parameters": True},
+    optimizer=_ADAMW,
+)
+
+
+@loop("a model turned channels_last in mid-run", RESTRIDED, model=convolutional, inputs=images, optimizer=_ADAMW)
+def turned(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    yield from usual(ddp, optimizer, run)
+    ddp.module.to(memory_format=torch.channels_last)
+    with warnings.catch_warnings(action="ignore"):  # DDP's, of gradients whose strides are not its bucket's.
+        yield from usual(ddp, optimizer, run)
+
+
+@loop(
+    "torch.compile of the model, inside DDP",
+    refused(["zero forward"], "gather='forward' cannot hook into a compiled module"),
+)
+def compiled(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    ddp.module.compile(backend="eager")
+    with torch._dynamo.config.patch(optimize_ddp=False):  # It takes no buckets as small as these.
+        yield from usual(ddp, optimizer, run)

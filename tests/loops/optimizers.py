@@ -1,0 +1,163 @@
+"""Optimizers: PyTorch's, and those that users bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import optim
+from torch.nn.functional import mse_loss
+
+from harness.third_party import (
+    LAMB,
+    SAM,
+    SGLD,
+    BlockwiseAdamW,
+    CountingSGD,
+    DelegatingOptimizer,
+    Lion,
+    Lookahead,
+    Prodigy,
+    PropertyWrapper,
+    patch_step,
+)
+
+from .corpus import limit, loop, refused, variant
+from .declared import NOT_DISCARDED, PARTS, coupled
+from .forms import ALL, AUTOMATIC, IN_BACKWARD, SHARDED
+from .plain import usual
+from .run import Run
+
+
+class SlowSGD(Lookahead):
+    """Lookahead around SGD, as one class."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(optim.SGD(params, lr=lr, momentum=0.9))
+
+
+class DelegatedAdamW(DelegatingOptimizer):
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(optim.AdamW(params, lr=lr))
+
+
+class WrappedAdamW(PropertyWrapper):
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(optim.AdamW(params, lr=lr))
+
+
+def _clamped(optimizer: Any) -> Any:
+    def clamp(optimizer: Any, args: Any, kwargs: Any) -> None:
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.clamp_(-0.2, 0.2)
+
+    optimizer.register_step_post_hook(clamp)
+    return optimizer
+
+
+DRAWS = refused(["interleaved", *AUTOMATIC, *SHARDED], "SGLD.step() draws random numbers")
+COUNTS = [
+    *refused(["interleaved", *AUTOMATIC], "updating bucket by bucket would not equal one step of CountingSGD: "),
+    *refused(["zero", "zero forward", "zero parameter"], "CountingSGD cannot be stepped bucket by bucket"),
+]
+DELEGATES = [*coupled("DelegatedAdamW"), *refused(["local"], "DelegatedAdamW runs no step hooks")]
+READS_BEFORE_STEP = limit(IN_BACKWARD, "it reads weights before the inner step(), when they are the new ones already")
+PATCHED = [
+    *refused(["interleaved", *AUTOMATIC], "step() of this SGD was replaced on the object"),
+    *refused(["zero", "zero forward", "zero parameter"], "0.weight (and "),
+]
+CLIPS = [
+    *refused(["interleaved", *AUTOMATIC], "the step pre-hook clipping_hook.<locals>.clip must run before the update"),
+    *refused(["zero", "zero forward", "zero parameter"], "the gradient of "),
+]
+
+variant(
+    usual,
+    "SGD, foreach, Nesterov",
+    optimizer=partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=True),
+)
+variant(usual, "SGD, fused, maximize", optimizer=partial(optim.SGD, lr=0.01, momentum=0.9, fused=True, maximize=True))
+variant(usual, "Adam, foreach, amsgrad", optimizer=partial(optim.Adam, lr=0.01, amsgrad=True, foreach=True))
+variant(usual, "AdamW, fused", optimizer=partial(optim.AdamW, lr=0.01, fused=True))
+variant(usual, "AdamW, lr a tensor", optimizer=partial(optim.AdamW, lr=torch.tensor(0.01)))
+variant(usual, "Adafactor", optimizer=partial(optim.Adafactor, lr=0.01))
+
+variant(usual, "Lion", optimizer=partial(Lion, lr=0.01, weight_decay=0.1))
+variant(usual, "blockwise 8-bit AdamW", optimizer=partial(BlockwiseAdamW, lr=0.01))
+variant(usual, "LAMB", optimizer=partial(LAMB, lr=0.01))
+variant(usual, "LAMB with a global norm", coupled("LAMB"), optimizer=partial(LAMB, lr=0.01, max_norm=0.1))
+variant(usual, "Prodigy", coupled("Prodigy"), optimizer=partial(Prodigy, d0=1e-2))
+variant(usual, "SGLD: noise drawn in step()", DRAWS, optimizer=partial(SGLD, lr=0.1))
+variant(usual, "a step counter in an object", COUNTS, optimizer=partial(CountingSGD, lr=0.1))
+variant(usual, "Lookahead, inside", coupled("SlowSGD"), optimizer=partial(SlowSGD))
+variant(usual, "Lookahead, outside", READS_BEFORE_STEP, optimizer=partial(optim.SGD, lr=0.1), outer=Lookahead)
+variant(usual, "a delegating wrapper, inside", DELEGATES, optimizer=partial(DelegatedAdamW))
+variant(usual, "a delegating wrapper, outside", optimizer=partial(optim.AdamW, lr=0.01), outer=DelegatingOptimizer)
+variant(usual, "a wrapper whose step is a property", coupled("WrappedAdamW"), optimizer=partial(WrappedAdamW))
+variant(usual, "step patched on the instance", PATCHED, optimizer=partial(optim.SGD, lr=0.1), prepare=patch_step)
+
+
+@loop("SAM", coupled("SAM"), optimizer=partial(SAM, base=optim.SGD, lr=0.1))
+def sam(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.first_step(zero_grad=True)
+        mse_loss(ddp(x), y).backward()
+        optimizer.second_step()
+        yield loss
+
+
+@loop("SAM, outside", NOT_DISCARDED, PARTS[2:3], optimizer=partial(optim.SGD, lr=0.1))
+def sam_by_hand(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        with torch.no_grad():
+            climbs = [(p, 0.05 * p.grad) for p in ddp.parameters()]
+            for parameter, climb in climbs:
+                parameter.add_(climb)
+        optimizer.zero_grad()
+        mse_loss(ddp(x), y).backward()
+        with torch.no_grad():
+            for parameter, climb in climbs:
+                parameter.sub_(climb)
+        optimizer.step()
+        yield loss
+
+
+@loop(
+    "LBFGS",
+    refused([form for form in ALL if form != "local"], "LBFGS "),
+    optimizer=partial(optim.LBFGS, lr=0.1, max_iter=2),
+)
+def lbfgs(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+
+        def evaluate(x: Any = x, y: Any = y) -> Any:
+            optimizer.zero_grad()
+            loss = mse_loss(ddp(x), y)
+            loss.backward()
+            return loss
+
+        yield optimizer.step(evaluate)
+
+
+@loop("a step post-hook that clamps weights", prepare=_clamped)
+def step_hooks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    yield from usual(ddp, optimizer, run)
+
+
+@loop("a step pre-hook that clips", CLIPS)
+def clipping_hook(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    def clip(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for parameter in ddp.parameters():
+            parameter.grad.clamp_(-0.01, 0.01)
+
+    optimizer.register_step_pre_hook(clip)
+    yield from usual(ddp, optimizer, run)

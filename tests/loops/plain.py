@@ -1,0 +1,130 @@
+"""The loop as tutorials write it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.functional import mse_loss
+
+from .corpus import limit, loop
+from .forms import ALL
+from .run import Run
+
+
+@loop("the usual loop")
+def usual(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("zero_grad() after step()")
+def zero_grad_after(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+
+
+@loop("zero_grad(set_to_none=False)")
+def zero_grad_to_zero(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad(set_to_none=False)
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("ddp.zero_grad()")
+def zero_grad_of_model(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        ddp.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("without zero_grad(), as the README writes it")
+def no_zero_grad(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        if run.is_plain or run.form.name in ("hook", "zero alone", "local"):
+            optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop(
+    "no zero_grad() at all, in plain DDP, too",
+    limit(
+        [form for form in ALL if form not in ("hook", "zero alone", "local")],
+        "gradients are cleared, and plain DDP's add up",
+    ),
+)
+def adds_up_for_ever(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("step(closure)")
+def closure(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+
+        def evaluate(x: Any = x, y: Any = y) -> Any:
+            optimizer.zero_grad()
+            loss = mse_loss(ddp(x), y)
+            loss.backward()
+            return loss
+
+        yield optimizer.step(evaluate)
+
+
+@loop("epochs with a short last batch")
+def epochs(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for _ in range(2):
+        batches = list(run.batches(2))
+        batches.append(tuple(tensor[:1] for tensor in batches[-1]))
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = mse_loss(ddp(x), y)
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+
+@loop("evaluation between steps")
+def evaluation(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        ddp.train()
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        ddp.eval()
+        with torch.no_grad():
+            yield loss, ddp(x), ddp.module(x)
+
+
+@loop("a skipped batch: continue before backward")
+def skips_forward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for place, (x, y) in enumerate(run.batches()):
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        if place % 3 == 1:
+            continue
+        loss.backward()
+        optimizer.step()
+        yield loss

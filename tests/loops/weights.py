@@ -1,0 +1,185 @@
+"""Weights that something else reads or changes: averages, pruning, parametrizations."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.nn.functional import mse_loss
+from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
+
+from .corpus import limit, loop, variant
+from .forms import IN_BACKWARD
+from .models import batch_norm, mlp
+from .plain import usual
+from .run import Run
+
+_ADAMW = partial(optim.AdamW, lr=0.01)
+
+ALREADY_NEW = limit(IN_BACKWARD, "after backward they are the new ones already")
+
+
+def _old_weight_norm() -> nn.Module:
+    model = mlp()
+    with warnings.catch_warnings(action="ignore"):
+        for place in (0, 2):
+            nn.utils.weight_norm(model[place])
+    return model
+
+
+def _old_spectral_norm() -> nn.Module:
+    model = mlp()
+    for place in (0, 2):
+        nn.utils.spectral_norm(model[place])
+    return model
+
+
+def _parametrized(parametrize: Any) -> Any:
+    def build() -> nn.Module:
+        model = mlp()
+        for place in (0, 2):
+            parametrize(model[place])
+        return model
+
+    return build
+
+
+def _pruned() -> nn.Module:
+    model = mlp()
+    for place in (0, 2):
+        prune.l1_unstructured(model[place], "weight", amount=0.3)
+    return model
+
+
+class Hooked(nn.Sequential):
+    """A pre-hook of the user's reads the weight of the next layer."""
+
+    def __init__(self) -> None:
+        super().__init__(*mlp())
+        self[2].register_forward_pre_hook(lambda module, args: (args[0] * (1 + module.weight.mean()),))
+
+
+variant(usual, "weight_norm, old style", model=_old_weight_norm)
+variant(usual, "spectral_norm, old style", model=_old_spectral_norm)
+variant(usual, "weight_norm, parametrization", model=_parametrized(parametrizations.weight_norm))
+variant(usual, "pruning before DDP", model=_pruned)
+variant(usual, "a forward pre-hook that reads weights", model=Hooked)
+
+
+@loop("pruning in mid-run, by masks")
+def masks(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        run.settle(optimizer)
+        with torch.no_grad():
+            for layer in (ddp.module[0], ddp.module[2]):
+                layer.weight.mul_(layer.weight.abs() > 0.05)
+        yield loss
+
+
+@loop("SWA with SWALR and update_bn", model=batch_norm)
+def swa(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    average, scheduler = AveragedModel(ddp.module), SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        run.settle(optimizer)
+        average.update_parameters(ddp.module)
+        yield loss
+    update_bn([x for x, _ in run.batches(2)], average)
+    yield list(average.parameters()), list(average.buffers())
+
+
+@loop("EMA in a step post-hook of the optimizer")
+def ema_hook(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    average = [parameter.detach().clone() for parameter in ddp.parameters()]
+
+    def update(*_: Any) -> None:
+        run.settle(optimizer)
+        with torch.no_grad():
+            for mean, parameter in zip(average, ddp.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+
+    optimizer.register_step_post_hook(update)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss, average
+
+
+@loop("weights edited before the forward, through .data")
+def edited(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        run.settle(optimizer)
+        for parameter in ddp.parameters():
+            parameter.data.mul_(0.99)
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("weights read between backward and step()", ALREADY_NEW)
+def read_before_step(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        run.settle(optimizer)
+        seen = [parameter.detach().clone() for parameter in ddp.parameters()]
+        optimizer.step()
+        yield loss, seen
+
+
+@loop("parameters_to_vector and back")
+def vectors(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        run.settle(optimizer)
+        vector = parameters_to_vector(ddp.parameters()).detach()
+        vector_to_parameters(vector * 0.99, ddp.parameters())
+        yield loss, vector
+
+
+@loop("a deep copy of the model for evaluation", model=batch_norm)
+def copies(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        run.settle(optimizer)
+        copied = copy.deepcopy(ddp.module).eval()
+        with torch.no_grad():
+            yield loss, copied(x)
+
+
+@loop("the best weights put back: model.load_state_dict() in mid-run")
+def rolls_back(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    best = copy.deepcopy(ddp.module.state_dict())
+    for place, (x, y) in enumerate(run.batches()):
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        if place == 1:
+            ddp.module.load_state_dict(best)
+        yield loss
