@@ -30,6 +30,7 @@ from overlap.errors import TrainingLoopError
 from overlap.optim.pass_gradients import PassGradients
 from overlap.optim.phases import (
     ADDED_TO_APPLIED,
+    APPLIED_TWICE,
     CANNOT_DISCARD_UNDER_JOIN,
     SECOND_BACKWARD,
     TRANSITIONS,
@@ -212,6 +213,12 @@ class UpdateLifecycle:
                 f"{self.form.step} cannot apply gradients that were not reduced over ranks ({self.names[local[0]]} and "
                 f"{len(local) - 1} others): the backward ran under no_sync(), or did not reach every parameter"
             )
+
+    def check_once(self) -> None:
+        """Raises: TrainingLoopError: nothing is there to apply but what ``step()`` has applied already."""
+        is_over = self.phase is Phase.STEPPED and self.form.outcome is not Phase.STEPPED
+        if is_over and any(parameter.grad is not None for parameter in self.gradients.applied):
+            self._refuse(APPLIED_TWICE)
 
     def _refuse_edits(self, *, keeps_new_tensors: bool) -> None:
         """Raises: TrainingLoopError: the loop changed a gradient after it had been applied; it can go on afterwards.

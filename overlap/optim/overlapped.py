@@ -150,6 +150,9 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         ]
         for lifecycle in lifecycles:
             lifecycle.check_reduced(pending)
+        if not pending and all(lifecycle.phase is Phase.STEPPED for lifecycle in lifecycles):
+            for lifecycle in lifecycles:
+                lifecycle.check_once()
         return pending
 
     def _check_registered(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "ADDED_TO_APPLIED",
+    "APPLIED_TWICE",
     "CANNOT_DISCARD_UNDER_JOIN",
     "SCALED_UNDER_JOIN",
     "SECOND_BACKWARD",
@@ -81,6 +82,10 @@ ADDED_TO_APPLIED = Refusal(
     "them: call zero_grad() between {step} and a backward whose forward came before it",
     then=Phase.FAILED,
 )
+APPLIED_TWICE = Refusal(
+    "{step} was called again for a backward whose gradients have been applied: run forward and backward first, or call "
+    "zero_grad() between"
+)
 _ADDED_TO_FAILED = Refusal(
     "a backward has added to what the last one, which failed, left in .grad: call zero_grad() after a failure, or run "
     "a forward before the next backward",
@@ -150,7 +155,7 @@ TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
         Phase.BACKWARD: _INCOMPLETE,
         Phase.REDUCED: Phase.STEPPED,
         Phase.APPLIED: Phase.STEPPED,  # Refused where a gradient was edited since.
-        Phase.STEPPED: Phase.STEPPED,  # Nothing is left to do, and nothing is done twice.
+        Phase.STEPPED: Phase.STEPPED,  # Refused where the gradients that were applied are there, and nothing else is.
         Phase.FAILED: _FAILED,
     },
     Event.ZERO_GRAD: {

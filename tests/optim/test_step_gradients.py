@@ -10,7 +10,7 @@ from step_loops import SGD
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP
-from overlap import AllReduce, OverlappedOptimizer, Step, chain
+from overlap import AllReduce, OverlappedOptimizer, Step, TrainingLoopError, chain
 
 EITHER_VIEW = pytest.mark.parametrize("view", [False, True], ids=["copied", "bucket view"])
 
@@ -68,12 +68,15 @@ def _stepped_twice(rank: int, world_size: int, view: bool) -> None:
         _backward(ddp, step, rank)
         optimizer.step()
         before = {name: parameter.detach().clone() for name, parameter in ddp.module.named_parameters()}
-        optimizer.step()
+        with pytest.raises(TrainingLoopError, match=r"optimizer\.step\(\) was called again for a backward"):
+            optimizer.step()
+        ddp.zero_grad()
+        optimizer.step()  # As in plain DDP there is nothing to apply.
         assert_parity(dict(ddp.module.named_parameters()), before, what="parameters after a second step()")
 
 
 @EITHER_VIEW
-def test_a_second_step_after_one_backward_changes_nothing(view: bool) -> None:
+def test_a_second_step_after_one_backward_is_an_error_and_changes_nothing(view: bool) -> None:
     run_ranks(_stepped_twice, 2, view)
 
 

@@ -303,6 +303,7 @@ class ZeroStep(UpdateStage):
         lifecycle.check_step()
         pending = [p for p in parameters if p.grad is not None and not lifecycle.gradients.has_applied(p)]
         lifecycle.check_reduced(pending, applies_what_the_user_set=False)
+        lifecycle.check_once()
         if lifecycle.phase is Phase.REDUCED and not loss_scale.skips_step():
             self._update_in_step(loss_scale)
         lifecycle.on_step(parameters)

@@ -146,7 +146,15 @@ class Oracle:
             return OK
         if self.form.refuses_step or self.phase in ("failed", "incomplete"):
             return REFUSED
-        return REFUSED if self._step_meets_edit() or self._step_meets_other_lr() or self._local() else OK
+        if self._step_meets_edit() or self._step_meets_other_lr() or self._local() or self._is_step_again():
+            return REFUSED
+        return OK
+
+    def _is_step_again(self) -> bool:
+        """Whether all that is there has been applied already; an ordinary optimizer would apply it again."""
+        is_there = any(self.parameters[place].grad is not None for place in self.marks)
+        clears = self.form.clears and not self.form.is_automatic
+        return self.phase == "stepped" and clears and is_there and not self._pending()
 
     def _expect_failing_step(self, call: Call) -> frozenset[str]:
         expected = self._expect_step(call)

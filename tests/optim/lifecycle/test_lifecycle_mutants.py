@@ -82,7 +82,7 @@ ENTRIES: dict[tuple[Event, Phase], tuple[str, Phase | Refusal, int | str]] = {
     (Event.STEP, Phase.BACKWARD): (DEFERRED, Phase.BACKWARD, "incomplete_backward zero_grad:T step"),
     (Event.STEP, Phase.REDUCED): (DEFERRED, Phase.REDUCED, 0),
     (Event.STEP, Phase.APPLIED): (INTERLEAVED, Phase.APPLIED, 1),
-    (Event.STEP, Phase.STEPPED): (INTERLEAVED, Phase.IDLE, "forward backward step step forward"),
+    (Event.STEP, Phase.STEPPED): (INTERLEAVED, _REFUSED, "forward backward step ddp_zero_grad:T step"),
     (Event.STEP, Phase.FAILED): (INTERLEAVED, Phase.STEPPED, "forward failing_backward:first ddp_zero_grad:T step"),
     (Event.ZERO_GRAD, Phase.IDLE): (DEFERRED, Phase.FORWARD, "zero_grad:T own_gradient:1 step"),
     (Event.ZERO_GRAD, Phase.FORWARD): (DEFERRED, Phase.IDLE, "no_sync zero_grad:T own_gradient:1 step"),
