@@ -16,6 +16,7 @@ __all__ = [
     "bare_copy",
     "drop_hooks",
     "global_pre_hooks",
+    "has_post_hooks",
     "mark_stepped",
     "own_step",
     "patch_step",
@@ -111,6 +112,11 @@ def pre_hooks(optimizer: Optimizer) -> dict[int, Any]:
 def post_hooks(optimizer: Optimizer) -> dict[int, Any]:
     """The step post-hooks, likewise."""
     return getattr(optimizer, "_optimizer_step_post_hooks", {})
+
+
+def has_post_hooks(optimizer: Optimizer) -> bool:
+    """Whether anything runs after a ``step`` of ``optimizer``."""
+    return bool(post_hooks(optimizer) or base._global_optimizer_post_hooks)
 
 
 def global_pre_hooks() -> list[Any]:

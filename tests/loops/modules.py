@@ -206,7 +206,10 @@ def turned(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield from usual(ddp, optimizer, run)
 
 
-@loop("torch.compile of the model, inside DDP")
+@loop(
+    "torch.compile of the model, inside DDP",
+    refused(["zero forward"], "gather='forward' cannot hook into a compiled module"),
+)
 def compiled(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     ddp.module.compile(backend="eager")
     with torch._dynamo.config.patch(optimize_ddp=False):  # It takes no buckets as small as these.

@@ -19,6 +19,7 @@ from overlap._checks import check_group
 from overlap._torch import classes
 from overlap._torch.c10d import backend_name
 from overlap._torch.checkpoint import is_in_checkpointing, is_in_loading
+from overlap._torch.optimizer import has_post_hooks
 from overlap._torch.state_dict_hooks import (
     after_load_state_dict,
     after_state_dict,
@@ -67,9 +68,6 @@ class ShardedUpdate(Protocol):
 
     def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         """Raises: ConfigurationError: the stage's model does not train one of ``parameters``."""
-
-    def note_added(self) -> None:
-        """The optimizer has new parameters."""
 
     def step(self, loss_scale: LossScale) -> None:
         """Do what is left of the step after backward."""
@@ -208,8 +206,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.optim.add_param_group(chunks)
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
-        if self.stage is not None:
-            self.stage.note_added()
         if not self._whole_state.is_untouched:
             self._whole_state.note_change()
 
@@ -293,6 +289,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         loss_scale = LossScale.given_to(self)
         if self.stage is not None:
             self.stage.step(loss_scale)
+            if has_post_hooks(self):
+                self.wait()  # They may read parameters.
         elif self.overlap_with_ddp:
             raise RegistrationError(
                 "this ZeroRedundancyOptimizer was made with overlap_with_ddp=True, but no stage updates it: "
@@ -372,8 +370,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def wait(self) -> None:
         """Wait until every parameter holds its new value, if gathers run during the next forward.
 
-        Only forwards of the registered model's modules, its ``state_dict()`` and the next :meth:`step` wait by
-        themselves; call this before you read parameters in any other way.
+        Whoever looks a parameter up in the registered model waits for it, as ``module.weight``, ``parameters()``,
+        ``state_dict()`` and deep copies do; so do saving and loading, step post-hooks and the end of a ``Join``. Call
+        this before you read a parameter that you hold yourself, in a list or in ``param_groups``.
         """
         if self.stage is not None:
             self.stage.wait()
@@ -385,7 +384,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Goes on updating this rank's chunks after its last input; for ``with Join([ddp, zero])``."""
-        return _JoinHook(self.step_joined)
+        return _JoinHook(self.step_joined, self.wait)
 
     @property
     def join_device(self) -> torch.device:
@@ -503,9 +502,13 @@ class _JoinHook(JoinHook):
     """Runs ``step`` on a rank that has run out of inputs. DDP's own hook runs what stages do in backward, and brings
     the last joiner's parameters to all ranks."""
 
-    def __init__(self, step: Callable[[], None]) -> None:
-        self._step = step
+    def __init__(self, step: Callable[[], None], wait: Callable[[], None]) -> None:
+        self._step, self._wait = step, wait
 
     def main_hook(self) -> None:
         """The collectives of one step, as the active ranks issue them."""
         self._step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """After the block parameters are final."""
+        self._wait()

@@ -1,26 +1,30 @@
-"""Gathers new parameters during the next forward, and has its modules wait for them.
+"""Gathers new parameters during the next forward, and has whoever reads them wait.
 
 [Note: who waits]
 
-A gather during the next forward writes parameters while the training thread goes on. So each module of the registered
-model waits, before its forward, for its own parameters. Some modules use the parameters of other modules without
-calling them: ``nn.MultiheadAttention`` reads its ``out_proj.weight``. The first forward, before any gather, shows which
-modules are called at all. If a module is not called, the nearest module above it that is called waits for its
-parameters. In evaluation a module waits for all parameters below it, since fast paths read them. ``state_dict()``
-waits, too. Nothing else does: call ``zero.wait()``.
+A gather during the next forward writes parameters while the training thread goes on. Whoever looks a parameter up in a
+module of the registered model waits for that parameter: a forward, a hook or another module that reads
+``module.weight``, and ``parameters()``, ``state_dict()``, ``load_state_dict()``, ``copy.deepcopy`` and ``pickle``.
+
+Some modules keep parameters in other places, as scripted ones do. So each module waits, before its forward, for its own
+parameters. The first forward, before any gather, shows which modules are called at all. If a module is not called, the
+nearest module above it that is called waits for its parameters. In evaluation a module waits for all parameters below
+it, since fast paths read them.
+
+Nothing else waits, such as a list of parameters that was made before: call ``zero.wait()``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from overlap._torch.modules import move_to_front
+from overlap._torch.module_parameters import is_compiled, is_compiled_in_place, notify_of_reads, stop_notifying
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import StageContext
 from overlap.hooks.engine.background import Completion
@@ -38,6 +42,8 @@ class ParameterPrefetch:
 
     def begin(self, context: StageContext, gathers: Sequence[Gather], exchange: Exchange) -> None:
         """Launch ``gathers``, in this order, after all earlier work."""
+        if self._hooks is not None:
+            self._hooks.follow()
         completions = {gather: Completion(context.device) for gather in gathers}
         for gather, completion in completions.items():
             self._completions.update((id(shard.parameter), completion) for shard in gather.shards)
@@ -66,8 +72,8 @@ class ParameterPrefetch:
                 if completion is not None:
                     completion.wait()
 
-    def attach(self, context: StageContext, parameters: Collection[int]) -> None:
-        """Have the model's modules wait. See [Note: who waits].
+    def attach(self, context: StageContext) -> None:
+        """Have readers of the model's parameters wait. See [Note: who waits].
 
         Raises:
             ConfigurationError: the model is not known.
@@ -79,14 +85,8 @@ class ParameterPrefetch:
                 "gather='forward' makes modules wait for their parameters, and a hook registered with "
                 "ddp.register_comm_hook does not know the model: use overlap.register, or gather='backward'"
             )
-        if any("_orig_mod" in name.split(".") for name, _ in model.named_modules()) or hasattr(model, "_orig_mod"):
-            raise UnsupportedError("gather='forward' cannot hook into a compiled module; use gather='backward'")
-        self._hooks = _ModuleHooks(model, set(parameters), self)
-
-    def follow(self, parameters: Collection[int]) -> None:
-        """Have the model's modules wait for these parameters from now on, all those of the optimizer."""
-        if self._hooks is not None:
-            self._hooks.follow(set(parameters))
+        _check_not_compiled(model)
+        self._hooks = _ModuleHooks(model, self)
 
     def detach(self) -> None:
         """Remove the hooks of the modules and wait for all gathers."""
@@ -95,55 +95,66 @@ class ParameterPrefetch:
         self.wait()
 
 
+def _check_not_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if is_compiled(module):
+            raise _is_compiled(name)
+
+
+def _is_compiled(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"gather='forward' cannot hook into a compiled module, and {name or 'the model'} is compiled; compile the "
+        "DistributedDataParallel model, or use gather='backward'"
+    )
+
+
 class _ModuleHooks:
-    def __init__(self, model: nn.Module, parameters: set[int], prefetch: ParameterPrefetch) -> None:
+    def __init__(self, model: nn.Module, prefetch: ParameterPrefetch) -> None:
+        self._model = weakref.ref(model)
         self._prefetch = prefetch
         self._called: set[str] = set()
         self._needs: dict[str, tuple[int, ...]] = {}
-        self._own: dict[str, tuple[int, ...]] = {}
-        self._below: dict[str, tuple[int, ...]] = {}
+        self._own = {
+            name: tuple(map(id, module.parameters(recurse=False)))
+            for name, module in model.named_modules(remove_duplicate=False)
+        }
         self._is_learned = False
         self._handles: list[Any] = []
-        self._first: list[tuple[weakref.ref[nn.Module], Any]] = []
-        self._model = weakref.ref(model)
-        self.follow(parameters)
         for name, module in model.named_modules():
-            # Before hooks that make the weight from others, as pruning and the old weight_norm do.
-            hook = _Hook(partial(_before_forward, self, name))
-            handle = module.register_forward_pre_hook(hook, prepend=True)
-            self._first.append((weakref.ref(module), handle))
-            self._handles += [handle, module.register_state_dict_pre_hook(_Hook(lambda module: prefetch.wait()))]
+            below = tuple(map(id, module.parameters()))
+            hook = _Hook(partial(self.before_forward, name, below))
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        self.follow()
 
-    def follow(self, parameters: set[int]) -> None:
-        """Wait for these parameters from now on."""
+    def follow(self) -> None:
+        """Have readers of the model's modules wait, also of those that it has got since."""
+        for module in self._modules():
+            notify_of_reads(module, self._on_read)
+
+    def _modules(self) -> Iterable[nn.Module]:
         model = self._model()
-        assert model is not None, "hooks run while the model is there"
-        for name, module in model.named_modules(remove_duplicate=False):
-            self._own[name] = tuple(id(p) for p in module.parameters(recurse=False) if id(p) in parameters)
-            self._below[name] = tuple({id(p) for p in module.parameters()} & parameters)
-        self._is_learned = False
+        return () if model is None else model.modules()
+
+    def _on_read(self, parameters: Iterable[Tensor | None]) -> None:
+        self._prefetch.wait_for(map(id, parameters))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for module in self._modules():
+            stop_notifying(module, self._on_read)
 
-    def before_forward(self, name: str, module: nn.Module) -> None:
+    def before_forward(self, name: str, below: tuple[int, ...], module: nn.Module) -> None:
         """Wait for the parameters that the forward of `module` reads."""
-        if name == "":
-            self._go_first()
+        if is_compiled_in_place(module):
+            raise _is_compiled(name)
         if not (module.training and torch.is_grad_enabled()):
-            self._prefetch.wait_for(self._below[name])
+            self._prefetch.wait_for(below)
             return
         if name == "":
             self._learn()
         self._called.add(name)
         self._prefetch.wait_for(self._needs.get(name, self._own[name]))
-
-    def _go_first(self) -> None:
-        """Run before hooks that were registered since, also if they were to be the first."""
-        for reference, handle in self._first:
-            if (module := reference()) is not None:
-                move_to_front(module, handle)
 
     def _learn(self) -> None:
         """At the second forward: find which modules wait for those that the first forward did not call."""
@@ -165,13 +176,12 @@ class _Hook:
     def __init__(self, function: Callable[[nn.Module], None] | None = None) -> None:
         self._function = function
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def call(self, module: nn.Module, *_: Any) -> None:
         if self._function is not None:
             self._function(module)
 
+    # A compiled forward does not include the wait.
+    __call__: Callable[..., None] = torch.compiler.disable(call)
+
     def __reduce__(self) -> Any:
         return _Hook, ()
-
-
-# A compiled forward does not include the wait.
-_before_forward: Callable[..., None] = torch.compiler.disable(_ModuleHooks.before_forward)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap._checks import described
+from overlap._torch.device import has_streams
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, StageContext, all_reduce, whole_pass
@@ -61,8 +62,8 @@ class ZeroStep(UpdateStage):
         clip_grad_norm: scale the averaged gradients to at most this global norm first; implies ``deferred``.
         norm_type: the type of the norm; ``float("inf")`` for the maximum.
         gather: ``"backward"`` waits for new parameters before backward (or a deferred ``zero.step()``) returns;
-            ``"forward"`` gathers them during the next forward, whose modules wait for what they need. Call
-            ``zero.wait()`` before you read parameters in any other way.
+            ``"forward"`` gathers them during the next forward. Whoever looks a parameter up in the model waits for
+            it; call ``zero.wait()`` before you read one that you hold yourself, in a list or in ``param_groups``.
         automatic: backward does everything, a deferred update with its last bucket; the loop calls no ``step()``.
 
     Issues, per bucket: one reduce-scatter, if first; one all-gather; if DDP looks for unused parameters, one all-reduce
@@ -139,7 +140,7 @@ class ZeroStep(UpdateStage):
             self.lifecycle.names = {shard.parameter: shard.name for shard in shards}
         if self._prefetch is not None:
             try:
-                self._prefetch.attach(context, zero.shards.keys())
+                self._prefetch.attach(context)
             except BaseException:
                 super().detach()
                 raise
@@ -149,10 +150,6 @@ class ZeroStep(UpdateStage):
         """Raises: ConfigurationError: the model does not train one of ``parameters``."""
         if self.context is not None and self.context.names is not None:
             check_covered(self.context.names, parameters, names)
-
-    def note_added(self) -> None:
-        if self._prefetch is not None:
-            self._prefetch.follow(self.zero.shards.keys())
 
     def detach(self) -> None:
         super().detach()
@@ -174,8 +171,12 @@ class ZeroStep(UpdateStage):
         groups = [(f"parameter group {place}", group) for place, group in enumerate(zero.param_groups)]
         chunks = [(zero.shards[id(parameter)].own, name) for parameter, name in named.items()]
         states = [(f"the state of {name}", zero.optim.state.get(own, {})) for own, name in chunks if own is not None]
-        # Gathers that run during the next forward write parameters until then.
-        return UpdateMarks([*groups, *states], named if self._prefetch is None else {}, samples=samples)
+        if self._prefetch is not None:
+            # Gathers that run during the next forward move versions until then, but not the values of this rank's part.
+            sees_values = samples and not has_streams(zero.ownership.device)
+            shards = [(zero.shards[id(parameter)], name) for parameter, name in named.items()] if sees_values else []
+            named = {shard.views[zero.rank]: name for shard, name in shards if shard.own is not None}
+        return UpdateMarks([*groups, *states], named, samples=samples)
 
     def before_backward(self, *, is_replay: bool) -> None:
         self.wait()

@@ -1,4 +1,4 @@
-"""Gathers in the next forward, with modules whose weights are made in hooks, and with parameters added later."""
+"""Gathers in the next forward, with weights that are made in hooks or read by other modules, and parameters added."""
 
 from __future__ import annotations
 
@@ -50,13 +50,53 @@ def _hooked(model: Any) -> None:
         layer.register_forward_pre_hook(_Scaled(), prepend=True)
 
 
+class _ReadsEarly(nn.Module):
+    """Reads a weight of the last layer before the first layer is called."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        last: Any = self.layers[-1]
+        return self.layers(nn.functional.linear(inputs, last.weight))  # type: ignore[no-any-return]
+
+
+class _CallsForward(nn.Module):
+    """Calls the forward of a recurrent layer without its hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.recurrent.forward(inputs)[0]  # type: ignore[no-any-return]
+
+
+def _read_by_another(model: Any) -> None:
+    layers = nn.Sequential(*model)
+    model.__init__(_ReadsEarly(layers))
+
+
+def _tied(model: Any) -> None:
+    model[6].weight = model[0].weight
+
+
+def _recurrent(model: Any) -> None:
+    model.insert(0, _CallsForward())
+
+
 CHANGES: dict[str, tuple[Callable[[Any], None], bool]] = {
     "pruning": (_pruned, False),
     "old weight_norm": (_old_weight_norm, False),
     "old spectral_norm": (_old_spectral_norm, False),
     "parametrizations": (_parametrized, False),
+    "pruning after registering": (_pruned, True),
     "a hook before registering": (_hooked, False),
     "a hook after registering": (_hooked, True),
+    "weights that another module reads": (_read_by_another, False),
+    "tied weights": (_tied, False),
+    "forward called without hooks": (_recurrent, False),
 }
 
 
@@ -109,7 +149,7 @@ def _train(rank: int, world_size: int, names: list[str]) -> None:
             assert torch.equal(ours, theirs), name
 
 
-def test_weights_that_are_made_in_hooks_are_gathered_before() -> None:
+def test_weights_that_hooks_and_other_modules_read_are_waited_for() -> None:
     run_ranks(_train, 2, list(CHANGES))
 
 

@@ -1,0 +1,277 @@
+"""Gathers in the next forward: who reads parameters between ``step()`` and forward reads those of plain DDP."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.swa_utils import AveragedModel
+
+from harness import run_ranks, wrap
+from overlap import Join, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap.errors import TrainingLoopError, UnsupportedError
+
+WIDTH = 16
+
+
+class _Loop:
+    """A model that is trained; ``read`` is what a loop does with it after each step."""
+
+    def __init__(self, rank: int, *, is_plain: bool, deferred: bool = False) -> None:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        self.rank = rank
+        self.ddp = wrap(nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)), bucket_cap_mb=0.001)
+        self.optimizer: Any
+        if is_plain:
+            self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01)
+            return
+        self.optimizer = zero = ZeroRedundancyOptimizer(
+            self.ddp.parameters(), torch.optim.AdamW, lr=0.01, overlap_with_ddp=True
+        )
+        self.registration = chain(ZeroStep(zero, gather="forward", deferred=deferred)).register(self.ddp)
+        gather = zero.exchange.gather
+
+        async def slow_gather(shards: Any, group: Any) -> None:
+            time.sleep(0.004)
+            await gather(shards, group)
+
+        object.__setattr__(zero.exchange, "gather", slow_gather)
+
+    @property
+    def module(self) -> Any:
+        return self.ddp.module
+
+    def inputs(self, step: int) -> Tensor:
+        return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + self.rank))
+
+    def backward(self, step: int) -> Tensor:
+        self.optimizer.zero_grad()
+        loss: Tensor = self.ddp(self.inputs(step)).square().mean()
+        loss.backward()
+        return loss
+
+    def step(self, step: int) -> Tensor:
+        loss = self.backward(step)
+        self.optimizer.step()
+        return loss
+
+
+def _ema(loop: _Loop) -> Callable[[], Iterable[Tensor]]:
+    average = copy.deepcopy(loop.module)
+
+    @torch.no_grad()
+    def read() -> Iterable[Tensor]:
+        for mean, parameter in zip(average.parameters(), loop.ddp.parameters(), strict=True):
+            mean.lerp_(parameter, 0.1)
+        return [mean.clone() for mean in average.parameters()]
+
+    return read
+
+
+def _swa(loop: _Loop) -> Callable[[], Iterable[Tensor]]:
+    average = AveragedModel(loop.module)
+
+    def read() -> Iterable[Tensor]:
+        average.update_parameters(loop.module)
+        return [mean.clone() for mean in average.parameters()]
+
+    return read
+
+
+@torch.no_grad()
+def _clamped(loop: _Loop) -> Iterable[Tensor]:
+    for parameter in loop.module.parameters():
+        parameter.clamp_(-0.1, 0.1)
+    return ()
+
+
+def _rolled_back(loop: _Loop) -> Iterable[Tensor]:
+    best = {name: value / 2 for name, value in loop.module.state_dict().items()}
+    loop.module.load_state_dict(best)
+    return ()
+
+
+def _saved(loop: _Loop) -> Iterable[Tensor]:
+    file = io.BytesIO()
+    torch.save(loop.module, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded[0]._parameters) is dict
+    return loaded.parameters()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _functional(loop: _Loop) -> Iterable[Tensor]:
+    halves = {name: value / 2 for name, value in loop.module.named_parameters()}
+    return [torch.func.functional_call(loop.module, halves, loop.inputs(0))]
+
+
+@torch.no_grad()
+def _evaluated(loop: _Loop) -> Iterable[Tensor]:
+    loop.module.eval()
+    outputs = [loop.module[4](loop.inputs(0)), loop.module(loop.inputs(0)), loop.ddp(loop.inputs(0))]
+    loop.module.train()
+    return outputs
+
+
+READERS: dict[str, Callable[[_Loop], Iterable[Tensor]]] = {
+    "state_dict of the module": lambda loop: loop.module.state_dict().values(),
+    "state_dict of the DDP model": lambda loop: loop.ddp.state_dict().values(),
+    "state_dict of a part": lambda loop: loop.module[6].state_dict().values(),
+    "deepcopy": lambda loop: copy.deepcopy(loop.module).parameters(),
+    "deepcopy of a part": lambda loop: copy.deepcopy(loop.module[6]).parameters(),
+    "pickle": lambda loop: pickle.loads(pickle.dumps(loop.module)).parameters(),
+    "torch.save of the module": _saved,
+    "parameters_to_vector": lambda loop: [parameters_to_vector(loop.module.parameters())],
+    "an attribute": lambda loop: [loop.module[6].weight, loop.module[6].bias],
+    "get_parameter": lambda loop: [loop.module.get_parameter("6.weight")],
+    "the dict of parameters": lambda loop: {**loop.module[6]._parameters}.values(),
+    "clamped weights": _clamped,
+    "load_state_dict": _rolled_back,
+    "functional_call": _functional,
+    "forwards without gradients": _evaluated,
+    "a part's forward in training": lambda loop: [loop.module[6](loop.inputs(0))],
+}
+LASTING = {"EMA": _ema, "SWA": _swa}
+
+
+def _read(rank: int, world_size: int, deferred: bool) -> None:
+    plain, ours = _Loop(rank, is_plain=True), _Loop(rank, is_plain=False, deferred=deferred)
+    lasting = {name: (make(plain), make(ours)) for name, make in LASTING.items()}
+    step = 0
+    for name in [*READERS, *LASTING]:
+        for _ in range(3 if name in LASTING else 2):
+            assert torch.equal(ours.step(step), plain.step(step)), (name, step)
+            if name in READERS:
+                got, expected = [tuple(v.detach().clone() for v in READERS[name](loop)) for loop in (ours, plain)]
+            else:
+                expected, got = (tuple(read()) for read in lasting[name])
+            for mine, theirs in zip(got, expected, strict=True):
+                assert torch.equal(mine, theirs), (name, step)
+            step += 1
+    ours.registration.remove()
+    assert type(ours.module[0]._parameters) is dict
+    for mine, theirs in zip(ours.ddp.parameters(), plain.ddp.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["interleaved", "deferred"])
+def test_whoever_reads_parameters_through_the_model_waits_for_them(deferred: bool) -> None:
+    run_ranks(_read, 2, deferred)
+
+
+def _hooked(rank: int, world_size: int) -> None:
+    plain, ours = _Loop(rank, is_plain=True), _Loop(rank, is_plain=False)
+
+    @torch.no_grad()
+    def clamp(optimizer: Any, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.clamp_(-0.2, 0.2)
+
+    handles = [loop.optimizer.register_step_post_hook(clamp) for loop in (plain, ours)]
+    for step in range(3):
+        assert torch.equal(ours.step(step), plain.step(step)), step
+    for handle in handles:
+        handle.remove()
+    everywhere = register_optimizer_step_post_hook(clamp)
+    for step in range(3, 6):
+        assert torch.equal(ours.step(step), plain.step(step)), step
+    everywhere.remove()
+
+
+def test_step_post_hooks_come_after_all_gathers() -> None:
+    run_ranks(_hooked, 2)
+
+
+def _joined(rank: int, world_size: int) -> None:
+    for batches in (3, 3 + rank):
+        plain, ours = _Loop(rank, is_plain=True), _Loop(rank, is_plain=False)
+        for loop in (plain, ours):
+            with Join([loop.ddp, loop.optimizer]):
+                for step in range(batches):
+                    loop.step(step)
+        for mine, theirs in zip(ours.optimizer.param_groups[0]["params"], plain.ddp.parameters(), strict=True):
+            assert torch.equal(mine, theirs), batches
+
+
+def test_after_a_join_all_parameters_are_new() -> None:
+    run_ranks(_joined, 2)
+
+
+def _edited(rank: int, world_size: int) -> None:
+    ours = _Loop(rank, is_plain=False)
+    for step in range(3):
+        ours.step(step)
+    ours.backward(3)
+    with torch.no_grad():
+        for parameter in ours.ddp.parameters():
+            parameter.mul_(0.9)
+    with pytest.raises(TrainingLoopError, match="was changed between backward and"):
+        ours.optimizer.step()
+
+
+def test_weights_changed_between_backward_and_step_are_refused() -> None:
+    run_ranks(_edited, 2)
+
+
+def _early(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    ddp: DistributedDataParallel = wrap(model, bucket_cap_mb=0.001)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    chain(ZeroStep(zero, gather="forward")).register(ddp)
+    ended = 0
+    gather = zero.exchange.gather
+
+    async def slow_gather(shards: Any, group: Any) -> None:
+        nonlocal ended
+        time.sleep(0.02)
+        await gather(shards, group)
+        time.sleep(0.02)
+        ended += 1
+
+    object.__setattr__(zero.exchange, "gather", slow_gather)
+    in_forward: list[int] = []
+    ddp.module[1].register_forward_hook(lambda *_: in_forward.append(ended))  # The first layer is through.
+    after_forward: list[int] = []
+    for step in range(5):
+        zero.zero_grad()
+        loss = ddp(torch.ones(4, WIDTH) * step).square().mean()
+        after_forward.append(ended)
+        loss.backward()
+        zero.step()
+    # The first forwards come before DDP has rebuilt its buckets.
+    assert all(early < late for early, late in list(zip(in_forward, after_forward, strict=True))[2:])
+
+
+def test_a_forward_begins_before_all_gathers_are_over() -> None:
+    run_ranks(_early, 2)
+
+
+def _compiled(rank: int, world_size: int) -> None:
+    ours = _Loop(rank, is_plain=False)
+    ours.registration.remove()
+    stage = ZeroStep(ours.optimizer, gather="forward")
+    ours.module[2].compile(backend="eager")
+    with pytest.raises(UnsupportedError, match=r"and 2 is compiled; compile the DistributedDataParallel model"):
+        chain(stage).register(ours.ddp)
+    ours.module[2]._compiled_call_impl = None
+    chain(stage).register(ours.ddp)
+    ours.module.compile(backend="eager")
+    with pytest.raises(UnsupportedError, match="and the model is compiled"):
+        ours.backward(0)
+
+
+def test_modules_compiled_in_place_are_refused() -> None:
+    run_ranks(_compiled, 2)
