@@ -10,14 +10,18 @@ from typing import Any
 from torch import optim
 from torch.nn.functional import mse_loss
 
-from .corpus import limit, loop
-from .declared import NOT_DISCARDED, SECOND_BACKWARD
-from .forms import ALL
+from .corpus import loop, refused
+from .declared import EVERY_BACKWARD, NOT_DISCARDED, SECOND_BACKWARD
+from .forms import STAGED
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
 
-ONCE = limit(ALL[:-2], "nothing is applied twice: the second step() does nothing")
+ONCE = [
+    *refused(["interleaved", "deferred"], "optimizer.step() was called again for a backward"),
+    *refused(STAGED, "zero.step() was called again for a backward"),
+    *EVERY_BACKWARD,
+]
 
 
 @loop("accumulation under no_sync() with a leftover batch", steps=5)

@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 _AFTER = "backward is the step: what the loop does between backward and step() comes after the update"
-_EVERY = "backward is the step: every synchronized backward makes an update, and the loop has no step() to skip"
+_EVERY = "backward is the step: every synchronized backward makes one update, no more and no less"
 
 EDITED = [*refused(STEPPED, "the gradient of "), *limit(AUTOMATIC, _AFTER)]
 """The loop changes gradients between backward and step()."""
