@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -194,9 +195,12 @@ class Step(UpdateStage):
     def marks_of(self, updated: list[Tensor], samples: bool) -> UpdateMarks:
         optimizer, names = self.optimizer, self.lifecycle.names
         named = {parameter: names.get(parameter, "a parameter") for parameter in updated}
-        groups = [(f"parameter group {place}", group) for place, group in enumerate(optimizer.param_groups)]
-        states = [(f"the state of {name}", optimizer.state.get(p, {})) for p, name in named.items()]
-        return UpdateMarks([*groups, *states], named, samples=samples)
+
+        def tables() -> list[tuple[str, Mapping[Any, Any]]]:
+            groups = [(f"parameter group {place}", group) for place, group in enumerate(optimizer.param_groups)]
+            return [*groups, *((f"the state of {name}", optimizer.state.get(p, {})) for p, name in named.items())]
+
+        return UpdateMarks(tables, named, samples=samples)
 
     def before_forward(self) -> None:
         self.optimizer.outside.on_forward()

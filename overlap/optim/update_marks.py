@@ -6,7 +6,7 @@ weight decay by hand, a state that is set to zero. An update that was made in ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +26,24 @@ class UpdateMarks:
     """Parameters, hyperparameters and state as an update in backward left them.
 
     Args:
-        tables: hyperparameters and state: what messages call each, and its values by name.
+        tables: gives hyperparameters and state as they are: what messages call each, and its values by name. Asked
+            again in ``step()``, since the loop may put another dictionary in the place of one.
         parameters: what was updated, with the name of each.
         samples: note the parameters' values, too, to see a change through ``.data``.
     """
 
     def __init__(
-        self, tables: Iterable[tuple[str, Mapping[Any, Any]]], parameters: Mapping[Tensor, str], *, samples: bool
+        self,
+        tables: Callable[[], Iterable[tuple[str, Mapping[Any, Any]]]],
+        parameters: Mapping[Tensor, str],
+        *,
+        samples: bool,
     ) -> None:
-        self._tables = [
-            (label, table, {key: _Value(value) for key, value in table.items() if key != "params"})
-            for label, table in tables
-        ]
+        self._tables = tables
+        self._values = {
+            label: {key: _Value(value) for key, value in table.items() if key != "params"} for label, table in tables()
+        }
+        self._members = {label: list(table["params"]) for label, table in tables() if "params" in table}
         self._parameters = [
             (p, name, version(p), fingerprint(p) if samples and not has_streams(p.device) else None)
             for p, name in parameters.items()
@@ -45,7 +51,16 @@ class UpdateMarks:
 
     def refuse_changes(self, *, step: str, deferred: str) -> None:
         """Raises: TrainingLoopError: something has changed since."""
-        for label, table, values in self._tables:
+        now_by_label = dict(self._tables())
+        for label, members in self._members.items():
+            kept = set(map(id, now_by_label.get(label, {}).get("params", ())))
+            if any(id(parameter) not in kept for parameter in members):
+                raise TrainingLoopError(
+                    f"parameters were taken out of {label} between backward and {step}, but the update had been made "
+                    f"in backward: take them out before the backward or after {step}, or use {deferred}"
+                )
+        for label, values in self._values.items():
+            table = now_by_label.get(label, {})
             for key, value in values.items():
                 if not value.is_still(table.get(key)):
                     now = _in_words_now(table.get(key))

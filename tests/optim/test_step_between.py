@@ -106,6 +106,18 @@ def _reset_state(ddp: Any, optimizer: Any) -> None:
         state["momentum_buffer"].zero_()
 
 
+def _replace_group(ddp: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.05}
+
+
+def _take_out(ddp: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].pop()
+
+
+def _clear_state(ddp: Any, optimizer: Any) -> None:
+    getattr(optimizer, "optim", optimizer).state.clear()
+
+
 CHANGES = {
     _schedule: r"'lr' of parameter group 0 was changed from 0.1 to 0.05 between backward and .*deferred=True",
     _decay: r"8.bias \(and 9 other parameters\) was changed between backward and .*deferred=True",
@@ -114,6 +126,8 @@ CHANGES = {
     _negate_by_data: r"the gradient of .* others\) was changed after backward",
     _reduce_again: r"the gradient of .* \(and of 9 others\) was changed after backward",
     _edit_one: r"the gradient of 2.weight \(and of 0 others\) was changed after backward",
+    _replace_group: r"'lr' of parameter group 0 was changed from 0.1 to 0.05 between backward and .*deferred=True",
+    _clear_state: r"'momentum_buffer' of the state of .* was changed from what it was to None",
     _reset_state: r"'momentum_buffer' of the state of .* was changed from what it was to something else",
 }
 
@@ -142,6 +156,15 @@ def _changed(rank: int, world_size: int, form: str) -> None:
 @pytest.mark.parametrize("form", INTERLEAVED)
 def test_what_an_update_in_backward_cannot_see_is_an_error(form: str) -> None:
     run_ranks(_changed, 2, form)
+
+
+def _parameter_taken_out(rank: int, world_size: int, form: str) -> None:
+    check_refused(form, _with(_take_out), rank, r"parameters were taken out of parameter group 0 between backward")
+
+
+@pytest.mark.parametrize("form", ["interleaved", "zero"])
+def test_a_parameter_taken_out_between_backward_and_step_is_an_error(form: str) -> None:
+    run_ranks(_parameter_taken_out, 2, form)
 
 
 def _seen(rank: int, world_size: int, form: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -168,15 +169,19 @@ class ZeroStep(UpdateStage):
     def marks_of(self, updated: list[Tensor], samples: bool) -> UpdateMarks:
         zero, names = self.zero, self.lifecycle.names
         named = {parameter: names.get(parameter, "a parameter") for parameter in updated}
-        groups = [(f"parameter group {place}", group) for place, group in enumerate(zero.param_groups)]
-        chunks = [(zero.shards[id(parameter)].own, name) for parameter, name in named.items()]
-        states = [(f"the state of {name}", zero.optim.state.get(own, {})) for own, name in chunks if own is not None]
+        owned = [(zero.shards[id(parameter)].own, name) for parameter, name in named.items()]
+
+        def tables() -> list[tuple[str, Mapping[Any, Any]]]:
+            groups = [(f"parameter group {place}", group) for place, group in enumerate(zero.param_groups)]
+            state = zero.optim.state
+            return [*groups, *((f"the state of {name}", state.get(own, {})) for own, name in owned if own is not None)]
+
         if self._prefetch is not None:
             # Gathers that run during the next forward move versions until then, but not the values of this rank's part.
             sees_values = samples and not has_streams(zero.ownership.device)
             shards = [(zero.shards[id(parameter)], name) for parameter, name in named.items()] if sees_values else []
             named = {shard.views[zero.rank]: name for shard, name in shards if shard.own is not None}
-        return UpdateMarks([*groups, *states], named, samples=samples)
+        return UpdateMarks(tables, named, samples=samples)
 
     def before_backward(self, *, is_replay: bool) -> None:
         self.wait()
