@@ -15,6 +15,7 @@ from overlap._torch.device import has_streams
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, StageContext, all_reduce, whole_pass
+from overlap.join.active import active_join
 from overlap.optim.clipping import Clipping
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.phases import SCALED_UNDER_JOIN, Phase
@@ -228,7 +229,9 @@ class ZeroStep(UpdateStage):
             await self.zero.exchange.reduce(bucket, shards)
         finds_unused = None if self.context is None else self.context.finds_unused
         parameters = [shard.parameter for shard in shards]
-        used = await used_on_any_rank(bucket, parameters, finds_unused, used_before=self._used)
+        # Under PyTorch's Join a joined rank counts what the pass before used; overlap's Join counts nothing there.
+        used_before = self._used if active_join(bucket.group) is None else ()
+        used = await used_on_any_rank(bucket, parameters, finds_unused, used_before=used_before)
         kept = {id(shard) for shard, is_used in zip(shards, used, strict=True) if is_used}
         self._used.difference_update(map(id, parameters))
         self._used.update(id(shard.parameter) for shard in shards if id(shard) in kept)
