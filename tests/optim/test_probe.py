@@ -52,6 +52,28 @@ class _ReadsTheFirstGroup(users.Lion):
             group["lr"] = self.param_groups[0]["lr"]
 
 
+class _ChangesGradients(torch.optim.Optimizer):
+    """Does to its gradients in ``step`` what optimizers of old do."""
+
+    def __init__(self, params: Any, *, then: str) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.then = then
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                gradient = parameter.grad.data
+                gradient.add_(parameter, alpha=0.1)
+                parameter.add_(gradient, alpha=-group["lr"])
+                if self.then == "zeroes":
+                    parameter.grad.zero_()
+                if self.then == "drops":
+                    parameter.grad = None
+
+
 USERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], tuple[Verdict, Verdict, Verdict]]] = {
     "Lion": (users.Lion, (SEPARABLE, SEPARABLE, SEPARABLE)),
     "derived from AdamW": (MyAdamW, (SEPARABLE, SEPARABLE, SEPARABLE)),
@@ -59,6 +81,10 @@ USERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], tuple[Verdict, Ve
     "LAMB": (users.LAMB, (SEPARABLE, SEPARABLE, COUPLED)),
     "8 bits by blocks": (users.BlockwiseAdamW, (SEPARABLE, SEPARABLE, COUPLED)),
     "LAMB, global norm": (functools.partial(users.LAMB, max_norm=1.0), (COUPLED, COUPLED, COUPLED)),
+    **{
+        f"{then} its gradients": (functools.partial(_ChangesGradients, then=then), (SEPARABLE, SEPARABLE, SEPARABLE))
+        for then in ("edits", "zeroes", "drops")
+    },
     "Prodigy": (users.Prodigy, (COUPLED, COUPLED, COUPLED)),
     # Each of two optimizers counts its own steps, but one that is stepped twice counts twice.
     "counts its steps": (users.CountingSGD, (COUPLED, SEPARABLE, SEPARABLE)),
