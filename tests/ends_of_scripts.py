@@ -21,7 +21,16 @@ import torch._dynamo
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap import AllReduce, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep, auto_quantize, chain
+from overlap import (
+    AllReduce,
+    DQuantType,
+    OverlappedOptimizer,
+    Step,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    auto_quantize,
+    chain,
+)
 
 _RAISED, _EXITED = 1, 3
 _LIMIT_S = 90.0
@@ -144,7 +153,7 @@ def _step(rank: int) -> None:
 
 
 def _quantized(rank: int) -> None:
-    all_reduce = auto_quantize(dist.all_reduce, "int8")
+    all_reduce = auto_quantize(dist.all_reduce, DQuantType.INT8)
     for _ in range(4):
         all_reduce(torch.randn(4096))
     dist.destroy_process_group()

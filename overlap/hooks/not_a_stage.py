@@ -1,4 +1,4 @@
-"""What to give to a chain in place of something that is near to a stage and is none."""
+"""What to give to a chain in place of something that resembles a stage but is not one."""
 
 from __future__ import annotations
 

@@ -86,13 +86,13 @@ class FunctionalOptimizer:
         """Update all parameters, the groups' in their order; where the gradient is ``None``, not at all.
 
         Raises:
-            ConfigurationError: ``gradients`` is not one a parameter.
+            ConfigurationError: ``gradients`` does not have one per parameter.
         """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if len(parameters) != len(gradients):
             raise ConfigurationError(
                 f"{type(self).__name__} has {len(parameters)} parameters but was given {len(gradients)} gradients; "
-                "pass one a parameter, None for those to leave alone"
+                "pass one per parameter, None for those to leave alone"
             )
         pairs = [(parameter, grad) for parameter, grad in zip(parameters, gradients, strict=True) if grad is not None]
         self._stepper.begin()

@@ -38,7 +38,7 @@ def check_in_turn(optimizer: Optimizer, found: Separability, *, instead: str) ->
     if finding.verdict is Verdict.UNKNOWN:
         warnings.warn(
             f"cannot find out whether updating bucket by bucket equals one step of {name}: {finding.why}. It does if "
-            f"each parameter is updated by itself; use {instead} if it is not",
+            f"each parameter is updated by itself; otherwise use {instead}",
             UserWarning,
             stacklevel=2,
         )

@@ -193,8 +193,8 @@ class UpdateLifecycle:
             self._refuse(CANNOT_DISCARD_UNDER_JOIN)
 
     def check_step(self) -> None:
-        """Raises: TrainingLoopError: ``step()`` cannot be called now, or what was applied, or with what it was, has
-        been changed since."""
+        """Raises: TrainingLoopError: ``step()`` cannot be called now, or a gradient that was applied, or a value that
+        the update used, has been changed since."""
         self.check(Event.STEP)
         self._refuse_edits(keeps_new_tensors=False)
         marks, self._marks = self._marks, None  # It is told once.

@@ -79,7 +79,7 @@ SECOND_BACKWARD = Refusal(
 )
 ADDED_TO_APPLIED = Refusal(
     "a backward has added to gradients that had been applied already, since no forward came after {step} to clear "
-    "them: call zero_grad() between {step} and a backward whose forward came before it",
+    "them: call zero_grad() before a backward whose forward ran before {step}",
     then=Phase.FAILED,
 )
 APPLIED_TWICE = Refusal(
@@ -87,8 +87,8 @@ APPLIED_TWICE = Refusal(
     "zero_grad() between"
 )
 _ADDED_TO_FAILED = Refusal(
-    "a backward has added to what the last one, which failed, left in .grad: call zero_grad() after a failure, or run "
-    "a forward before the next backward",
+    "the previous backward failed and left gradients, and this one was added to them: call zero_grad() after a "
+    "failure, or run a forward before the next backward",
     then=Phase.FAILED,
 )
 _INCOMPLETE = Refusal(

@@ -7,7 +7,7 @@ An update in backward steps the parameters of one bucket, with whatever optimize
 and the state that it finds there. So a bucket is stepped by a *twin*: an object of the optimizer's own class that
 shares all its attributes, ``state`` included, but whose groups list the bucket's parameters alone, with the groups'
 hyperparameters as they are at that moment. LR schedulers, several groups and third-party optimizers just work, and
-``foreach`` and ``fused`` kernels run once a bucket and group.
+``foreach`` and ``fused`` kernels run once per bucket and group.
 
 What the twin's ``step`` writes (an attribute, a value in a group) is written back. If two buckets of one backward
 both change the same value, it counts calls of ``step`` or mixes parameters, and updating bucket by bucket would not
@@ -85,6 +85,9 @@ class SubsetStepper:
         self._layout: tuple[tuple[int, ...], ...] = ()
         self._splits: dict[tuple[int, ...], list[tuple[int, list[Tensor]]]] = {}
         self.refresh()
+
+    def __reduce__(self) -> Any:
+        return SubsetStepper, (self._optimizer,)
 
     def begin(self) -> None:
         """A new step begins: each parameter will be stepped at most once before the next call."""

@@ -1,4 +1,4 @@
-"""What an update in backward was made with, and of what: none of it may change between backward and ``step()``.
+"""The values that an update in backward used and wrote: none may change between backward and ``step()``.
 
 In plain DDP the update comes with ``step()``, so it sees what the loop does after backward: a new learning rate, a
 weight decay by hand, a state that is set to zero. An update that was made in backward cannot.

@@ -64,7 +64,7 @@ def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, A
         "version": _VERSION,
         "rank": model.process_group.rank(),
         "ranks": model.process_group.size(),
-        "model": model.module.state_dict(),
+        "model": _plain_names(model.module.state_dict()),
         "optimizer": None if found is None else optimizer_state(found, _names(model)),
         "stages": None if stage is None else {"classes": _classes(stage), "state": stage.state_dict()},
     }
@@ -95,7 +95,8 @@ def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: Mapping[s
     found = None if optim is None else inner_optimizer(optim)
     _check_form(state)
     _check_place(model.process_group, state)
-    _check_model(model.module.state_dict(), state["model"])
+    here = model.module.state_dict()
+    _check_model(_plain_names(here), state["model"])
     _check_stages(stage, state["stages"])
     if (found is None) != (state["optimizer"] is None):
         saved, here = ("without", "one") if state["optimizer"] is None else ("with", "none")
@@ -109,7 +110,7 @@ def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: Mapping[s
     stages = None if stage is None else state["stages"]["state"]
     if stage is not None and not isinstance(found, LocalSGD):
         stage.load_state_dict(stages or {})
-    model.module.load_state_dict(state["model"])
+    model.module.load_state_dict({name: state["model"][_plain_name(name)] for name in here})
     if found is not None:
         load_optimizer_state(found, _names(model), state["optimizer"], stages)
 
@@ -164,7 +165,16 @@ def _lifecycles(stage: Stage | None) -> list[UpdateLifecycle]:
 
 
 def _names(ddp: DistributedDataParallel) -> dict[Tensor, str]:
-    return {parameter: name.replace("_orig_mod.", "") for name, parameter in ddp.module.named_parameters()}
+    return {parameter: _plain_name(name) for name, parameter in ddp.module.named_parameters()}
+
+
+def _plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {_plain_name(name): value for name, value in state.items()}
+
+
+def _plain_name(name: str) -> str:
+    """The name that a parameter has if no part of the model is compiled."""
+    return name.replace("_orig_mod.", "")
 
 
 def _classes(stage: Stage) -> list[str]:

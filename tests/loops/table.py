@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from .compare import is_as_expected, outcomes
@@ -20,7 +21,7 @@ _TOP = """# Ordinary training loops
 `tests/loops` has {loops} training loops as users write them. Each is played with plain DDP and a plain optimizer, and
 again from the same seeds with {forms} forms of update, on 2 ranks. Parameters, buffers, losses and the optimizer's
 state are compared bit for bit at every step. Of {cells} cells {exact} are exact, {refused} are refused with an error
-that says what to do, and {limits} are limits{wrong}.
+that says what to do, {limits} are limits, and {wrong} are wrong{below}.
 
 | | |
 | --- | --- |
@@ -48,10 +49,11 @@ def page() -> str:
     loops = load()
     errors = _Numbered("R", ending=" ...")
     limits = _Numbered("L")
+    faults = _Numbered("W")
     parts: list[str] = []
     for topic, group in itertools.groupby(loops.values(), key=lambda loop: loop.topic):
         parts += [f"\n## {topic_title(topic)}\n", f"| loop | {' | '.join(ALL)} |", f"| --- {'| :-: ' * len(ALL)}|"]
-        parts += [_row(loop, errors, limits) for loop in group]
+        parts += [_row(loop, {"refused": errors, "limit": limits, "wrong": faults}) for loop in group]
     counts = Counter(expected.kind for loop in loops.values() for expected in loop.expected.values())
     cells = len(loops) * len(ALL)
     top = _TOP.format(
@@ -61,11 +63,14 @@ def page() -> str:
         exact=cells - counts.total(),
         refused=counts["refused"],
         limits=counts["limit"],
-        wrong=f", and {counts['wrong']} are wrong" if counts["wrong"] else "",
+        wrong=counts["wrong"] or "none",
+        below=" ([below](#wrong))" if counts["wrong"] else "",
         legend="\n".join(["| form | update |", "| --- | --- |", *(f"| {form.name} | {form.made} |" for form in FORMS)]),
     )
     parts += ["\n## Errors\n", "| | begins with |", "| --- | --- |", *errors.rows()]
     parts += ["\n## Limits\n", "| | why |", "| --- | --- |", *limits.rows()]
+    if counts["wrong"]:
+        parts += ["\n## Wrong\n", "| | what |", "| --- | --- |", *faults.rows()]
     return top + "\n".join(parts) + "\n"
 
 
@@ -83,17 +88,13 @@ class _Numbered:
         return [f"| {number} | {words.rstrip()}{self._ending} |" for words, number in self._numbers.items()]
 
 
-def _row(loop: Loop, errors: _Numbered, limits: _Numbered) -> str:
-    cells = [_cell(loop.expected.get(form), errors, limits) for form in ALL]
+def _row(loop: Loop, texts: Mapping[str, _Numbered]) -> str:
+    cells = [_cell(loop.expected.get(form), texts) for form in ALL]
     return f"| {loop.name} | {' | '.join(cells)} |"
 
 
-def _cell(expected: Expected | None, errors: _Numbered, limits: _Numbered) -> str:
-    if expected is None:
-        return "+"
-    if expected.kind == "wrong":
-        return "WRONG"
-    return (errors if expected.kind == "refused" else limits).mark(expected.words)
+def _cell(expected: Expected | None, texts: Mapping[str, _Numbered]) -> str:
+    return "+" if expected is None else texts[expected.kind].mark(expected.words)
 
 
 def _play(names: list[str]) -> int:

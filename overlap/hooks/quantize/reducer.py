@@ -167,7 +167,9 @@ class Quantize(Stage):
             raise ConfigurationError(f"{self!r} has no state {unknown}")
         errors = state_dict.get("error", {})
         if self._feedback is None and errors:
-            raise ConfigurationError(f"a state with errors for {self!r}: make it with error_feedback=True")
+            raise ConfigurationError(
+                f"the state has error feedback, but {self!r} has none: make it with error_feedback=True"
+            )
         saved_by = (state_dict["rank"], state_dict["ranks"]) if {"rank", "ranks"} <= set(state_dict) else None
         if self._context is not None:
             self._check(self._context, saved_by, errors)

@@ -113,7 +113,7 @@ class Kinds:
         """The kind of one of the values.
 
         Raises:
-            UnsupportedError: it is of none.
+            UnsupportedError: it is of no kind that can be divided.
         """
         seen = self._seen[value.key]
         if value.fits_element and value.fits_parameter:

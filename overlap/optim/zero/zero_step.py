@@ -100,7 +100,7 @@ class ZeroStep(UpdateStage):
             clip_grad_norm=clip_grad_norm,
             norm_type=norm_type,
             step="zero.step()",
-            deferred_form="ZeroStep(zero, deferred=True) (and zero.clip_grad_norm_ to clip)",
+            deferred_form="ZeroStep(zero, deferred=True)",
             skip="stage.skip_update()" if automatic else "zero.skip_update()",
             adds_up=False,
         )
