@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from overlap.hooks.bucket import Bucket
 
-__all__ = ["BucketCut", "Buckets"]
+__all__ = ["BucketCut", "Buckets", "SavedCut"]
 
 Buckets = tuple[tuple[str, ...], ...]
 """The parameters of each bucket of a pass, in order."""

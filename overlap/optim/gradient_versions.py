@@ -131,7 +131,3 @@ class LateVerdicts:
             for parameter, is_changed in zip(parameters, answers.tolist(), strict=True)
             if is_changed
         ]
-
-    def clear(self) -> None:
-        """Forget what is under way."""
-        self._asked, self._under_way = [], []

@@ -15,15 +15,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._torch.optimizer import bare_copy
+from overlap.optim.group_kinds import LARGE_FROM, one_of_each_kind
 from overlap.optim.snapshot import Snapshot, is_own, snapshot
 from overlap.optim.wrappers import held_by, reachable
 
 __all__ = ["WHOLE", "CannotCopyError", "Miniature", "MiniatureMaker", "piece_of"]
 
 WHOLE = slice(None)
-# Small parameters keep one state in some optimizers, and large ones, from 4096 elements on, another one.
 _SMALL, _LARGE = 192, 8256
-_LARGE_FROM = 4096
 _SHAPES = {
     _SMALL: {1: (192,), 2: (12, 16), 3: (4, 6, 8), 4: (4, 4, 4, 3)},
     _LARGE: {1: (8256,), 2: (96, 86), 3: (8, 12, 86), 4: (8, 12, 2, 43)},
@@ -32,7 +31,6 @@ _SHAPES = {
 _CUTS = {1: 0, _SMALL: 96, _LARGE: 2784}
 # Attributes with tensors larger than this belong to the real parameters, and not to the small ones.
 _LARGEST_ATTRIBUTE = 65536
-_MANY_GROUPS = 8
 
 
 class CannotCopyError(Exception):
@@ -52,7 +50,7 @@ class Miniature:
 
 
 class MiniatureMaker:
-    """Makes copies of ``optimizer`` that all begin in the same way.
+    """Makes copies of ``optimizer`` that all begin in the same way, with a few of its groups, one of each kind.
 
     Raises:
         CannotCopyError: it cannot be copied, or has no parameters.
@@ -62,10 +60,8 @@ class MiniatureMaker:
         self._optimizer = optimizer
         self._generator = torch.Generator().manual_seed(1)
         _check_attributes(optimizer)
-        groups = [_representatives(group["params"]) for group in optimizer.param_groups]
-        if len(groups) > _MANY_GROUPS:
-            groups = [group[:1] for group in groups]
-        self._chosen = list(itertools.chain.from_iterable(groups))
+        self._groups = one_of_each_kind(optimizer.param_groups)
+        self._chosen = list(itertools.chain.from_iterable(_representatives(group["params"]) for group in self._groups))
         if not self._chosen:
             raise CannotCopyError("it has no parameters yet")
         self.values = [self._random(_shape(parameter), parameter) * 0.5 for parameter in self._chosen]
@@ -95,7 +91,7 @@ class MiniatureMaker:
                 **copy.deepcopy({key: value for key, value in group.items() if key != "params"}, memo),
                 "params": [stand_ins[id(p)] for p in group["params"] if id(p) in stand_ins],
             }
-            for group in self._optimizer.param_groups
+            for group in self._groups
         ]
         for group in copied.param_groups:
             _give_rate(group, self._optimizer.defaults)
@@ -149,7 +145,7 @@ def _representatives(parameters: Sequence[Tensor]) -> list[Tensor]:
 def _shape(parameter: Tensor) -> tuple[int, ...]:
     if parameter.dim() == 0:
         return ()
-    numel = _SMALL if parameter.numel() < _LARGE_FROM else _LARGE
+    numel = _SMALL if parameter.numel() < LARGE_FROM else _LARGE
     missing = max(0, parameter.dim() - 4)
     return (1,) * missing + _SHAPES[numel][parameter.dim() - missing]
 

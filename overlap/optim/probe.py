@@ -165,7 +165,7 @@ class _Experiment:
         for gradients, history in zip(self._gradients, histories, strict=True):
             stepper.begin()
             for parameter, gradient in zip(reversed(one.parameters), reversed(gradients), strict=True):
-                stepper.step([parameter], [gradient])
+                stepper.step([parameter], [gradient.clone()])  # Some optimizers change it in place.
             if (what := difference(history, one.snapshot())) is not None:
                 return Finding(Verdict.COUPLED, f"{what} differs when its parameters are stepped in turn")
         return _SEPARABLE

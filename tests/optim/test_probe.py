@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from harness import assert_parity
 from harness import third_party as users
 from overlap.optim.probe import Separability, Verdict, probe
+from overlap.optim.zero import division
 
 SEPARABLE, COUPLED, UNKNOWN = Verdict.SEPARABLE, Verdict.COUPLED, Verdict.UNKNOWN
 
@@ -52,6 +53,28 @@ class _ReadsTheFirstGroup(users.Lion):
             group["lr"] = self.param_groups[0]["lr"]
 
 
+class _ChangesGradients(torch.optim.Optimizer):
+    """Does to its gradients in ``step`` what optimizers of old do."""
+
+    def __init__(self, params: Any, *, then: str) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.then = then
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                gradient = parameter.grad.data
+                gradient.add_(parameter, alpha=0.1)
+                parameter.add_(gradient, alpha=-group["lr"])
+                if self.then == "zeroes":
+                    parameter.grad.zero_()
+                if self.then == "drops":
+                    parameter.grad = None
+
+
 USERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], tuple[Verdict, Verdict, Verdict]]] = {
     "Lion": (users.Lion, (SEPARABLE, SEPARABLE, SEPARABLE)),
     "derived from AdamW": (MyAdamW, (SEPARABLE, SEPARABLE, SEPARABLE)),
@@ -59,6 +82,10 @@ USERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], tuple[Verdict, Ve
     "LAMB": (users.LAMB, (SEPARABLE, SEPARABLE, COUPLED)),
     "8 bits by blocks": (users.BlockwiseAdamW, (SEPARABLE, SEPARABLE, COUPLED)),
     "LAMB, global norm": (functools.partial(users.LAMB, max_norm=1.0), (COUPLED, COUPLED, COUPLED)),
+    **{
+        f"{then} its gradients": (functools.partial(_ChangesGradients, then=then), (SEPARABLE, SEPARABLE, SEPARABLE))
+        for then in ("edits", "zeroes", "drops")
+    },
     "Prodigy": (users.Prodigy, (COUPLED, COUPLED, COUPLED)),
     # Each of two optimizers counts its own steps, but one that is stepped twice counts twice.
     "counts its steps": (users.CountingSGD, (COUPLED, SEPARABLE, SEPARABLE)),
@@ -79,6 +106,77 @@ def test_the_experiment_tells_what_an_optimizer_couples(name: str) -> None:
 def test_the_experiment_agrees_with_what_is_known_of_adamw(dtype: torch.dtype, options: dict[str, Any]) -> None:
     optimizer = MyAdamW(_parameters(dtype), **options)
     assert _verdicts(probe(optimizer)) == _verdicts(probe(torch.optim.AdamW(_parameters()))) == (SEPARABLE,) * 3
+
+
+class _CountsGroups(users.Lion):
+    most = 0
+
+    def begin(self) -> None:
+        _CountsGroups.most = max(_CountsGroups.most, len(self.param_groups))
+
+
+def test_the_experiment_takes_one_group_of_each_kind_however_many_there_are() -> None:
+    parameters = [nn.Parameter(torch.ones(80, 80) if place % 2 else torch.ones(80)) for place in range(160)]
+    groups = [{"params": [p], "lr": 0.1 / (place + 1), "name": f"{place}"} for place, p in enumerate(parameters)]
+    assert _verdicts(probe(_CountsGroups(groups))) == (SEPARABLE,) * 3
+    assert 0 < _CountsGroups.most <= 4
+
+
+class _CouplesOneGroup(users.Lion):
+    """Normalizes the gradients of the groups that ask for it by their norm over all of them."""
+
+    def __init__(self, params: Any, asks: Callable[[dict[str, Any]], bool]) -> None:
+        super().__init__(params)
+        self.asks = asks
+
+    def begin(self) -> None:
+        for group in self.param_groups:
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
+            if self.asks(group) and gradients:
+                norm = torch.linalg.vector_norm(torch.stack([g.float().norm() for g in gradients]))
+                for gradient in gradients:
+                    gradient.add_(norm)
+
+
+@pytest.mark.parametrize(
+    ("option", "asks"),
+    [
+        ({"normalize": True}, lambda group: group["normalize"]),
+        ({"algorithm": "normalized"}, lambda group: group.get("algorithm") == "normalized"),
+        ({"max_norm": 1.0}, lambda group: group["max_norm"]),
+        ({"own": None}, lambda group: "own" in group),
+    ],
+    ids=["switch", "text", "number", "key"],
+)
+def test_a_group_in_the_middle_that_is_stepped_otherwise_is_tried(option: dict[str, Any], asks: Any) -> None:
+    usual = {"normalize": False, "max_norm": 0.0, "algorithm": "sign"}
+    pairs = [[nn.Parameter(torch.ones(80)) for _ in range(2)] for _ in range(30)]
+    pairs[17][0] = nn.Parameter(torch.ones(5000))
+    groups = [{"params": pair, **usual, **(option if place == 17 else {})} for place, pair in enumerate(pairs)]
+    assert probe(_CouplesOneGroup(groups, asks)).by_parameter.verdict is COUPLED
+
+
+class _TakesTheLastButOne(users.Lion):
+    def begin(self) -> None:
+        self.param_groups[28]["lr"] = 0.1
+
+
+def test_an_optimizer_that_looks_for_a_group_by_its_place_is_unknown() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(8))]} for _ in range(30)]
+    assert _verdicts(probe(_TakesTheLastButOne(groups))) == (UNKNOWN,) * 3
+
+
+def test_the_experiment_of_a_sharded_optimizer_is_repeated_for_groups_of_a_new_kind_only(monkeypatch: Any) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(division, "probe", lambda optimizer: made.append(len(optimizer.param_groups)))
+    experiments = division.Experiments(users.Lion, {"lr": 0.1})
+    group = {"params": [nn.Parameter(torch.ones(8))]}
+    for groups in ([group], [group] * 2, [group] * 3, [group] * 3, [group] * 3 + [{**group, "lr": 0.3}]):
+        experiments.separability_of(groups)
+    assert made == [1, 2]
+    experiments.separability_of([group, {**group, "weight_decay": 0.1}])
+    experiments.separability_of([group, {"params": [nn.Parameter(torch.ones(8, 8))]}])
+    assert made == [1, 2, 2, 2]
 
 
 def test_a_rate_of_zero_at_the_start_hides_nothing() -> None:

@@ -45,9 +45,9 @@ class BackwardPass:
     is over.
     """
 
-    def __init__(self, step: int, stage: Stage, executor: Executor, regrouping: Regrouping | None = None) -> None:
+    def __init__(self, step: int, stage: Stage, executor: Executor) -> None:
         self.step = step
-        self.regrouping = regrouping
+        self.regrouping: Regrouping | None = None
         """Reduces the pass in other buckets than DDP's; ``None``: in DDP's."""
         self.error: BaseException | None = None
         self._stage = stage

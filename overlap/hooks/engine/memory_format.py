@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
+from overlap._torch.device import has_streams
 from overlap.errors import TrainingLoopError
 from overlap.hooks.bucket import Bucket
 
@@ -17,10 +20,15 @@ class MemoryFormats:
     """Checks that gradients lie in the buckets as the parameters lie in memory.
 
     DDP lays out a bucket once, by the strides that its parameters then have, and does not tell which those were. So the
-    first time that a bucket comes, and when strides have changed, what lies in it is compared with ``.grad``.
+    first time that a bucket comes, and when strides have changed, what lies in it is compared with ``.grad``. Where the
+    host runs ahead of the device it cannot look at values: there strides must be those at registration.
+
+    Args:
+        parameters: those of the model, as they are at registration, where they are known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
+        self._at_first = {id(parameter): parameter.stride() for parameter in parameters}
         self._checked: dict[int, Strides] = {}
         self._layouts: set[tuple[tuple[int, Strides], ...]] = set()
 
@@ -30,6 +38,8 @@ class MemoryFormats:
         layout = tuple((id(parameter), parameter.stride()) for parameter in bucket.parameters)
         if layout in self._layouts or bucket.buffer.is_sparse:
             return None
+        if has_streams(bucket.buffer.device):
+            return self._refusal_by_strides(bucket)
         is_certain = True
         for place, (parameter, gradient) in enumerate(zip(bucket.parameters, bucket.gradients, strict=True)):
             before = self._checked.get(id(parameter))
@@ -44,6 +54,14 @@ class MemoryFormats:
                 self._checked[id(parameter)] = parameter.stride()
         if is_certain:
             self._layouts.add(layout)
+        return None
+
+    def _refusal_by_strides(self, bucket: Bucket) -> TrainingLoopError | None:
+        for place, parameter in enumerate(bucket.parameters):
+            before = self._at_first.setdefault(id(parameter), parameter.stride())
+            if not _is_same_order(before, parameter):
+                return _error(bucket, place, before)
+        self._layouts.add(tuple((id(parameter), parameter.stride()) for parameter in bucket.parameters))
         return None
 
 

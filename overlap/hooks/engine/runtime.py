@@ -60,7 +60,7 @@ class Runtime:
         self._steps = 0
         self._is_open = False
         self._attached: list[Stage] = []
-        self._formats = MemoryFormats()
+        self._formats = MemoryFormats(context.names or ())
         # The parameters of each bucket of this pass.
         self._buckets: list[tuple[str, ...]] = []
         self._worker: Worker | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.optim.group_kinds import kinds_of
 from overlap.optim.probe import Separability, Verdict, probe
 from overlap.optim.subset import check_optimizer
 from overlap.optim.zero.parameter_groups import is_narrower
 
-__all__ = ["check_division", "check_steps_in_turn", "choose_partition", "make_optimizer", "separability_of"]
+__all__ = ["Experiments", "check_division", "check_steps_in_turn", "choose_partition", "make_optimizer"]
 
 PARTITIONS = ("element", "parameter")
 
@@ -23,20 +24,38 @@ PARTITIONS = ("element", "parameter")
 _STAND_IN_NUMEL = 4096
 
 
-def separability_of(
-    cls: type[Optimizer],
-    groups: Sequence[Mapping[str, Any]],
-    defaults: Mapping[str, Any],
-    master_dtype: torch.dtype | None,
-) -> Separability:
-    """What the experiment of [Note: what an optimizer couples] says of ``cls``, without touching the parameters.
+class Experiments:
+    """What the experiment says of ``cls``, repeated only for new kinds of groups.
 
-    Raises:
-        ConfigurationError: ``cls`` does not take the arguments.
-        UnsupportedError: ``cls`` needs a closure or sparse gradients.
+    See [Note: what an optimizer couples].
+
+    Args:
+        cls: the optimizer's class.
+        defaults: its arguments.
+        master_dtype: of the copies of parameters that it steps; ``None``: it steps the parameters themselves.
     """
-    stand_ins = [{**group, **_stand_ins(group, master_dtype)} for group in groups]
-    return probe(check_optimizer(make_optimizer(cls, stand_ins, defaults)))
+
+    def __init__(
+        self, cls: type[Optimizer], defaults: Mapping[str, Any], *, master_dtype: torch.dtype | None = None
+    ) -> None:
+        self._cls = cls
+        self._defaults = defaults
+        self._master_dtype = master_dtype
+        self._found: dict[Hashable, Separability] = {}
+
+    def separability_of(self, groups: Sequence[Mapping[str, Any]]) -> Separability:
+        """How ``cls`` may be stepped with these groups; does not touch their parameters.
+
+        Raises:
+            ConfigurationError: ``cls`` does not take the arguments.
+            UnsupportedError: ``cls`` needs a closure or sparse gradients.
+        """
+        stand_ins = [{**group, **_stand_ins(group, self._master_dtype)} for group in groups]
+        optimizer = check_optimizer(make_optimizer(self._cls, stand_ins, self._defaults))
+        kinds = kinds_of(optimizer.param_groups)
+        if kinds not in self._found:
+            self._found[kinds] = probe(optimizer)
+        return self._found[kinds]
 
 
 def make_optimizer(cls: type[Optimizer], groups: Any, defaults: Mapping[str, Any]) -> Optimizer:

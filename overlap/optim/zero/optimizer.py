@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +33,7 @@ from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.subset import SubsetStepper
 from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
 from overlap.optim.zero.consolidation import consolidate, load_plain
-from overlap.optim.zero.division import check_division, choose_partition, make_optimizer, separability_of
+from overlap.optim.zero.division import Experiments, check_division, choose_partition, make_optimizer
 from overlap.optim.zero.exchange import Exchange, Workspace
 from overlap.optim.zero.parameter_groups import (
     check_class,
@@ -143,8 +142,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.overlap_with_ddp = overlap_with_ddp
         groups = read_groups(params)
-        self._separability_of = functools.partial(separability_of, cls, defaults=defaults, master_dtype=master_dtype)
-        self.separability = self._separability_of(groups)
+        self._experiments = Experiments(cls, defaults, master_dtype=master_dtype)
+        self.separability = self._experiments.separability_of(groups)
         """How ``optimizer_class`` may be stepped."""
         self.partition = choose_partition(cls, self.separability, partition)
         self.ownership = Ownership(self.process_group, self.partition, master_dtype)
@@ -198,7 +197,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not isinstance(param_group, Mapping):
             raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
         (group,) = groups = read_groups([param_group])
-        found = self._separability_of([*self.param_groups, group])
+        found = self._experiments.separability_of([*self.param_groups, group])
         check_division(type(self.optim), found, self.partition)
         if self.stage is not None:
             self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
