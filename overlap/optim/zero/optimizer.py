@@ -28,6 +28,7 @@ from overlap._torch.state_dict_hooks import (
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.phases import Event
 from overlap.optim.probe import Verdict
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.subset import SubsetStepper
@@ -45,6 +46,7 @@ from overlap.optim.zero.parameter_groups import (
 )
 from overlap.optim.zero.sharding import Ownership, Shard
 from overlap.optim.zero.state import ShardedState, check_new_state
+from overlap.optim.zero.state_view import StateView
 from overlap.optim.zero.strides import follow_strides
 from overlap.optim.zero.whole_state import WholeState
 from overlap.optim.zero.without_hooks import UpdateWithoutHooks
@@ -168,17 +170,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def state(self) -> defaultdict[Any, Any]:
-        """This rank's part of the state; the keys are the whole parameters."""
-        inner = self.optim.state
-        of_parameters = {
-            s.parameter: inner[s.own] for s in self.shards.values() if s.own is not None and s.own in inner
-        }
-        beside = {key: value for key, value in inner.items() if not isinstance(key, Tensor)}
-        return defaultdict(dict, {**of_parameters, **beside})
+        """This rank's part of the state; the keys are the whole parameters.
+
+        What is removed from it, or set in it, is removed and set in the state itself. See :class:`StateView`.
+        """
+        return StateView(self.optim, self.shards, self._before_reset)
 
     @state.setter
-    def state(self, state: Any) -> None:
-        """Does nothing: the inner optimizer holds the state, but Optimizer.__init__ sets this."""
+    def state(self, state: Mapping[Any, Any]) -> None:
+        if self._is_complete:  # Optimizer.__init__ sets it, too.
+            StateView(self.optim, self.shards, self._before_reset).replace(state)
+
+    def _before_reset(self) -> None:
+        if self.stage is not None:
+            self.stage.lifecycle.check(Event.LOAD)
+        self._whole_state.note_change()
 
     @property
     def shards(self) -> Mapping[int, Shard]:
@@ -341,7 +347,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         the owned part of ``.grad`` is the mean, so ``torch.nn.utils.clip_grad_norm_`` would clip by another norm on
         each rank. ``foreach`` is for kernels of the latter, where all of ``.grad`` is the mean.
 
-        Issues: one all-reduce of a number; nothing where all of ``.grad`` is the mean.
+        Issues: one all-reduce of two numbers per parameter, and one of a number; nothing where all of ``.grad`` is
+            the mean.
 
         Returns:
             The global norm before clipping, a 0-dimensional tensor, the same on every rank. The ranks' parts are summed
@@ -349,7 +356,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             TrainingLoopError: the update was made in backward, or there is no mean to clip; or the norm is not finite
-                and ``error_if_nonfinite``.
+                and ``error_if_nonfinite``; or gradients were scaled otherwise on one rank than on another.
             UnsupportedError: under ``Join``.
         """
         if self.stage is not None:

@@ -15,15 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.autograd import version
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import norms
-from overlap.errors import TrainingLoopError
 from overlap.hooks import Bucket, all_reduce, whole_pass
 from overlap.optim.clipping import Clipping
 from overlap.optim.zero.sharding import Shard
 
-__all__ = ["FiniteVote", "ScaleVote", "ShardedNorm"]
+__all__ = ["FiniteVote", "ShardedNorm"]
 
 
 class ShardedNorm:
@@ -97,60 +95,3 @@ class FiniteVote:
             element = grad.as_strided((1,), (1,), int(grad.storage_offset()) + others)
             element.copy_(torch.where(verdict > 0, float("inf"), element))
             return
-
-
-class ScaleVote:
-    """Whether the loop has scaled the mean gradients alike on all ranks between backward and ``step()``.
-
-    Only the owned parts of ``.grad`` are the mean, so what clips by a norm of ``.grad`` scales differently on each
-    rank, and in this way tells itself from what unscales, or scales by a number.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[int, int]] = {}
-        self._largest: dict[int, Tensor] = {}
-
-    def note(self, pairs: Sequence[tuple[Shard, Tensor]]) -> None:
-        """These are the shards' gradients, as backward or the library's own clipping has left them."""
-        self._seen = {id(shard): _seen(shard) for shard, _ in pairs}
-        present = [(shard, gradient) for shard, gradient in pairs if gradient.numel()]
-        found = norms([gradient for _, gradient in present], float("inf")) if present else []
-        self._largest = {id(shard): norm.float() for (shard, _), norm in zip(present, found, strict=True)}
-
-    def check(self, pairs: Sequence[tuple[Shard, Tensor]], group: dist.ProcessGroup, device: torch.device) -> None:
-        """Compare with the other ranks. Issues: one all-reduce of two numbers.
-
-        Raises:
-            TrainingLoopError: gradients were scaled, on some rank otherwise than on another.
-        """
-        has_changed = any(self._seen.get(id(shard)) != _seen(shard) for shard, _ in pairs)
-        factor = self._factor(pairs, device) if has_changed else torch.ones((), device=device)
-        extremes = torch.stack([factor, -factor])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        if not has_changed and has_streams(device):
-            return  # The host would wait in every step.
-        largest, smallest = extremes[0].item(), -extremes[1].item()
-        # In half precision a factor is only known so well.
-        if largest - smallest > 0.01 * abs(largest):
-            raise TrainingLoopError(
-                f"after backward .grad was scaled by {smallest:.4g} on one rank and by {largest:.4g} on another, as by "
-                "torch.nn.utils.clip_grad_norm_: each rank has the mean of its own part alone; use "
-                "zero.clip_grad_norm_(max_norm), or ZeroStep(zero, clip_grad_norm=max_norm)"
-            )
-
-    def _factor(self, pairs: Sequence[tuple[Shard, Tensor]], device: torch.device) -> Tensor:
-        """By what all of this rank's parts were scaled; NaN if they were changed otherwise."""
-        present = [(self._largest[id(s)], g) for s, g in pairs if id(s) in self._largest and g.numel()]
-        if not present:
-            return torch.ones((), device=device)
-        before = torch.stack([largest for largest, _ in present])
-        after = torch.stack([norm.float() for norm in norms([gradient for _, gradient in present], float("inf"))])
-        factors = torch.where(before > 0, after / before, torch.nan)
-        low, high = factors.nan_to_num(torch.inf).min(), factors.nan_to_num(-torch.inf).max()
-        return torch.where(high - low <= 0.01 * high.abs(), high, torch.nan)
-
-
-def _seen(shard: Shard) -> tuple[int, int]:
-    """Which tensor is in ``.grad``, and how often it was changed in place."""
-    grad = shard.parameter.grad
-    return (0, 0) if grad is None else (id(grad), version(grad))

@@ -29,7 +29,8 @@ from overlap.optim.zero.exchange import Gather
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.parameter_groups import check_covered, check_same_group
 from overlap.optim.zero.prefetch import ParameterPrefetch
-from overlap.optim.zero.sharded_gradients import FiniteVote, ScaleVote, ShardedNorm
+from overlap.optim.zero.scale_vote import ScaleVote
+from overlap.optim.zero.sharded_gradients import FiniteVote, ShardedNorm
 from overlap.optim.zero.sharding import Shard
 
 __all__ = ["ZeroStep"]
@@ -277,7 +278,7 @@ class ZeroStep(UpdateStage):
             self._vote.tell(self.zero.shards.values())
             self.lifecycle.on_reduced()
             if not (self._has_whole_mean or self.lifecycle.is_replay):
-                self._scales.note(self._pairs_of_step())
+                self._scales.note(self._reduced_shards())
             return None
         if self._prefetch is not None:
             self._gather()
@@ -347,6 +348,7 @@ class ZeroStep(UpdateStage):
         ]
         if self._has_whole_mean:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        self._check_scales()
         for parameter in parameters:
             grad = parameter.grad
             if grad is not None and grad.stride() != parameter.stride():
@@ -360,7 +362,7 @@ class ZeroStep(UpdateStage):
                 "to clip them all the same, set error_if_nonfinite=False"
             )
         total = norm.clip_()
-        self._scales.note(self._pairs_of_step())
+        self._scales.note(self._reduced_shards())
         return total
 
     @torch.no_grad()
@@ -369,7 +371,7 @@ class ZeroStep(UpdateStage):
             self.zero.begin()  # Parameters may have been moved since backward.
             pairs = self._pairs_of_step()
             if not (self._has_whole_mean or self.zero.is_joining):
-                self._scales.check(pairs, self.zero.process_group, self.zero.join_device)
+                self._check_scales()
             gradients = [gradient for _, gradient in pairs]
             loss_scale.unscale_(gradients)
             if self.clipping is not None:
@@ -381,6 +383,14 @@ class ZeroStep(UpdateStage):
         except BaseException:
             self.lifecycle.on_update_failure()
             raise
+
+    def _check_scales(self) -> None:
+        shards = list(self.zero.shards.values())
+        self._scales.check(shards, self.zero.process_group, self.zero.join_device)
+
+    def _reduced_shards(self) -> list[Shard]:
+        gradients = self.lifecycle.gradients
+        return [shard for shard in self.zero.shards.values() if gradients.has_reduced(shard.parameter)]
 
     def _pairs_of_step(self) -> Pairs:
         """What ``step()`` applies: parts of ``.grad``, or what was held on a rank that has none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -95,3 +96,88 @@ def _by_hand(rank: int, world_size: int) -> None:
 
 def test_clipping_zero_by_hand_with_torchs_function_is_an_error_where_it_binds() -> None:
     run_ranks(_by_hand, 2)
+
+
+def _large() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Tanh(), torch.nn.Linear(512, 256))
+
+
+def _clip_each_layer(model: torch.nn.Sequential) -> None:
+    for layer in (model[0], model[2]):
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), 1e-3)
+
+
+def _clip_one_that_rank_0_exceeds(model: torch.nn.Sequential) -> None:
+    if torch.distributed.get_rank() == 0:
+        torch.nn.utils.clip_grad_norm_(model[2].parameters(), 1e-3)
+
+
+CLIPS: dict[str, Callable[[torch.nn.Sequential], Any]] = {
+    "all": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "the head alone": lambda model: torch.nn.utils.clip_grad_norm_(model[2].parameters(), 1e-3),
+    "a bias alone": lambda model: torch.nn.utils.clip_grad_norm_([model[2].bias], 1e-3),
+    "each layer": _clip_each_layer,
+    "on one rank alone": _clip_one_that_rank_0_exceeds,
+}
+
+
+@torch.no_grad()
+def _clip_values(model: torch.nn.Sequential) -> None:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+
+
+@torch.no_grad()
+def _mask(model: torch.nn.Sequential) -> None:
+    model[0].weight.grad.mul_(torch.arange(256) % 3 > 0)
+    model[2].weight.grad.zero_()
+
+
+@torch.no_grad()
+def _scale_all(model: torch.nn.Sequential) -> None:
+    for parameter in model.parameters():
+        parameter.grad.div_(3.0).mul_(0.7)
+
+
+@torch.no_grad()
+def _scale_a_layer(model: torch.nn.Sequential) -> None:
+    model[2].weight.grad.mul_(0.3)
+
+
+EDITS: dict[str, Callable[[torch.nn.Sequential], Any]] = {
+    "values cut": _clip_values,
+    "one parameter's values cut": lambda model: torch.nn.utils.clip_grad_value_([model[0].bias], 1e-6),
+    "masks": _mask,
+    "a factor for all": _scale_all,
+    "a factor for a layer": _scale_a_layer,
+}
+
+
+def _edit_by_hand(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    inputs = torch.randn(512, 256, generator=torch.Generator().manual_seed(1 + rank)).to(dtype)
+    if dtype is torch.bfloat16:
+        inputs *= 1 + rank  # The function rounds the factor itself to bfloat16: closer ones would be the same.
+    for partition in ("element", "parameter"):
+        for name, edit in {**CLIPS, **EDITS}.items():
+            ddp, plain = wrap(_large().to(dtype)), wrap(_large().to(dtype))
+            zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, partition=partition)
+            chain(ZeroStep(zero, deferred=True)).register(ddp)
+            ddp(inputs).square().mean().backward()
+            edit(ddp.module)
+            if name in CLIPS:
+                with pytest.raises(TrainingLoopError, match=r"use zero\.clip_grad_norm_\(max_norm\)"):
+                    zero.step()
+                continue
+            zero.step()
+            plain(inputs).square().mean().backward()
+            edit(plain.module)
+            torch.optim.SGD(plain.parameters(), lr=0.1).step()
+            for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_models_clip_by_norm_is_an_error_on_every_rank_and_other_edits_are_those_of_ddp(
+    dtype: torch.dtype,
+) -> None:
+    run_ranks(_edit_by_hand, 2, dtype)
