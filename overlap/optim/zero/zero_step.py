@@ -92,7 +92,7 @@ class ZeroStep(UpdateStage):
         zero = unwrapped(zero)
         if not isinstance(zero, ZeroRedundancyOptimizer):
             raise ConfigurationError(
-                f"ZeroStep takes a ZeroRedundancyOptimizer, got {described(zero)}; for an optimizer that "
+                f"ZeroStep takes an overlap.ZeroRedundancyOptimizer, got {described(zero)}; for an optimizer that "
                 "every rank holds in full use chain(AllReduce(), Step(optimizer))"
             )
         if gather not in ("backward", "forward"):
