@@ -303,13 +303,14 @@ def _two_steps(rank: int, world_size: int, options: dict[str, Any]) -> None:
     zero.step()
     zero.wait()
     once = [p.detach().clone() for p in ddp.parameters()]
-    zero.step()
+    with pytest.raises(TrainingLoopError, match=r"zero\.step\(\) was called again for a backward"):
+        zero.step()
     zero.wait()
     assert all(torch.equal(p, q) for p, q in zip(ddp.parameters(), once, strict=True))
 
 
 @FORMS
-def test_a_second_step_leaves_what_was_applied_alone(options: dict[str, Any]) -> None:
+def test_a_second_step_for_one_backward_is_an_error_and_changes_nothing(options: dict[str, Any]) -> None:
     run_ranks(_two_steps, 2, options)
 
 
