@@ -162,7 +162,7 @@ def _parameter_taken_out(rank: int, world_size: int, form: str) -> None:
     check_refused(form, _with(_take_out), rank, r"parameters were taken out of parameter group 0 between backward")
 
 
-@pytest.mark.parametrize("form", ["interleaved", "zero"])
+@pytest.mark.parametrize("form", ["interleaved"])
 def test_a_parameter_taken_out_between_backward_and_step_is_an_error(form: str) -> None:
     run_ranks(_parameter_taken_out, 2, form)
 

@@ -38,6 +38,7 @@ from overlap.optim.zero.division import Experiments, check_division, choose_part
 from overlap.optim.zero.exchange import Exchange, Workspace
 from overlap.optim.zero.parameter_groups import (
     check_class,
+    check_members,
     check_master_dtype,
     copy_options,
     names_of,
@@ -219,7 +220,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         follow_strides(ShardedState(self.optim, self.param_groups, self.shards, self.process_group))
 
     def begin(self) -> None:
-        """Begin a step: take note of parameters that were moved or changed since the last one."""
+        """Begin a step: take note of parameters that were moved or changed since the last one.
+
+        Raises:
+            ConfigurationError: parameters were put into the groups, or taken out, by hand.
+        """
+        check_members(self.param_groups, self.shards)
         self._stepper.begin()
         for shard in self.shards.values():
             shard.refresh()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from overlap.errors import ArgumentTypeError, ConfigurationError
 __all__ = [
     "check_class",
     "check_covered",
+    "check_members",
     "check_master_dtype",
     "check_same_group",
     "check_same_on_all_ranks",
@@ -157,6 +158,15 @@ def check_covered(model: Mapping[Tensor, str], parameters: Sequence[Tensor], nam
         raise ConfigurationError(
             f"{len(outside)} of {len(parameters)} parameters of the ZeroRedundancyOptimizer are not trained by "
             f"this model, the first is {outside[0]}: build it from this model's ddp.parameters()"
+        )
+
+
+def check_members(groups: Sequence[Mapping[str, Any]], known: Collection[int]) -> None:
+    """Raises: ConfigurationError: ``groups`` do not have the parameters that are ``known``, by ``id``."""
+    if {id(parameter) for group in groups for parameter in group["params"]} != set(known):
+        raise ConfigurationError(
+            "parameters were put into zero.param_groups, or taken out of it, by hand, and each rank holds the state of "
+            "its part of those that it knows: add with zero.add_param_group, and freeze with requires_grad_(False)"
         )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from zero_loops import ADAMW, ADAMW_OPTIONS, FORMS, check, plain_run, zero_run
 
 from harness import run_ranks, wrap
 from harness.models import MLP, TRANSFORMER, UNUSED_ON_SOME_RANKS, mean_squared_error
-from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap import ConfigurationError, ZeroRedundancyOptimizer, ZeroStep, chain
 
 
 def _two_groups(ddp: nn.Module) -> list[dict[str, Any]]:
@@ -89,3 +90,19 @@ def _added_late(rank: int, world_size: int) -> None:
 
 def test_a_group_added_later_is_updated_from_the_next_backward_on() -> None:
     run_ranks(_added_late, 2)
+
+
+def _taken_out_by_hand(rank: int, world_size: int, options: dict[str, Any] | None) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01, overlap_with_ddp=options is not None)
+    if options is not None:
+        chain(ZeroStep(zero, **options)).register(ddp)
+    zero.param_groups[0]["params"].pop()
+    with pytest.raises(ConfigurationError, match=r"by hand.*zero\.add_param_group.*requires_grad_\(False\)"):
+        mean_squared_error(ddp, MLP.batch(0, rank)).backward()
+        zero.step()
+
+
+@pytest.mark.parametrize("options", [None, {}, {"deferred": True}], ids=str)
+def test_parameters_taken_out_of_a_group_by_hand_are_refused(options: dict[str, Any] | None) -> None:
+    run_ranks(_taken_out_by_hand, 2, options)
