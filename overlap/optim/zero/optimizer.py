@@ -38,8 +38,8 @@ from overlap.optim.zero.division import Experiments, check_division, choose_part
 from overlap.optim.zero.exchange import Exchange, Workspace
 from overlap.optim.zero.parameter_groups import (
     check_class,
-    check_members,
     check_master_dtype,
+    check_members,
     copy_options,
     names_of,
     read_groups,
