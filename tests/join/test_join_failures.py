@@ -34,10 +34,12 @@ class Loader:
 
 def _model(*, registered: bool) -> tuple[Any, Any]:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    if registered:
-        chain(AllReduce(), Step(optimizer)).register(ddp)
-    return ddp, optimizer
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    if not registered:
+        return ddp, optimizer
+    overlapped = OverlappedOptimizer(optimizer)
+    chain(AllReduce(), Step(overlapped)).register(ddp)
+    return ddp, overlapped
 
 
 def _said_wrong(rank: int, world_size: int, said: int, has: int, told_by: str) -> str:

@@ -26,7 +26,7 @@ _EVERY = "backward is the step: every synchronized backward makes one update, no
 EDITED = [*refused(STEPPED, "the gradient of "), *limit(AUTOMATIC, _AFTER)]
 """The loop changes gradients between backward and step()."""
 
-CLIPPED_PARTS = refused(["zero deferred"], "after backward .grad was scaled by ")
+CLIPPED_PARTS = refused(["zero deferred"], "after backward .grad of ")
 
 CLIPPED = [*EDITED, *CLIPPED_PARTS]
 """The loop clips by the norm of what each rank has."""

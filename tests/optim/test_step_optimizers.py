@@ -73,7 +73,7 @@ def test_an_optimizer_for_sparse_gradients_is_refused_by_name() -> None:
 
 
 def test_what_is_not_an_optimizer_is_refused_by_value() -> None:
-    with pytest.raises(ConfigurationError, match=r"expected a torch\.optim\.Optimizer, got 'adam'"):
+    with pytest.raises(ConfigurationError, match=r"expected a torch\.optim\.Optimizer, got str; make one"):
         OverlappedOptimizer("adam")  # type: ignore[arg-type]
 
 
