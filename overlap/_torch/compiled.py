@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["uncompiled"]
+__all__ = ["plain_name", "uncompiled"]
 
 
 def uncompiled(module: object) -> object:
@@ -10,3 +10,8 @@ def uncompiled(module: object) -> object:
     while type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod"):
         module = module._orig_mod
     return module
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter or buffer has where no part of the model is compiled. Private: the prefix."""
+    return name.replace("_orig_mod.", "")

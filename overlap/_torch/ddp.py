@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from overlap._torch.compiled import plain_name
+
 __all__ = [
     "GradientSync",
     "before_final_sync",
@@ -28,7 +30,7 @@ def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor,
     fits the same model uncompiled. Private: which parameters DDP ignores.
     """
     return {
-        parameter: name.replace("_orig_mod.", "")
+        parameter: plain_name(name)
         for name, parameter in ddp.module.named_parameters()
         if not hasattr(parameter, "_ddp_ignored")
     }

@@ -21,7 +21,7 @@ from overlap.optim.phases import Phase
 from overlap.optim.probe import probe
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.step_guard import StepGuard, check_one_model, guarded_by
-from overlap.optim.subset import grads_replaced, step_whole
+from overlap.optim.subset import grads_replaced, raise_versions, step_whole
 from overlap.optim.unused import used_on_any_rank
 from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.update_stage import UpdateStage
@@ -282,9 +282,7 @@ class Step(UpdateStage):
         gradients = [pairs[id(parameter)][1] if id(parameter) in pairs else None for parameter in every]
         with grads_replaced(every, gradients):
             step_whole(optimizer)
-        # As SubsetStepper has it.
-        if any(group.get("fused") for group in groups):
-            torch.autograd.graph.increment_version(parameters)
+        raise_versions(parameters, groups)
         self.lifecycle.gradients.note_applied(parameters)
 
     def _apply(self, pairs: list[tuple[Tensor, Tensor]]) -> None:

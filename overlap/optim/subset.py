@@ -35,7 +35,7 @@ from overlap._torch.optimizer import drop_hooks, unhooked_step
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.step_guard import guards_lifted
 
-__all__ = ["CoupledError", "SubsetStepper", "check_optimizer", "grads_replaced", "step_whole"]
+__all__ = ["CoupledError", "SubsetStepper", "check_optimizer", "grads_replaced", "raise_versions", "step_whole"]
 
 # Steps after which what a step reaches is taken to be known.
 _WATCHED_STEPS = 10
@@ -146,10 +146,7 @@ class SubsetStepper:
             self._optimizer.__dict__[key] = twin.__dict__[key]
         for key in shared.changed({key: value for key, value in twin.state.items() if not isinstance(key, Tensor)}):
             self._note_write(key, None)
-        # Fused kernels leave the version counter as it is; with it raised, a weight that a later node of this backward
-        # still needs is autograd's own error instead of a wrong gradient.
-        if any(group.get("fused") for group in twin.param_groups):
-            torch.autograd.graph.increment_version(parameters)
+        raise_versions(parameters, twin.param_groups)
 
     def _twin(self, split: list[tuple[int, list[Tensor]]]) -> Optimizer:
         cls = type(self._optimizer)
@@ -207,6 +204,16 @@ def _reduced(group: dict[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
         return {**group, "params": parameters}
     names = dict(zip(map(id, group["params"]), group["param_names"], strict=True))
     return {**group, "params": parameters, "param_names": [names[id(parameter)] for parameter in parameters]}
+
+
+def raise_versions(parameters: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise the version counters of ``parameters`` that were updated in backward, where ``groups`` are fused.
+
+    Fused kernels leave them as they are; with them raised, a weight that a later node of this backward still needs is
+    autograd's own error instead of a wrong gradient.
+    """
+    if any(group.get("fused") for group in groups):
+        torch.autograd.graph.increment_version(parameters)
 
 
 def step_whole(optimizer: Optimizer, **arguments: Any) -> None:

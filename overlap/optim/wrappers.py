@@ -17,11 +17,10 @@ import torch
 from torch.optim import Optimizer
 
 from overlap._torch.optimizer import own_step
+from overlap.optim.snapshot import is_own
 
 __all__ = ["held_by", "reachable", "why_not_in_parts"]
 
-_BASE = frozenset(vars(Optimizer))
-_NOT_SEARCHED = ("param_groups", "state", "defaults")
 _MANY = 10_000
 
 
@@ -41,11 +40,7 @@ def why_not_in_parts(optimizer: Optimizer) -> str | None:
 
 def held_by(optimizer: Optimizer) -> list[Any]:
     """What the optimizer has beside parameters, state and hooks: attributes, and functions of its class."""
-    attributes = [
-        value
-        for key, value in vars(optimizer).items()
-        if key not in _NOT_SEARCHED and not key.startswith("_optimizer_") and key != "step"
-    ]
+    attributes = [value for key, value in vars(optimizer).items() if is_own(key) and key != "defaults"]
     of_class = [
         value
         for cls in type(optimizer).__mro__

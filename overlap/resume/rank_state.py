@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from overlap._checks import check_ddp
+from overlap._torch.compiled import plain_name
 from overlap._torch.ddp import registered_hook
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks import Stage, StageHook
@@ -28,7 +30,7 @@ from overlap.resume.optimizers import (
 )
 from overlap.resume.snapshot import snapshot
 
-__all__ = ["load_state_dict", "model_of", "state_dict"]
+__all__ = ["load_state_dict", "state_dict"]
 
 _KEYS = {"version", "rank", "ranks", "model", "optimizer", "stages"}
 _VERSION = 1
@@ -55,7 +57,8 @@ def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, A
         TrainingLoopError: between backward and ``step()``, since gradients are not saved.
         ConfigurationError: the model is not in DDP, or has a hook or a state that cannot be saved.
     """
-    model, stage = model_of(ddp), _stage_of(model_of(ddp))
+    model = check_ddp(ddp)
+    stage = _stage_of(model)
     _check_phase(stage)
     found = None if optim is None else inner_optimizer(optim)
     if isinstance(found, ZeroRedundancyOptimizer):
@@ -91,7 +94,8 @@ def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: Mapping[s
             chain's.
         TrainingLoopError: between backward and ``step()``, where the update was made in backward.
     """
-    model, stage = model_of(ddp), _stage_of(model_of(ddp))
+    model = check_ddp(ddp)
+    stage = _stage_of(model)
     found = None if optim is None else inner_optimizer(optim)
     _check_form(state)
     _check_place(model.process_group, state)
@@ -110,21 +114,9 @@ def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: Mapping[s
     stages = None if stage is None else state["stages"]["state"]
     if stage is not None and not isinstance(found, LocalSGD):
         stage.load_state_dict(stages or {})
-    model.module.load_state_dict({name: state["model"][_plain_name(name)] for name in here})
+    model.module.load_state_dict({name: state["model"][plain_name(name)] for name in here})
     if found is not None:
         load_optimizer_state(found, _names(model), state["optimizer"], stages)
-
-
-def model_of(ddp: object) -> DistributedDataParallel:
-    """``ddp``, or the model that ``torch.compile`` has wrapped.
-
-    Raises:
-        ConfigurationError: it is not a DDP model.
-    """
-    model = getattr(ddp, "_orig_mod", ddp)
-    if not isinstance(model, DistributedDataParallel):
-        raise ConfigurationError(f"{type(model).__name__} is not a DistributedDataParallel model; give the wrapped one")
-    return model
 
 
 def _stage_of(ddp: DistributedDataParallel) -> Stage | None:
@@ -165,16 +157,11 @@ def _lifecycles(stage: Stage | None) -> list[UpdateLifecycle]:
 
 
 def _names(ddp: DistributedDataParallel) -> dict[Tensor, str]:
-    return {parameter: _plain_name(name) for name, parameter in ddp.module.named_parameters()}
+    return {parameter: plain_name(name) for name, parameter in ddp.module.named_parameters()}
 
 
 def _plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {_plain_name(name): value for name, value in state.items()}
-
-
-def _plain_name(name: str) -> str:
-    """The name that a parameter has if no part of the model is compiled."""
-    return name.replace("_orig_mod.", "")
+    return {plain_name(name): value for name, value in state.items()}
 
 
 def _classes(stage: Stage) -> list[str]:

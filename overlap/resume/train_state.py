@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from overlap._checks import check_ddp
 from overlap.errors import ConfigurationError
-from overlap.resume.rank_state import Optim, load_state_dict, model_of, state_dict
+from overlap.resume.rank_state import Optim, load_state_dict, state_dict
 
 __all__ = ["TrainState"]
 
@@ -48,7 +49,7 @@ class TrainState:
         Raises:
             TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
         """
-        group = model_of(self._ddp).process_group
+        group = check_ddp(self._ddp).process_group
         own = {key: _to_bytes(part) for key, part in state_dict(self._ddp, self._optim).items()}
         digests = _gathered({key: hashlib.sha256(part).hexdigest() for key, part in own.items()}, group)
         shared = {key for key in own if len({one[key] for one in digests}) == 1}
@@ -67,7 +68,7 @@ class TrainState:
                 f"this is not the state of a TrainState: its keys are {sorted(map(str, state_dict))}"
             )
         whole = _from_bytes(state_dict[_KEY])
-        group = model_of(self._ddp).process_group
+        group = check_ddp(self._ddp).process_group
         if len(whole["own"]) != group.size():
             raise ConfigurationError(
                 f"the state was saved by {len(whole['own'])} ranks, and here are {group.size()}: for another number of "

@@ -111,7 +111,7 @@ def _intervals(before: Tensor, after: Tensor, place: Tensor, precisions: Tensor,
     squares = total(before.square())
     factor = total(after * before) / squares
     expected = factor[place] * before
-    # A few roundings, and those of numbers next to zero, are no other factor.
+    # A few roundings, and those of numbers next to zero, do not make another factor.
     excess = (after - expected).abs() - 4 * eps * expected.abs() - 2 * step
     is_scaled = largest(excess) <= 0
     # If all magnitudes but zeros are equal, the sum of their squares is the largest times the sum.
