@@ -43,6 +43,7 @@ from overlap.hooks import (
     powerSGD_hook,
     quantization_perchannel_hook,
     quantization_pertensor_hook,
+    reducer,
     register,
 )
 from overlap.join import Join, Joinable, JoinHook
@@ -113,6 +114,7 @@ __all__ = [
     "powerSGD_hook",
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
+    "reducer",
     "register",
     "state_dict",
 ]

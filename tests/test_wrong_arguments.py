@@ -94,7 +94,7 @@ IN_A_CHAIN: dict[str, tuple[Call, str]] = {
     "a hook's state": (lambda of: PowerSGDState(None), r"as_stage\(powerSGD_hook, state\)"),
     "another hook's state": (lambda of: PostLocalSGDState(None, None, 3), r"as_stage\(post_localSGD_hook, state\)"),
     "an update's state": (lambda of: OptimizerHookState(of.sgd), r"hook_then_optimizer\(hook, state\)"),
-    "a function of a bucket": (lambda of: lambda bucket: None, "a stage is an `async` callable of one bucket"),
+    "a function of two buckets": (lambda of: lambda one, two, three: None, "a stage is a function of one bucket"),
     "a name": (lambda of: "allreduce", "'allreduce' is not a stage: a stage is an overlap.Stage"),
     "nothing": (lambda of: None, "None is not a stage"),
 }

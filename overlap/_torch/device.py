@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-__all__ = ["has_streams"]
+__all__ = ["current_stream", "has_streams", "hold"]
 
 
 def has_streams(device: torch.device) -> bool:
     """Whether work on ``device`` is queued on streams while the host runs ahead, as on accelerators but not the CPU."""
-    return device.type != "cpu"
+    return device.type not in ("cpu", "meta")
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The current stream of ``device``; ``None`` where there are none."""
+    return torch.get_device_module(device).current_stream(device) if has_streams(device) else None
+
+
+def hold(tensor: Tensor) -> Tensor:
+    """Keep the memory of ``tensor`` from being reused before the current stream has done with it.
+
+    For tensors that one bucket's stream has made and another's uses, as happens after DDP cuts its buckets anew.
+    """
+    if (stream := current_stream(tensor.device)) is not None:
+        tensor.record_stream(stream)
+    return tensor

@@ -1,6 +1,6 @@
 """What happens to a gradient bucket: stages, the scheduler that runs them, and the reducers."""
 
-from overlap.hooks.adapters import as_hook, as_stage
+from overlap.hooks.adapters import as_hook, as_stage, reducer
 from overlap.hooks.allreduce import AllGather, AllReduce, NoReduction
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cast import Cast
@@ -73,6 +73,7 @@ __all__ = [
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
     "reduce_scatter",
+    "reducer",
     "register",
     "send_recv",
     "whole_pass",

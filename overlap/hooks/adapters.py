@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,13 @@ __all__ = [
     "hook_name",
     "check_hook",
     "is_hook",
+    "reducer",
     "stage_from",
     "to_stage",
 ]
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class CommHook(Protocol):
@@ -59,7 +63,7 @@ def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
     """
     if isinstance(hook, StageHook):
         return hook.stage(state)
-    if not is_hook(hook) and (isinstance(hook, Stage) or _is_async(hook)) and state is None:
+    if not is_hook(hook) and (isinstance(hook, Stage) or _takes_a_bucket(hook)) and state is None:
         return to_stage(hook)
     if not is_hook(hook):
         raise ConfigurationError(
@@ -70,22 +74,43 @@ def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
     except TypeError as error:
         raise ConfigurationError(
             f"the hook {hook_name(hook)} cannot be called with (state, bucket): {error}; "
-            "a stage is an `async` callable of one bucket"
+            "a stage is a function of one bucket"
         ) from None
     except ValueError:
         pass  # A builtin may have no signature to look at.
     return HookStage(hook, state)
 
 
+def reducer(function: Function) -> Function:
+    """Marks a function of a bucket as one that turns this rank's gradients into their mean over ranks.
+
+    Without it a function in a chain is a transform::
+
+        @overlap.reducer
+        async def mean(bucket):
+            await all_reduce(bucket.buffer, group=bucket.group)
+            bucket.buffer.div_(bucket.divisor)
+
+        chain(mean, Step(optimizer)).register(ddp)
+
+    Raises:
+        ConfigurationError: ``function`` does not take one bucket.
+    """
+    if not _takes_a_bucket(function):
+        raise ConfigurationError(f"@reducer marks a function of one bucket, got {shown(function)}")
+    function.role = Role.REDUCER  # type: ignore[attr-defined]
+    return function
+
+
 def to_stage(thing: object) -> Stage:
-    """``thing`` as a stage: a stage as it is, an ``async`` callable of a bucket wrapped.
+    """``thing`` as a stage: a stage as it is, a function of a bucket wrapped.
 
     Raises:
         ConfigurationError: ``thing`` is neither.
     """
     if isinstance(thing, Stage):
         return thing
-    if _is_async(thing) and not isinstance(thing, type):
+    if _takes_a_bucket(thing):
         return _FunctionStage(thing)  # type: ignore[arg-type]
     if isinstance(thing, StageHook):
         raise ConfigurationError(f"{thing!r} is a hook already, not a stage; as a stage it is as_stage(hook, state)")
@@ -100,8 +125,10 @@ def stage_from(thing: object, state: Any = None) -> Stage:
 
 
 def is_hook(thing: object) -> bool:
-    """Whether ``thing`` may be a communication hook: a callable that is neither a stage nor ``async``."""
-    return callable(thing) and not isinstance(thing, Stage) and not _is_async(thing) and not is_never_a_hook(thing)
+    """Whether ``thing`` may be a communication hook: a callable that is neither a stage nor a function of a bucket."""
+    if not callable(thing) or isinstance(thing, Stage) or is_never_a_hook(thing):
+        return False
+    return not _takes_a_bucket(thing)
 
 
 def check_hook(thing: object) -> None:
@@ -121,19 +148,42 @@ def hook_name(hook: object) -> str:
     return name.removeprefix("overlap.")
 
 
+def _takes_a_bucket(thing: object) -> bool:
+    """Whether ``thing`` is a function of a bucket: ``async``, or a plain one that must be given one argument."""
+    if isinstance(thing, Stage | StageHook | type) or not callable(thing) or is_never_a_hook(thing):
+        return False
+    if _is_async(thing):
+        return True
+    try:
+        parameters = inspect.signature(thing).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    is_variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    must = [p for p in positional if p.default is p.empty]
+    return len(must) == 1 and not is_variadic
+
+
 def _is_async(thing: object) -> bool:
     return inspect.iscoroutinefunction(thing) or inspect.iscoroutinefunction(getattr(thing, "__call__", None))  # noqa: B004
 
 
 class _FunctionStage(Stage):
-    """An ``async`` callable as a stage."""
+    """A function of a bucket as a stage."""
 
-    def __init__(self, function: Callable[[Bucket], Awaitable[None]]) -> None:
+    def __init__(self, function: Callable[[Bucket], Any]) -> None:
         self._function = function
-        self.role = Role(getattr(function, "role", Role.REDUCER))
+        self.role = Role(getattr(function, "role", Role.TRANSFORM))
 
     async def __call__(self, bucket: Bucket) -> None:
-        await self._function(bucket)
+        result = self._function(bucket)
+        if inspect.isawaitable(result):
+            result = await result
+        if result is not None:
+            raise ConfigurationError(
+                f"{self!r} returned {type(result).__name__}: a function of a bucket changes bucket.buffer (or the "
+                "parameters) in place and returns nothing; a communication hook is called with (state, bucket)"
+            )
 
     @property
     def signature(self) -> str:

@@ -42,6 +42,9 @@ class Bucket:
     """Whether this rank has run out of inputs and takes part with zeros, outside of any backward."""
     is_mean: bool = False
     """Whether ``buffer`` holds the mean over ranks; else it holds this rank's own gradients, and in a replay zeros."""
+    owned: tuple[Tensor, ...] | None = None
+    """After a reduce-scatter: flat views of ``buffer``, one for each of ``parameters`` and empty for some, which hold
+    the mean on this rank; the other ranks have the rest. ``None``: ``buffer`` is the same on all."""
     raw: GradBucket | None = None
     """DDP's own object, for stages that pass it to a hook; ``None`` where the buffer is not DDP's."""
     fqns: tuple[str, ...] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -12,7 +12,7 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import stage_from
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.engine.registration import Registration, register
-from overlap.hooks.stage import Stage
+from overlap.hooks.stage import Role, Stage
 
 __all__ = ["Chain", "chain"]
 
@@ -22,7 +22,7 @@ class Chain(Stage):
 
     def __init__(self, *stages: Stage) -> None:
         self.stages = stages
-        self.role = stages[-1].role
+        self.role = max(stage.role for stage in stages)
 
     @property
     def sequence(self) -> tuple[Stage, ...]:
@@ -34,7 +34,7 @@ class Chain(Stage):
 
     @property
     def starts_on_autograd_thread(self) -> bool:
-        return self.stages[0].starts_on_autograd_thread
+        return next(stage for stage in self.stages if stage.role is not Role.TRANSFORM).starts_on_autograd_thread
 
     async def __call__(self, bucket: Bucket) -> None:
         for stage in self.stages:
@@ -68,12 +68,17 @@ class Chain(Stage):
 
 
 def chain(*stages: Stage | Callable[..., Any]) -> Chain:
-    """One stage made of several: a reducer, then at most one update, then at most one averager.
+    """One stage made of several: ``transform* reducer transform* update* transform* averager?``.
+
+    One *reducer* turns this rank's gradients into their mean, any number of *updates* make new parameters of it, each
+    of its own parameters, and at most one *averager* acts on those. A *transform* neither reduces nor updates and may
+    stand anywhere: before the reducer it sees this rank's own gradients, after it the mean, after an update the new
+    parameters.
 
     Args:
-        stages: stages, ``async`` callables of a bucket, or DDP communication hooks ``(state, bucket) -> Future``
-            (called with ``None`` as their state; for another state pass ``as_stage(hook, state)``). The stages of a
-            chain are taken one by one.
+        stages: stages, functions of a bucket (plain or ``async``; transforms, unless :func:`reducer` marks them), or
+            DDP communication hooks ``(state, bucket) -> Future`` (called with ``None`` as their state; for another
+            state pass ``as_stage(hook, state)``). The stages of a chain are taken one by one.
 
     Raises:
         ConfigurationError: something is not a stage, or the stages are not in this order.
@@ -87,15 +92,29 @@ def chain(*stages: Stage | Callable[..., Any]) -> Chain:
         flat.extend(stage.stages if isinstance(stage, Chain) else [stage])
     if not flat:
         raise ConfigurationError("chain() needs at least one stage, such as chain(AllReduce(), Step(optimizer))")
-    for before, after in itertools.pairwise(flat):
-        if before.role >= after.role:
-            raise ConfigurationError(
-                f"{after!r} ({after.role.name.lower()}) cannot follow {before!r} ({before.role.name.lower()}): "
-                "a chain is one reducer, then at most one update, then at most one averager"
-            )
-    if not flat[0].reduces:
-        raise ConfigurationError(
-            f"{flat[0]!r} needs a reducer before it, or every rank would use its own gradients: "
-            f"chain(AllReduce(), {flat[0]!r})"
-        )
+    _check_order([stage for stage in flat if stage.role is not Role.TRANSFORM], flat)
     return Chain(*flat)
+
+
+def _check_order(acting: Sequence[Stage], whole: Sequence[Stage]) -> None:
+    """Check the stages that are not transforms.
+
+    Raises:
+        ConfigurationError: they are not in the order of their roles, or there is no reducer.
+    """
+    for before, after in itertools.pairwise(acting):
+        if before.role > after.role or before.role is after.role is not Role.UPDATE:
+            raise ConfigurationError(
+                f"{after!r} ({after.role.name.lower()}) cannot follow {before!r} ({before.role.name.lower()}): a chain "
+                "is one reducer, then updates, then at most one averager, with transforms anywhere"
+            )
+    if not acting:
+        raise ConfigurationError(
+            f"{', '.join(map(repr, whole))}: no stage here reduces, so every rank would keep its own gradients. Add a "
+            f"reducer: chain(AllReduce(), {whole[0]!r}); a function that reduces is marked with @overlap.reducer"
+        )
+    if not acting[0].reduces:
+        raise ConfigurationError(
+            f"{acting[0]!r} needs a reducer before it, or every rank would use its own gradients: "
+            f"chain(AllReduce(), {acting[0]!r}); a function that reduces is marked with @overlap.reducer"
+        )

@@ -54,7 +54,7 @@ def instead_of(thing: object) -> str:
     if isinstance(thing, list | tuple):
         return "give stages one by one: chain(*stages)"
     return (
-        "a stage is an overlap.Stage or an `async` callable of one bucket; a DDP communication hook becomes one with "
+        "a stage is an overlap.Stage or a function of one bucket; a DDP communication hook becomes one with "
         "overlap.hooks.as_stage(hook, state)"
     )
 

@@ -17,8 +17,10 @@ __all__ = ["Role", "Stage", "StageContext", "walk"]
 
 
 class Role(enum.IntEnum):
-    """What a stage does with a bucket. The stages of a chain are in this order."""
+    """What a stage does with a bucket. The stages of a chain are in this order; transforms may stand anywhere."""
 
+    TRANSFORM = 0
+    """Neither reduces nor updates: changes or looks at what is there, local gradients, means or new parameters."""
     REDUCER = 1
     """Turns this rank's gradients into their mean over ranks."""
     UPDATE = 2
@@ -103,6 +105,11 @@ class Stage(ABC):
     def reduces(self) -> bool:
         """Whether the stage starts from this rank's own gradients; also true of an update that reduces by itself."""
         return self.role is Role.REDUCER
+
+    @property
+    def needs_mean(self) -> bool:
+        """Whether a transform is meant for the mean, so that an update which reduces by itself reduces before it."""
+        return False
 
     @property
     def starts_on_autograd_thread(self) -> bool:

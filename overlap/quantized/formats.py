@@ -8,11 +8,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from overlap.hooks.quantize import ChunkCodec
+from overlap.hooks.wires import Codec, Int8
 
 __all__ = ["CastFormat", "DQuantType", "Format", "IntegerFormat", "format_of"]
-
-_CHUNK = 512
 
 
 class DQuantType(enum.Enum):
@@ -83,8 +81,8 @@ class IntegerFormat(Format):
 
     largest = torch.finfo(torch.float32).max
 
-    def _codec(self, numel: int) -> ChunkCodec:
-        return ChunkCodec.fit(numel, bits=8, chunk=_CHUNK)
+    def _codec(self, numel: int) -> Codec:
+        return Int8().codec(numel)
 
     def message_bytes(self, numel: int) -> int:
         return self._codec(numel).message_bytes

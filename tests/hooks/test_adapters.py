@@ -63,12 +63,15 @@ def test_any_callable_of_two_arguments_is_taken_as_a_hook(kind: str, reference: 
         assert_parity(records, reference, what=kind)
 
 
+@overlap.reducer
 async def _mean(bucket: overlap.Bucket) -> None:
     bucket.buffer.mul_(1 / bucket.divisor)
     await overlap.hooks.all_reduce(bucket.buffer, group=bucket.group)
 
 
 class _Mean:
+    role = overlap.hooks.Role.REDUCER
+
     async def __call__(self, bucket: overlap.Bucket) -> None:
         await _mean(bucket)
 
@@ -109,6 +112,6 @@ def test_a_foreign_hook_chains_with_an_update() -> None:
     run_ranks(_foreign_hook_then_step, 2)
 
 
-def test_a_hook_of_one_argument_is_refused() -> None:
+def test_a_hook_of_three_arguments_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot be called with \(state, bucket\)"):
-        as_stage(lambda only_one: None)
+        as_stage(lambda one, two, three: None)

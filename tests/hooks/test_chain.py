@@ -126,6 +126,7 @@ def test_names_of_parameters_in_a_hook_given_to_ddp_are_an_error_with_the_remedy
 
 
 def _label_of_a_nested_chain(rank: int, world_size: int) -> None:
+    @overlap.reducer
     async def boom(bucket: Bucket) -> None:
         raise ValueError("boom")
 
@@ -152,3 +153,33 @@ def _state_behind_a_cast(rank: int, world_size: int) -> None:
 
 def test_a_cast_keeps_what_its_reducer_remembers() -> None:
     run_ranks(_state_behind_a_cast, 2)
+
+
+def test_a_function_of_a_bucket_is_a_transform_unless_it_is_marked() -> None:
+    def halve(bucket: Bucket) -> None:
+        bucket.buffer.mul_(0.5)
+
+    assert repr(chain(halve, AllReduce(), halve, _step(), halve)) == (
+        "chain(halve, AllReduce(), halve, Step(SGD, interleaved), halve)"
+    )
+    with pytest.raises(ConfigurationError, match=r"halve: no stage here reduces.*@overlap.reducer"):
+        chain(halve)
+    with pytest.raises(ConfigurationError, match=r"needs a reducer.*@overlap.reducer"):
+        chain(halve, _step())
+    assert chain(overlap.reducer(halve)).role is overlap.hooks.Role.REDUCER
+
+
+def test_a_mark_on_what_is_not_a_function_of_a_bucket_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="marks a function of one bucket"):
+        overlap.reducer(lambda state, bucket: None)
+
+
+def _returned_value(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    chain(AllReduce(), lambda bucket: bucket.buffer * 2).register(ddp)
+    with pytest.raises(ConfigurationError, match="returned Tensor: a function of a bucket changes"):
+        ddp(*MLP.batch(0, rank).inputs).sum().backward()
+
+
+def test_a_function_that_returns_something_is_refused() -> None:
+    run_ranks(_returned_value, 2)

@@ -16,7 +16,7 @@ from overlap.hooks.engine.executors import Executor
 from overlap.hooks.engine.regrouping import Regrouping
 from overlap.hooks.engine.task import Task
 from overlap.hooks.engine.wavefront import Wavefront
-from overlap.hooks.stage import Stage
+from overlap.hooks.stage import Role, Stage
 
 __all__ = ["AbandonedBackwardError", "BackwardPass", "BucketFuture"]
 
@@ -111,8 +111,9 @@ class BackwardPass:
 
     def _parts(self, bucket: Bucket) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
         """The label and the coroutine of each stage of the chain."""
-        for place, stage in enumerate(self._stage.sequence):
-            if place == 0 and self.regrouping is not None:
+        reducing = next(stage for stage in self._stage.sequence if stage.role is not Role.TRANSFORM)
+        for stage in self._stage.sequence:
+            if stage is reducing and self.regrouping is not None:
                 reduce = functools.partial(_run, stage)
                 yield repr(stage), self.regrouping.reduce(bucket, reduce, repr(stage))
             else:

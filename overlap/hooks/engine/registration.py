@@ -126,7 +126,7 @@ def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], st
 
     Args:
         ddp: the wrapped model, or what ``torch.compile`` returned for it.
-        stage: a stage or chain, an ``async`` callable of a bucket, or a hook ``(state, bucket) -> Future[Tensor]``.
+        stage: a stage or chain, a function of a bucket, or a hook ``(state, bucket) -> Future[Tensor]``.
         state: the first argument of a hook; ``None`` for a stage.
 
     Returns:

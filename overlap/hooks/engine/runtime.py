@@ -196,7 +196,7 @@ class Runtime:
     def _regrouping(self) -> Regrouping | None:
         wanted = self._cut.wanted
         # A hook's code runs when its bucket comes.
-        if wanted is None or self.stage.sequence[0].starts_on_autograd_thread:
+        if wanted is None or self.stage.starts_on_autograd_thread:
             return None
         return Regrouping(wanted, self._cut, self.executor)
 

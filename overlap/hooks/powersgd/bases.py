@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from overlap._torch.device import current_stream, hold
 from overlap.hooks.powersgd.layout import FactorBatch
 from overlap.hooks.powersgd.matrices import Matrices
-from overlap.hooks.powersgd.memory import current_stream, hold
 
 __all__ = ["Bases", "Directions"]
 

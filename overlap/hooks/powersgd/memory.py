@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overlap._torch.device import hold
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cut import BucketCut, SavedCut
 from overlap.hooks.powersgd.checkpoint import Snapshot, State
 from overlap.hooks.stage import StageContext
 
-__all__ = ["Memory", "Slot", "Statistics", "current_stream", "hold"]
+__all__ = ["Memory", "Slot", "Statistics"]
 
 # A name that users set levels for; it is documented.
 _logger = logging.getLogger("overlap.hooks.powersgd.statistics")
@@ -287,20 +288,3 @@ def _foreign(keys: Iterable[str]) -> str:
         f"the state has parameters that the model does not have ({', '.join(listed[:5])}"
         f"{', ...' if len(listed) > 5 else ''}): it is the state of another model"
     )
-
-
-def current_stream(device: torch.device) -> Any:
-    """The stream that work is queued on now; ``None`` where there are no streams."""
-    if device.type in ("cpu", "meta"):
-        return None
-    return torch.get_device_module(device).current_stream(device)
-
-
-def hold(tensor: Tensor) -> Tensor:
-    """Keep the memory of ``tensor`` from being reused before the current stream has done with it.
-
-    For tensors that one bucket's stream has made and another's uses, as happens after DDP cuts its buckets anew.
-    """
-    if (stream := current_stream(tensor.device)) is not None:
-        tensor.record_stream(stream)
-    return tensor

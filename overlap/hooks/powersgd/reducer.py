@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from overlap._torch.device import hold
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.algorithm import PowerIteration
@@ -16,7 +17,7 @@ from overlap.hooks.powersgd.checkpoint import redistribute
 from overlap.hooks.powersgd.config import PowerSGDConfig
 from overlap.hooks.powersgd.layout import BucketLayout
 from overlap.hooks.powersgd.matrices import PerParameter
-from overlap.hooks.powersgd.memory import Memory, Slot, hold
+from overlap.hooks.powersgd.memory import Memory, Slot
 from overlap.hooks.stage import Stage, StageContext
 
 __all__ = ["PowerSGD"]

@@ -1,16 +1,7 @@
 """Gradients sent as integers of 8 or 4 bits."""
 
-from overlap.hooks.quantize.codec import ChunkCodec, Rounding, StochasticRounding, nearest
 from overlap.hooks.quantize.exchange import QuantizedSum
 from overlap.hooks.quantize.gathered import GatherQuantized
 from overlap.hooks.quantize.reducer import Quantize
 
-__all__ = [
-    "ChunkCodec",
-    "GatherQuantized",
-    "Quantize",
-    "QuantizedSum",
-    "Rounding",
-    "StochasticRounding",
-    "nearest",
-]
+__all__ = ["GatherQuantized", "Quantize", "QuantizedSum"]

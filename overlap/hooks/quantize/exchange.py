@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from overlap.hooks.collectives import all_gather, send_recv
-from overlap.hooks.quantize.codec import ChunkCodec, Rounding
+from overlap.hooks.wires import Codec, Wire
 
 __all__ = ["QuantizedSum"]
 
@@ -26,16 +26,16 @@ __all__ = ["QuantizedSum"]
 class QuantizedSum:
     """Sums values over the ranks of ``group``."""
 
-    codec: ChunkCodec
+    codec: Codec
     """Encodes one rank's part."""
-    rounding: Rounding
+    generator: torch.Generator | None
+    """Rounds stochastically."""
     group: dist.ProcessGroup
 
     @classmethod
-    def of(cls, numel: int, *, bits: int, chunk: int, rounding: Rounding, group: dist.ProcessGroup) -> QuantizedSum:
+    def of(cls, numel: int, *, wire: Wire, generator: torch.Generator | None, group: dist.ProcessGroup) -> QuantizedSum:
         """For ``numel`` values on each rank."""
-        codec = ChunkCodec.fit(math.ceil(numel / group.size()), bits=bits, chunk=chunk)
-        return cls(codec, rounding, group)
+        return cls(wire.codec(math.ceil(numel / group.size())), generator, group)
 
     async def __call__(self, values: Tensor, *, out: Tensor) -> None:
         """Write the sum of ``values`` over ranks to ``out``, the same on all ranks bit for bit.
@@ -55,7 +55,7 @@ class QuantizedSum:
         # Starting with the next rank spreads the senders over the receivers.
         peers = [(rank + distance) % ranks for distance in range(1, ranks)]
         for peer in peers:
-            self.codec.encode(parts[peer], messages[peer], self.rounding)
+            self.codec.encode(parts[peer], messages[peer], self.generator)
             if missing:
                 self.codec.decode(messages[peer], parts[peer], Tensor.sub_)
         await send_recv(
@@ -64,7 +64,7 @@ class QuantizedSum:
         own = parts[rank]
         for peer in peers:
             self.codec.decode(received[peer], own, Tensor.add_)
-        self.codec.encode(own, messages[rank], self.rounding)
+        self.codec.encode(own, messages[rank], self.generator)
         if missing:
             self.codec.decode(messages[rank], own, Tensor.sub_)
         await all_gather(received.view(-1), messages[rank], group=self.group)

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.context import StageContext
 from overlap.hooks.cut import SavedCut
-from overlap.hooks.quantize.codec import ChunkCodec, Rounding, StochasticRounding, nearest
 from overlap.hooks.quantize.exchange import QuantizedSum
-from overlap.hooks.quantize.feedback import ErrorFeedback, check_shape
 from overlap.hooks.quantize.redistribution import redistribute
 from overlap.hooks.stage import Stage
+from overlap.hooks.wires import ErrorFeedback, Int4, Int8, Wire
+from overlap.hooks.wires.feedback import check_shape
 
 __all__ = ["Quantize"]
 
@@ -60,15 +61,15 @@ class Quantize(Stage):
         rounding: Literal["nearest", "stochastic"] = "nearest",
         error_feedback: bool = False,
     ) -> None:
-        ChunkCodec.fit(1, bits=bits, chunk=chunk)
-        if rounding not in ("nearest", "stochastic"):
-            raise ConfigurationError(f"rounding is {rounding!r}: give 'nearest' or 'stochastic'")
+        if bits not in (4, 8):
+            raise ConfigurationError(f"bits is {bits!r}: give 4 or 8")
+        self.wire: Wire = (Int8 if bits == 8 else Int4)(chunk=chunk, rounding=rounding)
         self.bits = bits
         self.chunk = chunk
         self.rounding = rounding
         self.error_feedback = error_feedback
         self._feedback = ErrorFeedback() if error_feedback else None
-        self._stochastic: StochasticRounding | None = None
+        self._generator: torch.Generator | None = None
         self._generator_state: Tensor | None = None
         self._saved_by: tuple[int, int] | None = None
         self._context: StageContext | None = None
@@ -108,33 +109,32 @@ class Quantize(Stage):
             bucket.buffer.copy_(mean)
             return
         own = bucket.with_buffer(mean.clone())
-        self._feedback.add_to(own)
+        self._feedback.add_to(own.names, own.gradients)
         await self._sum(bucket, own.buffer, out=mean)
         bucket.buffer.copy_(mean)
         if bucket.buffer.dtype.itemsize < mean.dtype.itemsize:
             # What rounding the mean loses is not delivered either; each rank keeps its part of it.
             own.buffer.add_(mean.sub_(bucket.buffer), alpha=1 / bucket.group.size())
-        self._feedback.hold(own, bucket.buffer)
+        self._feedback.hold(own.names, own.gradients, bucket.buffer)
 
     async def _sum(self, bucket: Bucket, values: Tensor, *, out: Tensor) -> None:
         """Sum ``values`` over ranks into ``out``, and leave in ``values`` the errors, if it is another tensor."""
         if bucket.group.size() > 1:
             exchange = QuantizedSum.of(
-                values.numel(), bits=self.bits, chunk=self.chunk, rounding=self._rounding(bucket), group=bucket.group
+                values.numel(), wire=self.wire, generator=self._generator_of(bucket), group=bucket.group
             )
             await exchange(values, out=out)
         elif out is not values:
             out.copy_(values)
             values.zero_()
 
-    def _rounding(self, bucket: Bucket) -> Rounding:
-        if self.rounding == "nearest":
-            return nearest
-        if self._stochastic is None:
-            self._stochastic = StochasticRounding(bucket.buffer.device, seed=bucket.group.rank())
+    def _generator_of(self, bucket: Bucket) -> torch.Generator | None:
+        """Not the global one, which the model's dropout uses."""
+        if self.wire.is_stochastic and self._generator is None:
+            self._generator = torch.Generator(bucket.buffer.device).manual_seed(bucket.group.rank())
             if self._generator_state is not None:
-                self._stochastic.generator.set_state(self._generator_state)
-        return self._stochastic
+                self._generator.set_state(self._generator_state)
+        return self._generator
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot of this rank's own state; empty before the first pass.
@@ -145,7 +145,7 @@ class Quantize(Stage):
         state: dict[str, Any] = {}
         if self._feedback is not None:
             state["error"] = self._feedback.state_dict()
-        generator = self._generator_state if self._stochastic is None else self._stochastic.generator.get_state()
+        generator = self._generator_state if self._generator is None else self._generator.get_state()
         if generator is not None:
             state["generator"] = generator
         if (buckets := self._cut.state()) is not None:
@@ -177,7 +177,7 @@ class Quantize(Stage):
         if self._feedback is not None:
             self._feedback.load_state_dict(errors)
         self._generator_state = state_dict.get("generator")
-        self._stochastic = None
+        self._generator = None
         self._cut.load(state_dict.get("buckets"))
 
     redistribute = staticmethod(redistribute)

@@ -1,17 +1,16 @@
-"""What quantization leaves out, to be added in the next step (Seide et al., 2014; Karimireddy et al., 2019)."""
+"""What a wire leaves out, to be added in the next step (Seide et al., 2014; Karimireddy et al., 2019)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from overlap._torch.device import hold
 from overlap.errors import ConfigurationError
-from overlap.hooks.bucket import Bucket
-from overlap.hooks.powersgd.memory import hold
 
-__all__ = ["ErrorFeedback"]
+__all__ = ["ErrorFeedback", "check_shape"]
 
 
 class ErrorFeedback:
@@ -32,24 +31,24 @@ class ErrorFeedback:
         self._held.clear()
         self._are_finite.clear()
 
-    def add_to(self, bucket: Bucket) -> None:
-        """Add to ``bucket``, which is in fp32, what earlier steps left out of it.
+    def add_to(self, names: Sequence[str], values: Sequence[Tensor]) -> None:
+        """Add to ``values``, in fp32, what earlier steps left out of them, in place.
 
         Raises:
-            ConfigurationError: a loaded error does not have the shape of the parameter's gradient.
+            ConfigurationError: a loaded error does not have the shape of the value.
         """
-        for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
+        for name, value in zip(names, values, strict=True):
             error = self.errors.get(name)
             if error is None:
                 continue
-            check_shape(name, error, gradient)
-            if error.device != gradient.device:
-                error = self.errors[name] = error.to(gradient.device)
-            gradient.add_(hold(error))
+            check_shape(name, error, value)
+            if error.device != value.device:
+                error = self.errors[name] = error.to(value.device)
+            value.add_(hold(error))
 
-    def hold(self, bucket: Bucket, result: Tensor) -> None:
-        """Hold ``bucket``, in fp32, as what this pass left out where its mean over ranks is ``result``."""
-        self._held.update(zip(bucket.names, bucket.gradients, strict=True))
+    def hold(self, names: Sequence[str], errors: Sequence[Tensor], result: Tensor) -> None:
+        """Hold ``errors``, in fp32, as what this pass left out where ``result`` came out, the same on all ranks."""
+        self._held.update(zip(names, errors, strict=True))
         self._are_finite.append(result.isfinite().all())
 
     def settle(self, *, failed: bool) -> None:

@@ -11,49 +11,69 @@ values is finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from overlap.errors import ConfigurationError
+from overlap.hooks.wires.wire import Codec, Combine, Wire
 
-__all__ = ["ALIGNMENT", "BITS", "ChunkCodec", "Rounding", "StochasticRounding", "nearest"]
+__all__ = ["ChunkCodec", "Int4", "Int8"]
 
-BITS = (4, 8)
+_BITS = (4, 8)
 # Chunks are multiples of it, in values: in 4 bits its halves share bytes, and the next message stays aligned.
-ALIGNMENT = 8
+_ALIGNMENT = 8
 _STEP_BYTES = 4
 # Values at a time on a CPU, so that they stay in the cache between two passes over them.
 _BLOCK_NUMEL = 256 * 1024
 
-Rounding = Callable[[Tensor, int], Tensor]
-"""Rounds a tensor to integers in place; its magnitudes are at most the second argument."""
+
+@dataclass(frozen=True, kw_only=True)
+class _Integers(Wire):
+    chunk: int = 512
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    bits: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        ChunkCodec.fit(1, bits=self.bits, chunk=self.chunk)
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ConfigurationError(f"rounding is {self.rounding!r}: give 'nearest' or 'stochastic'")
+
+    @property
+    def is_stochastic(self) -> bool:
+        return self.rounding == "stochastic"
+
+    def codec(self, numel: int) -> ChunkCodec:
+        return ChunkCodec.fit(numel, bits=self.bits, chunk=self.chunk)
 
 
-def nearest(values: Tensor, top: int) -> Tensor:
-    """To the nearest integer, ties to even."""
-    return values.round_()
+class Int8(_Integers):
+    """Integers of 8 bits with an fp32 scale for each chunk: 0.254 of fp32."""
+
+    bits = 8
 
 
-class StochasticRounding:
-    """Up or down, with probabilities that make the expected value exact, so that errors of many steps cancel out.
+class Int4(_Integers):
+    """Integers of 4 bits with an fp32 scale for each chunk: 0.127 of fp32."""
 
-    Uses its own generator, not the global one that the model's dropout uses.
-    """
+    bits = 4
 
-    def __init__(self, device: torch.device, seed: int) -> None:
-        self.generator = torch.Generator(device).manual_seed(seed)
 
-    def __call__(self, values: Tensor, top: int) -> Tensor:
-        noise = torch.empty_like(values).uniform_(generator=self.generator)
-        # top + noise can round up to top + 1 in fp32.
-        return values.add_(noise).floor_().clamp_(max=top)
+def _rounded(values: Tensor, top: int, generator: torch.Generator | None) -> Tensor:
+    """``values``, at most ``top`` in magnitude, as integers, in place: to nearest (ties to even), or up or down."""
+    if generator is None:
+        return values.round_()
+    noise = torch.empty_like(values).uniform_(generator=generator)
+    # top + noise can round up to top + 1 in fp32.
+    return values.add_(noise).floor_().clamp_(max=top)
 
 
 @dataclass(frozen=True)
-class ChunkCodec:
+class ChunkCodec(Codec):
     """Encodes ``numel`` values as one message of bytes, and decodes it.
 
     A message holds the step of each chunk in fp32, then the chunks' integers. In 4 bits each byte holds one value of
@@ -74,12 +94,12 @@ class ChunkCodec:
         >>> ChunkCodec.fit(1000, bits=8, chunk=512)
         ChunkCodec(bits=8, chunks=2, chunk_numel=504)
         """
-        if bits not in BITS:
-            raise ConfigurationError(f"bits is {bits!r}: give {' or '.join(map(str, BITS))}")
-        if not isinstance(chunk, int) or chunk <= 0 or chunk % ALIGNMENT:
-            raise ConfigurationError(f"chunk is {chunk!r}: give a positive multiple of {ALIGNMENT}, such as 512")
+        if bits not in _BITS:
+            raise ConfigurationError(f"bits is {bits!r}: give {' or '.join(map(str, _BITS))}")
+        if not isinstance(chunk, int) or chunk <= 0 or chunk % _ALIGNMENT:
+            raise ConfigurationError(f"chunk is {chunk!r}: give a positive multiple of {_ALIGNMENT}, such as 512")
         chunks = math.ceil(numel / chunk)
-        chunk_numel = math.ceil(numel / (chunks * ALIGNMENT)) * ALIGNMENT if chunks else ALIGNMENT
+        chunk_numel = math.ceil(numel / (chunks * _ALIGNMENT)) * _ALIGNMENT if chunks else _ALIGNMENT
         return cls(bits, chunks, chunk_numel)
 
     @property
@@ -96,8 +116,7 @@ class ChunkCodec:
         """The largest integer; a chunk's largest magnitude is encoded as it."""
         return int(2 ** (self.bits - 1) - 1)
 
-    def encode(self, values: Tensor, message: Tensor, rounding: Rounding = nearest) -> None:
-        """Write ``values``, fp32 of shape ``(numel,)``, into ``message``, uint8 of shape ``(message_bytes,)``."""
+    def encode(self, values: Tensor, message: Tensor, generator: torch.Generator | None = None) -> None:
         for chunk_values, step, payload in self._blocks(values, message):
             scratch = chunk_values.abs()
             peak = scratch.amax(dim=1, keepdim=True)
@@ -106,17 +125,16 @@ class ChunkCodec:
             step.copy_(torch.where(step * self.top > peak, step.nextafter(torch.zeros_like(step)), step))
             # A peak of zero, or of a denormal number, must not give an infinite factor.
             steps = (self.top / peak).clamp_(max=torch.finfo(torch.float32).max)
-            rounded = rounding(torch.mul(chunk_values, steps, out=scratch), self.top)
+            rounded = _rounded(torch.mul(chunk_values, steps, out=scratch), self.top, generator)
             if self.bits == 8:
                 payload.copy_(rounded)
             else:
                 low, high = rounded.to(torch.int8).chunk(2, dim=1)
                 torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=payload)
 
-    def decode(self, message: Tensor, out: Tensor, op: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
-        """Write the values in ``message`` to ``out``, fp32 of shape ``(numel,)``, or apply ``op`` to both in place."""
+    def decode(self, message: Tensor, out: Tensor, combine: Combine | None = None) -> None:
         for chunk_values, step, payload in self._blocks(out, message):
-            decoded = chunk_values if op is None else torch.empty_like(chunk_values)
+            decoded = chunk_values if combine is None else torch.empty_like(chunk_values)
             if self.bits == 8:
                 decoded.copy_(payload)
             else:
@@ -124,8 +142,8 @@ class ChunkCodec:
                 low.copy_((payload << 4).bitwise_right_shift_(4))
                 high.copy_(payload >> 4)
             decoded.mul_(step)
-            if op is not None:
-                op(chunk_values, decoded)
+            if combine is not None:
+                combine(chunk_values, decoded)
 
     def _blocks(self, values: Tensor, message: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Views of a few chunks at a time: values ``(n, chunk_numel)``, steps ``(n, 1)``, integers ``(n, bytes)``."""
