@@ -50,6 +50,7 @@ from overlap.join import Join, Joinable, JoinHook
 from overlap.optim import (
     LocalSGD,
     OverlappedOptimizer,
+    ReduceScatter,
     Step,
     ZeroRedundancyOptimizer,
     ZeroStep,
@@ -82,6 +83,7 @@ __all__ = [
     "PowerSGDState",
     "QuantizationOverflowError",
     "Quantize",
+    "ReduceScatter",
     "Registration",
     "RegistrationError",
     "Stage",
