@@ -57,6 +57,7 @@ from overlap.join import Join, Joinable, JoinHook
 from overlap.optim import (
     LocalSGD,
     OverlappedOptimizer,
+    ReduceScatter,
     Step,
     ZeroRedundancyOptimizer,
     ZeroStep,
@@ -94,6 +95,7 @@ __all__ = [
     "PowerSGDState",
     "QuantizationOverflowError",
     "Quantize",
+    "ReduceScatter",
     "Registration",
     "RegistrationError",
     "Stage",
