@@ -32,16 +32,31 @@ from overlap.hooks.torch_names import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
+from overlap.hooks.transforms import (
+    AddNoise,
+    Centralize,
+    ClipGradNorm,
+    ClipValue,
+    Log,
+    Scale,
+    SkipNonFinite,
+    Transform,
+)
 
 Site = StageContext  # Its name before.
 
 __all__ = [
+    "AddNoise",
     "AllGather",
     "AllReduce",
     "Bucket",
     "Cast",
+    "Centralize",
     "Chain",
+    "ClipGradNorm",
+    "ClipValue",
     "GatherQuantized",
+    "Log",
     "NoReduction",
     "PostLocal",
     "PostLocalSGDState",
@@ -50,9 +65,12 @@ __all__ = [
     "Quantize",
     "Registration",
     "Role",
+    "Scale",
+    "SkipNonFinite",
     "StageContext",
     "Stage",
     "StageHook",
+    "Transform",
     "all_gather",
     "all_reduce",
     "allgather_then_aggregate_hook",
