@@ -32,22 +32,37 @@ from overlap.hooks.torch_names import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
+from overlap.hooks.transforms import (
+    AddNoise,
+    Centralize,
+    ClipGradNorm,
+    ClipValue,
+    Log,
+    Scale,
+    SkipNonFinite,
+    Transform,
+)
 from overlap.hooks.wires import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
 
 Site = StageContext  # Its name before.
 
 __all__ = [
+    "AddNoise",
     "AllGather",
     "AllReduce",
     "BFloat16",
     "Bucket",
     "Cast",
+    "Centralize",
     "Chain",
     "Float16",
     "Float8",
+    "ClipGradNorm",
+    "ClipValue",
     "GatherQuantized",
     "Int4",
     "Int8",
+    "Log",
     "NoReduction",
     "PostLocal",
     "PostLocalSGDState",
@@ -56,11 +71,14 @@ __all__ = [
     "Quantize",
     "Registration",
     "Role",
+    "Scale",
+    "SkipNonFinite",
     "Stage",
     "StageContext",
     "StageHook",
     "TopK",
     "Wire",
+    "Transform",
     "all_gather",
     "all_reduce",
     "allgather_then_aggregate_hook",

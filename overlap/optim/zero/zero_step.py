@@ -8,14 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from overlap._checks import described
 from overlap._torch.device import has_streams
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Stage, StageContext, all_reduce, whole_pass
+from overlap.hooks.clipping import Clipping, ShardedNorm
 from overlap.join.active import active_join
-from overlap.optim.clipping import Clipping
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.phases import SCALED_UNDER_JOIN, Phase
 from overlap.optim.skipping import SkippedUpdates
@@ -30,7 +31,7 @@ from overlap.optim.zero.parameter_groups import check_covered, check_same_group
 from overlap.optim.zero.prefetch import ParameterPrefetch
 from overlap.optim.zero.reduce_scatter import ReduceScatter
 from overlap.optim.zero.scale_vote import ScaleVote
-from overlap.optim.zero.sharded_gradients import FiniteVote, ShardedNorm
+from overlap.optim.zero.sharded_gradients import FiniteVote
 from overlap.optim.zero.sharding import Shard
 
 __all__ = ["ZeroStep"]
@@ -123,6 +124,14 @@ class ZeroStep(UpdateStage):
         self._follows_its_reducer = False
         # Whether a reducer before the stage has left the mean in all of .grad.
         self._has_whole_mean = False
+
+    @property
+    def stepped(self) -> Optimizer:
+        return self.zero.optim
+
+    @property
+    def updates_after_backward(self) -> bool:
+        return self.updates_in_step or self._prefetch is not None
 
     @property
     def signature(self) -> str:
@@ -242,7 +251,7 @@ class ZeroStep(UpdateStage):
         if self.is_deferred:
             await self._update_together(bucket)
         else:
-            self.zero.update(self._held.pop(bucket.index, []))
+            self._update(self._held.pop(bucket.index, []))
         if shards is not None:
             self.lifecycle.gradients.note_applied(shard.parameter for shard in shards)
             if self._prefetch is None:
@@ -275,8 +284,14 @@ class ZeroStep(UpdateStage):
                 norm = ShardedNorm(self.clipping, [gradient for _, gradient in pairs], bucket.buffer.device)
                 await all_reduce(norm.partial, op=norm.op, group=bucket.group)
                 norm.clip_()
-            self.zero.update(pairs)
+            self._update(pairs)
         await whole_pass()
+
+    def _update(self, pairs: Pairs) -> None:
+        veto = self.lifecycle.veto
+        if not veto.stops:
+            with veto.passed_to(self.stepped):
+                self.zero.update(pairs)
 
     def _all_held(self) -> Pairs:
         held, self._held = self._held, {}
@@ -316,6 +331,8 @@ class ZeroStep(UpdateStage):
         """What is left of a step after backward, on the training thread."""
         if loss_scale.is_used and self.zero.is_joining:
             raise TrainingLoopError(SCALED_UNDER_JOIN)
+        if loss_scale.is_used:
+            self.check_unscaled()
         if self.leaves_update:
             self.wait()
         elif loss_scale.is_used:
@@ -381,6 +398,8 @@ class ZeroStep(UpdateStage):
 
     @torch.no_grad()
     def _update_in_step(self, loss_scale: LossScale) -> None:
+        if self.lifecycle.veto.stops:
+            return
         try:
             self.zero.begin()  # Parameters may have been moved since backward.
             pairs = self._pairs_of_step()
@@ -392,7 +411,7 @@ class ZeroStep(UpdateStage):
                 norm = ShardedNorm(self.clipping, gradients, self.zero.join_device)
                 dist.all_reduce(norm.partial, op=norm.op, group=self.zero.process_group)
                 norm.clip_()
-            self.zero.update(pairs)
+            self._update(pairs)
             self._gather()
         except BaseException:
             self.lifecycle.on_update_failure()
