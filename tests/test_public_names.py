@@ -63,6 +63,7 @@ NAMES = {
         "quantization_pertensor_hook",
         "reducer",
         "register",
+        "route",
         "state_dict",
     ],
     "overlap.hooks": [
@@ -93,6 +94,7 @@ NAMES = {
         "bf16_compress_hook",
         "bf16_compress_wrapper",
         "broadcast",
+        "by_ndim",
         "chain",
         "fp16_compress_hook",
         "fp16_compress_wrapper",
@@ -105,6 +107,7 @@ NAMES = {
         "reduce_scatter",
         "reducer",
         "register",
+        "route",
         "send_recv",
         "whole_pass",
     ],

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.context import StageContext
 
-__all__ = ["Role", "Stage", "StageContext", "walk"]
+__all__ = ["Role", "Stage", "StageContext", "walk", "with_contexts"]
 
 
 class Role(enum.IntEnum):
@@ -56,6 +58,10 @@ class Stage(ABC):
     def attach(self, context: StageContext) -> None:  # noqa: B027
         """Called once, when the stage is registered, before anything else; raise here to refuse a model."""
 
+    def context_of(self, child: Stage, context: StageContext) -> StageContext:
+        """What ``child`` is attached with; here ``context``, with which this stage has been attached."""
+        return context
+
     def detach(self) -> None:  # noqa: B027
         """Called when the registration is removed."""
 
@@ -72,6 +78,13 @@ class Stage(ABC):
         with the returned text as a note.
         """
         return None
+
+    def note_result(self, result: Tensor) -> None:  # noqa: B027
+        """Called with what another reducer of the same pass has made, the same on all ranks.
+
+        A pass with a result that is not finite is not applied, so a stage with memory that it would change drops the
+        change.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What the stage remembers between steps on this rank: tensors and plain values by name."""
@@ -151,3 +164,13 @@ def walk(stage: Stage) -> Iterator[Stage]:
     yield stage
     for child in stage.children:
         yield from walk(child)
+
+
+def with_contexts(stage: Stage, context: StageContext) -> Iterator[tuple[Stage, StageContext]]:
+    """``stage`` and all stages that it is made of, each with what it is attached with.
+
+    Those of a stage's children are made when it has been attached.
+    """
+    yield stage, context
+    for child in stage.children:
+        yield from with_contexts(child, stage.context_of(child, context))

@@ -27,7 +27,7 @@ from overlap.hooks.engine.memory_format import MemoryFormats
 from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.regrouping import Regrouping
 from overlap.hooks.engine.worker import Worker
-from overlap.hooks.stage import Stage, walk
+from overlap.hooks.stage import Stage, walk, with_contexts
 from overlap.join import gradient_divisor
 
 __all__ = ["Runtime"]
@@ -80,8 +80,8 @@ class Runtime:
             ConfigurationError: a stage refuses the model.
             CollectiveError: another rank did not connect in time, or registered something else.
         """
-        for stage in walk(self.stage):
-            stage.attach(self._context)
+        for stage, context in with_contexts(self.stage, self._context):
+            stage.attach(context)
             self._attached.append(stage)
         self._is_open = True
         channels = self.executor.channels
