@@ -60,6 +60,7 @@ from overlap.hooks import (
     quantization_pertensor_hook,
     reducer,
     register,
+    route,
 )
 from overlap.join import Join, Joinable, JoinHook
 from overlap.optim import (
@@ -148,6 +149,7 @@ __all__ = [
     "quantization_pertensor_hook",
     "reducer",
     "register",
+    "route",
     "state_dict",
 ]
 

@@ -19,6 +19,8 @@ from overlap.hooks.engine.registration import Registration, register
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from overlap.hooks.quantize import GatherQuantized, Quantize
+from overlap.hooks.route import route
+from overlap.hooks.rules import by_ndim
 from overlap.hooks.stage import Role, Stage
 from overlap.hooks.stage_hook import StageHook
 from overlap.hooks.torch_names import (
@@ -89,6 +91,7 @@ __all__ = [
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "broadcast",
+    "by_ndim",
     "chain",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
@@ -101,6 +104,7 @@ __all__ = [
     "reduce_scatter",
     "reducer",
     "register",
+    "route",
     "send_recv",
     "whole_pass",
 ]

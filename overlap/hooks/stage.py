@@ -15,7 +15,7 @@ from overlap.errors import ConfigurationError, RegistrationError, UnsupportedErr
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.context import StageContext
 
-__all__ = ["Role", "Stage", "StageContext", "walk"]
+__all__ = ["Role", "Stage", "StageContext", "walk", "with_contexts"]
 
 
 class Role(enum.IntEnum):
@@ -66,6 +66,10 @@ class Stage(ABC):
         """Called once, when all stages are attached, with those that run one after another; raise here to refuse
         them. No collective has been issued yet."""
 
+    def context_of(self, child: Stage, context: StageContext) -> StageContext:
+        """What ``child`` is attached with; here ``context``, with which this stage has been attached."""
+        return context
+
     def detach(self) -> None:  # noqa: B027
         """Called when the registration is removed."""
 
@@ -82,6 +86,13 @@ class Stage(ABC):
         with the returned text as a note.
         """
         return None
+
+    def note_result(self, result: Tensor) -> None:  # noqa: B027
+        """Called with what another reducer of the same pass has made, the same on all ranks.
+
+        A pass with a result that is not finite is not applied, so a stage with memory that it would change drops the
+        change.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What the stage remembers between steps on this rank: tensors and plain values by name."""
@@ -203,3 +214,13 @@ def walk(stage: Stage) -> Iterator[Stage]:
     yield stage
     for child in stage.children:
         yield from walk(child)
+
+
+def with_contexts(stage: Stage, context: StageContext) -> Iterator[tuple[Stage, StageContext]]:
+    """``stage`` and all stages that it is made of, each with what it is attached with.
+
+    Those of a stage's children are made when it has been attached.
+    """
+    yield stage, context
+    for child in stage.children:
+        yield from with_contexts(child, stage.context_of(child, context))

@@ -29,7 +29,7 @@ from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.regrouping import Regrouping
 from overlap.hooks.engine.worker import Worker
 from overlap.hooks.places import check_pass, check_places
-from overlap.hooks.stage import Stage, walk
+from overlap.hooks.stage import Stage, walk, with_contexts
 from overlap.join import gradient_divisor
 
 __all__ = ["Runtime"]
@@ -85,8 +85,8 @@ class Runtime:
             CollectiveError: another rank did not connect in time, or registered something else.
         """
         check_places(self.stage.sequence)
-        for stage in walk(self.stage):
-            stage.attach(self._context)
+        for stage, context in with_contexts(self.stage, self._context):
+            stage.attach(context)
             self._attached.append(stage)
         for stage in self._attached:
             stage.check_together(self.stage.sequence)

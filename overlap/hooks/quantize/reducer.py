@@ -83,6 +83,10 @@ class Quantize(Stage):
         if self._feedback is not None:
             self._feedback.begin()
 
+    def note_result(self, result: Tensor) -> None:
+        if self._feedback is not None:
+            self._feedback.note(result)
+
     def after_backward(self, *, failed: bool) -> str | None:
         if self._feedback is not None:
             self._feedback.settle(failed=failed)

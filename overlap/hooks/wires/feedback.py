@@ -49,6 +49,10 @@ class ErrorFeedback:
     def hold(self, names: Sequence[str], errors: Sequence[Tensor], result: Tensor) -> None:
         """Hold ``errors``, in fp32, as what this pass left out where ``result`` came out, the same on all ranks."""
         self._held.update(zip(names, errors, strict=True))
+        self.note(result)
+
+    def note(self, result: Tensor) -> None:
+        """Another result of this pass, the same on all ranks: if it is not finite, nothing of the pass is kept."""
         self._are_finite.append(result.isfinite().all())
 
     def settle(self, *, failed: bool) -> None:
