@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="after the first epoch average parameters every PERIOD steps; compared by accuracy",
     )
     add(
-        "--diloco", action="store_true", help="with --local-sgd: an outer optimizer steps with what a round has changed"
+        "--diloco", action="store_true", help="with --local-sgd: an outer optimizer steps with what a round changed"
     )
     add("--uneven", action="store_true", help="ranks get different numbers of batches, under Join")
     add("--images", type=whole_number(2, TRAIN_IMAGES), default=default.images, help="training images to use")
