@@ -12,6 +12,8 @@ from overlap.hooks.adapters import to_stage
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.stage import Role, Stage
+from overlap.hooks.wires import Wire
+from overlap.hooks.wires.floats import CastWire, cast
 
 __all__ = ["Cast"]
 
@@ -23,23 +25,22 @@ class Cast(Stage):
     and 8 bits of precision. A bucket that is already in ``dtype`` is not copied.
 
     Args:
-        dtype: a real floating-point dtype.
+        dtype: a real floating-point dtype, or :class:`Float16` or :class:`BFloat16` for theirs.
         inner: the reducer, ``AllReduce()`` by default; may be another ``Cast``.
 
     Issues: what ``inner`` issues, in ``dtype``. Changes: ``bucket.buffer``. Memory: one bucket in ``dtype``.
 
     Raises:
-        ConfigurationError: ``dtype`` is not a real floating-point dtype, or ``inner`` is not a reducer.
+        ConfigurationError: ``dtype`` is not a real floating-point dtype nor a wire of one that rounds to nearest, or
+            ``inner`` is not a reducer.
         UnsupportedError: a bucket of complex gradients, in ``backward()``.
 
     >>> Cast(torch.bfloat16, AllReduce())
     Cast(bfloat16, AllReduce())
     """
 
-    def __init__(self, dtype: torch.dtype, inner: Stage | None = None) -> None:
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ConfigurationError(f"Cast needs a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}")
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype | Wire, inner: Stage | None = None) -> None:
+        self.dtype = _dtype(dtype)
         self.inner = AllReduce() if inner is None else to_stage(inner)
         if self.inner.role is not Role.REDUCER:
             raise ConfigurationError(f"Cast wraps a reducer such as AllReduce(), got {self.inner!r}")
@@ -58,7 +59,7 @@ class Cast(Stage):
             return
         if not bucket.buffer.is_floating_point():
             raise UnsupportedError(f"{self!r} cannot keep {bucket.buffer.dtype} gradients; leave the cast out")
-        compressed = bucket.with_buffer(bucket.buffer.to(self.dtype))
+        compressed = bucket.with_buffer(cast(bucket.buffer, torch.empty_like(bucket.buffer, dtype=self.dtype)))
         await self.inner(compressed)
         bucket.buffer.copy_(compressed.buffer)
 
@@ -72,3 +73,16 @@ class Cast(Stage):
 
     def __repr__(self) -> str:
         return f"Cast({str(self.dtype).removeprefix('torch.')}, {self.inner!r})"
+
+
+def _dtype(dtype: object) -> torch.dtype:
+    if isinstance(dtype, CastWire) and not dtype.is_stochastic:
+        return dtype.dtype
+    if isinstance(dtype, Wire):
+        raise ConfigurationError(
+            f"Cast sums in a floating-point dtype and rounds to nearest, got {dtype!r}: use Quantize({dtype!r}), which "
+            "sums in fp32"
+        )
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigurationError(f"Cast needs a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}")
+    return dtype
