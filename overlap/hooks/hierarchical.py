@@ -67,9 +67,9 @@ class Hierarchical(Stage):
         ConfigurationError: ``inner`` is another reducer, or ``outer`` is not one or cannot work on parts; when it is
             registered, machines have different numbers of ranks, or the model is not on all ranks of the job.
 
-    >>> from overlap import Quantize
-    >>> Hierarchical(outer=Quantize(bits=8), machine_size=8)
-    Hierarchical(AllReduce(), Quantize(bits=8), machine_size=8)
+    >>> from overlap import Int4, Quantize
+    >>> Hierarchical(inner=AllReduce(), outer=Quantize(Int4()))
+    Hierarchical(AllReduce(), Quantize(Int4()))
     """
 
     def __init__(
@@ -225,7 +225,7 @@ def _dtype_of(inner: Stage) -> torch.dtype | None:
     """
     if type(inner) is AllReduce:
         return None
-    if isinstance(inner, Cast) and type(inner.inner) is AllReduce:
+    if isinstance(inner, Cast) and [type(child) for child in inner.children] == [AllReduce]:
         return inner.dtype
     raise ConfigurationError(
         f"inner reduces exactly within a machine, so it is AllReduce() or Cast(dtype), got {inner!r}; what compresses "
