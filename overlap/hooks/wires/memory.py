@@ -1,0 +1,151 @@
+"""What a stage that sends through wires remembers on its rank: errors, the rounding's generator, the buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlap.errors import ConfigurationError
+from overlap.hooks.context import StageContext
+from overlap.hooks.cut import SavedCut
+from overlap.hooks.wires.feedback import ErrorFeedback, check_shape
+from overlap.hooks.wires.wire import Wire
+
+__all__ = ["WireMemory"]
+
+_KEYS = {"error", "generator", "buckets", "rank", "ranks"}
+
+
+class WireMemory:
+    """The memory of one stage, which may be loaded before the stage is registered.
+
+    Args:
+        owner: what messages call the stage.
+        error_feedback: whether the stage adds what a step left out to the next step's values.
+        wires: those of the stage.
+    """
+
+    def __init__(self, owner: str, *, error_feedback: bool, wires: Sequence[Wire]) -> None:
+        self._owner = owner
+        self.feedback = ErrorFeedback() if error_feedback else None
+        self._is_stochastic = any(wire.is_stochastic for wire in wires)
+        self._generator: torch.Generator | None = None
+        self._generator_state: Tensor | None = None
+        self._saved_by: tuple[int, int] | None = None
+        self._context: StageContext | None = None
+        self._cut = SavedCut()
+
+    def attach(self, context: StageContext) -> None:
+        """Serve the model of ``context``.
+
+        Raises:
+            ConfigurationError: what was loaded is another rank's or another model's, or errors need names of
+                parameters and those are not known.
+        """
+        if self.feedback is not None and context.names is None:
+            raise ConfigurationError(
+                f"{self._owner} remembers errors by the parameters' names, which are not known to a hook registered "
+                "with ddp.register_comm_hook: use chain(...).register(ddp), or error_feedback=False"
+            )
+        self._check(context, self._saved_by, {} if self.feedback is None else self.feedback.errors)
+        self._context = context
+        self._cut.attach(context.cut)
+
+    def detach(self) -> None:
+        """Stop serving the model; what is remembered stays."""
+        if self._context is not None:
+            self._saved_by = _place(self._context)
+        self._context = None
+        self._cut.detach()
+
+    def begin(self) -> None:
+        """A pass begins."""
+        if self.feedback is not None:
+            self.feedback.begin()
+
+    def settle(self, *, failed: bool) -> None:
+        """The pass is over; see :meth:`ErrorFeedback.settle`."""
+        if self.feedback is not None:
+            self.feedback.settle(failed=failed)
+
+    def generator_for(self, wire: Wire, device: torch.device) -> torch.Generator | None:
+        """What rounds stochastically if ``wire`` does, a generator of this rank's own; not the global one, which the
+        model's dropout uses."""
+        if not wire.is_stochastic:
+            return None
+        if self._generator is None:
+            assert self._context is not None, "asked while the stage is attached"
+            self._generator = torch.Generator(device).manual_seed(self._context.group.rank())
+            if self._generator_state is not None:
+                self._generator.set_state(self._generator_state)
+        return self._generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """A snapshot of this rank's memory; empty before the first pass.
+
+        ``error`` by parameter's name, the rounding's ``generator``, the ``buckets`` of the last pass, in which a run
+        that resumes reduces its first one, and the ``rank`` and number of ``ranks`` that it belongs to.
+        """
+        state: dict[str, Any] = {}
+        if self.feedback is not None:
+            state["error"] = self.feedback.state_dict()
+        generator = self._generator_state if self._generator is None else self._generator.get_state()
+        if generator is not None:
+            state["generator"] = generator
+        if (buckets := self._cut.state()) is not None:
+            state["buckets"] = buckets
+        saved_by = self._saved_by if self._context is None else _place(self._context)
+        if state and saved_by is not None:
+            state["rank"], state["ranks"] = saved_by
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned on this rank.
+
+        Raises:
+            ConfigurationError: ``state_dict`` has unknown keys, has errors and this memory keeps none, or is another
+                model's or another rank's.
+        """
+        if unknown := sorted(set(state_dict) - _KEYS):
+            raise ConfigurationError(f"{self._owner} has no state {unknown}")
+        errors = state_dict.get("error", {})
+        if self.feedback is None and errors:
+            raise ConfigurationError(
+                f"the state has error feedback, but {self._owner} has none: make it with error_feedback=True"
+            )
+        saved_by = (state_dict["rank"], state_dict["ranks"]) if {"rank", "ranks"} <= set(state_dict) else None
+        if self._context is not None:
+            self._check(self._context, saved_by, errors)
+        self._saved_by = saved_by
+        if self.feedback is not None:
+            self.feedback.load_state_dict(errors)
+        self._generator_state = state_dict.get("generator")
+        self._generator = None
+        self._cut.load(state_dict.get("buckets"))
+
+    def _check(self, context: StageContext, saved_by: tuple[int, int] | None, errors: Mapping[str, Tensor]) -> None:
+        here = _place(context)
+        is_own = self.feedback is not None or self._is_stochastic
+        if saved_by is not None and saved_by != here and is_own:
+            raise ConfigurationError(
+                f"the state was saved by rank {saved_by[0]} of {saved_by[1]}, but this is rank {here[0]} of {here[1]}, "
+                "and each rank has its own errors: load this rank's file, or make its state with "
+                f"{self._owner}.redistribute(states, rank={here[0]}, ranks={here[1]})"
+            )
+        if context.names is None:
+            return
+        parameters = {name: parameter for parameter, name in context.names.items()}
+        if foreign := sorted(set(errors) - set(parameters)):
+            raise ConfigurationError(
+                "the state has the error feedback of parameters that the model does not have "
+                f"({', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''}): it is the state of another model"
+            )
+        for name, error in errors.items():
+            check_shape(name, error, parameters[name])
+
+
+def _place(context: StageContext) -> tuple[int, int]:
+    return context.group.rank(), context.group.size()
