@@ -32,16 +32,22 @@ from overlap.hooks.torch_names import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
+from overlap.hooks.wires import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
 
 Site = StageContext  # Its name before.
 
 __all__ = [
     "AllGather",
     "AllReduce",
+    "BFloat16",
     "Bucket",
     "Cast",
     "Chain",
+    "Float16",
+    "Float8",
     "GatherQuantized",
+    "Int4",
+    "Int8",
     "NoReduction",
     "PostLocal",
     "PostLocalSGDState",
@@ -50,9 +56,11 @@ __all__ = [
     "Quantize",
     "Registration",
     "Role",
-    "StageContext",
     "Stage",
+    "StageContext",
     "StageHook",
+    "TopK",
+    "Wire",
     "all_gather",
     "all_reduce",
     "allgather_then_aggregate_hook",

@@ -42,9 +42,10 @@ class Bucket:
     """Whether this rank has run out of inputs and takes part with zeros, outside of any backward."""
     is_mean: bool = False
     """Whether ``buffer`` holds the mean over ranks; else it holds this rank's own gradients, and in a replay zeros."""
-    owned: tuple[Tensor, ...] | None = None
+    owned: tuple[Tensor | None, ...] | None = None
     """After a reduce-scatter: flat views of ``buffer``, one for each of ``parameters`` and empty for some, which hold
-    the mean on this rank; the other ranks have the rest. ``None``: ``buffer`` is the same on all."""
+    the mean on this rank; the other ranks have the rest. ``None`` in place of a view: all ranks have the whole mean of
+    that parameter. ``None`` in place of all: of all parameters."""
     raw: GradBucket | None = None
     """DDP's own object, for stages that pass it to a hook; ``None`` where the buffer is not DDP's."""
     fqns: tuple[str, ...] | None = None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import enum
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.bucket import Bucket
@@ -55,6 +57,10 @@ class Stage(ABC):
 
     def attach(self, context: StageContext) -> None:  # noqa: B027
         """Called once, when the stage is registered, before anything else; raise here to refuse a model."""
+
+    def check_together(self, stages: Sequence[Stage]) -> None:  # noqa: B027
+        """Called once, when all stages are attached, with those that run one after another; raise here to refuse
+        them. No collective has been issued yet."""
 
     def detach(self) -> None:  # noqa: B027
         """Called when the registration is removed."""
@@ -110,6 +116,16 @@ class Stage(ABC):
     def needs_mean(self) -> bool:
         """Whether a transform is meant for the mean, so that an update which reduces by itself reduces before it."""
         return False
+
+    @property
+    def updated(self) -> Sequence[Tensor]:
+        """The parameters that an update makes new values of, now; no two updates of a chain have one in common."""
+        return ()
+
+    def reducer_for(self, updates: Sequence[Stage]) -> Stage | None:
+        """The reduction of an update that reduces by itself, as a stage of its own that serves ``updates``, this one
+        among them; ``None`` if it has none."""
+        return None
 
     @property
     def starts_on_autograd_thread(self) -> bool:

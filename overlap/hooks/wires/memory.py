@@ -11,7 +11,8 @@ from torch import Tensor
 from overlap.errors import ConfigurationError
 from overlap.hooks.context import StageContext
 from overlap.hooks.cut import SavedCut
-from overlap.hooks.wires.feedback import ErrorFeedback, check_shape
+from overlap.hooks.wires.feedback import ErrorFeedback, check_errors
+from overlap.hooks.wires.rounding import RoundingGenerator
 from overlap.hooks.wires.wire import Wire
 
 __all__ = ["WireMemory"]
@@ -25,15 +26,15 @@ class WireMemory:
     Args:
         owner: what messages call the stage.
         error_feedback: whether the stage adds what a step left out to the next step's values.
-        wires: those of the stage.
+        wires: those of the stage, at least one; stochastic ones draw from one generator.
     """
 
     def __init__(self, owner: str, *, error_feedback: bool, wires: Sequence[Wire]) -> None:
         self._owner = owner
         self.feedback = ErrorFeedback() if error_feedback else None
-        self._is_stochastic = any(wire.is_stochastic for wire in wires)
-        self._generator: torch.Generator | None = None
-        self._generator_state: Tensor | None = None
+        stochastic = [wire for wire in wires if wire.is_stochastic]
+        self._is_stochastic = bool(stochastic)
+        self._generator = RoundingGenerator([*stochastic, *wires][0])
         self._saved_by: tuple[int, int] | None = None
         self._context: StageContext | None = None
         self._cut = SavedCut()
@@ -72,16 +73,9 @@ class WireMemory:
             self.feedback.settle(failed=failed)
 
     def generator_for(self, wire: Wire, device: torch.device) -> torch.Generator | None:
-        """What rounds stochastically if ``wire`` does, a generator of this rank's own; not the global one, which the
-        model's dropout uses."""
-        if not wire.is_stochastic:
-            return None
-        if self._generator is None:
-            assert self._context is not None, "asked while the stage is attached"
-            self._generator = torch.Generator(device).manual_seed(self._context.group.rank())
-            if self._generator_state is not None:
-                self._generator.set_state(self._generator_state)
-        return self._generator
+        """What ``wire`` rounds with on this rank; ``None`` if it rounds to nearest."""
+        assert self._context is not None, "asked while the stage is attached"
+        return self._generator.of(self._context.group.rank(), device) if wire.is_stochastic else None
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot of this rank's memory; empty before the first pass.
@@ -92,8 +86,7 @@ class WireMemory:
         state: dict[str, Any] = {}
         if self.feedback is not None:
             state["error"] = self.feedback.state_dict()
-        generator = self._generator_state if self._generator is None else self._generator.get_state()
-        if generator is not None:
+        if (generator := self._generator.state()) is not None:
             state["generator"] = generator
         if (buckets := self._cut.state()) is not None:
             state["buckets"] = buckets
@@ -122,8 +115,7 @@ class WireMemory:
         self._saved_by = saved_by
         if self.feedback is not None:
             self.feedback.load_state_dict(errors)
-        self._generator_state = state_dict.get("generator")
-        self._generator = None
+        self._generator.load(state_dict.get("generator"))
         self._cut.load(state_dict.get("buckets"))
 
     def _check(self, context: StageContext, saved_by: tuple[int, int] | None, errors: Mapping[str, Tensor]) -> None:
@@ -135,16 +127,8 @@ class WireMemory:
                 "and each rank has its own errors: load this rank's file, or make its state with "
                 f"{self._owner}.redistribute(states, rank={here[0]}, ranks={here[1]})"
             )
-        if context.names is None:
-            return
-        parameters = {name: parameter for parameter, name in context.names.items()}
-        if foreign := sorted(set(errors) - set(parameters)):
-            raise ConfigurationError(
-                "the state has the error feedback of parameters that the model does not have "
-                f"({', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''}): it is the state of another model"
-            )
-        for name, error in errors.items():
-            check_shape(name, error, parameters[name])
+        if context.names is not None:
+            check_errors(errors, {name: parameter for parameter, name in context.names.items()})
 
 
 def _place(context: StageContext) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ from overlap._checks import described
 from overlap._torch.device import has_streams
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, StageContext, all_reduce, whole_pass
-from overlap.hooks.quantize.redistribution import redistribute
-from overlap.hooks.wires import Wire
+from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
+from overlap.hooks.wires import Wire, redistribute
 from overlap.hooks.wires.memory import WireMemory
 from overlap.join.active import active_join
 from overlap.optim.clipping import Clipping
@@ -26,12 +24,13 @@ from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.unused import used_on_any_rank
 from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.update_stage import UpdateStage
-from overlap.optim.zero.bucket_shards import BucketShards, shards_of_bucket
+from overlap.optim.zero.bucket_shards import BucketShards, ShardsByBucket, in_elements, reduced
 from overlap.optim.zero.division import check_steps_in_turn
 from overlap.optim.zero.exchange import Gather
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.parameter_groups import check_covered, check_same_group
 from overlap.optim.zero.prefetch import ParameterPrefetch
+from overlap.optim.zero.reduce_scatter import ReduceScatter
 from overlap.optim.zero.scale_vote import ScaleVote
 from overlap.optim.zero.sharded_gradients import FiniteVote, ShardedNorm
 from overlap.optim.zero.sharding import Shard
@@ -143,11 +142,14 @@ class ZeroStep(UpdateStage):
         self._prefetch = ParameterPrefetch() if gather == "forward" else None
         self._vote = FiniteVote()
         self._scales = ScaleVote()
-        self._shards_by_bucket: dict[tuple[int, ...], BucketShards | None] = {}
+        # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
+        self._shards = ShardsByBucket([zero.ownership], before_new=zero.exchange.workspace.trim)
         self._used: set[int] = set()
         # Of the last backward: its buckets in their order, and what is to be applied to the shards of each.
         self._gathers: list[Gather] = []
         self._held: dict[int, Pairs] = {}
+        # Whether a ReduceScatter of this optimizer comes before the stage.
+        self._follows_its_reducer = False
         # Whether a reducer before the stage has left the mean in all of .grad.
         self._has_whole_mean = False
 
@@ -158,6 +160,33 @@ class ZeroStep(UpdateStage):
     @property
     def reduces(self) -> bool:
         return True
+
+    def reducer_for(self, updates: Sequence[Stage]) -> ReduceScatter:
+        return ReduceScatter.of([update for update in updates if isinstance(update, ZeroStep)])
+
+    def passed(self, bucket: Bucket) -> Bucket:
+        return bucket if bucket.is_mean else reduced(bucket, self._shards.of(bucket))
+
+    @property
+    def updated(self) -> Sequence[Tensor]:
+        return [shard.parameter for shard in self.zero.shards.values()]
+
+    @property
+    def optimizer_name(self) -> str:
+        return type(self.zero.optim).__name__
+
+    def check_together(self, stages: Sequence[Stage]) -> None:
+        super().check_together(stages)
+        self._follows_its_reducer = any(
+            isinstance(stage, ReduceScatter) and self.zero in stage.zeros for stage in stages
+        )
+        reducer = next((stage for stage in stages if stage.role is Role.REDUCER), None)
+        is_own = isinstance(reducer, ReduceScatter) and reducer.exchange is self.exchange
+        if self.reduce_wire is not None and reducer is not None and not is_own:
+            raise ConfigurationError(
+                f"{self!r} reduces by itself, so that {self.reduce_wire!r} can carry gradients to their owners, but "
+                f"{reducer!r} before it has reduced them: leave that out, or use ZeroStep without reduce_wire"
+            )
 
     def attach(self, context: StageContext) -> None:
         zero = self.zero
@@ -265,11 +294,9 @@ class ZeroStep(UpdateStage):
             self._prepare_wires()
 
     async def __call__(self, bucket: Bucket) -> None:
-        if bucket.parameters[0].is_complex() and not bucket.buffer.is_complex():
-            # DDP's buffer holds complex gradients as pairs of real numbers; a shard's elements are the complex ones.
-            bucket = replace(bucket, buffer=torch.view_as_complex(bucket.buffer.view(-1, 2)))
-        shards = self._shards_of(bucket)
-        self._has_whole_mean = bucket.is_mean
+        bucket = in_elements(bucket)
+        shards = self._shards.of(bucket)
+        self._has_whole_mean = bucket.is_mean and not self._follows_its_reducer
         self.lifecycle.gradients.note_reduced(bucket.parameters)
         if shards is not None:
             self._gathers.append(Gather(index=bucket.index, step=bucket.step, shards=shards))
@@ -278,7 +305,7 @@ class ZeroStep(UpdateStage):
             bucket.buffer.mul_(1 / bucket.divisor)
             await all_reduce(bucket.buffer, group=bucket.group)
         if self.leaves_update:
-            if not bucket.is_mean:
+            if not self._has_whole_mean:
                 await self._vote.cast(bucket)
             return
         if self.is_deferred:
@@ -323,15 +350,6 @@ class ZeroStep(UpdateStage):
     def _all_held(self) -> Pairs:
         held, self._held = self._held, {}
         return [pair for pairs in held.values() for pair in pairs]
-
-    def _shards_of(self, bucket: Bucket) -> BucketShards | None:
-        # Parameters may be added to the optimizer, but never leave it.
-        key = (len(self.zero.shards), *map(id, bucket.parameters))
-        if key not in self._shards_by_bucket:
-            # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
-            self.exchange.workspace.trim()
-            self._shards_by_bucket[key] = shards_of_bucket(bucket.parameters, self.zero.ownership)
-        return self._shards_by_bucket[key]
 
     def after_backward(self, *, failed: bool) -> str | None:
         if self._memory is not None:
@@ -501,7 +519,7 @@ class ZeroStep(UpdateStage):
     redistribute = staticmethod(redistribute)
 
     def __repr__(self) -> str:
-        parts = [type(self.zero.optim).__name__, "deferred" if self.is_deferred else "interleaved"]
+        parts = [self.optimizer_name, "deferred" if self.is_deferred else "interleaved"]
         if self.clipping is not None:
             parts.append(f"clip_grad_norm={self.clipping.max_norm} of norm {self.clipping.norm_type:g}")
         if self._prefetch is not None:
