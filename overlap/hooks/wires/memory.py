@@ -57,7 +57,8 @@ class WireMemory:
 
     def detach(self) -> None:
         """Stop serving the model; what is remembered stays."""
-        if self._context is not None:
+        has_own = self._generator.state() is not None or (self.feedback is not None and self.feedback.errors)
+        if self._context is not None and has_own:
             self._saved_by = _place(self._context)
         self._context = None
         self._cut.detach()
