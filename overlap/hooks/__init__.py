@@ -19,6 +19,8 @@ from overlap.hooks.engine.registration import Registration, register
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from overlap.hooks.quantize import GatherQuantized, Quantize
+from overlap.hooks.route import route
+from overlap.hooks.rules import by_ndim
 from overlap.hooks.stage import Role, Stage
 from overlap.hooks.stage_hook import StageHook
 from overlap.hooks.torch_names import (
@@ -42,6 +44,7 @@ from overlap.hooks.transforms import (
     SkipNonFinite,
     Transform,
 )
+from overlap.hooks.wires import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
 
 Site = StageContext  # Its name before.
 
@@ -49,13 +52,18 @@ __all__ = [
     "AddNoise",
     "AllGather",
     "AllReduce",
+    "BFloat16",
     "Bucket",
     "Cast",
     "Centralize",
     "Chain",
+    "Float16",
+    "Float8",
     "ClipGradNorm",
     "ClipValue",
     "GatherQuantized",
+    "Int4",
+    "Int8",
     "Log",
     "NoReduction",
     "PostLocal",
@@ -67,9 +75,11 @@ __all__ = [
     "Role",
     "Scale",
     "SkipNonFinite",
-    "StageContext",
     "Stage",
+    "StageContext",
     "StageHook",
+    "TopK",
+    "Wire",
     "Transform",
     "all_gather",
     "all_reduce",
@@ -81,6 +91,7 @@ __all__ = [
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "broadcast",
+    "by_ndim",
     "chain",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
@@ -93,6 +104,7 @@ __all__ = [
     "reduce_scatter",
     "reducer",
     "register",
+    "route",
     "send_recv",
     "whole_pass",
 ]

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.context import StageContext
 
-__all__ = ["Role", "Stage", "StageContext", "walk"]
+__all__ = ["Role", "Stage", "StageContext", "walk", "with_contexts"]
 
 
 class Role(enum.IntEnum):
@@ -62,6 +62,14 @@ class Stage(ABC):
     def attach(self, context: StageContext) -> None:  # noqa: B027
         """Called once, when the stage is registered, before anything else; raise here to refuse a model."""
 
+    def check_together(self, stages: Sequence[Stage]) -> None:  # noqa: B027
+        """Called once, when all stages are attached, with those that run one after another; raise here to refuse
+        them. No collective has been issued yet."""
+
+    def context_of(self, child: Stage, context: StageContext) -> StageContext:
+        """What ``child`` is attached with; here ``context``, with which this stage has been attached."""
+        return context
+
     def detach(self) -> None:  # noqa: B027
         """Called when the registration is removed."""
 
@@ -78,6 +86,13 @@ class Stage(ABC):
         with the returned text as a note.
         """
         return None
+
+    def note_result(self, result: Tensor) -> None:  # noqa: B027
+        """Called with what another reducer of the same pass has made, the same on all ranks.
+
+        A pass with a result that is not finite is not applied, so a stage with memory that it would change drops the
+        change.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What the stage remembers between steps on this rank: tensors and plain values by name."""
@@ -118,6 +133,16 @@ class Stage(ABC):
         return False
 
     @property
+    def updated(self) -> Sequence[Tensor]:
+        """The parameters that an update makes new values of, now; no two updates of a chain have one in common."""
+        return ()
+
+    def reducer_for(self, updates: Sequence[Stage]) -> Stage | None:
+        """The reduction of an update that reduces by itself, as a stage of its own that serves ``updates``, this one
+        among them; ``None`` if it has none."""
+        return None
+
+    @property
     def edits_gradients(self) -> bool:
         """Whether a transform changes gradients, so that another backward would add to what was changed already."""
         return self.role is Role.TRANSFORM
@@ -145,7 +170,7 @@ class Stage(ABC):
         """
         raise UnsupportedError(f"{self!r} cannot leave out the update of a pass; use Step(optimizer) or ZeroStep(zero)")
 
-    def skip_if(self, found_inf: torch.Tensor) -> None:
+    def skip_if(self, found_inf: Tensor) -> None:
         """Have the update of the pass under way change nothing where ``found_inf``, 0-dimensional, is not zero."""
         raise UnsupportedError(f"{self!r} cannot leave out the update of a pass")
 
@@ -189,3 +214,13 @@ def walk(stage: Stage) -> Iterator[Stage]:
     yield stage
     for child in stage.children:
         yield from walk(child)
+
+
+def with_contexts(stage: Stage, context: StageContext) -> Iterator[tuple[Stage, StageContext]]:
+    """``stage`` and all stages that it is made of, each with what it is attached with.
+
+    Those of a stage's children are made when it has been attached.
+    """
+    yield stage, context
+    for child in stage.children:
+        yield from with_contexts(child, stage.context_of(child, context))

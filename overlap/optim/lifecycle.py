@@ -264,7 +264,7 @@ class UpdateLifecycle:
             self.phase = outcome
 
     def _refuse(self, refusal: Refusal) -> None:
-        missing = [name for parameter, name in self.names.items() if not self.gradients.has_reduced(parameter)]
+        missing = [name for parameter, name in self.names.items() if self.gradients.lacks(parameter)]
         listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         self.phase = refusal.then or self.phase
         form = self.form

@@ -68,8 +68,9 @@ class UpdateStage(Stage):
         self.context: StageContext | None = None
         """Where this is registered."""
         outcome = Phase.STEPPED if automatic else Phase.REDUCED if self.is_deferred else Phase.APPLIED
+        self._form = Form(outcome, step, deferred_form, skip, adds_up=adds_up)
         self.lifecycle = UpdateLifecycle(
-            Form(outcome, step, deferred_form, skip, adds_up=adds_up),
+            self._form,
             clears=self.owns_gradient_of,
             marks=self.marks_of,
         )
@@ -81,6 +82,11 @@ class UpdateStage(Stage):
     @abstractmethod
     def marks_of(self, updated: list[Tensor], samples: bool) -> UpdateMarks:
         """What must be the same in ``step()`` as it was when backward had updated ``updated``."""
+
+    @property
+    @abstractmethod
+    def optimizer_name(self) -> str:
+        """The class of the optimizer that updates, in messages."""
 
     @property
     @abstractmethod
@@ -155,6 +161,10 @@ class UpdateStage(Stage):
         self.lifecycle.names = context.names or {}
         self.lifecycle.sees_forwards = context.names is not None
         self.lifecycle.is_joining = context.is_joining
+
+    def check_together(self, stages: Sequence[Stage]) -> None:
+        form, is_alone = self._form, sum(isinstance(stage, UpdateStage) for stage in stages) == 1
+        self.lifecycle.form = form if is_alone else replace(form, step=f"{form.step} of {self.optimizer_name}")
 
     def detach(self) -> None:
         self.lifecycle.on_remove()

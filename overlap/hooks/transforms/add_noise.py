@@ -92,14 +92,12 @@ class AddNoise(WholePassTransform):
         self._before = self.generator.get_state()
 
     async def act(self, buckets: Sequence[Bucket]) -> None:
-        is_cut = self.place is not Place.UPDATED and buckets[0].owned is not None
-        starts = _starts_of_parts(buckets) if is_cut else {}
+        starts = {} if self.place is Place.UPDATED else _starts_of_parts(buckets)
         for parameter, seen in self.in_order(buckets):
             noise = torch.randn(
                 parameter.shape, generator=self.generator, dtype=parameter.dtype, device=parameter.device
             )
-            if is_cut:
-                start = starts[id(parameter)]
+            if (start := starts.get(id(parameter))) is not None:
                 noise = _in_order_of_memory(noise, parameter)[start : start + seen.numel()]
             elif noise.is_complex() and not seen.is_complex():
                 noise = torch.view_as_real(noise)
@@ -133,9 +131,10 @@ def _starts_of_parts(buckets: Sequence[Bucket]) -> dict[int, int]:
     starts = {}
     for bucket in buckets:
         offset = int(bucket.buffer.storage_offset())
-        for parameter, part in zip(bucket.parameters, bucket.owned or (), strict=True):
-            width = 2 if parameter.is_complex() and not part.is_complex() else 1
-            starts[id(parameter)] = (int(part.storage_offset()) - offset) // width
+        for parameter, part in zip(bucket.parameters, bucket.owned or [None] * len(bucket.parameters), strict=True):
+            width = 2 if parameter.is_complex() and not bucket.buffer.is_complex() else 1
+            if part is not None:
+                starts[id(parameter)] = (int(part.storage_offset()) - offset) // width
             offset += parameter.numel() * width
     return starts
 

@@ -83,16 +83,17 @@ class ClipGradNorm(WholePassTransform):
 
     async def act(self, buckets: Sequence[Bucket]) -> None:
         gradients = [gradient for _, gradient in self.in_order(buckets)]
-        if buckets[0].owned is None:
+        if all(bucket.owned is None for bucket in buckets):
             total = self.clipping.total(gradients, norms(gradients, self.clipping.norm_type))
             self._check(total)
             self.clipping.scale_to_(gradients, total)
         else:
-            sharded = ShardedNorm(self.clipping, gradients, buckets[0].buffer.device)
+            counted = [part for bucket in buckets for part in self.counted(bucket)]
+            sharded = ShardedNorm(self.clipping, counted, buckets[0].buffer.device)
             await all_reduce(sharded.partial, op=sharded.op, group=buckets[0].group)
             total = sharded.total
             self._check(total)
-            sharded.clip_()
+            self.clipping.scale_to_([gradient for gradient in gradients if gradient.numel()], total)
         self._norm = total
 
     def _check(self, total: Tensor) -> None:

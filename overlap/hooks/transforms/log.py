@@ -104,7 +104,7 @@ class Log(Transform):
         if self._step % self.every:
             return
         is_cut = self.place is not Place.UPDATED and bucket.owned is not None
-        tensors = [tensor.detach() for tensor in self.seen(bucket)]
+        tensors = [tensor.detach() for tensor in (self.counted if is_cut else self.seen)(bucket)]
         each = await self._whole_norms(bucket, tensors) if is_cut else _norms(tensors, self.norm_type)
         self._norms.update(zip(bucket.names, each, strict=True))
 

@@ -89,7 +89,17 @@ class Transform(Stage):
             return bucket.parameters
         if bucket.owned is None:
             return bucket.gradients
-        return [_like(part, parameter) for part, parameter in zip(bucket.owned, bucket.parameters, strict=True)]
+        whole = zip(bucket.owned, bucket.gradients, bucket.parameters, strict=True)
+        return [gradient if part is None else _like(part, parameter) for part, gradient, parameter in whole]
+
+    def counted(self, bucket: Bucket) -> Sequence[Tensor]:
+        """As :meth:`seen`, but what all ranks have alike is empty on all but one, so that a sum over ranks counts it
+        once."""
+        seen, is_first = self.seen(bucket), bucket.group.rank() == 0
+        parts = [None] * len(seen) if bucket.owned is None else bucket.owned
+        return [
+            one.reshape(-1)[:0] if part is None and not is_first else one for part, one in zip(parts, seen, strict=True)
+        ]
 
     def refuse_parameters(self) -> None:
         """Raises: ConfigurationError: it stands after an update, and is meant for gradients."""
