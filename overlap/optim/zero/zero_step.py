@@ -151,6 +151,8 @@ class ZeroStep(UpdateStage):
         self._held: dict[int, Pairs] = {}
         # Whether a ReduceScatter of this optimizer comes before the stage.
         self._follows_its_reducer = False
+        # Whether step() of other sharded updates of the chain issues collectives, too, in the order of the calls.
+        self._is_in_step_with_others = False
         # Whether a reducer before the stage has left the mean in all of .grad.
         self._has_whole_mean = False
 
@@ -196,6 +198,8 @@ class ZeroStep(UpdateStage):
                 f"{self!r} reduces by itself, so that {self.reduce_wire!r} can carry gradients to their owners, but "
                 f"{reducer!r} before it has reduced them: leave that out, or use ZeroStep without reduce_wire"
             )
+        in_step = [stage for stage in stages if isinstance(stage, ZeroStep) and stage.updates_in_step]
+        self._is_in_step_with_others = self in in_step and len(in_step) > 1
 
     def attach(self, context: StageContext) -> None:
         zero = self.zero
@@ -294,6 +298,11 @@ class ZeroStep(UpdateStage):
             )
         if is_replay and not self.zero.is_joining and (self.updates_in_step or self._prefetch is not None):
             raise TrainingLoopError(f"{self!r} acts outside of backward, too: use `with Join([ddp, zero])`")
+        if self._is_in_step_with_others and self.zero.is_joining and active_join(self.zero.process_group) is None:
+            raise UnsupportedError(
+                "PyTorch's Join does not tell a rank without inputs in which order the others call step() of several "
+                "sharded optimizers: use `with overlap.Join([ddp, ...])`, or leave out deferred=True"
+            )
         super().before_backward(is_replay=is_replay)
         self._gathers, self._held = [], {}
         self._vote.begin()
