@@ -51,9 +51,11 @@ class CompressedMean:
 
     @torch.no_grad()
     def average(
-        self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor], ranks: Ranks, weight: Weight
+        self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor] | None, ranks: Ranks, weight: Weight
     ) -> None:
         """Replace ``tensors`` by their means, in place; returns when the current stream may use them.
+
+        Where ``anchors`` is ``None``, what travels is the tensors themselves.
 
         Issues, for about each 8 MB: the collectives of :func:`wired_sum`. A tensor is not cut; two packs are in flight.
         """
@@ -76,7 +78,7 @@ class CompressedMean:
         self.settle(failed=False)
 
     async def mean(
-        self, flat: Tensor, names: Sequence[str], part: Packed, anchors: Mapping[str, Tensor], ranks: Ranks,
+        self, flat: Tensor, names: Sequence[str], part: Packed, anchors: Mapping[str, Tensor] | None, ranks: Ranks,
         weight: Weight,
     ) -> None:  # fmt: skip
         """Replace ``flat``, this rank's values of the tensors ``names`` as ``part`` packs them, by their mean."""
@@ -85,8 +87,8 @@ class CompressedMean:
             return
         # Differences of half-precision numbers are taken in fp32.
         wide = torch.promote_types(flat.dtype, torch.float32)
-        anchor = Packed(tuple(anchors[name] for name in names), wide).load()
-        change = (flat - anchor).float()
+        anchor = None if anchors is None else Packed(tuple(anchors[name] for name in names), wide).load()
+        change = flat.to(torch.float32, copy=True) if anchor is None else (flat - anchor).float()
         weight.scale_(change)
         views = part.views(change)
         if self._feedback is not None:
@@ -96,7 +98,7 @@ class CompressedMean:
         await wired_sum(change, out=total, ranks=ranks, wire=self.wire, generator=generator)
         if self._feedback is not None:
             self._feedback.hold(names, views, total)
-        flat.copy_(anchor.add_(total))
+        flat.copy_(total if anchor is None else anchor.add_(total))
 
     def _deliver_rest(self, flat: Tensor, names: Sequence[str], part: Packed) -> None:
         """The mean of one rank is its own value, with what it still has from when there were more."""
@@ -162,8 +164,15 @@ class CompressedMean:
         self._generator, self._generator_state = None, state.get("generator")
 
 
-def check_wire(wire: Wire | None, error_feedback: bool) -> None:
-    """Raises: ConfigurationError: ``wire`` is not a wire, or there is error feedback and none."""
+def check_wire(
+    wire: Wire | None, *, error_feedback: bool = False, dtype: torch.dtype | None = None, dtype_is: str = "dtype"
+) -> None:
+    """Check how an average is to travel.
+
+    Raises:
+        ConfigurationError: ``wire`` is not a wire, there is error feedback and no wire, or sums are to be in a
+            ``dtype`` that is wider than the wire's; the message calls it ``dtype_is``.
+    """
     if wire is not None and not isinstance(wire, Wire):
         hint = f"{wire.__name__}()" if isinstance(wire, type) else "Int8()"
         raise ConfigurationError(f"wire is {described(wire)}; give a wire such as {hint}, or None for full precision")
@@ -172,6 +181,10 @@ def check_wire(wire: Wire | None, error_feedback: bool) -> None:
     if error_feedback and wire is None:
         raise ConfigurationError(
             "error_feedback=True keeps what a wire leaves out, and there is no wire: give one, as in wire=Int8()"
+        )
+    if wire is not None and dtype is not None and dtype.itemsize > torch.float32.itemsize:
+        raise ConfigurationError(
+            f"{dtype_is} is {dtype}, and what a wire carries is summed in torch.float32: leave one of the two out"
         )
 
 

@@ -26,11 +26,12 @@ from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
 from overlap.optim.local_sgd.compressed import check_real
 from overlap.optim.local_sgd.join_hook import LocalSGDJoinHook
 from overlap.optim.local_sgd.model_tensors import ModelTensors, trained_parameters
+from overlap.optim.local_sgd.options import Options
 from overlap.optim.local_sgd.outer import MakeOptimizer, OuterOptimizer
 from overlap.optim.local_sgd.redistribution import redistribute
 from overlap.optim.local_sgd.schedule import Period, Schedule
 from overlap.optim.local_sgd.stages import LocalSGDStage, check_update
-from overlap.optim.local_sgd.synchronizer import Options, Synchronizer
+from overlap.optim.local_sgd.synchronizer import Synchronizer
 from overlap.optim.phases import Form, Phase
 
 __all__ = ["LocalSGD"]

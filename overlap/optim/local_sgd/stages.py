@@ -70,12 +70,18 @@ class Average(Stage):
             self.averager.average_parameters(self._parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averager's ``step``."""
+        """The averager's."""
+        if isinstance(self.averager, ModelAverager):
+            return self.averager.state_dict()
         return {"step": self.averager.step} if hasattr(self.averager, "step") else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; nothing leaves the averager as it is."""
-        if "step" in state_dict:
+        if "step" not in state_dict:
+            return
+        if isinstance(self.averager, ModelAverager):
+            self.averager.load_state_dict(state_dict)
+        else:
             self.averager.step = state_dict["step"]
 
     def __repr__(self) -> str:
