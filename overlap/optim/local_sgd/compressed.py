@@ -21,8 +21,8 @@ from overlap._checks import described
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.engine.background import Item, run_now
 from overlap.hooks.engine.executors import executor_for
-from overlap.hooks.wires import ErrorFeedback, Wire
-from overlap.hooks.wires.feedback import check_shape
+from overlap.hooks.wires import ErrorFeedback, RoundingGenerator, Wire
+from overlap.hooks.wires.feedback import check_errors
 from overlap.optim.local_sgd.average import Packed, Weight, pack_named
 from overlap.optim.local_sgd.wired_sum import Ranks, wired_sum
 
@@ -46,8 +46,7 @@ class CompressedMean:
     def __init__(self, wire: Wire, *, error_feedback: bool) -> None:
         self.wire = wire
         self._feedback = ErrorFeedback() if error_feedback else None
-        self._generator: torch.Generator | None = None
-        self._generator_state: Tensor | None = None
+        self._generator = RoundingGenerator(wire)
 
     @torch.no_grad()
     def average(
@@ -94,7 +93,7 @@ class CompressedMean:
         if self._feedback is not None:
             self._feedback.add_to(names, views)
         total = torch.empty_like(change)
-        generator = self._generator_on(flat.device, ranks)
+        generator = self._generator.of(ranks.whole.rank(), flat.device)
         await wired_sum(change, out=total, ranks=ranks, wire=self.wire, generator=generator)
         if self._feedback is not None:
             self._feedback.hold(names, views, total)
@@ -107,14 +106,6 @@ class CompressedMean:
         values = part.views(flat)
         self._feedback.add_to(names, values)
         self._feedback.hold(names, [torch.zeros_like(value, dtype=torch.float32) for value in values], flat)
-
-    def _generator_on(self, device: torch.device, ranks: Ranks) -> torch.Generator | None:
-        """Not the global one, which the model's dropout uses."""
-        if self.wire.is_stochastic and self._generator is None:
-            self._generator = torch.Generator(device).manual_seed(ranks.whole.rank())
-            if self._generator_state is not None:
-                self._generator.set_state(self._generator_state)
-        return self._generator
 
     def begin(self) -> None:
         """A mean begins."""
@@ -136,8 +127,7 @@ class CompressedMean:
         state: dict[str, Any] = {}
         if self._feedback is not None and (errors := self._feedback.state_dict()):
             state["error"] = errors
-        generator = self._generator_state if self._generator is None else self._generator.get_state()
-        if generator is not None:
+        if (generator := self._generator.state()) is not None:
             state["generator"] = generator
         return state
 
@@ -152,16 +142,10 @@ class CompressedMean:
             raise ConfigurationError(
                 "the state has the error feedback of a wire, which is still to be delivered: give error_feedback=True"
             )
-        if foreign := sorted(set(errors) - set(tensors)):
-            raise ConfigurationError(
-                f"the state has the error feedback of parameters that are not averaged here ({', '.join(foreign[:5])}"
-                f"{', ...' if len(foreign) > 5 else ''}): it is the state of another model"
-            )
-        for name, error in errors.items():
-            check_shape(name, error, tensors[name])
+        check_errors(errors, tensors)
         if self._feedback is not None:
             self._feedback.load_state_dict(errors)
-        self._generator, self._generator_state = None, state.get("generator")
+        self._generator.load(state.get("generator"))
 
 
 def check_wire(

@@ -300,7 +300,7 @@ def _refused(rank: int, world_size: int) -> None:
     with pytest.raises(UnsupportedError, match="weight is complex64: leave wire out"):
         LocalSGD(imaginary, torch.optim.SGD(imaginary.parameters(), lr=0.1), wire=Int8())
     assert repr(LocalSGD(ddp, sgd(ddp.parameters()), 8, 0, wire=Int4(), error_feedback=True)) == (
-        "LocalSGD(SGD, period 8 from step 0, wire Int4(chunk=512, rounding='nearest'), error feedback)"
+        "LocalSGD(SGD, period 8 from step 0, wire Int4(), error feedback)"
     )
     other = wrap(MLP.model())
     made = LocalSGD(other, sgd(other.parameters()), 2, 0, wire=Int8())
