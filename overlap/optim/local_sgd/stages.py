@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext
 from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.local_sgd.several import SeveralOptimizers, name_of
 from overlap.optim.local_sgd.torch_names import ModelAverager
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.phases import Phase
@@ -193,6 +194,11 @@ def check_update(update: Stage | None, optimizer: Optimizer, ddp: DistributedDat
     if update.reduces:
         raise UnsupportedError(
             f"{update!r} divides parameters among all ranks, which must then agree at every step; use Step(optimizer)"
+        )
+    if isinstance(optimizer, SeveralOptimizers):
+        raise UnsupportedError(
+            f"update takes one optimizer, and LocalSGD was given {name_of(optimizer)}: leave update out, so that "
+            "local.step() steps them"
         )
     if getattr(update, "optimizer", optimizer) is not optimizer or not isinstance(optimizer, OverlappedOptimizer):
         raise ConfigurationError(
