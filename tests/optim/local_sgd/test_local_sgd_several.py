@@ -15,8 +15,7 @@ from wires_by_hand import ByHand
 import overlap
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import ConfigurationError, LocalSGD, OverlappedOptimizer, Step, UnsupportedError
-from overlap.hooks.wires import Int4
+from overlap import ConfigurationError, Int4, LocalSGD, OverlappedOptimizer, Step, UnsupportedError
 
 OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 MULOCO = functools.partial(LocalSGD, period=3, start_step=0, wire=Int4(), error_feedback=True, outer=OUTER)

@@ -18,8 +18,8 @@ from wires_by_hand import gathered, sum_by_hand
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import BATCH_NORM, MLP, mean_squared_error
-from overlap import ConfigurationError, UnsupportedError
-from overlap.hooks.wires import Codec, Int4, Int8, Wire
+from overlap import ConfigurationError, Int4, Int8, UnsupportedError, Wire
+from overlap.hooks.wires import Codec
 from overlap.optim.local_sgd import LocalSGD
 
 OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)

@@ -14,8 +14,7 @@ from wires_by_hand import gathered, sent_bytes, sum_by_hand
 
 from harness import assert_parity, run_ranks
 from harness.models import MLP, mean_squared_error
-from overlap import ConfigurationError, UnsupportedError
-from overlap.hooks.wires import Int4, Int8
+from overlap import ConfigurationError, Int4, Int8, UnsupportedError
 from overlap.optim.local_sgd import (
     HierarchicalModelAverager,
     PeriodicModelAverager,
