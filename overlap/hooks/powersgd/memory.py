@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overlap._torch.device import hold
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cut import BucketCut, SavedCut
 from overlap.hooks.powersgd.checkpoint import Snapshot, State
 from overlap.hooks.powersgd.slot import Slot
+from overlap.hooks.powersgd.wired import WiredMean
 from overlap.hooks.stage import StageContext
+from overlap.hooks.wires import Wire
 
 __all__ = ["Memory", "Statistics"]
 
@@ -111,13 +114,26 @@ class Memory:
         self._unclaimed.difference_update(keys)
         return [self.slots.setdefault(key, Slot(key)) for key in keys]
 
-    def generator_on(self, device: torch.device, seed: int) -> torch.Generator:
-        """This rank's generator for stochastic rounding; not the global one, which the model's dropout uses."""
+    def release(self, bucket: Bucket, exact: Iterable[int], keys: tuple[str, ...]) -> None:
+        """Add what is kept of parameters that are no longer compressed to their gradients, and drop it."""
+        slots = self.slots_of(keys)
+        for place in exact:
+            if (residual := slots[place].residual) is not None:
+                bucket.gradients[place].add_(hold(residual))
+                slots[place].residual = None
+            slots[place].factor = None
+
+    def wired_mean(self, wire: Wire | None, bucket: Bucket, *, seed: int) -> WiredMean | None:
+        """The mean by ``wire``; if it rounds stochastically, by a generator of this rank's own, which is remembered."""
+        if wire is None or not wire.is_stochastic:
+            return None if wire is None else WiredMean(wire, None)
         if self._generator is None:
-            self._generator = torch.Generator(device).manual_seed(seed)
+            # Not the global one, which the model's dropout uses; ranks that round alike would all err to one side.
+            seed = seed * bucket.group.size() + bucket.group.rank()
+            self._generator = torch.Generator(bucket.buffer.device).manual_seed(seed)
             if self.generator_state is not None:
                 self._generator.set_state(self.generator_state)
-        return self._generator
+        return WiredMean(wire, self._generator)
 
     def bucket_slot(self, keys: tuple[str, ...]) -> Slot:
         """The slot of a bucket that is one matrix."""
@@ -139,6 +155,7 @@ class Memory:
         group = None if self._context is None else self._context.group
         return Snapshot(
             residuals={key: slot.residual for key, slot in self.slots.items() if slot.residual is not None},
+            velocities={key: slot.velocity for key, slot in self.slots.items() if slot.velocity is not None},
             factors={key: f for key, slot in self.slots.items() if (f := slot.factor_by_shape) is not None},
             bucket_factors={key: slot.factor for key, slot in self.bucket_slots.items() if slot.factor is not None},
             is_left=any(slot.is_left for slot in self.slots.values()),
@@ -155,8 +172,10 @@ class Memory:
         loaded = Snapshot.unpack(state)
         before = self.slots, self._saved_by
         self.slots = {
-            key: Slot(key, loaded.residuals.get(key), loaded.factors.get(key), loaded.is_left)
-            for key in {**loaded.residuals, **loaded.factors}
+            key: Slot(
+                key, loaded.residuals.get(key), loaded.velocities.get(key), loaded.factors.get(key), loaded.is_left
+            )
+            for key in {**loaded.residuals, **loaded.velocities, **loaded.factors}
         }
         self._saved_by = loaded.saved_by
         if self._context is not None:
@@ -166,7 +185,7 @@ class Memory:
                 self.slots, self._saved_by = before
                 raise
         self.bucket_slots = {
-            key: Slot(key, None, factor, loaded.is_left) for key, factor in loaded.bucket_factors.items()
+            key: Slot(key, factor=factor, is_left=loaded.is_left) for key, factor in loaded.bucket_factors.items()
         }
         self.steps = loaded.steps
         self.bypassed = loaded.bypassed
@@ -190,11 +209,12 @@ class Memory:
         if foreign := set(self.slots) - set(shapes):
             raise ConfigurationError(_foreign(foreign))
         for key, slot in self.slots.items():
-            if slot.residual is not None and slot.residual.shape != shapes[key]:
-                raise ConfigurationError(
-                    f"the state's residual of parameter {key} has shape {tuple(slot.residual.shape)}, but "
-                    f"the parameter has {tuple(shapes[key])}: it is the state of another model"
-                )
+            for what, kept in (("residual", slot.residual), ("velocity", slot.velocity)):
+                if kept is not None and kept.shape != shapes[key]:
+                    raise ConfigurationError(
+                        f"the state's {what} of parameter {key} has shape {tuple(kept.shape)}, but the parameter has "
+                        f"{tuple(shapes[key])}: it is the state of another model"
+                    )
 
     def __getstate__(self) -> dict[str, Any]:
         # Parameters and process groups are not pickled; pickling serves PowerSGDState.
