@@ -10,7 +10,7 @@ from torch import Tensor
 from overlap._torch.device import hold
 from overlap.errors import ConfigurationError
 
-__all__ = ["ErrorFeedback", "check_shape"]
+__all__ = ["ErrorFeedback", "check_errors", "check_shape"]
 
 
 class ErrorFeedback:
@@ -49,6 +49,10 @@ class ErrorFeedback:
     def hold(self, names: Sequence[str], errors: Sequence[Tensor], result: Tensor) -> None:
         """Hold ``errors``, in fp32, as what this pass left out where ``result`` came out, the same on all ranks."""
         self._held.update(zip(names, errors, strict=True))
+        self.note(result)
+
+    def note(self, result: Tensor) -> None:
+        """Another result of this pass, the same on all ranks: if it is not finite, nothing of the pass is kept."""
         self._are_finite.append(result.isfinite().all())
 
     def settle(self, *, failed: bool) -> None:
@@ -82,3 +86,14 @@ def check_shape(name: str, error: Tensor, like: Tensor) -> None:
             f"the error feedback of {name} is of shape {tuple(error.shape)}, its gradient of {tuple(like.shape)}: the "
             "state that was loaded is another model's"
         )
+
+
+def check_errors(errors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Raises: ConfigurationError: not all of ``errors`` are of ``parameters``, by name, and of their shapes."""
+    if foreign := sorted(set(errors) - set(parameters)):
+        raise ConfigurationError(
+            f"the state has the error feedback of parameters that the model does not have "
+            f"({', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''}): it is the state of another model"
+        )
+    for name, error in errors.items():
+        check_shape(name, error, parameters[name])
