@@ -133,13 +133,18 @@ class PowerIteration:
         ``with_exact``: the uncompressed gradients are reduced, too, in the same all-reduce unless factors have a wire.
         """
         exact = [self.bucket.gradients[place] for place in self.layout.exact] if with_exact else []
-        if self.wired is not None:
-            await self._reduce(exact)
-            return await self.wired(factors, self.bucket)
         dtype = self.bucket.buffer.dtype
         is_scaled = dtype == torch.float16
         if is_scaled:
             self._scale_(factors, is_left=is_left, is_down=True)
+        if self.wired is not None:
+            await self._reduce(exact)
+            mean = await self.wired(factors, self.bucket)
+            if is_scaled:
+                self._scale_(factors, is_left=is_left, is_down=False)
+                self._scale_(mean, is_left=is_left, is_down=False)
+            return mean
+        if is_scaled:
             factors.mul_(1 / self.bucket.divisor)
         sent = torch.cat([factors.to(dtype), *(gradient.reshape(-1) for gradient in exact)])
         sent[factors.numel() if is_scaled else 0 :].mul_(1 / self.bucket.divisor)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from overlap._torch.device import hold
@@ -18,7 +17,7 @@ from overlap.hooks.powersgd.checkpoint import Snapshot, State
 from overlap.hooks.powersgd.slot import Slot
 from overlap.hooks.powersgd.wired import WiredMean
 from overlap.hooks.stage import StageContext
-from overlap.hooks.wires import Wire
+from overlap.hooks.wires import RoundingGenerator, Wire
 
 __all__ = ["Memory", "Statistics"]
 
@@ -72,11 +71,10 @@ class Memory:
     """Parameters that were measured to be sent faster than compressed; ``None`` before the measurement."""
     statistics: Statistics = field(default_factory=Statistics)
 
-    generator_state: Tensor | None = None
-    """Of the generator that rounds stochastically, as it was loaded."""
-
     def __post_init__(self) -> None:
-        self._generator: torch.Generator | None = None
+        self._generator: RoundingGenerator | None = None
+        # As it was loaded.
+        self._generator_state: Tensor | None = None
         self._numbering = BucketCut()
         self._context: StageContext | None = None
         self._saved_by: tuple[int, int] | None = None
@@ -123,16 +121,13 @@ class Memory:
                 slots[place].residual = None
             slots[place].factor = None
 
-    def wired_mean(self, wire: Wire | None, bucket: Bucket, *, seed: int) -> WiredMean | None:
-        """The mean by ``wire``; if it rounds stochastically, by a generator of this rank's own, which is remembered."""
-        if wire is None or not wire.is_stochastic:
-            return None if wire is None else WiredMean(wire, None)
+    def wired_mean(self, wire: Wire | None) -> WiredMean | None:
+        """The mean by ``wire``, whose random numbers, if it rounds with such, are remembered."""
+        if wire is None:
+            return None
         if self._generator is None:
-            # Not the global one, which the model's dropout uses; ranks that round alike would all err to one side.
-            seed = seed * bucket.group.size() + bucket.group.rank()
-            self._generator = torch.Generator(bucket.buffer.device).manual_seed(seed)
-            if self.generator_state is not None:
-                self._generator.set_state(self.generator_state)
+            self._generator = RoundingGenerator(wire)
+            self._generator.load(self._generator_state)
         return WiredMean(wire, self._generator)
 
     def bucket_slot(self, keys: tuple[str, ...]) -> Slot:
@@ -164,7 +159,7 @@ class Memory:
             numel=(self.statistics.numel_before, self.statistics.numel_after),
             saved_by=(group.rank(), group.size()) if group is not None else self._saved_by,
             buckets=self._cut.state(),
-            generator=self.generator_state if self._generator is None else self._generator.get_state(),
+            generator=self._generator_state if self._generator is None else self._generator.state(),
         ).pack()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -190,7 +185,7 @@ class Memory:
         self.steps = loaded.steps
         self.bypassed = loaded.bypassed
         self.statistics = Statistics(*loaded.numel)
-        self._generator, self.generator_state = None, loaded.generator
+        self._generator, self._generator_state = None, loaded.generator
         self._unclaimed = set(self.slots)
         self._cut.load(loaded.buckets)
 

@@ -16,6 +16,7 @@ momentum gives on the mean.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,28 +38,42 @@ class Momentum:
     def __init__(self, momentum: float, optimizer: Optimizer) -> None:
         self._momentum = momentum
         self._optimizer = optimizer
+        # Of the parameters that are reduced here; empty where they are not known.
+        self._names: dict[int, str] = {}
 
     def attach(self, context: StageContext) -> None:
         """Raises: ConfigurationError: it is not the optimizer of this model, or has a momentum of its own."""
+        names = {id(parameter): name for parameter, name in (context.names or {}).items()}
         owned = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        names = context.names or {}
-        if missing := [name for parameter, name in names.items() if id(parameter) not in owned]:
+        if missing := [name for key, name in names.items() if key not in owned]:
             raise ConfigurationError(
                 f"optimizer= of PowerSGD does not have the parameter {missing[0]} (of {len(missing)}): give the "
                 "optimizer that updates this model"
             )
+        self._names = names
+        for place, group in enumerate(self._optimizer.param_groups):
+            others = [one for one in group["params"] if one.requires_grad and id(one) not in names]
+            if names and others and self._is_own(group):
+                raise ConfigurationError(
+                    f"group {place} of {_name(self._optimizer)} has {len(others)} parameters that this PowerSGD does "
+                    f"not reduce, one of shape {tuple(others[0].shape)}; they would have no momentum at all: put them "
+                    "into a group of their own"
+                )
         self.check()
 
     def check(self) -> None:
-        """Raises: ConfigurationError: the optimizer has a momentum of its own."""
+        """Raises: ConfigurationError: the optimizer has a momentum of its own for what is reduced here."""
         for group in self._optimizer.param_groups:
             own = group.get("momentum", group.get("betas"))
-            if own != 0:
+            if own != 0 and self._is_own(group):
                 raise ConfigurationError(
                     f"PowerSGD applies momentum={self._momentum} before it compresses, and {_name(self._optimizer)} "
                     f"has {'no such option' if own is None else f'its own of {own}'}: give SGD(..., momentum=0), or "
                     "make PowerSGD without momentum="
                 )
+
+    def _is_own(self, group: dict[str, Any]) -> bool:
+        return not self._names or any(id(parameter) in self._names for parameter in group["params"])
 
     def add_to(self, bucket: Bucket, slots: Sequence[Slot]) -> list[Tensor]:
         """Turn the gradients into velocities, and return a copy of these; nothing is kept yet."""

@@ -237,7 +237,7 @@ class PowerSGD(Stage):
             step=self._step,
             compute_dtype=dtypes.compute,
             epsilon=self.config.epsilon,
-            wired=self._memory.wired_mean(self.config.wire, bucket, seed=self.config.seed),
+            wired=memory.wired_mean(self.config.wire),
         )
         if self.config.alternate:
             return await iteration.one_factor(is_left=self._step % 2 == 0)

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness import assert_parity, overlapped_step, plain_step, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import ConfigurationError, OverlappedOptimizer, PowerSGD, Step, chain, register
-from overlap.hooks.wires import Int8
+from overlap import AllReduce, ConfigurationError, Int8, OverlappedOptimizer, PowerSGD, Step, chain, register, route
 
 from .by_hand import ByHand
 from .checks import gradients, memory
@@ -127,6 +126,12 @@ def _never_twice(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(ConfigurationError, match=match):
             register(ddp, made(optimizer))
+    mixed = torch.optim.SGD([{"params": list(ddp.parameters())}], lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"group 0 of SGD has [1-9]\d* parameters that this PowerSGD does not"):
+        register(ddp, route({"0.weight": made(mixed), "*": AllReduce()}))
+    first, *rest = ddp.parameters()
+    apart = torch.optim.SGD([{"params": [first], "momentum": 0}, {"params": rest, "momentum": 0.9}], lr=0.1)
+    register(ddp, route({"0.weight": made(apart), "*": AllReduce()})).remove()
     # A schedule that sets it later is noticed in that pass.
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
     register(ddp, made(sgd))

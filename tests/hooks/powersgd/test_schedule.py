@@ -112,6 +112,12 @@ def test_ranks_that_cannot_be_used_are_named_before_any_collective(rank: Any, ma
         world_of(2, [(8, 6), (8, 6)], rank=rank)
 
 
+def test_a_rank_for_the_rest_may_be_left_over() -> None:
+    world = world_of(2, [(10, 12)], rank={"p0": 3, "*": 2})
+    world.step(gradients(0, 2, [(10, 12)], torch.float32))
+    assert world.sent_numel == [10 * 3, 12 * 3]
+
+
 def test_by_parameter_it_needs_names() -> None:
     with pytest.raises(ConfigurationError, match=r"register_comm_hook; register it with overlap\.register"):
         World([PowerSGD(rank={"*": 2})], [(8, 6)], names=False)

@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap import ConfigurationError, PowerSGD
-from overlap.hooks.wires import Int4, Int8, Wire
+from overlap import BFloat16, ConfigurationError, Float8, Float16, Int4, Int8, PowerSGD, TopK
+from overlap.hooks.wires import Wire
 
 from .by_hand import ByHand
 from .checks import EPS, check_step, gradients, memory, residual_size, residuals, world_of
 from .lockstep import World
 
+WIRES = [Int8(), Int4(), Int8(chunk=8, rounding="stochastic"), Float8(), Float16(), BFloat16(), TopK(0.3, chunk=8)]
 SHAPES = [(12, 9), (12, 9), (6, 5, 2), (7,)]
 
 
@@ -43,7 +44,7 @@ def test_a_wire_computes_what_is_computed_by_hand(ranks: int, alternate: bool, w
     shapes=st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5),
     ranks=st.integers(1, 3),
     by_step=st.lists(st.integers(1, 5), min_size=5, max_size=5),
-    wire=st.sampled_from([Int8(), Int4(), Int8(chunk=8, rounding="stochastic"), Int4(chunk=16)]),
+    wire=st.sampled_from(WIRES),
     dtype=st.sampled_from(list(EPS)),
     alternate=st.booleans(),
     left_group=st.integers(0, 2),
@@ -161,4 +162,15 @@ def test_a_run_resumes_exactly_with_its_own_noise(alternate: bool) -> None:
 def test_what_is_not_a_wire_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"wire must be a Wire such as Int8\(\), or None, got 8"):
         PowerSGD(wire=8)  # type: ignore[arg-type]
-    assert PowerSGD(wire=Int8()).signature == "PowerSGD(rank=2, wire=Int8(chunk=512, rounding='nearest'))"
+    assert PowerSGD(wire=Int4(chunk=8)).signature == "PowerSGD(rank=2, wire=Int4(chunk=8))"
+
+
+@pytest.mark.parametrize("wire", [Float16(), Int8()], ids=str)
+def test_finite_gradients_in_half_precision_stay_finite(wire: Wire) -> None:
+    """Factors are larger than gradients by up to the root of the longer side."""
+    world = world_of(2, [(64, 400)], rank=1, wire=wire)
+    large = torch.full((64, 400), 30000.0, dtype=torch.float16)
+    for _ in range(3):
+        check_step(world, [[large], [large]], 64 * EPS[torch.float16])
+        output = world.step([[large], [large]])[0][0]
+        assert bool(output.isfinite().all())
