@@ -64,9 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PERIOD",
         help="after the first epoch average parameters every PERIOD steps; compared by accuracy",
     )
-    add(
-        "--diloco", action="store_true", help="with --local-sgd: an outer optimizer steps with what a round changed"
-    )
+    add("--diloco", action="store_true", help="with --local-sgd: an outer optimizer steps with what a round changed")
     add("--uneven", action="store_true", help="ranks get different numbers of batches, under Join")
     add("--images", type=whole_number(2, TRAIN_IMAGES), default=default.images, help="training images to use")
     add("--image-size", type=whole_number(8, 224), default=default.image_size, help="side in pixels")

@@ -20,7 +20,11 @@ from overlap.hooks import AllReduce, Cast, PowerSGD, Quantize, Stage
 from overlap.hooks.wires import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
 from overlap.optim import LocalSGD, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
 
-__all__ = ["Recipe", "learning_rate", "overlapped", "plain"]
+__all__ = ["Recipe", "overlapped", "plain"]
+
+# What PowerSGD leaves out of a gradient comes some steps later, and momentum multiplies it then: see
+# docs/notes/powersgd-early-loss.md. Without momentum a step is a tenth as long at the same rate.
+_WITHOUT_MOMENTUM = {"lr": 0.1, "momentum": 0.0}
 
 
 _WIRES: dict[str, Wire] = {
@@ -61,6 +65,10 @@ def overlapped(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
     if settings.local_sgd is not None:
         return _local_sgd(ddp, settings, settings.local_sgd, reducer)
     kind, options = _kind(settings)
+    description = ""
+    if settings.powersgd is not None and settings.optimizer == "sgd":
+        options |= _WITHOUT_MOMENTUM
+        description = f", without momentum, learning rate {options['lr']}"
     update: Stage
     optimizer: Optimizer
     if settings.zero:
@@ -73,12 +81,7 @@ def overlapped(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
     stages = chain(update) if settings.zero and reducer is None else chain(reducer or AllReduce(), update)
     stages.register(ddp)
     is_exact = reducer is None and settings.wire is None
-    return Recipe(repr(stages), optimizer, exact=is_exact, zero_grad=False)
-
-
-def learning_rate(settings: Settings) -> float:
-    """The highest of the schedule."""
-    return {"sgd": 0.02, "adamw": 2e-3}[settings.optimizer]
+    return Recipe(repr(stages) + description, optimizer, exact=is_exact, zero_grad=False)
 
 
 def _reducer(settings: Settings) -> Stage | None:
@@ -127,7 +130,7 @@ def _optimizer(parameters: Iterable[Parameter], settings: Settings) -> Optimizer
 
 
 def _kind(settings: Settings) -> tuple[type[Optimizer], dict[str, Any]]:
-    rate = learning_rate(settings)
+    """The optimizer and its options; the rate is the highest of the schedule."""
     if settings.optimizer == "adamw":
-        return torch.optim.AdamW, {"lr": rate, "weight_decay": 1e-2, "fused": True}
-    return torch.optim.SGD, {"lr": rate, "momentum": 0.9, "weight_decay": 5e-4, "fused": True}
+        return torch.optim.AdamW, {"lr": 2e-3, "weight_decay": 1e-2, "fused": True}
+    return torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "weight_decay": 5e-4, "fused": True}

@@ -20,7 +20,7 @@ from overlap import Join
 from overlap._torchvision import load_torchvision
 from overlap.demo.clock import StepClock
 from overlap.demo.data import Digits, shard
-from overlap.demo.recipes import Recipe, learning_rate, overlapped, plain
+from overlap.demo.recipes import Recipe, overlapped, plain
 from overlap.demo.settings import Settings
 from overlap.launch import World
 
@@ -109,7 +109,7 @@ def start_run(
     recipe = build(ddp, settings)
     scheduler = OneCycleLR(
         recipe.optimizer,
-        max_lr=learning_rate(settings),
+        max_lr=recipe.optimizer.param_groups[0]["lr"],
         total_steps=settings.epochs * settings.steps_per_epoch(world.size) + 1,
         cycle_momentum=False,
     )
