@@ -207,7 +207,9 @@ class Shard:
         view = self.shaped(self.views[self.rank])
         if not has_streams(view.device) and torch.equal(view, before):
             return
-        self.own.copy_(torch.where(view == before, self.own, view.to(self.own.dtype)))
+        # A master may share its version counter with the parameter, which backward may still need and which stays as it
+        # is here.
+        self.own.data.copy_(torch.where(view == before, self.own, view.to(self.own.dtype)))
         if self.published is not None:
             self.published.copy_(view)
 
