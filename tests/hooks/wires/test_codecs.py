@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -253,6 +255,15 @@ def test_bytes_are_those_of_the_docstring(wire: Wire) -> None:
         assert share == pytest.approx(wire.density, rel=2e-3)
     elif getattr(wire, "chunk", 512) == 512:
         assert share == pytest.approx(BYTES[type(wire)], abs=5e-4)
+
+
+def test_bytes_on_the_page_are_those_of_the_codecs() -> None:
+    page = (Path(overlap.__file__).parents[1] / "docs" / "wires.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \| ([0-9.]+) \|", page, re.MULTILINE)
+    assert {eval(typed, vars(overlap)).__class__ for typed, _ in rows} == {type(wire) for wire in WIRES}
+    for typed, share in rows:
+        numel = 4096 * 1000
+        assert f"{eval(typed, vars(overlap)).codec(numel).message_bytes / (4 * numel):.3f}" == share, typed
 
 
 # Options -----------------------------------------------------------------------------------------------------
