@@ -42,15 +42,16 @@ class Bucket:
     """Whether this rank has run out of inputs and takes part with zeros, outside of any backward."""
     is_mean: bool = False
     """Whether ``buffer`` holds the mean over ranks; else it holds this rank's own gradients, and in a replay zeros."""
-    owned: tuple[Tensor, ...] | None = None
+    owned: tuple[Tensor | None, ...] | None = None
     """After a reduce-scatter: flat views of ``buffer``, one for each of ``parameters`` and empty for some, which hold
-    the mean on this rank; the other ranks have the rest. ``None``: ``buffer`` is the same on all."""
+    the mean on this rank; the other ranks have the rest. ``None`` in place of a view: all ranks have the whole mean of
+    that parameter. ``None`` in place of all: of all parameters."""
     raw: GradBucket | None = None
     """DDP's own object, for stages that pass it to a hook; ``None`` where the buffer is not DDP's."""
     fqns: tuple[str, ...] | None = None
     """What ``names`` returns; ``None`` where they are not known."""
     views: tuple[tuple[torch.Size, tuple[int, ...], int], ...] | None = None
-    """Size, stride and offset of each of ``gradients``, where the buffer is not DDP's."""
+    """Size, stride and offset in ``buffer`` of each of ``gradients``, where the buffer is not DDP's."""
 
     @cached_property
     def gradients(self) -> tuple[Tensor, ...]:
@@ -58,7 +59,8 @@ class Bucket:
         if self.raw is not None:
             return tuple(bucket_gradients(self.raw))
         assert self.views is not None, "a bucket without DDP's object is made by with_buffer"
-        return tuple(self.buffer.as_strided(size, stride, offset) for size, stride, offset in self.views)
+        start = int(self.buffer.storage_offset())
+        return tuple(self.buffer.as_strided(size, stride, start + offset) for size, stride, offset in self.views)
 
     @property
     def names(self) -> tuple[str, ...]:

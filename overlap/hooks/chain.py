@@ -73,7 +73,8 @@ def chain(*stages: Stage | Callable[..., Any]) -> Chain:
     One *reducer* turns this rank's gradients into their mean, any number of *updates* make new parameters of it, each
     of its own parameters, and at most one *averager* acts on those. A *transform* neither reduces nor updates and may
     stand anywhere: before the reducer it sees this rank's own gradients, after it the mean, after an update the new
-    parameters.
+    parameters. Where the first is an update that reduces by itself (``ZeroStep``) and another stage needs the mean as
+    well, the chain gets that update's reduction as a stage of its own (``ReduceScatter``).
 
     Args:
         stages: stages, functions of a bucket (plain or ``async``; transforms, unless :func:`reducer` marks them), or
@@ -92,8 +93,21 @@ def chain(*stages: Stage | Callable[..., Any]) -> Chain:
         flat.extend(stage.stages if isinstance(stage, Chain) else [stage])
     if not flat:
         raise ConfigurationError("chain() needs at least one stage, such as chain(AllReduce(), Step(optimizer))")
+    flat = _with_reducer(flat)
     _check_order([stage for stage in flat if stage.role is not Role.TRANSFORM], flat)
     return Chain(*flat)
+
+
+def _with_reducer(stages: list[Stage]) -> list[Stage]:
+    """``stages`` with the reduction of an update that reduces by itself before whatever else needs the mean."""
+    first = next((place for place, stage in enumerate(stages) if stage.role is not Role.TRANSFORM), len(stages))
+    updates = [stage for stage in stages if stage.role is Role.UPDATE]
+    needing = next((place for place, stage in enumerate(stages[:first]) if stage.needs_mean), first)
+    is_first_alone = len(updates) == 1 and needing == first
+    if not updates or stages[first].role is not Role.UPDATE or is_first_alone:
+        return stages
+    reducer = next((made for update in updates if (made := update.reducer_for(updates)) is not None), None)
+    return stages if reducer is None else [*stages[:needing], reducer, *stages[needing:]]
 
 
 def _check_order(acting: Sequence[Stage], whole: Sequence[Stage]) -> None:

@@ -23,6 +23,7 @@ from overlap.optim.local_sgd import (
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.step import Step
 from overlap.optim.zero import (
+    ReduceScatter,
     ZeroRedundancyOptimizer,
     ZeroStep,
     hook_with_zero_step,
@@ -46,6 +47,7 @@ __all__ = [
     "OverlappedOptimizer",
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",
+    "ReduceScatter",
     "Step",
     "ZeroRedundancyOptimizer",
     "ZeroStep",

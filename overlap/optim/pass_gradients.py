@@ -14,7 +14,7 @@ __all__ = ["PassGradients"]
 
 
 class PassGradients:
-    """Of which parameters the last backward reduced the gradients, and which of those have been applied.
+    """Of which of an update's parameters the last backward reduced the gradients, and which have been applied.
 
     Args:
         clears: whether the gradient of a parameter is this update's to clear.
@@ -39,6 +39,10 @@ class PassGradients:
         """Whether the gradient of ``parameter`` came in a bucket of the last backward."""
         return id(parameter) in self._reduced
 
+    def lacks(self, parameter: Tensor) -> bool:
+        """Whether the gradient of ``parameter`` is this update's, and came in no bucket of the last backward."""
+        return self._clears(parameter) and not self.has_reduced(parameter)
+
     @property
     def applied(self) -> list[Tensor]:
         """Parameters whose gradients, as they were left, have been applied."""
@@ -49,8 +53,8 @@ class PassGradients:
         return id(parameter) in self._applied
 
     def note_reduced(self, parameters: Iterable[Tensor]) -> None:
-        """A bucket of these parameters is through."""
-        self._reduced.update((id(parameter), parameter) for parameter in parameters)
+        """A bucket of these parameters is through; those of another update are not noted."""
+        self._reduced.update((id(parameter), parameter) for parameter in parameters if self._clears(parameter))
 
     def note_applied(self, parameters: Iterable[Tensor]) -> None:
         """The gradients of these parameters have been applied."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, StageContext, whole_pass
+from overlap.hooks import Bucket, Role, Stage, StageContext, whole_pass
 from overlap.join.active import active_join
 from overlap.optim.clipping import GradientNorms
 from overlap.optim.functional import FunctionalOptimizer
@@ -106,12 +106,16 @@ class Step(UpdateStage):
         if not self._only:
             raise ConfigurationError("params is empty: nothing would be updated; leave it out to update all")
         if any(not self.optimizer.stepper.covers(parameter) for parameter in self._only.values()):
-            raise ConfigurationError(f"params has parameters that the {self._optimizer_name} does not have")
+            raise ConfigurationError(f"params has parameters that the {self.optimizer_name} does not have")
         if self.is_deferred:
             raise ConfigurationError("params chooses what is updated in backward, but deferred updates come after it")
 
     @property
-    def _optimizer_name(self) -> str:
+    def stepped(self) -> Optimizer:
+        return self.optimizer.optimizer
+
+    @property
+    def optimizer_name(self) -> str:
         return type(self.optimizer.optimizer).__name__
 
     @property
@@ -171,11 +175,11 @@ class Step(UpdateStage):
         outside = [p for p in of_optimizer if id(p) not in of_model and p.requires_grad]
         if of_model.isdisjoint(map(id, of_optimizer)):
             raise ConfigurationError(
-                f"the {self._optimizer_name} has no parameter of this model; build it from ddp.parameters()"
+                f"the {self.optimizer_name} has no parameter of this model; build it from ddp.parameters()"
             )
         if outside and self.is_automatic and self._only is None:
             raise ConfigurationError(
-                f"{len(outside)} parameters of the {self._optimizer_name} are not in this model, so backward would "
+                f"{len(outside)} parameters of the {self.optimizer_name} are not in this model, so backward would "
                 "never update them; give OverlappedOptimizer(optimizer) to Step and call its step()"
             )
 
@@ -187,6 +191,19 @@ class Step(UpdateStage):
 
     def owns_gradient_of(self, parameter: Tensor) -> bool:
         return self._updates(parameter) or (not self.is_automatic and self.optimizer.stepper.covers(parameter))
+
+    @property
+    def updated(self) -> Sequence[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"] if self.owns_gradient_of(p)]
+
+    def check_together(self, stages: Sequence[Stage]) -> None:
+        super().check_together(stages)
+        others = [stage for stage in stages if stage.role is Role.UPDATE and stage is not self]
+        if others and self._adopts_parameters:
+            raise ConfigurationError(
+                f"{self!r} has no parameters yet and takes all that the model has, those of {others[0]!r}, too: give "
+                f"the {self.optimizer_name} its own parameters"
+            )
 
     @property
     def skipped(self) -> SkippedUpdates:
@@ -270,6 +287,9 @@ class Step(UpdateStage):
             for parameter, gradient in zip(parameters, gradients, strict=True)
         }
         self._held.clear()
+        if self.lifecycle.veto.stops:
+            self.lifecycle.gradients.note_applied(parameter for parameter, _ in pairs.values())
+            return
         groups = self.optimizer.param_groups
         # In the optimizer's order, in which clip_grad_norm_ adds norms up.
         ordered = [pairs[id(parameter)] for group in groups for parameter in group["params"] if id(parameter) in pairs]
@@ -280,14 +300,17 @@ class Step(UpdateStage):
         optimizer = self.optimizer.optimizer
         every = [parameter for group in groups for parameter in group["params"]]
         gradients = [pairs[id(parameter)][1] if id(parameter) in pairs else None for parameter in every]
-        with grads_replaced(every, gradients):
+        with grads_replaced(every, gradients), self.lifecycle.veto.passed_to(optimizer):
             step_whole(optimizer)
         raise_versions(parameters, groups)
         self.lifecycle.gradients.note_applied(parameters)
 
     def _apply(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         parameters = [parameter for parameter, _ in pairs]
-        self.optimizer.stepper.step(parameters, [gradient for _, gradient in pairs])
+        veto = self.lifecycle.veto
+        if not veto.stops:
+            with veto.passed_to(self.stepped):
+                self.optimizer.stepper.step(parameters, [gradient for _, gradient in pairs])
         self.lifecycle.gradients.note_applied(parameters)
 
     def _updates(self, parameter: Tensor) -> bool:
@@ -301,7 +324,7 @@ class Step(UpdateStage):
         outcome = Phase.STEPPED if self.lifecycle.is_replay else self.lifecycle.outcome
         if self.is_automatic and not self.lifecycle.is_replay:
             self._check_left_out()
-        if outcome is Phase.STEPPED and not self.is_deferred:
+        if outcome is Phase.STEPPED and not self.is_deferred and not self.lifecycle.veto.stops:
             self._run_hooks()
         self.lifecycle.on_reduced(outcome)
         if outcome is Phase.STEPPED:
@@ -316,7 +339,7 @@ class Step(UpdateStage):
         if left:
             self.lifecycle.on_failure()
             raise TrainingLoopError(
-                f"{len(left)} parameters of the {self._optimizer_name} have gradients but are in no bucket of the "
+                f"{len(left)} parameters of the {self.optimizer_name} have gradients but are in no bucket of the "
                 "model, so backward never updates them; give OverlappedOptimizer(optimizer) to Step and call its step()"
             )
 
@@ -340,7 +363,7 @@ class Step(UpdateStage):
         )
 
     def __repr__(self) -> str:
-        parts = [self._optimizer_name, "deferred" if self.is_deferred else "interleaved"]
+        parts = [self.optimizer_name, "deferred" if self.is_deferred else "interleaved"]
         if self._only is not None:
             parts.append(f"{len(self._only)} parameters")
         if self.clipping is not None:

@@ -28,7 +28,7 @@ async def used_on_any_rank(
     Raises:
         UnsupportedError: it is not known whether DDP looks for them, and one is unused on this rank.
     """
-    if finds_unused is False:
+    if finds_unused is False or not parameters:
         return [True] * len(parameters)
     if bucket.is_replay:
         local = [id(parameter) in used_before for parameter in parameters]

@@ -115,7 +115,7 @@ class Registration:
         self.runtime.close()
 
     def __repr__(self) -> str:
-        return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}>"
+        return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}{self.runtime.division}>"
 
 
 def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], state: Any = None) -> Registration:

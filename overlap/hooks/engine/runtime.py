@@ -22,12 +22,14 @@ from overlap.hooks.cut import BucketCut
 from overlap.hooks.engine.background import run_items
 from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardPass, BucketFuture
 from overlap.hooks.engine.channels import PrivateChannels
+from overlap.hooks.engine.division import Division
 from overlap.hooks.engine.executors import Executor, HostExecutor, executor_for
 from overlap.hooks.engine.memory_format import MemoryFormats
 from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.regrouping import Regrouping
 from overlap.hooks.engine.worker import Worker
-from overlap.hooks.stage import Stage, walk
+from overlap.hooks.places import check_pass, check_places
+from overlap.hooks.stage import Stage, walk, with_contexts
 from overlap.join import gradient_divisor
 
 __all__ = ["Runtime"]
@@ -60,6 +62,8 @@ class Runtime:
         self._steps = 0
         self._is_open = False
         self._attached: list[Stage] = []
+        self.division = Division()
+        """Which update has which parameters."""
         self._formats = MemoryFormats(context.names or ())
         # The parameters of each bucket of this pass.
         self._buckets: list[tuple[str, ...]] = []
@@ -80,15 +84,19 @@ class Runtime:
             ConfigurationError: a stage refuses the model.
             CollectiveError: another rank did not connect in time, or registered something else.
         """
-        for stage in walk(self.stage):
-            stage.attach(self._context)
+        check_places(self.stage.sequence)
+        for stage, context in with_contexts(self.stage, self._context):
+            stage.attach(context)
             self._attached.append(stage)
+        for stage in self._attached:
+            stage.check_together(self.stage.sequence)
+        self.division = Division.of(self.stage.sequence, self._context.names)
         self._is_open = True
         channels = self.executor.channels
         channels.open()
         if (failures := channels.failures) is None:
             return
-        signature = f"{self.stage.signature} for {_model_in_words(self._context)}"
+        signature = f"{self.stage.signature} for {_model_in_words(self._context)}{self.division.signature}"
         if (other := failures.agree(signature)) is not None:
             error = CollectiveError(
                 f"rank {self._context.group.rank()} registers {signature}, but rank 0 registers {other}; "
@@ -185,9 +193,12 @@ class Runtime:
         try:
             if not self._is_open:  # Registered as a hook: the model was not known before its first bucket.
                 self.open()
+            if self.division.is_of_several:  # The loop may have added parameters to an optimizer.
+                self.division = Division.of(self.stage.sequence, self._context.names)
             begun.regrouping = self._regrouping()
             for stage in walk(self.stage):
                 stage.before_backward(is_replay=is_replay)
+            check_pass(self.stage.sequence)
         except Exception as error:
             error.add_note(f"raised by {self.stage!r} before the first bucket of step {begun.step}")
             begun.fail(error)

@@ -33,6 +33,8 @@ class Snapshot:
     """Rank and number of ranks."""
     buckets: list[list[str]] | None = None
     """The buckets of the last pass, in which a run that resumes reduces its first one."""
+    generator: Tensor | None = None
+    """State of the generator that rounds stochastically."""
 
     def pack(self) -> State:
         """Tensors and plain values, which later steps do not change."""
@@ -49,6 +51,7 @@ class Snapshot:
             "bypassed": None if self.bypassed is None else sorted(self.bypassed),
             "numel": list(self.numel),
             "buckets": self.buckets,
+            "generator": None if self.generator is None else self.generator.clone(),
         }
 
     @classmethod
@@ -58,7 +61,7 @@ class Snapshot:
         Raises:
             ConfigurationError: it is not a state of PowerSGD.
         """
-        if not isinstance(state, Mapping) or {*state, "buckets"} != _KEYS or state["version"] != _VERSION:
+        if not isinstance(state, Mapping) or {*state, *_LATER_KEYS} != _KEYS or state["version"] != _VERSION:
             found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise ConfigurationError(f"this is not a state of PowerSGD (version {_VERSION}): {found}")
         rank, ranks = state["rank"], state["ranks"]
@@ -72,10 +75,13 @@ class Snapshot:
             numel=(int(state["numel"][0]), int(state["numel"][1])),
             saved_by=None if rank is None or ranks is None else (int(rank), int(ranks)),
             buckets=state.get("buckets"),
+            generator=state.get("generator"),
         )
 
 
 _KEYS = {field.name for field in fields(Snapshot)} - {"saved_by"} | {"version", "rank", "ranks"}
+# Which older states do not have.
+_LATER_KEYS = {"buckets", "generator"}
 
 
 def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -120,7 +126,8 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
         )
     kept = (by_rank[old].residuals for old in needed)
     residuals = _summed(kept, times=ranks / old_ranks)
-    return replace(first, residuals=residuals, saved_by=(rank, ranks)).pack()
+    # Ranks that rounded by one generator would make the same errors.
+    return replace(first, residuals=residuals, saved_by=(rank, ranks), generator=None).pack()
 
 
 def _summed(residuals: Iterable[Mapping[str, Tensor]], *, times: float) -> dict[str, Tensor]:

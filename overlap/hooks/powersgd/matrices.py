@@ -24,7 +24,8 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.checkpoint import within_range
 from overlap.hooks.powersgd.config import Dtypes, PowerSGDConfig
 from overlap.hooks.powersgd.layout import BucketLayout, MatrixBatch, layout_of
-from overlap.hooks.powersgd.memory import Memory, Slot
+from overlap.hooks.powersgd.memory import Memory
+from overlap.hooks.powersgd.slot import Slot
 
 __all__ = ["Factors", "Matrices", "PerParameter", "keep_residuals", "residuals_like"]
 
@@ -158,11 +159,13 @@ class PerParameter:
     name = "PowerSGD"
     """What the stage is called."""
 
-    def lay_out(self, bucket: Bucket, config: PowerSGDConfig, exact: AbstractSet[int]) -> BucketLayout:
+    def lay_out(
+        self, bucket: Bucket, config: PowerSGDConfig, ranks: Sequence[int], exact: AbstractSet[int]
+    ) -> BucketLayout:
         """The layout of a bucket; gradients at the places ``exact`` are not to be compressed."""
         return layout_of(
             [gradient.shape for gradient in bucket.gradients],
-            rank=config.rank,
+            ranks=ranks,
             min_compression_rate=config.min_compression_rate,
             exact=exact,
             batch_numel=_CPU_BATCH_NUMEL if bucket.buffer.device.type == "cpu" else math.inf,

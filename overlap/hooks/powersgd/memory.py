@@ -3,115 +3,25 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.device import hold
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cut import BucketCut, SavedCut
 from overlap.hooks.powersgd.checkpoint import Snapshot, State
+from overlap.hooks.powersgd.slot import Slot
 from overlap.hooks.stage import StageContext
 
-__all__ = ["Memory", "Slot", "Statistics"]
+__all__ = ["Memory", "Statistics"]
 
 # A name that users set levels for; it is documented.
 _logger = logging.getLogger("overlap.hooks.powersgd.statistics")
-
-
-@dataclass(frozen=True)
-class ColumnOrder:
-    """The order of a matrix's columns, where the dimensions behind the first lie in memory otherwise than in the shape.
-
-    So it is in formats such as ``channels_last``.
-    """
-
-    lengths: tuple[int, ...]
-    """Those of the dimensions behind the first."""
-    dims: tuple[int, ...]
-    """Their places in ``lengths``, the outermost in memory first."""
-
-    @classmethod
-    def of(cls, gradient: Tensor) -> ColumnOrder | None:
-        """That of a gradient that is a matrix as it lies in memory; ``None`` where it is that of the shape."""
-        lengths, strides = tuple(gradient.shape[1:]), gradient.stride()[1:]
-        dims = tuple(sorted(range(len(lengths)), key=lambda dim: -strides[dim]))
-        is_by_rows = gradient.ndim > 2 and gradient.stride(0) == math.prod(lengths)
-        return cls(lengths, dims) if is_by_rows and not gradient.is_contiguous() else None
-
-    def from_shape(self, factor: Tensor) -> Tensor:
-        """A factor ``(rank, columns)`` in this order."""
-        parts = factor.reshape(-1, *self.lengths).permute(0, *(dim + 1 for dim in self.dims))
-        return parts.reshape(factor.shape)
-
-    def to_shape(self, factor: Tensor) -> Tensor:
-        """The inverse of :meth:`from_shape`."""
-        parts = factor.reshape(-1, *(self.lengths[dim] for dim in self.dims))
-        back = sorted(range(len(self.dims)), key=self.dims.__getitem__)
-        return parts.permute(0, *(place + 1 for place in back)).reshape(factor.shape)
-
-
-@dataclass
-class Slot:
-    """The memory of one parameter."""
-
-    key: str
-    residual: Tensor | None = None
-    """What compression has left out of this rank's gradients; shaped and strided as the gradient."""
-    factor: Tensor | None = None
-    """The mean factor ``(rank, length)`` to start from, the same on every rank."""
-    is_left: bool = False
-    """Whether ``factor`` is a left one; where factors alternate, it is in every other step."""
-    columns: ColumnOrder | None = None
-    """The order of the columns of a right factor, where it is not that of the shape."""
-
-    def arrange(self, gradient: Tensor) -> None:
-        """Bring a right factor into the order in which ``gradient`` lies in memory."""
-        columns = ColumnOrder.of(gradient)
-        if columns != self.columns:
-            self.factor = self.factor_by_shape
-            if columns is not None and self.factor is not None and not self.is_left:
-                self.factor = columns.from_shape(self.factor)
-            self.columns = columns
-
-    @property
-    def factor_by_shape(self) -> Tensor | None:
-        """The factor with columns in the order of the shape, as checkpoints have it."""
-        if self.columns is None or self.factor is None or self.is_left:
-            return self.factor
-        return self.columns.to_shape(self.factor)
-
-    def residual_like(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """The residual in the layout of ``gradient``, made of zeros if there is none.
-
-        Raises:
-            ConfigurationError: the residual was loaded for a parameter of another shape.
-        """
-        found = self.residual
-        if found is not None and found.shape != gradient.shape:
-            raise ConfigurationError(
-                f"the residual of parameter {self.key} has shape {tuple(found.shape)}, but its gradient has "
-                f"{tuple(gradient.shape)}: the state of another model was loaded"
-            )
-        wanted = gradient.stride(), dtype, gradient.device
-        if found is None or (found.stride(), found.dtype, found.device) != wanted:
-            made = torch.empty_strided(gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device)
-            found = self.residual = made.zero_() if found is None else made.copy_(hold(found))
-        return found
-
-    def check_factor(self, shape: tuple[int, int]) -> None:
-        """Raises: ConfigurationError: the factor has another shape."""
-        if self.factor is not None and tuple(self.factor.shape) != shape:
-            raise ConfigurationError(
-                f"the factor of parameter {self.key} has shape {tuple(self.factor.shape)}, but here (rank, "
-                f"length) is {shape}: the state comes from another rank= or another model; to go on with the "
-                "residuals and new factors, load it with state['factors'] = {}"
-            )
 
 
 @dataclass
@@ -160,7 +70,11 @@ class Memory:
     """Parameters that were measured to be sent faster than compressed; ``None`` before the measurement."""
     statistics: Statistics = field(default_factory=Statistics)
 
+    generator_state: Tensor | None = None
+    """Of the generator that rounds stochastically, as it was loaded."""
+
     def __post_init__(self) -> None:
+        self._generator: torch.Generator | None = None
         self._numbering = BucketCut()
         self._context: StageContext | None = None
         self._saved_by: tuple[int, int] | None = None
@@ -189,6 +103,11 @@ class Memory:
         self._context = None
         self._cut.detach()
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks of the model, where it is known."""
+        return None if self._context is None else self._context.group
+
     def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the slots of the bucket's parameters."""
         return self._numbering.keys_of(bucket)
@@ -197,6 +116,14 @@ class Memory:
         """The slots of parameters, made where there are none."""
         self._unclaimed.difference_update(keys)
         return [self.slots.setdefault(key, Slot(key)) for key in keys]
+
+    def generator_on(self, device: torch.device, seed: int) -> torch.Generator:
+        """This rank's generator for stochastic rounding; not the global one, which the model's dropout uses."""
+        if self._generator is None:
+            self._generator = torch.Generator(device).manual_seed(seed)
+            if self.generator_state is not None:
+                self._generator.set_state(self.generator_state)
+        return self._generator
 
     def bucket_slot(self, keys: tuple[str, ...]) -> Slot:
         """The slot of a bucket that is one matrix."""
@@ -226,6 +153,7 @@ class Memory:
             numel=(self.statistics.numel_before, self.statistics.numel_after),
             saved_by=(group.rank(), group.size()) if group is not None else self._saved_by,
             buckets=self._cut.state(),
+            generator=self.generator_state if self._generator is None else self._generator.get_state(),
         ).pack()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -249,6 +177,7 @@ class Memory:
         self.steps = loaded.steps
         self.bypassed = loaded.bypassed
         self.statistics = Statistics(*loaded.numel)
+        self._generator, self.generator_state = None, loaded.generator
         self._unclaimed = set(self.slots)
         self._cut.load(loaded.buckets)
 

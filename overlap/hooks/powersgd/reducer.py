@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,15 +10,19 @@ import torch
 from overlap._torch.device import hold
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.measure import Measurement, Trial, measure
 from overlap.hooks.powersgd.algorithm import PowerIteration
 from overlap.hooks.powersgd.bases import Bases
-from overlap.hooks.powersgd.bypass import Measurement, Trial, measure
 from overlap.hooks.powersgd.checkpoint import redistribute
 from overlap.hooks.powersgd.config import PowerSGDConfig
 from overlap.hooks.powersgd.layout import BucketLayout
 from overlap.hooks.powersgd.matrices import PerParameter
-from overlap.hooks.powersgd.memory import Memory, Slot
+from overlap.hooks.powersgd.memory import Memory
+from overlap.hooks.powersgd.ranks import Ranks
+from overlap.hooks.powersgd.slot import Slot
+from overlap.hooks.powersgd.wired import WiredMean
 from overlap.hooks.stage import Stage, StageContext
+from overlap.hooks.wires import Wire
 
 __all__ = ["PowerSGD"]
 
@@ -71,7 +75,7 @@ class PowerSGD(Stage):
     def __init__(
         self,
         *,
-        rank: int = 2,
+        rank: int | Callable[[int], int] | Mapping[str, int | Callable[[int], int]] = 2,
         start_step: int = 0,
         min_compression_rate: float = 2.0,
         error_feedback: bool = True,
@@ -79,6 +83,7 @@ class PowerSGD(Stage):
         alternate: bool = False,
         error_dtype: torch.dtype | None = None,
         bypass: Literal["auto"] | None = None,
+        wire: Wire | None = None,
         seed: int = 0,
         epsilon: float = 0.0,
         log_every_steps: int = 10_000,
@@ -92,6 +97,7 @@ class PowerSGD(Stage):
             alternate=alternate,
             error_dtype=error_dtype,
             bypass=bypass,
+            wire=wire,
             seed=seed,
             epsilon=epsilon,
             log_every_steps=log_every_steps,
@@ -102,6 +108,7 @@ class PowerSGD(Stage):
         self.config = config
         self._memory = memory
         self._form = form
+        self._ranks = Ranks(config.rank)
         self._bases = Bases(seed=config.seed, warm_start=config.warm_start)
         self._all_reduce = AllReduce()
         self._layouts: dict[tuple[object, ...], BucketLayout] = {}
@@ -110,6 +117,7 @@ class PowerSGD(Stage):
         self._measured: list[Measurement] = []
 
     def attach(self, context: StageContext) -> None:
+        self._ranks.attach(context.names, first_step=self._first_step)
         self._memory.attach(context)
         # They are of another model, or of passes that not every rank has seen, and ranks compare signatures next.
         self._last_pass.clear()
@@ -142,6 +150,11 @@ class PowerSGD(Stage):
         """Of the current pass, counted from the first compressed one; negative before that."""
         return self._memory.steps - 1 - self.config.start_step
 
+    @property
+    def _first_step(self) -> int:
+        """The next pass that compresses, counted from the first pass."""
+        return max(self._memory.steps, self.config.start_step)
+
     async def __call__(self, bucket: Bucket) -> None:
         # Also before compression begins, because parameters without names are numbered in the first pass.
         keys = self._memory.keys_of(bucket)
@@ -150,6 +163,10 @@ class PowerSGD(Stage):
         if self._step < 0 or not is_real or bucket.buffer.numel() == 0:
             await self._all_reduce(bucket)
             return
+        if self._ranks.begin(self._memory.steps - 1):
+            self._layouts.clear()
+            self._bases.directions.forget()
+        await self._ranks.compare(bucket)
         layout = self._layout_of(keys, bucket)
         self._this_pass.append((bucket, keys, layout))
         _release(bucket, layout, self._memory.slots_of(keys))
@@ -163,7 +180,9 @@ class PowerSGD(Stage):
         key = (keys, bucket.buffer.numel(), bucket.buffer.device, bypassed)
         if (layout := self._layouts.get(key)) is None:
             exact = {place for place, name in enumerate(keys) if name in bypassed}
-            layout = self._layouts[key] = self._form.lay_out(bucket, self.config, exact)
+            layout = self._layouts[key] = self._form.lay_out(
+                bucket, self.config, [self._ranks.of(name) for name in keys], exact
+            )
         return layout
 
     async def _reduce(self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...], memory: Memory) -> int:
@@ -180,10 +199,19 @@ class PowerSGD(Stage):
             step=self._step,
             compute_dtype=dtypes.compute,
             epsilon=self.config.epsilon,
+            wired=self._wired(bucket),
         )
         if self.config.alternate:
             return await iteration.one_factor(is_left=self._step % 2 == 0)
         return await iteration.both_factors()
+
+    def _wired(self, bucket: Bucket) -> WiredMean | None:
+        wire = self.config.wire
+        if wire is None or not wire.is_stochastic:
+            return None if wire is None else WiredMean(wire, None)
+        # Ranks that round alike would all err to the same side.
+        seed = self.config.seed * bucket.group.size() + bucket.group.rank()
+        return WiredMean(wire, self._memory.generator_on(bucket.buffer.device, seed))
 
     @property
     def _is_to_measure(self) -> bool:
@@ -193,7 +221,9 @@ class PowerSGD(Stage):
         """Decide which buckets of this pass are sent as they are from the next one on."""
         # One at a time, so that the copies of one are freed before the next are made.
         trials = (self._trial(seen, keys, layout) for seen, keys, layout in self._this_pass if layout.batches)
-        self._measured = await measure(trials, group=bucket.group, device=bucket.buffer.device)
+        self._measured = await measure(
+            trials, group=self._memory.group or bucket.group, device=bucket.buffer.device, what="PowerSGD"
+        )
         self._memory.bypassed = frozenset(key for found in self._measured if not found.compresses for key in found.keys)
 
     def _trial(self, bucket: Bucket, keys: tuple[str, ...], layout: BucketLayout) -> Trial:
@@ -219,6 +249,8 @@ class PowerSGD(Stage):
     def signature(self) -> str:
         """The options; after a pass also a line per bucket: what is sent of it, in elements, and what was measured."""
         lines = [repr(self)]
+        if schedule := self._ranks.described(self._first_step):
+            lines.append(schedule)
         for index, (keys, layout) in enumerate(self._last_pass):
             found = [one for one in self._measured if not set(one.keys).isdisjoint(keys)]
             lines.append("; ".join([f"bucket {index}, {layout}", *map(str, found)]))

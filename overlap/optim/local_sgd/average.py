@@ -32,6 +32,7 @@ __all__ = [
     "average_parts",
     "into_parts",
     "pack",
+    "pack_named",
     "tensors_of",
     "wider",
 ]
@@ -121,6 +122,12 @@ def pack(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -> list
             full.append(open_ones.pop((tensor.dtype, tensor.device)))
     packed = [(members, tuple(map(_real, members))) for members in [*full, *open_ones.values()]]
     return [(members, Packed(real, wider(real[0].dtype, dtype))) for members, real in packed]
+
+
+def pack_named(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> list[tuple[list[str], Packed]]:
+    """As :func:`pack`, with the names of the tensors in each pack."""
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    return [([names[id(member)] for member in members], part) for members, part in pack(tensors.values(), dtype=dtype)]
 
 
 def wider(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
+from overlap.hooks import Bucket
 from overlap.optim.zero.partition import Layout
 from overlap.optim.zero.sharding import Ownership, Shard
 
-__all__ = ["BucketShards", "shards_of_bucket"]
+__all__ = ["BucketShards", "ShardsByBucket", "in_elements", "reduced", "shards_of_bucket"]
 
 
 class BucketShards:
@@ -73,6 +76,19 @@ class BucketShards:
             offset += numel
         return parts
 
+    def means(self, flat: Tensor) -> tuple[Tensor | None, ...]:
+        """Where this rank has the mean after a reduction of ``flat``, for each parameter of the bucket: its own part of
+        a sharded one; ``None`` for one that is not sharded."""
+        parts: list[Tensor | None] = []
+        offset = 0
+        for shard, numel in zip(self._by_place, self.layout.numels, strict=True):
+            # DDP's buffer holds a complex gradient as pairs of real numbers.
+            width = 2 if shard is not None and shard.parameter.is_complex() and not flat.is_complex() else 1
+            start, end = (0, 0) if shard is None else shard.range
+            parts.append(None if shard is None else flat[(offset + start) * width : (offset + end) * width])
+            offset += numel
+        return tuple(parts)
+
     def rest(self, flat: Tensor) -> list[Tensor]:
         """The parts of a flat buffer that belong to parameters which are not sharded."""
         lengths, chosen = self.layout.flat_cuts
@@ -85,17 +101,60 @@ class BucketShards:
             shard.note_written()
 
 
-def shards_of_bucket(parameters: Sequence[Tensor], ownership: Ownership) -> BucketShards | None:
-    """The shards of a bucket of these parameters; ``None`` if none is sharded."""
-    found = tuple(ownership.shards.get(id(parameter)) for parameter in parameters)
+def shards_of_bucket(parameters: Sequence[Tensor], ownerships: Sequence[Ownership]) -> BucketShards | None:
+    """The shards of a bucket of these parameters, in any of ``ownerships``; ``None`` if none is sharded."""
+    found = tuple(_first(ownership.shards.get(id(parameter)) for ownership in ownerships) for parameter in parameters)
     if all(shard is None for shard in found):
         return None
     layout = Layout(
         ranges=tuple(None if shard is None else shard.ranges for shard in found),
         numels=tuple(parameter.numel() for parameter in parameters),
-        is_even=ownership.is_even,
+        is_even=not any(shard is not None and shard.is_whole for shard in found),
     )
-    return BucketShards(layout, found, ownership.group.rank())
+    return BucketShards(layout, found, ownerships[0].group.rank())
+
+
+class ShardsByBucket:
+    """The shards of each bucket that comes, found once.
+
+    Args:
+        ownerships: what the parameters may be sharded by.
+        before_new: called before the shards of a new bucket are made.
+    """
+
+    def __init__(self, ownerships: Sequence[Ownership], before_new: Callable[[], None]) -> None:
+        self._ownerships = ownerships
+        self._before_new = before_new
+        self._found: dict[tuple[int, ...], BucketShards | None] = {}
+
+    def of(self, bucket: Bucket) -> BucketShards | None:
+        """The shards of ``bucket``; ``None`` if none of its parameters is sharded."""
+        # Parameters may be added to an optimizer, but never leave it.
+        numbers = (len(ownership.shards) for ownership in self._ownerships)
+        key = (*numbers, *map(id, bucket.parameters))
+        if key not in self._found:
+            self._before_new()
+            self._found[key] = shards_of_bucket(bucket.parameters, self._ownerships)
+        return self._found[key]
+
+
+def in_elements(bucket: Bucket) -> Bucket:
+    """``bucket`` with a complex buffer if its gradients are complex; DDP's holds pairs of real numbers.
+
+    A shard's elements are those of its parameter.
+    """
+    if bucket.parameters[0].is_complex() and not bucket.buffer.is_complex():
+        return replace(bucket, buffer=torch.view_as_complex(bucket.buffer.view(-1, 2)))
+    return bucket
+
+
+def reduced(bucket: Bucket, shards: BucketShards | None) -> Bucket:
+    """``bucket`` after the reduction of ``shards``, as the next stage sees it."""
+    return replace(bucket, is_mean=True, owned=None if shards is None else shards.means(bucket.buffer))
+
+
+def _first(shards: Iterable[Shard | None]) -> Shard | None:
+    return next((shard for shard in shards if shard is not None), None)
 
 
 def _cut(buffer: Tensor, cuts: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Tensor]:

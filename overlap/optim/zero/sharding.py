@@ -70,11 +70,6 @@ class Ownership:
         return chunks
 
     @property
-    def is_even(self) -> bool:
-        """Whether all ranks own about the same part of each bucket, so that segments can be padded to one length."""
-        return not self._partition.is_whole
-
-    @property
     def device(self) -> torch.device:
         """The parameters' device."""
         return device_of([shard.parameter for shard in self.shards.values()])

@@ -70,7 +70,7 @@ class UpdateWithoutHooks:
         if layout != self._layout:
             self._layout = layout
             buckets = [[shard.parameter for shard in members] for members in _in_buckets(trained)]
-            found = [shards_of_bucket(parameters, self._ownership) for parameters in buckets]
+            found = [shards_of_bucket(parameters, [self._ownership]) for parameters in buckets]
             self._buckets = [shards for shards in found if shards is not None]
         return self._buckets
 

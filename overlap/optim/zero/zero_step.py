@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from overlap._checks import described
 from overlap._torch.device import has_streams
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, StageContext, all_reduce, whole_pass
+from overlap.hooks import Bucket, Stage, StageContext, all_reduce, whole_pass
+from overlap.hooks.clipping import Clipping, ShardedNorm
 from overlap.join.active import active_join
-from overlap.optim.clipping import Clipping
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.phases import SCALED_UNDER_JOIN, Phase
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.unused import used_on_any_rank
 from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.update_stage import UpdateStage
-from overlap.optim.zero.bucket_shards import BucketShards, shards_of_bucket
+from overlap.optim.zero.bucket_shards import BucketShards, ShardsByBucket, in_elements, reduced
 from overlap.optim.zero.division import check_steps_in_turn
 from overlap.optim.zero.exchange import Gather
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.parameter_groups import check_covered, check_same_group
 from overlap.optim.zero.prefetch import ParameterPrefetch
+from overlap.optim.zero.reduce_scatter import ReduceScatter
 from overlap.optim.zero.scale_vote import ScaleVote
-from overlap.optim.zero.sharded_gradients import FiniteVote, ShardedNorm
+from overlap.optim.zero.sharded_gradients import FiniteVote
 from overlap.optim.zero.sharding import Shard
 
 __all__ = ["ZeroStep"]
@@ -108,16 +109,29 @@ class ZeroStep(UpdateStage):
             adds_up=False,
         )
         self.zero = zero
+        self.exchange = zero.exchange
+        """How ranks exchange gradients and parameters."""
         self._prefetch = ParameterPrefetch() if gather == "forward" else None
         self._vote = FiniteVote()
         self._scales = ScaleVote()
-        self._shards_by_bucket: dict[tuple[int, ...], BucketShards | None] = {}
+        # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
+        self._shards = ShardsByBucket([zero.ownership], before_new=zero.exchange.workspace.trim)
         self._used: set[int] = set()
         # Of the last backward: its buckets in their order, and what is to be applied to the shards of each.
         self._gathers: list[Gather] = []
         self._held: dict[int, Pairs] = {}
+        # Whether a ReduceScatter of this optimizer comes before the stage.
+        self._follows_its_reducer = False
         # Whether a reducer before the stage has left the mean in all of .grad.
         self._has_whole_mean = False
+
+    @property
+    def stepped(self) -> Optimizer:
+        return self.zero.optim
+
+    @property
+    def updates_after_backward(self) -> bool:
+        return self.updates_in_step or self._prefetch is not None
 
     @property
     def signature(self) -> str:
@@ -126,6 +140,26 @@ class ZeroStep(UpdateStage):
     @property
     def reduces(self) -> bool:
         return True
+
+    def reducer_for(self, updates: Sequence[Stage]) -> ReduceScatter:
+        return ReduceScatter.of([update for update in updates if isinstance(update, ZeroStep)])
+
+    def passed(self, bucket: Bucket) -> Bucket:
+        return bucket if bucket.is_mean else reduced(bucket, self._shards.of(bucket))
+
+    @property
+    def updated(self) -> Sequence[Tensor]:
+        return [shard.parameter for shard in self.zero.shards.values()]
+
+    @property
+    def optimizer_name(self) -> str:
+        return type(self.zero.optim).__name__
+
+    def check_together(self, stages: Sequence[Stage]) -> None:
+        super().check_together(stages)
+        self._follows_its_reducer = any(
+            isinstance(stage, ReduceScatter) and self.zero in stage.zeros for stage in stages
+        )
 
     def attach(self, context: StageContext) -> None:
         zero = self.zero
@@ -200,11 +234,9 @@ class ZeroStep(UpdateStage):
         self.zero.begin()
 
     async def __call__(self, bucket: Bucket) -> None:
-        if bucket.parameters[0].is_complex() and not bucket.buffer.is_complex():
-            # DDP's buffer holds complex gradients as pairs of real numbers; a shard's elements are the complex ones.
-            bucket = replace(bucket, buffer=torch.view_as_complex(bucket.buffer.view(-1, 2)))
-        shards = self._shards_of(bucket)
-        self._has_whole_mean = bucket.is_mean
+        bucket = in_elements(bucket)
+        shards = self._shards.of(bucket)
+        self._has_whole_mean = bucket.is_mean and not self._follows_its_reducer
         self.lifecycle.gradients.note_reduced(bucket.parameters)
         if shards is not None:
             self._gathers.append(Gather(index=bucket.index, step=bucket.step, shards=shards))
@@ -213,21 +245,21 @@ class ZeroStep(UpdateStage):
             bucket.buffer.mul_(1 / bucket.divisor)
             await all_reduce(bucket.buffer, group=bucket.group)
         if self.leaves_update:
-            if not bucket.is_mean:
+            if not self._has_whole_mean:
                 await self._vote.cast(bucket)
             return
         if self.is_deferred:
             await self._update_together(bucket)
         else:
-            self.zero.update(self._held.pop(bucket.index, []))
+            self._update(self._held.pop(bucket.index, []))
         if shards is not None:
             self.lifecycle.gradients.note_applied(shard.parameter for shard in shards)
             if self._prefetch is None:
-                await self.zero.exchange.gather(shards, bucket.group)
+                await self.exchange.gather(shards, bucket.group)
 
     async def _exchange_gradients(self, bucket: Bucket, shards: BucketShards) -> None:
         if not bucket.is_mean:
-            await self.zero.exchange.reduce(bucket, shards)
+            await self.exchange.reduce(bucket, shards)
         finds_unused = None if self.context is None else self.context.finds_unused
         parameters = [shard.parameter for shard in shards]
         # Under PyTorch's Join a joined rank counts what the pass before used; overlap's Join counts nothing there.
@@ -252,21 +284,18 @@ class ZeroStep(UpdateStage):
                 norm = ShardedNorm(self.clipping, [gradient for _, gradient in pairs], bucket.buffer.device)
                 await all_reduce(norm.partial, op=norm.op, group=bucket.group)
                 norm.clip_()
-            self.zero.update(pairs)
+            self._update(pairs)
         await whole_pass()
+
+    def _update(self, pairs: Pairs) -> None:
+        veto = self.lifecycle.veto
+        if not veto.stops:
+            with veto.passed_to(self.stepped):
+                self.zero.update(pairs)
 
     def _all_held(self) -> Pairs:
         held, self._held = self._held, {}
         return [pair for pairs in held.values() for pair in pairs]
-
-    def _shards_of(self, bucket: Bucket) -> BucketShards | None:
-        # Parameters may be added to the optimizer, but never leave it.
-        key = (len(self.zero.shards), *map(id, bucket.parameters))
-        if key not in self._shards_by_bucket:
-            # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
-            self.zero.exchange.workspace.trim()
-            self._shards_by_bucket[key] = shards_of_bucket(bucket.parameters, self.zero.ownership)
-        return self._shards_by_bucket[key]
 
     def after_backward(self, *, failed: bool) -> str | None:
         if failed:
@@ -292,7 +321,7 @@ class ZeroStep(UpdateStage):
         prefetch = self._prefetch or ParameterPrefetch()
         assert self.context is not None, "gathers run while the stage is attached"
         # The last bucket has the first layers, which the next forward needs first.
-        prefetch.begin(self.context, list(reversed(self._gathers)), self.zero.exchange)
+        prefetch.begin(self.context, list(reversed(self._gathers)), self.exchange)
         # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook
         # does.
         if self._prefetch is None or (self.zero.is_joining and not self.lifecycle.is_replay):
@@ -302,6 +331,8 @@ class ZeroStep(UpdateStage):
         """What is left of a step after backward, on the training thread."""
         if loss_scale.is_used and self.zero.is_joining:
             raise TrainingLoopError(SCALED_UNDER_JOIN)
+        if loss_scale.is_used:
+            self.check_unscaled()
         if self.leaves_update:
             self.wait()
         elif loss_scale.is_used:
@@ -367,6 +398,8 @@ class ZeroStep(UpdateStage):
 
     @torch.no_grad()
     def _update_in_step(self, loss_scale: LossScale) -> None:
+        if self.lifecycle.veto.stops:
+            return
         try:
             self.zero.begin()  # Parameters may have been moved since backward.
             pairs = self._pairs_of_step()
@@ -378,7 +411,7 @@ class ZeroStep(UpdateStage):
                 norm = ShardedNorm(self.clipping, gradients, self.zero.join_device)
                 dist.all_reduce(norm.partial, op=norm.op, group=self.zero.process_group)
                 norm.clip_()
-            self.zero.update(pairs)
+            self._update(pairs)
             self._gather()
         except BaseException:
             self.lifecycle.on_update_failure()
@@ -410,7 +443,7 @@ class ZeroStep(UpdateStage):
             self._prefetch.wait()
 
     def __repr__(self) -> str:
-        parts = [type(self.zero.optim).__name__, "deferred" if self.is_deferred else "interleaved"]
+        parts = [self.optimizer_name, "deferred" if self.is_deferred else "interleaved"]
         if self.clipping is not None:
             parts.append(f"clip_grad_norm={self.clipping.max_norm} of norm {self.clipping.norm_type:g}")
         if self._prefetch is not None:
