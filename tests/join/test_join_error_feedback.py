@@ -97,8 +97,6 @@ def test_what_a_joined_rank_had_kept_is_sent_on(feedback: str) -> None:
         torch.testing.assert_close(
             2 * sent[name] + kept0[name] + kept1[name], total0[name] + total1[name], rtol=1e-4, atol=1e-5
         )
-    if feedback not in (
-        "Quantize",
-        "Hierarchical",
-    ):  # There the rank that owns a part keeps what the sum of all ranks left out.
+    # In those the rank that owns a part keeps what the sum of all ranks left out.
+    if feedback not in ("Quantize", "Hierarchical"):
         assert any(kept.norm() > 2 * kept1[name].norm() for name, kept in kept_when_leaving.items())
