@@ -75,6 +75,18 @@ def _local_in_backward(ddp: Any, reducer: Any) -> Any:
     return LocalSGD(ddp, optimizer, period=2, start_step=2, reducer=reducer, update=Step(optimizer))
 
 
+def _of_two(ddp: Any, reducer: Any, *, sharded: bool) -> list[Any]:
+    matrices, others = ([p for p in ddp.parameters() if (p.ndim == 2) is is_matrix] for is_matrix in (True, False))
+    adamw = OverlappedOptimizer(ADAMW(others))
+    if sharded:
+        zero = ZeroRedundancyOptimizer(matrices, torch.optim.Muon, lr=0.02)
+        chain(reducer, ZeroStep(zero), Step(adamw, deferred=True)).register(ddp)
+        return [zero, adamw]
+    muon = OverlappedOptimizer(torch.optim.Muon(matrices, lr=0.02))
+    chain(reducer, Step(muon), Step(adamw)).register(ddp)
+    return [muon, adamw]
+
+
 FORMS: dict[str, Build] = {
     "Step": _step,
     "Step, deferred": functools.partial(_step, deferred=True, clip_grad_norm=1.0),
@@ -83,6 +95,8 @@ FORMS: dict[str, Build] = {
     "ZeroStep": functools.partial(_zero, gather="backward"),
     "ZeroStep, whole parameters": functools.partial(_zero, gather="backward", partition="parameter"),
     "ZeroStep, gathered in forward": functools.partial(_zero, gather="forward"),
+    "Step and Step": functools.partial(_of_two, sharded=False),
+    "ZeroStep and Step": functools.partial(_of_two, sharded=True),
     "LocalSGD, overlapped": functools.partial(_local, overlap=1, fragments=2),
     "LocalSGD, outer": functools.partial(_local, outer=OUTER),
     "LocalSGD, update in backward": _local_in_backward,
@@ -117,9 +131,12 @@ def _train(case: Case, rank: int, ddp: Any, optimizer: Any, steps: range) -> Non
         if is_automatic:
             loss.backward()
             continue
-        optimizer.zero_grad()
+        optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+        for one in optimizers:
+            one.zero_grad()
         loss.backward()
-        optimizer.step()
+        for one in optimizers:
+            one.step()
 
 
 def overlap_stages(ddp: Any) -> tuple[Any, ...]:
