@@ -112,7 +112,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters_as_bucket_view: accepted for compatibility; chunks are always views of the parameters.
         overlap_with_ddp: a stage makes the update in backward; :meth:`step` raises an error if none is registered.
         partition: ``"element"`` cuts every parameter into equal chunks, for optimizers that treat all elements alike,
-            as most do. ``"parameter"`` gives whole parameters to ranks, balanced by size, for other optimizers.
+            as most do. ``"parameter"`` gives whole parameters to ranks, balanced by what their updates cost, for other
+            optimizers.
             ``None`` finds out, by an experiment on a few small parameters, which of them equals the plain optimizer.
         master_dtype: update a copy of each chunk in this dtype if it is wider than the parameter's, such as
             ``torch.float32`` for ``bfloat16`` parameters. Adds ``1/W`` of the parameters in that dtype on each rank.
@@ -158,7 +159,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._whole_state = WholeState(self.rank)
         self.skipped = SkippedUpdates()
         """Where the loop says that a backward is not this optimizer's."""
-        chunks = self.ownership.add(groups, first_group=0)
+        chunks = self.ownership.add(groups, first_group=0, orthogonalizes=self._experiments.orthogonalizes(groups))
         self.optim = make_optimizer(cls, chunks, defaults)
         """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
         self._stepper = SubsetStepper(self.optim)
@@ -212,7 +213,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         check_division(type(self.optim), found, self.partition)
         if self.stage is not None:
             self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
-        (chunks,) = self.ownership.add(groups, first_group=len(self.param_groups))
+        (chunks,) = self.ownership.add(
+            groups,
+            first_group=len(self.param_groups),
+            orthogonalizes=self._experiments.orthogonalizes([*self.param_groups, group])[-1:],
+        )
         self.optim.add_param_group(chunks)
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.optim.zero.parameter_groups import check_same_on_all_ranks, device_of, is_narrower, names_of
 from overlap.optim.zero.partition import ByElement, ByParameter, Extent, Partition, Range
+from overlap.optim.zero.update_cost import orthogonalization_flops
 
 __all__ = ["Ownership", "Shard", "flatten"]
 
@@ -29,8 +31,15 @@ class Ownership:
         ranks = group.size()
         self._partition: Partition = ByParameter(ranks) if partition == "parameter" else ByElement(ranks)
 
-    def add(self, groups: list[dict[str, Any]], *, first_group: int) -> list[dict[str, Any]]:
+    def add(
+        self, groups: list[dict[str, Any]], *, first_group: int, orthogonalizes: Sequence[int]
+    ) -> list[dict[str, Any]]:
         """Make the shards of new groups; returns the groups of chunks for this rank's optimizer.
+
+        Args:
+            groups: with their parameters.
+            first_group: the place of the first.
+            orthogonalizes: in how many steps the optimizer orthogonalizes the matrices of each group.
 
         Issues: one gather of a few bytes per parameter.
 
@@ -46,8 +55,19 @@ class Ownership:
                 raise ConfigurationError(f"{name} is the same as {known[id(parameter)]}; pass each parameter once")
             known[id(parameter)] = name
         device_of([*(shard.parameter for shard in self.shards.values()), *(parameter for _, parameter in pairs)])
-        check_same_on_all_ranks(groups, names, self.group, self._settings)
-        extents = [Extent(p.numel(), p.element_size(), p.requires_grad, pool=(place, p.dtype)) for place, p in pairs]
+        steps = dict(enumerate(orthogonalizes, start=first_group))
+        settings = (*self._settings, *([f"ns_steps={list(orthogonalizes)}"] if any(orthogonalizes) else []))
+        check_same_on_all_ranks(groups, names, self.group, settings)
+        extents = [
+            Extent(
+                p.numel(),
+                p.element_size(),
+                p.requires_grad,
+                pool=(place, p.dtype),
+                flops=orthogonalization_flops(p, steps[place]),
+            )
+            for place, p in pairs
+        ]
         ranges = self._partition.assign(extents)
         made = [
             Shard(

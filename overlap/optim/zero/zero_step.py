@@ -8,16 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from overlap._checks import described
 from overlap._torch.device import has_streams
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
+from overlap.hooks.clipping import Clipping, ShardedNorm
 from overlap.hooks.wires import Wire, redistribute
 from overlap.hooks.wires.memory import WireMemory
 from overlap.join.active import active_join
-from overlap.optim.clipping import Clipping
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.phases import SCALED_UNDER_JOIN, Phase
 from overlap.optim.skipping import SkippedUpdates
@@ -32,7 +33,7 @@ from overlap.optim.zero.parameter_groups import check_covered, check_same_group
 from overlap.optim.zero.prefetch import ParameterPrefetch
 from overlap.optim.zero.reduce_scatter import ReduceScatter
 from overlap.optim.zero.scale_vote import ScaleVote
-from overlap.optim.zero.sharded_gradients import FiniteVote, ShardedNorm
+from overlap.optim.zero.sharded_gradients import FiniteVote
 from overlap.optim.zero.sharding import Shard
 from overlap.optim.zero.wire_exchange import WireExchange
 from overlap.optim.zero.wire_options import check_real, check_wires
@@ -150,8 +151,18 @@ class ZeroStep(UpdateStage):
         self._held: dict[int, Pairs] = {}
         # Whether a ReduceScatter of this optimizer comes before the stage.
         self._follows_its_reducer = False
+        # Whether step() of other sharded updates of the chain issues collectives, too, in the order of the calls.
+        self._is_in_step_with_others = False
         # Whether a reducer before the stage has left the mean in all of .grad.
         self._has_whole_mean = False
+
+    @property
+    def stepped(self) -> Optimizer:
+        return self.zero.optim
+
+    @property
+    def updates_after_backward(self) -> bool:
+        return self.updates_in_step or self._prefetch is not None
 
     @property
     def signature(self) -> str:
@@ -187,6 +198,8 @@ class ZeroStep(UpdateStage):
                 f"{self!r} reduces by itself, so that {self.reduce_wire!r} can carry gradients to their owners, but "
                 f"{reducer!r} before it has reduced them: leave that out, or use ZeroStep without reduce_wire"
             )
+        in_step = [stage for stage in stages if isinstance(stage, ZeroStep) and stage.updates_in_step]
+        self._is_in_step_with_others = self in in_step and len(in_step) > 1
 
     def attach(self, context: StageContext) -> None:
         zero = self.zero
@@ -285,6 +298,11 @@ class ZeroStep(UpdateStage):
             )
         if is_replay and not self.zero.is_joining and (self.updates_in_step or self._prefetch is not None):
             raise TrainingLoopError(f"{self!r} acts outside of backward, too: use `with Join([ddp, zero])`")
+        if self._is_in_step_with_others and self.zero.is_joining and active_join(self.zero.process_group) is None:
+            raise UnsupportedError(
+                "PyTorch's Join does not tell a rank without inputs in which order the others call step() of several "
+                "sharded optimizers: use `with overlap.Join([ddp, ...])`, or leave out deferred=True"
+            )
         super().before_backward(is_replay=is_replay)
         self._gathers, self._held = [], {}
         self._vote.begin()
@@ -311,7 +329,7 @@ class ZeroStep(UpdateStage):
         if self.is_deferred:
             await self._update_together(bucket)
         else:
-            self.zero.update(self._held.pop(bucket.index, []))
+            self._update(self._held.pop(bucket.index, []))
         if shards is not None:
             self.lifecycle.gradients.note_applied(shard.parameter for shard in shards)
             if self._prefetch is None:
@@ -344,8 +362,14 @@ class ZeroStep(UpdateStage):
                 norm = ShardedNorm(self.clipping, [gradient for _, gradient in pairs], bucket.buffer.device)
                 await all_reduce(norm.partial, op=norm.op, group=bucket.group)
                 norm.clip_()
-            self.zero.update(pairs)
+            self._update(pairs)
         await whole_pass()
+
+    def _update(self, pairs: Pairs) -> None:
+        veto = self.lifecycle.veto
+        if not veto.stops:
+            with veto.passed_to(self.stepped):
+                self.zero.update(pairs)
 
     def _all_held(self) -> Pairs:
         held, self._held = self._held, {}
@@ -387,6 +411,8 @@ class ZeroStep(UpdateStage):
         """What is left of a step after backward, on the training thread."""
         if loss_scale.is_used and self.zero.is_joining:
             raise TrainingLoopError(SCALED_UNDER_JOIN)
+        if loss_scale.is_used:
+            self.check_unscaled()
         if self.leaves_update:
             self.wait()
         elif loss_scale.is_used:
@@ -452,6 +478,8 @@ class ZeroStep(UpdateStage):
 
     @torch.no_grad()
     def _update_in_step(self, loss_scale: LossScale) -> None:
+        if self.lifecycle.veto.stops:
+            return
         try:
             self.zero.begin()  # Parameters may have been moved since backward.
             pairs = self._pairs_of_step()
@@ -463,7 +491,7 @@ class ZeroStep(UpdateStage):
                 norm = ShardedNorm(self.clipping, gradients, self.zero.join_device)
                 dist.all_reduce(norm.partial, op=norm.op, group=self.zero.process_group)
                 norm.clip_()
-            self.zero.update(pairs)
+            self._update(pairs)
             self._gather()
         except BaseException:
             self.lifecycle.on_update_failure()
