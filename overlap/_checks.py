@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+import math
+from numbers import Integral, Real
 
 import torch.distributed as dist
 from torch import nn
@@ -11,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from overlap._torch.compiled import uncompiled
 from overlap.errors import ConfigurationError
 
-__all__ = ["check_ddp", "check_group", "check_whole_number", "described"]
+__all__ = ["check_ddp", "check_group", "check_number", "check_whole_number", "described"]
 
 
 def check_ddp(model: object, *, error: type[Exception] = ConfigurationError) -> DistributedDataParallel:
@@ -72,6 +73,20 @@ def check_whole_number(name: str, value: object, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
     return int(value)
+
+
+def check_number(name: str, value: object, *, above: float | None = None) -> float:
+    """``value`` as a ``float``, if it is a finite number, and greater than ``above`` where that is given.
+
+    Raises:
+        ConfigurationError: it is not; the message calls it ``name``.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise ConfigurationError(f"{name} must be a finite number, got {value!r}")
+    number = float(value)
+    if above is not None and not number > above:
+        raise ConfigurationError(f"{name} must be greater than {above:g}, got {value!r}")
+    return number
 
 
 def described(value: object) -> str:

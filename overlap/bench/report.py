@@ -11,7 +11,8 @@ from rich.table import Table
 from overlap.bench.results import OK, Report, Row
 
 _HEADINGS = (
-    "variant", "ms a step", "p25 - p75", "ratio", "sent MB", "peak MB", "exposed ms", "floor ms", "score", "baseline"
+    "variant", "ms a step", "p25 - p75", "ratio", "to fp16", "sent MB", "peak MB", "exposed ms", "floor ms", "score",
+    "baseline",
 )  # fmt: skip
 _OURS = "overlap-"
 _UNBOUNDED = 1000
@@ -37,9 +38,9 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 def markdown(report: Report) -> str:
     """The table for a document, with failures in the column of times and the footnote below."""
-    lines = [f"**{title(report)}**", "", f"| {' | '.join(_HEADINGS)} |", f"| --- |{' ---: |' * 8} --- |"]
+    lines = [f"**{title(report)}**", "", f"| {' | '.join(_HEADINGS)} |", f"| --- |{' ---: |' * 9} --- |"]
     for row in report.rows:
-        cells = _cells(row) if row.median_ms is not None else [row.variant, row.status, *[""] * 7, row.baseline]
+        cells = _cells(row) if row.median_ms is not None else [row.variant, row.status, *[""] * 8, row.baseline]
         cells = [cell.replace("|", "\\|") for cell in cells]
         bold = [f"**{cells[0]}**"] if row.variant.startswith(_OURS) else [cells[0]]
         lines.append(f"| {' | '.join(bold + cells[1:])} |")
@@ -76,12 +77,13 @@ def _footnote(report: Report) -> str:
 
 def _cells(row: Row) -> list[str]:
     if row.median_ms is None:
-        return [row.variant, row.status.partition(":")[0], *[""] * 7, row.baseline]
+        return [row.variant, row.status.partition(":")[0], *[""] * 8, row.baseline]
     return [
         row.variant,
         f"{row.median_ms:.1f}",
         f"{row.p25_ms:.1f} - {row.p75_ms:.1f}",
         _number(row.ratio, "{:.3f}"),
+        _number(row.ratio_to_16bit, "{:.3f}"),
         _number(row.bytes_sent_per_step, "{:.2f}", 1e6),
         _number(row.peak_memory_bytes, "{:.0f}", 1e6),
         _number(row.exposed_ms, "{:.1f}"),

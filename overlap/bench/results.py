@@ -28,8 +28,8 @@ class Row:
     """One variant, as it stands in the JSON. What was not measured is None, and `status` says why.
 
     `bytes_sent_per_step` and `peak_memory_bytes` are those of the rank that has most of them; times are of each
-    step's slowest rank. `ratio` is the median over the baseline's, and `exposed_ms` the median less that of
-    compute-only, both of the same timing.
+    step's slowest rank. `ratio` is the median over the baseline's, `ratio_to_16bit` that over PyTorch's fp16 hook's,
+    where it was timed too, and `exposed_ms` the median less that of compute-only, all of the same timing.
     """
 
     variant: str
@@ -37,6 +37,7 @@ class Row:
     p25_ms: float | None = None
     p75_ms: float | None = None
     ratio: float | None = None
+    ratio_to_16bit: float | None = None
     baseline: str
     bytes_sent_per_step: int | None = None
     peak_memory_bytes: int | None = None
@@ -98,9 +99,11 @@ def _row(
     trials = measurements.trials[name]
     sent_bytes = max(one.sent_bytes_per_step for one in trials)
     p25_ms, median_ms, p75_ms = quartiles(timing[name])
-    ratio = exposed_ms = floor = None
+    ratio = ratio_to_16bit = exposed_ms = floor = None
     if baseline in timing:
         ratio = median_ms / statistics.median(timing[baseline])
+    if (baseline_16bit := variant.baseline_16bit_name(config.settings)) in timing:
+        ratio_to_16bit = median_ms / statistics.median(timing[baseline_16bit])
     if COMPUTE_ONLY in timing:
         compute_ms = statistics.median(timing[COMPUTE_ONLY])
         exposed_ms = median_ms - compute_ms
@@ -117,6 +120,7 @@ def _row(
         p25_ms=_rounded(p25_ms),
         p75_ms=_rounded(p75_ms),
         ratio=_rounded(ratio, 4),
+        ratio_to_16bit=_rounded(ratio_to_16bit, 4),
         baseline=baseline,
         bytes_sent_per_step=round(sent_bytes),
         peak_memory_bytes=max(one.peak_memory_bytes for one in trials),

@@ -77,7 +77,8 @@ def timing_groups(memory_bytes: Mapping[str, int], limit_bytes: int, settings: S
     """
 
     def group_of(*names: str) -> tuple[str, ...]:
-        return tuple(name for name in with_baselines(names, settings) if name in memory_bytes)
+        half = [registry()[name].baseline_16bit_name(settings) for name in names]
+        return tuple(name for name in with_baselines([*names, *half], settings) if name in memory_bytes)
 
     alone = [name for name in memory_bytes if registry()[name].timed_alone]
     groups: list[tuple[str, ...]] = []

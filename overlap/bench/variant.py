@@ -47,6 +47,10 @@ class Variant:
         optimizer = self.optimizer_name(settings)
         return f"ddp-{optimizer}" if optimizer.startswith("sgd") else "ddp-adamw-fused"
 
+    def baseline_16bit_name(self, settings: Settings) -> str:
+        """PyTorch's own hook that halves the bytes, with the same kind of optimizer."""
+        return "torch-fp16" if self.optimizer_name(settings).startswith("sgd") else "torch-fp16-adamw"
+
 
 def variant(name: str, **fields: Any) -> Callable[[Build], Variant]:
     """Makes a `Variant` with these fields of the decorated function, which builds its training loop."""

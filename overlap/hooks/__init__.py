@@ -16,9 +16,12 @@ from overlap.hooks.collectives import (
 )
 from overlap.hooks.context import StageContext
 from overlap.hooks.engine.registration import Registration, register
+from overlap.hooks.hierarchical import Hierarchical
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from overlap.hooks.quantize import GatherQuantized, Quantize
+from overlap.hooks.route import route
+from overlap.hooks.rules import by_ndim
 from overlap.hooks.stage import Role, Stage
 from overlap.hooks.stage_hook import StageHook
 from overlap.hooks.torch_names import (
@@ -32,16 +35,38 @@ from overlap.hooks.torch_names import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
+from overlap.hooks.transforms import (
+    AddNoise,
+    Centralize,
+    ClipGradNorm,
+    ClipValue,
+    Log,
+    Scale,
+    SkipNonFinite,
+    Transform,
+)
+from overlap.hooks.wires import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
 
 Site = StageContext  # Its name before.
 
 __all__ = [
+    "AddNoise",
     "AllGather",
     "AllReduce",
+    "BFloat16",
     "Bucket",
     "Cast",
+    "Centralize",
     "Chain",
+    "Float16",
+    "Float8",
+    "ClipGradNorm",
+    "ClipValue",
     "GatherQuantized",
+    "Hierarchical",
+    "Int4",
+    "Int8",
+    "Log",
     "NoReduction",
     "PostLocal",
     "PostLocalSGDState",
@@ -50,9 +75,14 @@ __all__ = [
     "Quantize",
     "Registration",
     "Role",
-    "StageContext",
+    "Scale",
+    "SkipNonFinite",
     "Stage",
+    "StageContext",
     "StageHook",
+    "TopK",
+    "Wire",
+    "Transform",
     "all_gather",
     "all_reduce",
     "allgather_then_aggregate_hook",
@@ -63,6 +93,7 @@ __all__ = [
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "broadcast",
+    "by_ndim",
     "chain",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
@@ -75,6 +106,7 @@ __all__ = [
     "reduce_scatter",
     "reducer",
     "register",
+    "route",
     "send_recv",
     "whole_pass",
 ]

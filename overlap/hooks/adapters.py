@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from overlap._torch.autograd import in_backward
 from overlap._torch.c10d import GradBucket, is_future
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
@@ -209,6 +210,11 @@ class HookStage(Stage):
         return True
 
     async def __call__(self, bucket: Bucket) -> None:
+        if not (in_backward() or bucket.is_replay):
+            raise ConfigurationError(
+                f"{self!r} must be called where DDP calls hooks, when its bucket arrives, but a transform before it "
+                "awaits something first: put that transform after the hook"
+            )
         raw = bucket.raw if bucket.raw is not None else _RawBucket(bucket)
         future = self._hook(self._state, raw)  # type: ignore[arg-type]
         if not is_future(future):

@@ -51,7 +51,7 @@ class Bucket:
     fqns: tuple[str, ...] | None = None
     """What ``names`` returns; ``None`` where they are not known."""
     views: tuple[tuple[torch.Size, tuple[int, ...], int], ...] | None = None
-    """Size, stride and offset of each of ``gradients``, where the buffer is not DDP's."""
+    """Size, stride and offset in ``buffer`` of each of ``gradients``, where the buffer is not DDP's."""
 
     @cached_property
     def gradients(self) -> tuple[Tensor, ...]:
@@ -59,7 +59,8 @@ class Bucket:
         if self.raw is not None:
             return tuple(bucket_gradients(self.raw))
         assert self.views is not None, "a bucket without DDP's object is made by with_buffer"
-        return tuple(self.buffer.as_strided(size, stride, offset) for size, stride, offset in self.views)
+        start = int(self.buffer.storage_offset())
+        return tuple(self.buffer.as_strided(size, stride, start + offset) for size, stride, offset in self.views)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from overlap.errors import ConfigurationError, RegistrationError
+from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.context import StageContext
 
-__all__ = ["Role", "Stage", "StageContext", "walk"]
+__all__ = ["Role", "Stage", "StageContext", "walk", "with_contexts"]
 
 
 class Role(enum.IntEnum):
@@ -55,12 +55,20 @@ class Stage(ABC):
 
     # What follows has a default that fits most stages.
 
+    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:  # noqa: B027
+        """Called at registration, before :meth:`attach`, with the stages of the chain around this one; raise here to
+        refuse the place. Not called on stages inside of other stages than chains."""
+
     def attach(self, context: StageContext) -> None:  # noqa: B027
         """Called once, when the stage is registered, before anything else; raise here to refuse a model."""
 
     def check_together(self, stages: Sequence[Stage]) -> None:  # noqa: B027
         """Called once, when all stages are attached, with those that run one after another; raise here to refuse
         them. No collective has been issued yet."""
+
+    def context_of(self, child: Stage, context: StageContext) -> StageContext:
+        """What ``child`` is attached with; here ``context``, with which this stage has been attached."""
+        return context
 
     def detach(self) -> None:  # noqa: B027
         """Called when the registration is removed."""
@@ -78,6 +86,13 @@ class Stage(ABC):
         with the returned text as a note.
         """
         return None
+
+    def note_result(self, result: Tensor) -> None:  # noqa: B027
+        """Called with what another reducer of the same pass has made, the same on all ranks.
+
+        A pass with a result that is not finite is not applied, so a stage with memory that it would change drops the
+        change.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What the stage remembers between steps on this rank: tensors and plain values by name."""
@@ -128,6 +143,38 @@ class Stage(ABC):
         return None
 
     @property
+    def edits_gradients(self) -> bool:
+        """Whether a transform changes gradients, so that another backward would add to what was changed already."""
+        return self.role is Role.TRANSFORM
+
+    @property
+    def commutes_with_scaling(self) -> bool:
+        """Whether gradients of a scaled loss are right for it: divided by the scale afterwards, they are the same."""
+        return True
+
+    @property
+    def leaves_update(self) -> bool:
+        """Whether the update of the backward under way is left to the loop's ``step()``."""
+        return False
+
+    @property
+    def updates_after_backward(self) -> bool:
+        """Whether new parameters are in place only after backward, so that nothing can follow it in a chain."""
+        return False
+
+    def check_skippable(self, context: StageContext) -> None:
+        """Called at registration by a stage before this update that may have it left out.
+
+        Raises:
+            UnsupportedError: it cannot be left out without a wait of the host, or at all.
+        """
+        raise UnsupportedError(f"{self!r} cannot leave out the update of a pass; use Step(optimizer) or ZeroStep(zero)")
+
+    def skip_if(self, found_inf: Tensor) -> None:
+        """Have the update of the pass under way change nothing where ``found_inf``, 0-dimensional, is not zero."""
+        raise UnsupportedError(f"{self!r} cannot leave out the update of a pass")
+
+    @property
     def starts_on_autograd_thread(self) -> bool:
         """Whether the code before the first ``await`` must run where DDP calls hooks, when the bucket arrives."""
         return any(child.starts_on_autograd_thread for child in self.children)
@@ -167,3 +214,13 @@ def walk(stage: Stage) -> Iterator[Stage]:
     yield stage
     for child in stage.children:
         yield from walk(child)
+
+
+def with_contexts(stage: Stage, context: StageContext) -> Iterator[tuple[Stage, StageContext]]:
+    """``stage`` and all stages that it is made of, each with what it is attached with.
+
+    Those of a stage's children are made when it has been attached.
+    """
+    yield stage, context
+    for child in stage.children:
+        yield from with_contexts(child, stage.context_of(child, context))

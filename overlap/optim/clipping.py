@@ -1,69 +1,18 @@
-"""Clipping by the global norm, of gradients whose own norms are known already."""
+"""Norms of gradients that are known before they are clipped."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from numbers import Real
 
-import torch
 from torch import Tensor
 
 from overlap._torch.autograd import version
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import norms
-from overlap.errors import ConfigurationError
 from overlap.optim.fingerprint import is_sampled
 
-__all__ = ["Clipping", "GradientNorms"]
-
-
-@dataclass(frozen=True)
-class Clipping:
-    """Scale gradients so that their global norm is at most ``max_norm``."""
-
-    max_norm: float
-    norm_type: float = 2.0
-
-    def __post_init__(self) -> None:
-        for name, value in (("clip_grad_norm", self.max_norm), ("norm_type", self.norm_type)):
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise ConfigurationError(f"{name} is a number, got {value!r}")
-        if not self.max_norm > 0:
-            raise ConfigurationError(f"clip_grad_norm must be positive, got {self.max_norm}")
-        if not self.norm_type > 0:
-            raise ConfigurationError(f"norm_type must be positive (float('inf') for the maximum), got {self.norm_type}")
-
-    def scale_(self, gradients: Sequence[Tensor], gradient_norms: Sequence[Tensor]) -> Tensor:
-        """Clip ``gradients`` in place, given the norm of each; returns their global norm, a 0-dimensional tensor.
-
-        Bit for bit ``torch.nn.utils.clip_grad_norm_``, which computes the norms itself.
-        """
-        total: Tensor = torch.linalg.vector_norm(torch.stack(_grouped(gradients, gradient_norms)), self.norm_type)
-        self.scale_to_(gradients, total)
-        return total
-
-    def scale_to_(self, gradients: Sequence[Tensor], total: Tensor) -> None:
-        """Clip ``gradients`` in place, given the global norm of all there are."""
-        holders = [_Holder(gradient) for gradient in gradients]
-        torch.nn.utils.clip_grads_with_norm_(holders, self.max_norm, total)  # type: ignore[arg-type]
-
-
-class _Holder:
-    """What ``clip_grads_with_norm_`` wants of a parameter."""
-
-    def __init__(self, grad: Tensor) -> None:
-        self.grad = grad
-
-
-def _grouped(gradients: Sequence[Tensor], gradient_norms: Sequence[Tensor]) -> list[Tensor]:
-    """The norms in the order in which ``clip_grad_norm_`` adds them up: by device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient, norm in zip(gradients, gradient_norms, strict=True):
-        groups.setdefault((gradient.device, gradient.dtype), []).append(norm)
-    device = gradients[0].device
-    return [norm.to(device) for group in groups.values() for norm in group]
+__all__ = ["GradientNorms"]
 
 
 class GradientNorms:

@@ -40,6 +40,7 @@ from overlap.optim.phases import (
     Refusal,
 )
 from overlap.optim.update_marks import UpdateMarks
+from overlap.optim.veto import Veto
 
 __all__ = ["UpdateLifecycle"]
 
@@ -71,6 +72,8 @@ class UpdateLifecycle:
         """Whether :meth:`on_forward` is called; a hook that is registered with DDP itself is not told of forwards."""
         self.is_joining: Callable[[], bool] = lambda: False
         """Whether ranks that have run out of inputs make the updates of others as they are reduced."""
+        self.veto = Veto()
+        """Whether the update of the last backward is to change nothing."""
         self.gradients = PassGradients(clears)
         self._is_replay = False
         self._make_marks = marks
@@ -118,6 +121,7 @@ class UpdateLifecycle:
         self.outcome = outcome or self.form.outcome
         self._is_replay = is_replay
         self._marks = None
+        self.veto.clear()
         self.gradients.begin_pass()
 
     def _begin_replay(self) -> None:
@@ -147,6 +151,7 @@ class UpdateLifecycle:
             self.gradients.note_applied(p for p in updated if self.gradients.has_reduced(p))
             self.gradients.note_values(are_there=not self._is_replay)
         self._marks = None
+        self.veto.clear()
         self._move(Event.STEP)
 
     def on_zero_grad(self, *, set_to_none: bool = True) -> None:
@@ -156,6 +161,7 @@ class UpdateLifecycle:
             TrainingLoopError: the update was made in backward, and ``step()`` is due.
         """
         self.check(Event.ZERO_GRAD)
+        self.veto.clear()
         self.gradients.note_zero_grad(set_to_none=set_to_none or self.phase is not Phase.FORWARD)
         self._move(Event.ZERO_GRAD)
         if self.phase is Phase.IDLE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -17,10 +17,11 @@ from overlap._torch.optimizer import (
     run_pre_hooks,
     unwrapped,
 )
-from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import StageContext
+from overlap.hooks.clipping import Clipping
 from overlap.join import Join, Joinable, JoinHook
-from overlap.optim.clipping import Clipping, GradientNorms
+from overlap.optim.clipping import GradientNorms
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.in_backward import check_nothing_before
 from overlap.optim.lifecycle import UpdateLifecycle
@@ -30,6 +31,7 @@ from overlap.optim.proxy import OptimizerProxy
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.step_guard import guards_lifted
 from overlap.optim.subset import SubsetStepper, check_optimizer, grads_replaced, step_whole
+from overlap.optim.veto import Veto
 
 __all__ = ["OverlappedOptimizer"]
 
@@ -38,10 +40,16 @@ class _Update(Protocol):
     """What a :class:`Step` stage tells of itself."""
 
     is_deferred: bool
+    may_skip: bool
     clipping: Clipping | None
     norms: GradientNorms | None
     lifecycle: UpdateLifecycle
     context: StageContext | None
+
+    @property
+    def updates_in_step(self) -> bool: ...
+
+    def check_unscaled(self) -> None: ...
 
 
 class OverlappedOptimizer(OptimizerProxy, Joinable):
@@ -99,8 +107,13 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         loss_scale = LossScale.given_to(self)
         pending = self._pending(loss_scale)
         self._check_call(arguments)
+        veto = Veto.of_any(update.lifecycle.veto for update in self._updates)
+        is_made = not veto.stops
         try:
-            self._update(pending, loss_scale, arguments)
+            if is_made:
+                # A scaler's verdict is of the same gradients.
+                with nullcontext() if loss_scale.is_used else veto.passed_to(self.optimizer):
+                    self._update(pending, loss_scale, arguments)
         except BaseException:
             for update in self._updates:
                 update.lifecycle.on_update_failure()
@@ -108,7 +121,8 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         mark_stepped(self.optimizer)
         for update in self._updates:
             update.lifecycle.on_step(pending)
-        self.outside.note_stepped(pending, [update.lifecycle.names for update in self._updates])
+        if is_made:
+            self.outside.note_stepped(pending, [update.lifecycle.names for update in self._updates])
         return loss
 
     def skip_update(self) -> AbstractContextManager[None]:
@@ -139,6 +153,9 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             )
         if loss_scale.is_used and any(lifecycle.is_joining() for lifecycle in lifecycles):
             raise TrainingLoopError(SCALED_UNDER_JOIN)
+        if loss_scale.is_used:
+            for update in self._updates:
+                update.check_unscaled()
         for lifecycle in lifecycles:
             lifecycle.check_step()
         self.outside.refuse_edits()
@@ -304,6 +321,11 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         for other in self._updates:
             if (other.is_deferred, other.clipping) != (update.is_deferred, update.clipping):
                 raise ConfigurationError(f"one optimizer is updated in one way, but has {other!r} and {update!r}")
+            if (other.may_skip or update.may_skip) and not update.updates_in_step:
+                raise UnsupportedError(
+                    f"one optimizer serves two models, and where gradients of one are not finite {update!r} may have "
+                    "updated the other already: use Step(optimizer, deferred=True) for both"
+                )
 
     def run_hooks(self) -> None:
         """Run the step hooks of an update that was made in backward; the pre-hooks among them only watch."""

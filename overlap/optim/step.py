@@ -111,6 +111,10 @@ class Step(UpdateStage):
             raise ConfigurationError("params chooses what is updated in backward, but deferred updates come after it")
 
     @property
+    def stepped(self) -> Optimizer:
+        return self.optimizer.optimizer
+
+    @property
     def optimizer_name(self) -> str:
         return type(self.optimizer.optimizer).__name__
 
@@ -283,6 +287,9 @@ class Step(UpdateStage):
             for parameter, gradient in zip(parameters, gradients, strict=True)
         }
         self._held.clear()
+        if self.lifecycle.veto.stops:
+            self.lifecycle.gradients.note_applied(parameter for parameter, _ in pairs.values())
+            return
         groups = self.optimizer.param_groups
         # In the optimizer's order, in which clip_grad_norm_ adds norms up.
         ordered = [pairs[id(parameter)] for group in groups for parameter in group["params"] if id(parameter) in pairs]
@@ -293,14 +300,17 @@ class Step(UpdateStage):
         optimizer = self.optimizer.optimizer
         every = [parameter for group in groups for parameter in group["params"]]
         gradients = [pairs[id(parameter)][1] if id(parameter) in pairs else None for parameter in every]
-        with grads_replaced(every, gradients):
+        with grads_replaced(every, gradients), self.lifecycle.veto.passed_to(optimizer):
             step_whole(optimizer)
         raise_versions(parameters, groups)
         self.lifecycle.gradients.note_applied(parameters)
 
     def _apply(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         parameters = [parameter for parameter, _ in pairs]
-        self.optimizer.stepper.step(parameters, [gradient for _, gradient in pairs])
+        veto = self.lifecycle.veto
+        if not veto.stops:
+            with veto.passed_to(self.stepped):
+                self.optimizer.stepper.step(parameters, [gradient for _, gradient in pairs])
         self.lifecycle.gradients.note_applied(parameters)
 
     def _updates(self, parameter: Tensor) -> bool:
@@ -314,7 +324,7 @@ class Step(UpdateStage):
         outcome = Phase.STEPPED if self.lifecycle.is_replay else self.lifecycle.outcome
         if self.is_automatic and not self.lifecycle.is_replay:
             self._check_left_out()
-        if outcome is Phase.STEPPED and not self.is_deferred:
+        if outcome is Phase.STEPPED and not self.is_deferred and not self.lifecycle.veto.stops:
             self._run_hooks()
         self.lifecycle.on_reduced(outcome)
         if outcome is Phase.STEPPED:

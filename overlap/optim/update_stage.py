@@ -8,15 +8,17 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from overlap._torch.device import has_streams
-from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
+from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Role, Stage, StageContext
-from overlap.optim.clipping import Clipping
+from overlap.hooks.clipping import Clipping
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.phases import Form, Phase
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.update_marks import UpdateMarks
+from overlap.optim.veto import supports_veto
 
 __all__ = ["UpdateStage"]
 
@@ -59,6 +61,10 @@ class UpdateStage(Stage):
             )
         self.is_deferred = bool(deferred) or self.clipping is not None
         self.is_automatic = automatic
+        self.may_skip = False
+        """Whether a stage before it may have an update left out."""
+        self._adds_up = adds_up
+        self._transforms: Sequence[Stage] = ()
         self.context: StageContext | None = None
         """Where this is registered."""
         outcome = Phase.STEPPED if automatic else Phase.REDUCED if self.is_deferred else Phase.APPLIED
@@ -101,6 +107,44 @@ class UpdateStage(Stage):
     def updates_in_step(self) -> bool:
         """Whether the update is left to the loop's ``step()``."""
         return self.is_deferred and not self.is_automatic
+
+    @property
+    def updates_after_backward(self) -> bool:
+        return self.updates_in_step
+
+    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
+        self.may_skip = False  # A stage that may skip says so when it is attached.
+        self._transforms = [stage for stage in before if stage.role is Role.TRANSFORM]
+        # A second backward would add to gradients that were clipped, say, already.
+        adds_up = self._adds_up and not any(stage.edits_gradients for stage in self._transforms)
+        self._form = self.lifecycle.form = replace(self._form, adds_up=adds_up)
+
+    def check_unscaled(self) -> None:
+        """Raises: TrainingLoopError: ``GradScaler`` is used, and a transform has seen scaled gradients."""
+        transform = next((stage for stage in self._transforms if not stage.commutes_with_scaling), None)
+        if transform is not None:
+            raise TrainingLoopError(
+                f"GradScaler multiplies the loss, so {transform!r} has seen scaled gradients in backward: leave it "
+                f"out. {type(self).__name__}(..., clip_grad_norm=...) clips what is unscaled, and bfloat16 needs no "
+                "scaler"
+            )
+
+    @property
+    @abstractmethod
+    def stepped(self) -> Optimizer:
+        """The optimizer whose kernels make the update."""
+
+    def check_skippable(self, context: StageContext) -> None:
+        if has_streams(context.device) and not supports_veto(self.stepped):
+            raise UnsupportedError(
+                f"on {context.device.type} the host would have to wait to know whether {self!r} is to be left out, "
+                f"unless the kernel of {type(self.stepped).__name__} is told: use fused=True (Adam, AdamW, SGD without "
+                "momentum)"
+            )
+        self.may_skip = True
+
+    def skip_if(self, found_inf: Tensor) -> None:
+        self.lifecycle.veto.found_inf = found_inf
 
     def attach(self, context: StageContext) -> None:
         if self.context is not None:

@@ -29,6 +29,7 @@ _ROW_KEYS = {
     "p25_ms",
     "p75_ms",
     "ratio",
+    "ratio_to_16bit",
     "baseline",
     "bytes_sent_per_step",
     "peak_memory_bytes",

@@ -60,8 +60,8 @@ def rows(report: Report) -> dict[str, Row]:
 
 def test_a_row_holds_what_follows_from_samples_and_trials(rows: dict[str, Row]) -> None:
     assert rows["ddp-sgd"] == Row(
-        variant="ddp-sgd", median_ms=300.0, p25_ms=295.0, p75_ms=305.0, ratio=1.0, baseline="ddp-sgd",
-        bytes_sent_per_step=25_000_010, peak_memory_bytes=50_000_010, exposed_ms=200.0,
+        variant="ddp-sgd", median_ms=300.0, p25_ms=295.0, p75_ms=305.0, ratio=1.0, ratio_to_16bit=2.0,
+        baseline="ddp-sgd", bytes_sent_per_step=25_000_010, peak_memory_bytes=50_000_010, exposed_ms=200.0,
         # Compute took twice what the profile says: the first bucket starts at 60 ms, and the link is busy for 200.
         floor_ms=pytest.approx(60 + 200 + 8 / 4, abs=0.01), status="ok",
     )  # fmt: skip
@@ -71,6 +71,8 @@ def test_a_row_holds_what_follows_from_samples_and_trials(rows: dict[str, Row]) 
 def test_rows_are_compared_with_what_was_timed_together_with_them(rows: dict[str, Row]) -> None:
     assert rows["torch-fp16"].ratio == 0.5
     assert (rows["overlap-fp16"].ratio, rows["overlap-fp16"].exposed_ms) == (0.4, 40.0)
+    assert (rows["ddp-sgd"].ratio_to_16bit, rows["torch-fp16"].ratio_to_16bit) == (2.0, 1.0)
+    assert rows["overlap-fp16"].ratio_to_16bit is None, "the two were not timed together"
 
 
 def test_a_variant_that_failed_is_a_row_without_numbers(rows: dict[str, Row]) -> None:
@@ -87,7 +89,7 @@ def test_a_report_is_read_back_as_it_was_saved(report: Report, tmp_path: Path) -
 
 
 def test_the_table_shows_rows_and_failures(report: Report) -> None:
-    console = Console(file=io.StringIO(), width=140)
+    console = Console(file=io.StringIO(), width=160)
     print_report(report, console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
@@ -106,7 +108,7 @@ def test_a_saved_report_becomes_markdown(report: Report, tmp_path: Path) -> None
     report.save(tmp_path / "bench.json")
     assert main(["bench", "--show", str(tmp_path / "bench.json"), "--markdown", str(tmp_path / "bench.md")]) == 0
     lines = (tmp_path / "bench.md").read_text().splitlines()
-    assert "| ddp-sgd | 300.0 | 295.0 - 305.0 | 1.000 | 25.00 | 50 | 200.0 | 262.0 | 87% | ddp-sgd |" in lines
+    assert "| ddp-sgd | 300.0 | 295.0 - 305.0 | 1.000 | 2.000 | 25.00 | 50 | 200.0 | 262.0 | 87% | ddp-sgd |" in lines
     assert any(line.startswith("| **overlap-fp16** | 240.0 |") for line in lines)
     assert any(line.startswith("| torch-powersgd-r4 | crashes: SIGABRT: 8 vs 4 |") for line in lines)
     # Every row has as many cells as the heading.

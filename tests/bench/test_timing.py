@@ -28,14 +28,15 @@ def test_where_memory_is_short_several_groups_have_their_baselines_each() -> Non
     several = groups(sizes, 50)
     assert len(several) > 1
     for names in several:
-        assert {"compute-only", "ddp-sgd"} <= set(names) and len(names) <= 3
+        assert {"compute-only", "ddp-sgd"} <= set(names) and len(names) <= 4
+        assert "torch-fp16" in names or "overlap-fp16" not in names, "what its ratio to 16 bits is taken to"
     assert set().union(*several) == set(sizes)
 
 
 def test_what_may_crash_is_timed_first_and_by_itself() -> None:
     sizes = dict.fromkeys(("compute-only", "ddp-sgd", "torch-powersgd-r4", "torch-fp16"), 10)
     assert groups(sizes, 100) == [
-        ("compute-only", "ddp-sgd", "torch-powersgd-r4"),
+        ("compute-only", "ddp-sgd", "torch-fp16", "torch-powersgd-r4"),
         ("compute-only", "ddp-sgd", "torch-fp16"),
     ]
 

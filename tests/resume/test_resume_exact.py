@@ -15,6 +15,7 @@ from harness import assert_parity, run_ranks, wrap
 from harness.models import BATCH_NORM, TRANSFORMER, Case, mean_squared_error
 from overlap import (
     Cast,
+    Hierarchical,
     LocalSGD,
     OverlappedOptimizer,
     PowerSGD,
@@ -27,6 +28,7 @@ from overlap import (
     batched_powerSGD_hook,
     chain,
     powerSGD_hook,
+    route,
 )
 from overlap.hooks import PostLocal, PostLocalSGDState
 from overlap.optim import Average, PeriodicModelAverager
@@ -111,13 +113,15 @@ REDUCERS: dict[str, Callable[[], Any]] = {
     "Cast, PowerSGD": lambda: Cast(torch.float16, PowerSGD(rank=2, min_compression_rate=1)),
     "powerSGD_hook": lambda: as_stage(powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
     "batched_powerSGD_hook": lambda: as_stage(batched_powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
+    "route": lambda: route({"*.bias": Quantize(bits=8), "*": PowerSGD(rank=1, min_compression_rate=1)}),
+    "Hierarchical": lambda: Hierarchical(outer=Quantize(bits=4, error_feedback=True), machine_size=1),
     "PostLocal": lambda: PostLocal(PostLocalSGDState(None, None, 5), Quantize(bits=4, error_feedback=True)),
 }
 
 
 def _made(case: Case, form: str, reducer: str, **model: Any) -> tuple[Any, Any]:
     ddp = wrap(case.model(**model), **case.ddp_options())
-    return ddp, FORMS[form](ddp, REDUCERS[reducer]())
+    return ddp, FORMS[form](ddp, {**REDUCERS, **TWO_LEVELS}[reducer]())
 
 
 def _train(case: Case, rank: int, ddp: Any, optimizer: Any, steps: range) -> None:
@@ -170,6 +174,15 @@ def _resumed(rank: int, world_size: int, case: Case, runs: list[tuple[str, str]]
     assert not failures, "\n".join(failures)
 
 
+TWO_LEVELS = {
+    "route of two levels": lambda: route(
+        {
+            "*.weight": Hierarchical(outer=Quantize(bits=4, error_feedback=True), machine_size=2),
+            "*": Cast(torch.bfloat16),
+        }
+    )
+}
+
 # Two reducers in every form, and every reducer in one.
 ALL_FORMS = ("Quantize, feedback", "PowerSGD")
 IN_EVERY_FORM = [(form, reducer) for form in FORMS for reducer in ALL_FORMS]
@@ -185,6 +198,7 @@ def test_every_stage_resumes_bit_for_bit_in_new_processes(runs: list[tuple[str, 
 def test_four_ranks_resume_bit_for_bit_too(tmp_path: Path) -> None:
     """More than two ranks are summed in an order that depends on the buckets."""
     runs = [("Step", "Quantize, feedback"), ("Step", "PowerSGD"), ("LocalSGD, outer", "PowerSGD")]
+    runs += [("Step", "route of two levels")]
     run_ranks(_uninterrupted, 4, TRANSFORMER, runs, tmp_path, 3)
     run_ranks(_resumed, 4, TRANSFORMER, runs, tmp_path, 3)
 

@@ -18,6 +18,11 @@ def torch_fp16(setup: TrainingSetup) -> TrainingLoop:
     return _torch_hook(setup, default_hooks.fp16_compress_hook, setup.group)
 
 
+@variant("torch-fp16-adamw", optimizer="adamw-fused")
+def torch_fp16_adamw(setup: TrainingSetup) -> TrainingLoop:
+    return _torch_hook(setup, default_hooks.fp16_compress_hook, setup.group)
+
+
 @variant("overlap-fp16")
 def overlap_fp16(setup: TrainingSetup) -> TrainingLoop:
     return update_in_backward(setup, Cast(torch.float16, AllReduce()))

@@ -28,7 +28,8 @@ from overlap.hooks.engine.memory_format import MemoryFormats
 from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.regrouping import Regrouping
 from overlap.hooks.engine.worker import Worker
-from overlap.hooks.stage import Stage, walk
+from overlap.hooks.places import check_pass, check_places
+from overlap.hooks.stage import Stage, walk, with_contexts
 from overlap.join import gradient_divisor
 
 __all__ = ["Runtime"]
@@ -83,8 +84,9 @@ class Runtime:
             ConfigurationError: a stage refuses the model.
             CollectiveError: another rank did not connect in time, or registered something else.
         """
-        for stage in walk(self.stage):
-            stage.attach(self._context)
+        check_places(self.stage.sequence)
+        for stage, context in with_contexts(self.stage, self._context):
+            stage.attach(context)
             self._attached.append(stage)
         for stage in self._attached:
             stage.check_together(self.stage.sequence)
@@ -196,6 +198,7 @@ class Runtime:
             begun.regrouping = self._regrouping()
             for stage in walk(self.stage):
                 stage.before_backward(is_replay=is_replay)
+            check_pass(self.stage.sequence)
         except Exception as error:
             error.add_note(f"raised by {self.stage!r} before the first bucket of step {begun.step}")
             begun.fail(error)

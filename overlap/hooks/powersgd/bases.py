@@ -25,6 +25,10 @@ class Directions:
         self._seed = seed
         self._kept: dict[tuple[object, ...], Tensor] = {}
 
+    def forget(self) -> None:
+        """Drop what is kept; the next draw gives the same again."""
+        self._kept.clear()
+
     def draw(
         self, rank: int, length: int, *, dtype: torch.dtype, device: torch.device, step: int | None = None
     ) -> Tensor:
@@ -54,18 +58,24 @@ class Bases:
     def start(self, matrices: Sequence[Matrices], *, is_left: bool, step: int, out: Tensor) -> None:
         """Fill ``out``, the tensor of all left or all right factors.
 
+        After a change of rank the first directions, which are the leading ones, stay, and random ones come behind them.
+
         Raises:
-            ConfigurationError: a factor that was loaded has another shape.
+            ConfigurationError: a factor that was loaded has directions of another length.
         """
         for each in matrices:
             batch = each.batch
             length = batch.rows if is_left else batch.cols
             fresh = None
             for factor, slot in zip(batch.factors(out, is_left=is_left), each.factor_slots, strict=True):
-                if slot.factor is not None and slot.is_left == is_left and self._warm_start:
-                    slot.check_factor((batch.rank, length))
-                    factor.copy_(hold(slot.factor))
-                    continue
+                old = slot.factor if slot.is_left == is_left and self._warm_start else None
+                kept = 0
+                if old is not None:
+                    slot.check_factor(old, length)
+                    kept = min(len(old), batch.rank)
+                    factor[:kept].copy_(hold(old)[:kept])
+                    if kept == batch.rank:
+                        continue
                 if fresh is None:
                     fresh = length**-0.5 * self.directions.draw(
                         batch.rank,
@@ -74,7 +84,7 @@ class Bases:
                         device=out.device,
                         step=None if self._warm_start else step,
                     )
-                factor.copy_(fresh)
+                factor[kept:].copy_(fresh[kept:])
 
     def keep(
         self,

@@ -9,6 +9,8 @@ import torch
 
 from overlap._checks import check_whole_number
 from overlap.errors import ConfigurationError
+from overlap.hooks.powersgd.ranks import RankOption, check_rank, shown
+from overlap.hooks.wires import Wire
 
 __all__ = ["Dtypes", "PowerSGDConfig"]
 
@@ -26,7 +28,7 @@ class Dtypes(NamedTuple):
 class PowerSGDConfig:
     """The options of :class:`PowerSGD`, which describes them; checked, and the same on every rank."""
 
-    rank: int = 2
+    rank: RankOption = 2
     start_step: int = 0
     min_compression_rate: float = 2.0
     error_feedback: bool = True
@@ -34,19 +36,26 @@ class PowerSGDConfig:
     alternate: bool = False
     error_dtype: torch.dtype | None = None
     bypass: Literal["auto"] | None = None
+    wire: Wire | None = None
+    momentum: float = 0.0
     seed: int = 0
     epsilon: float = 0.0
     log_every_steps: int = 10_000
 
     def __post_init__(self) -> None:
-        check_whole_number("rank", self.rank, least=1)
+        check_rank(self.rank)
         check_whole_number("start_step", self.start_step, least=0)
         check_whole_number("seed", self.seed, least=0)
         check_whole_number("log_every_steps", self.log_every_steps, least=1)
         _check_number("min_compression_rate", self.min_compression_rate)
         _check_number("epsilon", self.epsilon)
+        _check_number("momentum", self.momentum)
+        if self.momentum >= 1:
+            raise ConfigurationError(f"momentum must be less than 1, got {self.momentum!r}")
         if self.bypass not in (None, "auto"):
             raise ConfigurationError(f'bypass must be None or "auto", got {self.bypass!r}')
+        if self.wire is not None and not isinstance(self.wire, Wire):
+            raise ConfigurationError(f"wire must be a Wire such as Int8(), or None, got {self.wire!r}")
         dtype = self.error_dtype
         if dtype is not None and dtype not in _ERROR_DTYPES:
             listed = ", ".join(map(str, _ERROR_DTYPES))
@@ -59,7 +68,7 @@ class PowerSGDConfig:
 
     def __str__(self) -> str:
         """The options as they would be typed, without defaults."""
-        parts = [f"rank={self.rank}"]
+        parts = [f"rank={shown(self.rank)}"]
         for option in fields(self):
             value = getattr(self, option.name)
             if option.name not in ("rank", "log_every_steps") and value != option.default:

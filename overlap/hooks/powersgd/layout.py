@@ -118,7 +118,7 @@ class BucketLayout:
 def layout_of(
     shapes: Sequence[Sequence[int]],
     *,
-    rank: int,
+    ranks: Sequence[int],
     min_compression_rate: float,
     exact: AbstractSet[int] = frozenset(),
     batch_numel: float = math.inf,
@@ -127,7 +127,7 @@ def layout_of(
 
     Args:
         shapes: of its gradients.
-        rank: at most this many directions per matrix.
+        ranks: of each gradient, at most this many directions.
         min_compression_rate: see :func:`pays`.
         exact: places that are not to be compressed, whatever their shape.
         batch_numel: matrices of more elements than this are batches of their own.
@@ -137,15 +137,15 @@ def layout_of(
         for place, shape in enumerate(shapes)
         if place not in exact
         and (found := matrix_shape(shape)) is not None
-        and pays(*found, rank, min_compression_rate)
+        and pays(*found, ranks[place], min_compression_rate)
     }
 
-    def batch_key(place: int) -> tuple[int, int, int]:
+    def batch_key(place: int) -> tuple[int, int, int, int]:
         rows, cols = matrices[place]
-        return rows, cols, place if rows * cols > batch_numel else -1
+        return rows, cols, min(ranks[place], rows, cols), place if rows * cols > batch_numel else -1
 
     alike = [tuple(places) for _, places in groupby(sorted(matrices, key=batch_key), key=batch_key)]
-    batches = _lay_out([(places, *matrices[places[0]]) for places in alike], rank)
+    batches = _lay_out([(places, *batch_key(places[0])[:3]) for places in alike])
     kept = tuple(place for place in range(len(shapes)) if place not in matrices)
     return BucketLayout(
         batches=batches,
@@ -157,9 +157,9 @@ def layout_of(
     )
 
 
-def _lay_out(alike: Iterable[tuple[tuple[int, ...], int, int]], rank: int) -> tuple[MatrixBatch, ...]:
-    """Batches with offsets such that left factors are sorted by rows and right ones by columns."""
-    shapes = [(places, rows, cols, min(rank, rows, cols)) for places, rows, cols in alike]
+def _lay_out(alike: Iterable[tuple[tuple[int, ...], int, int, int]]) -> tuple[MatrixBatch, ...]:
+    """Batches of ``(places, rows, cols, rank)`` with left factors sorted by rows and right ones by columns."""
+    shapes = list(alike)
     right_offsets: dict[tuple[int, ...], int] = {}
     end = 0
     for places, _, cols, own_rank in sorted(shapes, key=lambda shape: (shape[2], shape[3], shape[1], shape[0])):

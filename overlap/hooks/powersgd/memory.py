@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.device import hold
@@ -16,102 +15,15 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cut import BucketCut, SavedCut
 from overlap.hooks.powersgd.checkpoint import Snapshot, State
+from overlap.hooks.powersgd.slot import Slot
+from overlap.hooks.powersgd.wired import WiredMean
 from overlap.hooks.stage import StageContext
+from overlap.hooks.wires import RoundingGenerator, Wire
 
-__all__ = ["Memory", "Slot", "Statistics"]
+__all__ = ["Memory", "Statistics"]
 
 # A name that users set levels for; it is documented.
 _logger = logging.getLogger("overlap.hooks.powersgd.statistics")
-
-
-@dataclass(frozen=True)
-class ColumnOrder:
-    """The order of a matrix's columns, where the dimensions behind the first lie in memory otherwise than in the shape.
-
-    So it is in formats such as ``channels_last``.
-    """
-
-    lengths: tuple[int, ...]
-    """Those of the dimensions behind the first."""
-    dims: tuple[int, ...]
-    """Their places in ``lengths``, the outermost in memory first."""
-
-    @classmethod
-    def of(cls, gradient: Tensor) -> ColumnOrder | None:
-        """That of a gradient that is a matrix as it lies in memory; ``None`` where it is that of the shape."""
-        lengths, strides = tuple(gradient.shape[1:]), gradient.stride()[1:]
-        dims = tuple(sorted(range(len(lengths)), key=lambda dim: -strides[dim]))
-        is_by_rows = gradient.ndim > 2 and gradient.stride(0) == math.prod(lengths)
-        return cls(lengths, dims) if is_by_rows and not gradient.is_contiguous() else None
-
-    def from_shape(self, factor: Tensor) -> Tensor:
-        """A factor ``(rank, columns)`` in this order."""
-        parts = factor.reshape(-1, *self.lengths).permute(0, *(dim + 1 for dim in self.dims))
-        return parts.reshape(factor.shape)
-
-    def to_shape(self, factor: Tensor) -> Tensor:
-        """The inverse of :meth:`from_shape`."""
-        parts = factor.reshape(-1, *(self.lengths[dim] for dim in self.dims))
-        back = sorted(range(len(self.dims)), key=self.dims.__getitem__)
-        return parts.permute(0, *(place + 1 for place in back)).reshape(factor.shape)
-
-
-@dataclass
-class Slot:
-    """The memory of one parameter."""
-
-    key: str
-    residual: Tensor | None = None
-    """What compression has left out of this rank's gradients; shaped and strided as the gradient."""
-    factor: Tensor | None = None
-    """The mean factor ``(rank, length)`` to start from, the same on every rank."""
-    is_left: bool = False
-    """Whether ``factor`` is a left one; where factors alternate, it is in every other step."""
-    columns: ColumnOrder | None = None
-    """The order of the columns of a right factor, where it is not that of the shape."""
-
-    def arrange(self, gradient: Tensor) -> None:
-        """Bring a right factor into the order in which ``gradient`` lies in memory."""
-        columns = ColumnOrder.of(gradient)
-        if columns != self.columns:
-            self.factor = self.factor_by_shape
-            if columns is not None and self.factor is not None and not self.is_left:
-                self.factor = columns.from_shape(self.factor)
-            self.columns = columns
-
-    @property
-    def factor_by_shape(self) -> Tensor | None:
-        """The factor with columns in the order of the shape, as checkpoints have it."""
-        if self.columns is None or self.factor is None or self.is_left:
-            return self.factor
-        return self.columns.to_shape(self.factor)
-
-    def residual_like(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """The residual in the layout of ``gradient``, made of zeros if there is none.
-
-        Raises:
-            ConfigurationError: the residual was loaded for a parameter of another shape.
-        """
-        found = self.residual
-        if found is not None and found.shape != gradient.shape:
-            raise ConfigurationError(
-                f"the residual of parameter {self.key} has shape {tuple(found.shape)}, but its gradient has "
-                f"{tuple(gradient.shape)}: the state of another model was loaded"
-            )
-        wanted = gradient.stride(), dtype, gradient.device
-        if found is None or (found.stride(), found.dtype, found.device) != wanted:
-            made = torch.empty_strided(gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device)
-            found = self.residual = made.zero_() if found is None else made.copy_(hold(found))
-        return found
-
-    def check_factor(self, shape: tuple[int, int]) -> None:
-        """Raises: ConfigurationError: the factor has another shape."""
-        if self.factor is not None and tuple(self.factor.shape) != shape:
-            raise ConfigurationError(
-                f"the factor of parameter {self.key} has shape {tuple(self.factor.shape)}, but here (rank, "
-                f"length) is {shape}: the state comes from another rank= or another model; to go on with the "
-                "residuals and new factors, load it with state['factors'] = {}"
-            )
 
 
 @dataclass
@@ -161,6 +73,9 @@ class Memory:
     statistics: Statistics = field(default_factory=Statistics)
 
     def __post_init__(self) -> None:
+        self._generator: RoundingGenerator | None = None
+        # As it was loaded.
+        self._generator_state: Tensor | None = None
         self._numbering = BucketCut()
         self._context: StageContext | None = None
         self._saved_by: tuple[int, int] | None = None
@@ -189,6 +104,11 @@ class Memory:
         self._context = None
         self._cut.detach()
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks of the model, where it is known."""
+        return None if self._context is None else self._context.group
+
     def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the slots of the bucket's parameters."""
         return self._numbering.keys_of(bucket)
@@ -197,6 +117,24 @@ class Memory:
         """The slots of parameters, made where there are none."""
         self._unclaimed.difference_update(keys)
         return [self.slots.setdefault(key, Slot(key)) for key in keys]
+
+    def release(self, bucket: Bucket, exact: Iterable[int], keys: tuple[str, ...]) -> None:
+        """Add what is kept of parameters that are no longer compressed to their gradients, and drop it."""
+        slots = self.slots_of(keys)
+        for place in exact:
+            if (residual := slots[place].residual) is not None:
+                bucket.gradients[place].add_(hold(residual))
+                slots[place].residual = None
+            slots[place].factor = None
+
+    def wired_mean(self, wire: Wire | None) -> WiredMean | None:
+        """The mean by ``wire``, whose random numbers, if it rounds with such, are remembered."""
+        if wire is None:
+            return None
+        if self._generator is None:
+            self._generator = RoundingGenerator(wire)
+            self._generator.load(self._generator_state)
+        return WiredMean(wire, self._generator)
 
     def bucket_slot(self, keys: tuple[str, ...]) -> Slot:
         """The slot of a bucket that is one matrix."""
@@ -218,6 +156,7 @@ class Memory:
         group = None if self._context is None else self._context.group
         return Snapshot(
             residuals={key: slot.residual for key, slot in self.slots.items() if slot.residual is not None},
+            velocities={key: slot.velocity for key, slot in self.slots.items() if slot.velocity is not None},
             factors={key: f for key, slot in self.slots.items() if (f := slot.factor_by_shape) is not None},
             bucket_factors={key: slot.factor for key, slot in self.bucket_slots.items() if slot.factor is not None},
             is_left=any(slot.is_left for slot in self.slots.values()),
@@ -226,6 +165,7 @@ class Memory:
             numel=(self.statistics.numel_before, self.statistics.numel_after),
             saved_by=(group.rank(), group.size()) if group is not None else self._saved_by,
             buckets=self._cut.state(),
+            generator=self._generator_state if self._generator is None else self._generator.state(),
         ).pack()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -233,8 +173,10 @@ class Memory:
         loaded = Snapshot.unpack(state)
         before = self.slots, self._saved_by
         self.slots = {
-            key: Slot(key, loaded.residuals.get(key), loaded.factors.get(key), loaded.is_left)
-            for key in {**loaded.residuals, **loaded.factors}
+            key: Slot(
+                key, loaded.residuals.get(key), loaded.velocities.get(key), loaded.factors.get(key), loaded.is_left
+            )
+            for key in {**loaded.residuals, **loaded.velocities, **loaded.factors}
         }
         self._saved_by = loaded.saved_by
         if self._context is not None:
@@ -244,11 +186,12 @@ class Memory:
                 self.slots, self._saved_by = before
                 raise
         self.bucket_slots = {
-            key: Slot(key, None, factor, loaded.is_left) for key, factor in loaded.bucket_factors.items()
+            key: Slot(key, factor=factor, is_left=loaded.is_left) for key, factor in loaded.bucket_factors.items()
         }
         self.steps = loaded.steps
         self.bypassed = loaded.bypassed
         self.statistics = Statistics(*loaded.numel)
+        self._generator, self._generator_state = None, loaded.generator
         self._unclaimed = set(self.slots)
         self._cut.load(loaded.buckets)
 
@@ -267,11 +210,12 @@ class Memory:
         if foreign := set(self.slots) - set(shapes):
             raise ConfigurationError(_foreign(foreign))
         for key, slot in self.slots.items():
-            if slot.residual is not None and slot.residual.shape != shapes[key]:
-                raise ConfigurationError(
-                    f"the state's residual of parameter {key} has shape {tuple(slot.residual.shape)}, but "
-                    f"the parameter has {tuple(shapes[key])}: it is the state of another model"
-                )
+            for what, kept in (("residual", slot.residual), ("velocity", slot.velocity)):
+                if kept is not None and kept.shape != shapes[key]:
+                    raise ConfigurationError(
+                        f"the state's {what} of parameter {key} has shape {tuple(kept.shape)}, but the parameter has "
+                        f"{tuple(shapes[key])}: it is the state of another model"
+                    )
 
     def __getstate__(self) -> dict[str, Any]:
         # Parameters and process groups are not pickled; pickling serves PowerSGDState.

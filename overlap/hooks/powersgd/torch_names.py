@@ -46,7 +46,7 @@ class PowerSGDState(classes.PowerSGDState):
         random_seed: see ``PowerSGD(seed=)``.
         compression_stats_logging_frequency: steps between two lines in the log.
         batch_tensors_with_same_shape: equal shapes are batched wherever that is faster, so this changes nothing.
-        options: ``alternate``, ``error_dtype`` and ``bypass`` of :class:`PowerSGD`.
+        options: ``alternate``, ``error_dtype``, ``bypass`` and ``wire`` of :class:`PowerSGD`.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -79,10 +79,10 @@ class PowerSGDState(classes.PowerSGDState):
         self.random_seed = random_seed
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
-        if unknown := sorted(set(options) - {"alternate", "error_dtype", "bypass"}):
+        if unknown := sorted(set(options) - {"alternate", "error_dtype", "bypass", "wire"}):
             raise ConfigurationError(
                 f"PowerSGDState has no option {', '.join(unknown)}; beyond PyTorch's it has alternate, "
-                "error_dtype and bypass"
+                "error_dtype, bypass and wire"
             )
         self._options = options
         self.memory = Memory()

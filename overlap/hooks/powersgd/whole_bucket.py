@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from overlap._torch.foreach import add_all
+from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.config import Dtypes, PowerSGDConfig
 from overlap.hooks.powersgd.layout import BucketLayout, FactorBatch, MatrixBatch
 from overlap.hooks.powersgd.matrices import Factors, Matrices, PerParameter, keep_residuals, residuals_like
-from overlap.hooks.powersgd.memory import Memory, Slot
+from overlap.hooks.powersgd.memory import Memory
+from overlap.hooks.powersgd.slot import Slot
 
 __all__ = ["WholeBucket", "square_layout"]
 
@@ -24,17 +26,24 @@ class WholeBucket(PerParameter):
 
     name = "PowerSGD, whole buckets"
 
-    def lay_out(self, bucket: Bucket, config: PowerSGDConfig, exact: AbstractSet[int]) -> BucketLayout:
+    def lay_out(
+        self, bucket: Bucket, config: PowerSGDConfig, ranks: Sequence[int], exact: AbstractSet[int]
+    ) -> BucketLayout:
         if len(exact) < len(bucket.gradients):
-            return square_layout(bucket.buffer.numel(), rank=config.rank)
-        return super().lay_out(bucket, config, exact)
+            if len(set(ranks)) > 1:
+                raise ConfigurationError(
+                    f"{bucket!r} is one matrix, and its parameters have the ranks {sorted(set(ranks))}: give one rank, "
+                    "or use powerSGD_hook"
+                )
+            return square_layout(bucket.buffer.numel(), rank=ranks[0])
+        return super().lay_out(bucket, config, ranks, exact)
 
     def matrices(
         self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...], memory: Memory, dtypes: Dtypes
     ) -> list[Matrices]:
         (batch,) = layout.batches
         factor_slot = memory.bucket_slot(keys)
-        if factor_slot.factor is not None and tuple(factor_slot.factor.shape) != (batch.rank, batch.cols):
+        if factor_slot.factor is not None and factor_slot.factor.shape[1] != batch.cols:
             factor_slot.factor = None  # Of a bucket that was cut in another way.
         return [_SquareMatrix(batch, factor_slot, bucket, memory.slots_of(keys), dtypes)]
 

@@ -1,7 +1,7 @@
-"""Gradients sent as integers of 8 or 4 bits."""
+"""Gradients sent in fewer bytes."""
 
-from overlap.hooks.quantize.exchange import QuantizedSum
 from overlap.hooks.quantize.gathered import GatherQuantized
 from overlap.hooks.quantize.reducer import Quantize
+from overlap.hooks.wires import QuantizedSum
 
 __all__ = ["GatherQuantized", "Quantize", "QuantizedSum"]

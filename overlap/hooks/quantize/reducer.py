@@ -1,4 +1,4 @@
-"""The mean of the gradients, sent in 8 or 4 bits."""
+"""The mean of the gradients, sent through a wire."""
 
 from __future__ import annotations
 
@@ -9,71 +9,77 @@ import torch
 from torch import Tensor
 
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
+from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.bypass import bypass_from
+from overlap.hooks.collectives import all_reduce
 from overlap.hooks.context import StageContext
 from overlap.hooks.cut import SavedCut
-from overlap.hooks.quantize.exchange import QuantizedSum
-from overlap.hooks.quantize.redistribution import redistribute
 from overlap.hooks.stage import Stage
-from overlap.hooks.wires import ErrorFeedback, Int4, Int8, Wire
-from overlap.hooks.wires.feedback import check_shape
+from overlap.hooks.wires import ErrorFeedback, Int4, Int8, QuantizedSum, RoundingGenerator, Wire, redistribute
+from overlap.hooks.wires.feedback import check_errors
 
 __all__ = ["Quantize"]
 
-_KEYS = {"error", "generator", "buckets", "rank", "ranks"}
+_KEYS = {"error", "generator", "buckets", "rank", "ranks", "bypass"}
 
 
 class Quantize(Stage):
-    """The mean of the gradients over ranks, sent as integers of 8 or 4 bits: 0.254 or 0.129 of an fp32 all-reduce.
+    """The mean of the gradients over ranks, sent in fewer bytes; in integers of 4 bits, 0.127 of an fp32 all-reduce.
 
-    Gradients are cut into chunks that have one scale each. A rank sends each other rank that rank's part, quantized,
-    sums in fp32 what it receives for its own part, and the quantized sums are gathered. The traffic does not grow with
-    the number of ranks, and the result is the same on all ranks bit for bit. The error of a gradient is at most half a
-    step (``peak / 127`` in 8 bits, ``peak / 7`` in 4) of its chunk on each rank plus half a step of the sum's chunk;
-    with stochastic rounding, whole steps. If a chunk holds a value that is not finite, no value of the result's chunk
-    is finite, so that ``GradScaler`` sees it. With one rank nothing is rounded. Sums are taken in fp32 and rounded once
-    to the gradients' dtype.
+    A rank sends each other rank that rank's part, encoded, sums in fp32 what it receives for its own part, and the
+    encoded sums are gathered. The traffic does not grow with the number of ranks, and the result is the same on all
+    ranks bit for bit. The error of a gradient is at most the wire's on each other rank plus the wire's for the sum. If
+    a gradient is not finite, neither are some of the results, so that ``GradScaler`` sees it. With one rank nothing is
+    rounded. Sums are taken in fp32 and rounded once to the gradients' dtype.
 
     Args:
-        bits: 8 or 4.
-        chunk: how many values share a scale at most; a multiple of 8.
-        rounding: ``"nearest"``, or ``"stochastic"``, whose error is zero on average.
+        wire: what is sent, :class:`Int8` by default; or its number of bits, 8 or 4.
+        bits: 8 or 4, in place of ``Int8()`` or ``Int4()``.
+        chunk: with ``bits``, how many values share a scale at most; a multiple of 8, 512 by default.
+        rounding: with ``bits``, ``"nearest"``, the default, or ``"stochastic"``, whose error is zero on average.
         error_feedback: whether to add what a step left out to the next step's gradients; takes one fp32 copy of the
             gradients, and in backward two. A pass with a result that is not finite, or that fails, changes it on no
             rank. Needs :func:`overlap.register` or :meth:`Chain.register`, which know the parameters' names.
+        bypass: ``"auto"`` measures in the third pass whether encoding and sending a bucket takes longer than sending
+            it, and if so reduces it exactly from then on, what was left out of it included. It measures with copies,
+            which take the memory of two buckets once.
 
-    Issues: a send and a receive with every other rank, then an all-gather, both of ``N/W`` integers and their scales.
-    Changes: ``bucket.buffer``. Memory: the bucket's messages; an fp32 copy of a bucket of another dtype.
+    Issues: a send and a receive with every other rank, then an all-gather, both of ``N/W`` encoded values. Changes:
+    ``bucket.buffer``. Memory: the bucket's messages; an fp32 copy of a bucket of another dtype.
 
     Raises:
-        ConfigurationError: an argument is not one of the above.
+        ConfigurationError: an argument is not one of the above, or both ``wire`` and options of it are given.
         UnsupportedError: a bucket of complex gradients, in ``backward()``.
 
     >>> Quantize(bits=4, error_feedback=True)
-    Quantize(bits=4, error_feedback=True)
+    Quantize(Int4(), error_feedback=True)
     """
 
     def __init__(
         self,
-        bits: int = 8,
+        wire: Wire | int | None = None,
         *,
-        chunk: int = 512,
-        rounding: Literal["nearest", "stochastic"] = "nearest",
+        bits: int | None = None,
+        chunk: int | None = None,
+        rounding: Literal["nearest", "stochastic"] | None = None,
         error_feedback: bool = False,
+        bypass: Literal["auto"] | None = None,
     ) -> None:
-        if bits not in (4, 8):
-            raise ConfigurationError(f"bits is {bits!r}: give 4 or 8")
-        self.wire: Wire = (Int8 if bits == 8 else Int4)(chunk=chunk, rounding=rounding)
-        self.bits = bits
-        self.chunk = chunk
-        self.rounding = rounding
+        self.wire = _wire(wire, bits, {"chunk": chunk, "rounding": rounding})
         self.error_feedback = error_feedback
         self._feedback = ErrorFeedback() if error_feedback else None
-        self._generator: torch.Generator | None = None
-        self._generator_state: Tensor | None = None
+        self._generator = RoundingGenerator(self.wire)
         self._saved_by: tuple[int, int] | None = None
         self._context: StageContext | None = None
         self._cut = SavedCut()
+        self._bypass = bypass_from(
+            bypass, "Quantize", compress=self._reduce, sample=self._reduce_sample, send=self._send
+        )
+
+    @property
+    def children(self) -> tuple[Stage, ...]:
+        return () if self._bypass is None else (self._bypass,)
 
     def attach(self, context: StageContext) -> None:
         if self._feedback is not None and self._context is not None:
@@ -92,6 +98,10 @@ class Quantize(Stage):
         if self._feedback is not None:
             self._feedback.begin()
 
+    def note_result(self, result: Tensor) -> None:
+        if self._feedback is not None:
+            self._feedback.note(result)
+
     def after_backward(self, *, failed: bool) -> str | None:
         if self._feedback is not None:
             self._feedback.settle(failed=failed)
@@ -102,6 +112,9 @@ class Quantize(Stage):
             raise UnsupportedError(f"{self!r} cannot keep {bucket.buffer.dtype} gradients; use AllReduce()")
         if bucket.buffer.numel() == 0:
             return
+        await (self._reduce(bucket) if self._bypass is None else self._bypass(bucket))
+
+    async def _reduce(self, bucket: Bucket) -> None:
         # As in DDP, each rank divides before the sum.
         mean = bucket.buffer.float().mul_(1 / bucket.divisor)
         if self._feedback is None:
@@ -117,24 +130,34 @@ class Quantize(Stage):
             own.buffer.add_(mean.sub_(bucket.buffer), alpha=1 / bucket.group.size())
         self._feedback.hold(own.names, own.gradients, bucket.buffer)
 
+    async def _reduce_sample(self, bucket: Bucket) -> None:
+        """The work of :meth:`_reduce`, which leaves no trace in the memory."""
+        before = self._generator.state()
+        mean = bucket.buffer.float().mul_(1 / bucket.divisor)
+        await self._sum(bucket, mean if self._feedback is None else mean.clone(), out=mean)
+        bucket.buffer.copy_(mean)
+        self._generator.load(before)
+
+    async def _send(self, bucket: Bucket) -> None:
+        """The exact mean, of what earlier passes have left out, too."""
+        if self._feedback is None or self._feedback.errors.keys().isdisjoint(bucket.names):
+            await AllReduce()(bucket)
+            return
+        owed = bucket.with_buffer(torch.zeros_like(bucket.buffer, dtype=torch.float32))
+        self._feedback.add_to(owed.names, owed.gradients)
+        bucket.buffer.mul_(1 / bucket.divisor).add_(owed.buffer)
+        await all_reduce(bucket.buffer, group=bucket.group)
+        self._feedback.release(owed.names, bucket.buffer)
+
     async def _sum(self, bucket: Bucket, values: Tensor, *, out: Tensor) -> None:
         """Sum ``values`` over ranks into ``out``, and leave in ``values`` the errors, if it is another tensor."""
         if bucket.group.size() > 1:
-            exchange = QuantizedSum.of(
-                values.numel(), wire=self.wire, generator=self._generator_of(bucket), group=bucket.group
-            )
+            generator = self._generator.of(bucket.group.rank(), values.device)
+            exchange = QuantizedSum.of(values.numel(), wire=self.wire, generator=generator, group=bucket.group)
             await exchange(values, out=out)
         elif out is not values:
             out.copy_(values)
             values.zero_()
-
-    def _generator_of(self, bucket: Bucket) -> torch.Generator | None:
-        """Not the global one, which the model's dropout uses."""
-        if self.wire.is_stochastic and self._generator is None:
-            self._generator = torch.Generator(bucket.buffer.device).manual_seed(bucket.group.rank())
-            if self._generator_state is not None:
-                self._generator.set_state(self._generator_state)
-        return self._generator
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot of this rank's own state; empty before the first pass.
@@ -145,11 +168,12 @@ class Quantize(Stage):
         state: dict[str, Any] = {}
         if self._feedback is not None:
             state["error"] = self._feedback.state_dict()
-        generator = self._generator_state if self._generator is None else self._generator.get_state()
-        if generator is not None:
+        if (generator := self._generator.state()) is not None:
             state["generator"] = generator
         if (buckets := self._cut.state()) is not None:
             state["buckets"] = buckets
+        if self._bypass is not None:
+            state["bypass"] = self._bypass.state_dict()
         saved_by = self._saved_by if self._context is None else _place(self._context)
         if state and saved_by is not None:
             state["rank"], state["ranks"] = saved_by
@@ -170,14 +194,19 @@ class Quantize(Stage):
             raise ConfigurationError(
                 f"the state has error feedback, but {self!r} has none: make it with error_feedback=True"
             )
+        if self._bypass is None and "bypass" in state_dict:
+            raise ConfigurationError(
+                f'the state says which buckets are bypassed, but {self!r} bypasses none: make it with bypass="auto"'
+            )
         saved_by = (state_dict["rank"], state_dict["ranks"]) if {"rank", "ranks"} <= set(state_dict) else None
         if self._context is not None:
             self._check(self._context, saved_by, errors)
         self._saved_by = saved_by
         if self._feedback is not None:
             self._feedback.load_state_dict(errors)
-        self._generator_state = state_dict.get("generator")
-        self._generator = None
+        if self._bypass is not None:
+            self._bypass.load_state_dict(state_dict.get("bypass", {}))
+        self._generator.load(state_dict.get("generator"))
         self._cut.load(state_dict.get("buckets"))
 
     redistribute = staticmethod(redistribute)
@@ -185,37 +214,48 @@ class Quantize(Stage):
     def _check(self, context: StageContext, saved_by: tuple[int, int] | None, errors: Mapping[str, Tensor]) -> None:
         """Raises: ConfigurationError: what was loaded is another rank's or another model's."""
         here = _place(context)
-        is_own = self._feedback is not None or self.rounding == "stochastic"
+        is_own = self._feedback is not None or self.wire.is_stochastic
         if saved_by is not None and saved_by != here and is_own:
             raise ConfigurationError(
                 f"the state was saved by rank {saved_by[0]} of {saved_by[1]}, but this is rank {here[0]} of {here[1]}, "
                 f"and each rank has its own errors: load this rank's file, or make its state with "
                 f"Quantize.redistribute(states, rank={here[0]}, ranks={here[1]})"
             )
-        if context.names is None:
-            return
-        parameters = {name: parameter for parameter, name in context.names.items()}
-        if foreign := sorted(set(errors) - set(parameters)):
-            raise ConfigurationError(
-                f"the state has the error feedback of parameters that the model does not have "
-                f"({', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''}): it is the state of another model"
-            )
-        for name, error in errors.items():
-            check_shape(name, error, parameters[name])
+        if context.names is not None:
+            check_errors(errors, {name: parameter for parameter, name in context.names.items()})
 
     @property
     def signature(self) -> str:
-        return f"Quantize({self.bits}, {self.chunk}, {self.rounding}, {self.error_feedback})"
+        return self._told("" if self._bypass is None else self._bypass.signature)
 
     def __repr__(self) -> str:
-        options = [f"bits={self.bits}"]
-        if self.chunk != 512:
-            options.append(f"chunk={self.chunk}")
-        if self.rounding != "nearest":
-            options.append(f"rounding={self.rounding!r}")
-        if self.error_feedback:
-            options.append("error_feedback=True")
+        return self._told("" if self._bypass is None else repr(self._bypass))
+
+    def _told(self, bypass: str) -> str:
+        options = [repr(self.wire), *["error_feedback=True"] * self.error_feedback, *[bypass] * bool(bypass)]
         return f"Quantize({', '.join(options)})"
+
+
+def _wire(wire: object, bits: int | None, options: Mapping[str, Any]) -> Wire:
+    """The wire that arguments of :class:`Quantize` stand for."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if isinstance(wire, Wire):
+        if bits is not None or given:
+            names = ", ".join(["bits"] * (bits is not None) + list(given))
+            raise ConfigurationError(f"{names}: {wire!r} has options of its own; give them to {type(wire).__name__}")
+        return wire
+    if wire is not None and bits is not None:
+        raise ConfigurationError(f"the wire is {wire!r} and bits is {bits!r}: give one of them")
+    if isinstance(wire, type) and issubclass(wire, Wire):
+        raise ConfigurationError(f"the wire is the class {wire.__name__}: give {wire.__name__}()")
+    number = bits if wire is None else wire
+    if number is None or (number == 8):
+        return Int8(**given)
+    if number == 4:
+        return Int4(**given)
+    if bits is not None or isinstance(wire, int):
+        raise ConfigurationError(f"bits is {number!r}: give 4 or 8")
+    raise ConfigurationError(f"the wire is {wire!r}: give one such as Int8() or TopK(0.01)")
 
 
 def _place(context: StageContext) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from overlap._torch.device import hold
 from overlap.errors import ConfigurationError
 
-__all__ = ["ErrorFeedback", "check_shape"]
+__all__ = ["ErrorFeedback", "check_errors", "check_shape"]
 
 
 class ErrorFeedback:
@@ -24,11 +24,13 @@ class ErrorFeedback:
     def __init__(self) -> None:
         self.errors: dict[str, Tensor] = {}
         self._held: dict[str, Tensor] = {}
+        self._released: set[str] = set()
         self._are_finite: list[Tensor] = []
 
     def begin(self) -> None:
         """A pass begins."""
         self._held.clear()
+        self._released.clear()
         self._are_finite.clear()
 
     def add_to(self, names: Sequence[str], values: Sequence[Tensor]) -> None:
@@ -49,6 +51,16 @@ class ErrorFeedback:
     def hold(self, names: Sequence[str], errors: Sequence[Tensor], result: Tensor) -> None:
         """Hold ``errors``, in fp32, as what this pass left out where ``result`` came out, the same on all ranks."""
         self._held.update(zip(names, errors, strict=True))
+        self.note(result)
+
+    def release(self, names: Sequence[str], result: Tensor) -> None:
+        """Hold that nothing is left out of ``names`` any more, where ``result`` came out, the same on all ranks."""
+        self._held.update({name: torch.zeros_like(self.errors[name]) for name in names if name in self.errors})
+        self._released.update(names)
+        self.note(result)
+
+    def note(self, result: Tensor) -> None:
+        """Another result of this pass, the same on all ranks: if it is not finite, nothing of the pass is kept."""
         self._are_finite.append(result.isfinite().all())
 
     def settle(self, *, failed: bool) -> None:
@@ -61,6 +73,7 @@ class ErrorFeedback:
         if are_finite.device.type == "cpu":
             if bool(are_finite):
                 self.errors.update(self._held)
+                self.errors = {name: error for name, error in self.errors.items() if name not in self._released}
             return
         # The host does not wait for the device to know which.
         for name, new in self._held.items():
@@ -82,3 +95,14 @@ def check_shape(name: str, error: Tensor, like: Tensor) -> None:
             f"the error feedback of {name} is of shape {tuple(error.shape)}, its gradient of {tuple(like.shape)}: the "
             "state that was loaded is another model's"
         )
+
+
+def check_errors(errors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Raises: ConfigurationError: not all of ``errors`` are of ``parameters``, by name, and of their shapes."""
+    if foreign := sorted(set(errors) - set(parameters)):
+        raise ConfigurationError(
+            f"the state has the error feedback of parameters that the model does not have "
+            f"({', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''}): it is the state of another model"
+        )
+    for name, error in errors.items():
+        check_shape(name, error, parameters[name])

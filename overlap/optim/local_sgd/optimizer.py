@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,20 @@ from overlap._torch.ddp import GradientSync
 from overlap.errors import ConfigurationError, OverlapError, TrainingLoopError
 from overlap.hooks import Stage, StageContext, chain
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
+from overlap.hooks.wires import Wire
 from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.local_sgd.anchors import Anchors
 from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
+from overlap.optim.local_sgd.compressed import check_real
 from overlap.optim.local_sgd.join_hook import LocalSGDJoinHook
 from overlap.optim.local_sgd.model_tensors import ModelTensors, trained_parameters
+from overlap.optim.local_sgd.options import Options
 from overlap.optim.local_sgd.outer import MakeOptimizer, OuterOptimizer
+from overlap.optim.local_sgd.redistribution import redistribute
 from overlap.optim.local_sgd.schedule import Period, Schedule
+from overlap.optim.local_sgd.several import name_of
 from overlap.optim.local_sgd.stages import LocalSGDStage, check_update
-from overlap.optim.local_sgd.synchronizer import Options, Synchronizer
+from overlap.optim.local_sgd.synchronizer import Synchronizer
 from overlap.optim.phases import Form, Phase
 
 __all__ = ["LocalSGD"]
@@ -54,7 +60,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
 
     Args:
         ddp: the model; nothing else may be registered with it.
-        optimizer: the optimizer of each rank, on the model's parameters.
+        optimizer: the optimizer of each rank, on the model's parameters; or a list of several that :meth:`step` steps
+            in turn, each with its own parameters, such as ``[muon, adamw]``.
         period: steps from one average to the next; ``{4: 2, 16: 8}`` averages in groups of 2 every 4 steps and of 8
             every 16; a function, the same on every rank, is called with the step at which a round begins and returns
             the round's length.
@@ -71,9 +78,15 @@ class LocalSGD(AveragingOptimizer, Joinable):
         average_buffers: average floating-point buffers too, such as BatchNorm's statistics.
         optimizer_state: at an average, ``"keep"`` each rank's own, ``"average"`` it too, or ``"reset"`` it.
         average_dtype: sum in this dtype where it is wider than a parameter's: ``torch.float32`` for half precision.
+        wire: how averages of parameters travel, such as ``Int4()``: as changes since the last average of all ranks, of
+            which each rank keeps a copy (the outer optimizer's, where there is one). All ranks have the same parameters
+            after it, bit for bit. Buffers and optimizer state are averaged in full precision; and so are smaller groups
+            of a hierarchy, with messages between the largest of them when all ranks average.
+        error_feedback: add what the wire left out of one average to the next; takes an fp32 copy of the parameters.
 
     Issues, when ranks average: one all-reduce for about each 8 MB of parameters; on the model's process group from
-    :meth:`step`, or with ``overlap`` in the background.
+    :meth:`step`, or with ``overlap`` in the background. With ``wire``, a send and a receive with every other rank and
+    an all-gather, as :class:`Quantize` does; the first time also an all-reduce of two numbers per parameter.
 
     Raises:
         ConfigurationError: an argument is out of range, two do not fit together, or optimizer and model do not.
@@ -84,7 +97,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         period: Period = 8,
         start_step: int = 1000,
         subgroup: dist.ProcessGroup | str | None = None,
@@ -97,14 +110,17 @@ class LocalSGD(AveragingOptimizer, Joinable):
         average_buffers: bool = True,
         optimizer_state: str = "keep",
         average_dtype: torch.dtype | None = None,
+        wire: Wire | None = None,
+        error_feedback: bool = False,
     ) -> None:
         ddp = check_ddp(ddp)
         super().__init__(optimizer)
+        optimizer = self.optim
         Joinable.__init__(self)
         self.process_group: dist.ProcessGroup = ddp.process_group
         options = Options(
             overlap=overlap, fragments=fragments, average_buffers=average_buffers, optimizer_state=optimizer_state,
-            average_dtype=average_dtype,
+            average_dtype=average_dtype, wire=wire, error_feedback=error_feedback,
         )  # fmt: skip
         if subgroup not in (None, "machine"):
             check_subgroup(subgroup, self.process_group)
@@ -113,11 +129,17 @@ class LocalSGD(AveragingOptimizer, Joinable):
             ddp.module, trained_parameters(ddp, optimizer), optimizer, fragments=fragments, buffers=average_buffers,
             state=optimizer_state == "average",
         )  # fmt: skip
-        outer_optimizer = None if outer is None else OuterOptimizer(outer, tensors.parameters, average_dtype)
-        schedule = Schedule(period, start_step, self.process_group)
+        if wire is not None:
+            check_real(tensors.parameters)
+        anchors: Anchors | None = None
+        if outer is not None:
+            anchors = OuterOptimizer(outer, tensors.parameters, average_dtype)
+        elif wire is not None:
+            anchors = Anchors(tensors.parameters, average_dtype)
+        schedule = Schedule(period, start_step, self.process_group, has_wire=wire is not None)
         if schedule.levels > 1 and (outer is not None or fragments > 1):
             raise ConfigurationError("outer and fragments need one period for all ranks, and period is a hierarchy")
-        self.synchronizer = Synchronizer(schedule, tensors, options, outer_optimizer)
+        self.synchronizer = Synchronizer(schedule, tensors, options, anchors)
         """Makes the averages."""
         self._ddp = weakref.ref(ddp)
         self._gradient_sync = GradientSync(ddp)
@@ -292,7 +314,9 @@ class LocalSGD(AveragingOptimizer, Joinable):
         self.synchronizer.load_state_dict(own, self.context.device)
         self.registration.stage.load_state_dict(own["stages"])
 
+    redistribute = staticmethod(redistribute)
+
     def __repr__(self) -> str:
         outer = "" if self.outer is None else f", outer {type(self.outer).__name__}"
         options = self.synchronizer.options.summary
-        return f"LocalSGD({type(self.optim).__name__}, {self.schedule.summary}{outer}{options})"
+        return f"LocalSGD({name_of(self.optim)}, {self.schedule.summary}{outer}{options})"

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._torch.foreach import copy_all, subtract_from_
+from overlap._torch.foreach import subtract_from_
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.local_sgd.average import wider
+from overlap.optim.local_sgd.anchors import Anchors
 from overlap.optim.subset import SubsetStepper, check_optimizer
 
 __all__ = ["MakeOptimizer", "OuterOptimizer"]
@@ -25,7 +25,7 @@ __all__ = ["MakeOptimizer", "OuterOptimizer"]
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 
-class OuterOptimizer:
+class OuterOptimizer(Anchors):
     """Keeps a copy of what all ranks had when the round began, and steps it.
 
     Args:
@@ -46,59 +46,35 @@ class OuterOptimizer:
             )
         if any(parameter.is_complex() for parameter in parameters.values()):
             raise UnsupportedError("outer does not step complex parameters; leave outer out, and they are averaged")
-        self._parameters = dict(parameters)
-        self.anchors = {name: p.detach().to(wider(p.dtype, dtype), copy=True) for name, p in parameters.items()}
-        """The parameters at the beginning of the round, by name."""
+        super().__init__(parameters, dtype)
         try:
-            made = make(list(self.anchors.values()))
+            made = make(list(self.values.values()))
         except ConfigurationError:
             raise
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"outer could not be made from the model's parameters: {error}") from error
         self.optimizer = check_optimizer(made)
         self._stepper = SubsetStepper(self.optimizer)
-        self.is_anchored = False
-
-    def set_anchors(self) -> None:
-        """Begin a round at the parameters as they are now."""
-        copy_all(list(self.anchors.values()), [parameter.detach() for parameter in self._parameters.values()])
-        self.is_anchored = True
 
     def restart(self) -> None:
         """Clear the optimizer's state; the next step begins a round at the parameters as they are then."""
         self.optimizer.state.clear()
-        self.is_anchored = False
-
-    def to_average(self, names: Sequence[str]) -> list[Tensor]:
-        """The parameters, to be averaged in place and given to :meth:`step`; copies only where the dtype differs."""
-        return [self._parameters[name].detach().to(self.anchors[name].dtype) for name in names]
+        super().restart()
 
     @torch.no_grad()
     def step(self, names: Sequence[str], means: Sequence[Tensor]) -> list[Tensor]:
         """Step some parameters, given their means over ranks, which are overwritten; returns the new values."""
-        anchors = [self.anchors[name] for name in names]
+        anchors = [self.values[name] for name in names]
         subtract_from_(means, anchors)
         self._stepper.begin()
         self._stepper.step(anchors, means)
         return anchors
 
-    def write(self, names: Sequence[str]) -> None:
-        """Copy the new values into the parameters."""
-        copy_all([self._parameters[name].detach() for name in names], [self.anchors[name] for name in names])
-
     def state_dict(self) -> dict[str, Any]:
         """The outer optimizer's state and the parameters at the beginning of the round."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "anchors": dict(self.anchors) if self.is_anchored else {},
-        }
+        return {"optimizer": self.optimizer.state_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave."""
-        anchors = state["anchors"]
-        if anchors and anchors.keys() != self.anchors.keys():
-            raise ConfigurationError("the outer optimizer's state is of a model with other parameters")
+        super().load_state_dict(state)
         self.optimizer.load_state_dict(state["optimizer"])
-        with torch.no_grad():
-            copy_all([self.anchors[name] for name in anchors], list(anchors.values()))
-        self.is_anchored = bool(anchors)

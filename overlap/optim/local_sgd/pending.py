@@ -12,16 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks import StageContext, all_reduce
 from overlap.hooks.engine.background import Completion, Item
-from overlap.optim.local_sgd.average import Packed, Weight, pack
+from overlap.optim.local_sgd.average import Packed, Weight, pack_named
+from overlap.optim.local_sgd.compressed import CompressedMean
+from overlap.optim.local_sgd.wired_sum import Ranks
 
-__all__ = ["PendingAverage"]
+__all__ = ["PendingAverage", "Sent"]
 
 # Given names of tensors and their means, the new values, in the same storage or another.
 Step = Callable[[Sequence[str], list[Tensor]], list[Tensor]]
@@ -32,6 +33,7 @@ class _Piece(Item):
     """Tensors that are sent together."""
 
     names: list[str]
+    is_compressed: bool
     part: Packed
     snapshot: Tensor
     mean: Tensor
@@ -42,49 +44,75 @@ class _Piece(Item):
         return zip(self.names, self.part.views(flat), strict=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What is averaged, by name, and how it travels."""
+
+    exactly: Mapping[str, Tensor]
+    as_changes: Mapping[str, Tensor] = field(default_factory=dict)
+    """Sent through a wire."""
+    dtype: torch.dtype | None = None
+    """Average in this dtype where it is wider."""
+
+
 class PendingAverage:
     """The average of one fragment of the model, begun and not yet applied. Needs two copies of the fragment.
 
     Args:
-        tensors: what is averaged, by name.
-        fragment: the fragment of the model that they are.
+        sent: what is averaged.
+        fragment: the fragment of the model that it is.
+        level: the level of ranks that average.
         apply_after: the step after which the average is applied.
-        dtype: average in this dtype where it is wider.
         device: the tensors' device.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], *, fragment: int, apply_after: int, dtype: torch.dtype | None,
-        device: torch.device,
-    ) -> None:  # fmt: skip
+    def __init__(self, sent: Sent, *, fragment: int, level: int, apply_after: int, device: torch.device) -> None:
         self.fragment = fragment
+        self.level = level
         self.apply_after = apply_after
-        names = {id(tensor): name for name, tensor in tensors.items()}
+        self._compressed: CompressedMean | None = None
+        packs = [
+            (is_compressed, names, part)
+            for is_compressed, tensors in ((True, sent.as_changes), (False, sent.exactly))
+            for names, part in pack_named(tensors, dtype=sent.dtype)
+        ]
         self._pieces = [
             _Piece(
                 index=place,
-                names=[names[id(member)] for member in members],
+                names=names,
+                is_compressed=is_compressed,
                 part=part,
                 snapshot=part.empty(),
                 mean=part.empty(),
                 completion=Completion(device),
             )
-            for place, (members, part) in enumerate(pack(tensors.values(), dtype=dtype))
+            for place, (is_compressed, names, part) in enumerate(packs)
         ]
 
     @torch.no_grad()
-    def start(self, context: StageContext, group: dist.ProcessGroup, weight: Weight) -> None:
-        """Copy the tensors, and average the copies over ``group`` behind all that was begun before.
+    def start(
+        self, context: StageContext, ranks: Ranks, weight: Weight, *, compressed: CompressedMean | None = None,
+        anchors: Mapping[str, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Copy the tensors, and average the copies over ``ranks`` behind all that was begun before.
 
-        Issues, in the background: one all-reduce for each 8 MB.
+        Issues, in the background, for each 8 MB: one all-reduce, or for changes what ``compressed`` issues.
         """
         for piece in self._pieces:
             piece.part.load(into=piece.snapshot)
             piece.mean.copy_(piece.snapshot)
-            weight.scale_(piece.mean)
+            if not piece.is_compressed:
+                weight.scale_(piece.mean)
+        if compressed is not None:
+            compressed.begin()
+            self._compressed = compressed
 
         async def work(piece: _Piece) -> None:
-            await all_reduce(piece.mean, group=group)
+            if piece.is_compressed:
+                assert compressed is not None and anchors is not None, "changes are sent through a wire"
+                await compressed.mean(piece.mean, piece.names, piece.part, anchors, ranks, weight)
+            else:
+                await all_reduce(piece.mean, group=ranks.whole)
             piece.completion.set()
 
         def fail(error: BaseException) -> None:
@@ -95,9 +123,17 @@ class PendingAverage:
         context.background(self._pieces, work, on_failure=fail)
 
     def wait(self) -> None:
-        """Wait until the average is there."""
-        for piece in self._pieces:
-            piece.completion.wait()
+        """Wait until the average is there, or has failed; then the compressed mean's memory is settled."""
+        compressed, self._compressed = self._compressed, None
+        try:
+            for piece in self._pieces:
+                piece.completion.wait()
+        except BaseException:
+            if compressed is not None:
+                compressed.settle(failed=True)
+            raise
+        if compressed is not None:
+            compressed.settle(failed=False)
 
     @torch.no_grad()
     def apply(self, step: Step | None = None, *, stepped: Sequence[str] = ()) -> None:
@@ -117,6 +153,7 @@ class PendingAverage:
         return {
             "lands_after": self.apply_after,
             "unit": self.fragment,
+            "level": self.level,
             "snapshots": {
                 name: view.clone() for piece in self._pieces for name, view in piece.by_name(piece.snapshot)
             },
@@ -125,15 +162,13 @@ class PendingAverage:
 
     @classmethod
     @torch.no_grad()
-    def restored(
-        cls, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None, device: torch.device
-    ) -> PendingAverage:
-        """The average that :meth:`state_dict` saved, ready to be applied to ``tensors``.
+    def restored(cls, state: Mapping[str, Any], sent: Sent, *, level: int, device: torch.device) -> PendingAverage:
+        """The average that :meth:`state_dict` saved, ready to be applied to the tensors in ``sent``.
 
         Raises:
             ConfigurationError: it is of other tensors.
         """
-        pending = cls(tensors, fragment=state["unit"], apply_after=state["lands_after"], dtype=dtype, device=device)
+        pending = cls(sent, fragment=state["unit"], level=level, apply_after=state["lands_after"], device=device)
         snapshots, means = state["snapshots"], state["means"]
         if set(snapshots) != {name for piece in pending._pieces for name in piece.names}:
             raise ConfigurationError("the pending average that was saved is of a model with other parameters")

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from overlap._checks import check_whole_number
 from overlap.errors import ConfigurationError
+from overlap.optim.local_sgd.wired_sum import Ranks
 
-__all__ = ["Period", "Schedule", "check_hierarchy", "due_group", "make_groups"]
+__all__ = ["Period", "Schedule", "check_hierarchy", "due_group", "make_groups", "make_ranks"]
 
 Period = int | Mapping[int, int] | Callable[[int], int]
 """Steps from one average to the next; or the group size for each period; or a function that takes the step at which a
@@ -23,13 +24,19 @@ class Schedule:
 
     There is one level of ranks, or with a hierarchy one per period: level 0 is the smallest group.
 
+    Args:
+        period: how long rounds are.
+        start_step: steps before the first.
+        group: all ranks.
+        has_wire: averages of all ranks are exact within the next smaller groups, and go through a wire between them.
+
     Issues, with a hierarchy: what making its groups takes, at construction.
 
     Raises:
         ConfigurationError: ``period`` or ``start_step`` is out of range.
     """
 
-    def __init__(self, period: Period, start_step: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, period: Period, start_step: int, group: dist.ProcessGroup, *, has_wire: bool = False) -> None:
         self.start_step = check_whole_number("start_step", start_step, least=0)
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._period = period
@@ -38,6 +45,7 @@ class Schedule:
         elif not callable(period):
             check_whole_number("period", period, least=1)
         self._whole_group = group
+        self._whole = make_ranks(list(self._groups.values()), group) if has_wire else Ranks(group)
         self.step = 0
         """Training steps so far: the only counter of steps."""
         self.round_end: int | None = None
@@ -81,6 +89,10 @@ class Schedule:
     def group_of(self, level: int) -> dist.ProcessGroup:
         """The ranks that average at ``level`` with this one."""
         return list(self._groups.values())[level] if self._groups else self._whole_group
+
+    def ranks_of(self, level: int) -> Ranks:
+        """Those of :meth:`group_of`, and how a wire divides them."""
+        return self._whole if level == self.levels - 1 else Ranks(self.group_of(level))
 
     @property
     def summary(self) -> str:
@@ -141,6 +153,19 @@ def make_groups(sizes: Mapping[int, int], group: dist.ProcessGroup) -> OrderedDi
             if start <= rank < start + size:
                 made[period] = subgroup
     return made
+
+
+def make_ranks(levels: list[dist.ProcessGroup], group: dist.ProcessGroup) -> Ranks:
+    """All ranks of ``group``, divided into the largest groups of a hierarchy that are smaller; every rank calls it.
+
+    Issues, where there are such groups: the collectives of making groups.
+    """
+    within = next((smaller for smaller in reversed(levels) if 1 < smaller.size() < group.size()), None)
+    if within is None:
+        return Ranks(group)
+    ranks, size = dist.get_process_group_ranks(group), within.size()
+    groups = [dist.new_group(ranks[place::size]) for place in range(size)]
+    return Ranks(group, within, groups[within.rank()])
 
 
 def due_group(groups: Mapping[int, dist.ProcessGroup], step: int) -> dist.ProcessGroup | None:

@@ -3,73 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from overlap._checks import check_whole_number
 from overlap.errors import ConfigurationError
 from overlap.hooks import StageContext
+from overlap.optim.local_sgd.anchors import Anchors
 from overlap.optim.local_sgd.average import Weight, average_parts, into_parts
+from overlap.optim.local_sgd.compressed import CompressedMean
 from overlap.optim.local_sgd.model_tensors import ModelTensors
+from overlap.optim.local_sgd.options import Options
 from overlap.optim.local_sgd.outer import OuterOptimizer
-from overlap.optim.local_sgd.pending import PendingAverage
+from overlap.optim.local_sgd.pending import PendingAverage, Sent
 from overlap.optim.local_sgd.schedule import Schedule
 
-__all__ = ["Options", "Synchronizer"]
-
-_STATES = ("keep", "average", "reset")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a model is averaged; see :class:`LocalSGD`.
-
-    Raises:
-        ConfigurationError: a value is out of range, or two do not fit together.
-    """
-
-    overlap: int
-    fragments: int
-    average_buffers: bool
-    optimizer_state: str
-    average_dtype: torch.dtype | None
-
-    def __post_init__(self) -> None:
-        # overlap=True means one step.
-        check_whole_number("overlap", int(self.overlap) if isinstance(self.overlap, bool) else self.overlap, least=0)
-        check_whole_number("fragments", self.fragments, least=1)
-        if self.optimizer_state not in _STATES:
-            raise ConfigurationError(
-                f"optimizer_state must be one of {', '.join(_STATES)}, got {self.optimizer_state!r}"
-            )
-        if self.overlap and self.optimizer_state == "average":
-            raise ConfigurationError(
-                'optimizer_state="average" needs all ranks to stop and average, which overlap=True is there to avoid; '
-                'use "keep" or "reset"'
-            )
-        dtype = self.average_dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigurationError(
-                f"average_dtype must be a floating-point dtype such as torch.float32, got {dtype!r}"
-            )
-
-    @property
-    def delay(self) -> int:
-        """Steps from the beginning of an average to its end."""
-        return int(self.overlap)
-
-    @property
-    def summary(self) -> str:
-        """What differs from the defaults, in the same words on every rank."""
-        parts = [f"overlap {self.delay}"] if self.overlap else []
-        parts += [f"{self.fragments} fragments"] if self.fragments > 1 else []
-        parts += [] if self.average_buffers else ["buffers kept"]
-        parts += [f"state {self.optimizer_state}"] if self.optimizer_state != "keep" else []
-        parts += [f"in {str(self.average_dtype).removeprefix('torch.')}"] if self.average_dtype is not None else []
-        return "".join(f", {part}" for part in parts)
+__all__ = ["Synchronizer"]
 
 
 class Synchronizer:
@@ -79,27 +29,34 @@ class Synchronizer:
         schedule: when, and over which ranks.
         tensors: of what.
         options: how.
-        outer: steps with what a round changed, where there is one.
+        anchors: what ranks had in common when the round began, an outer optimizer's where there is one; ``None`` where
+            neither that nor a wire needs them.
     """
 
-    def __init__(
-        self, schedule: Schedule, tensors: ModelTensors, options: Options, outer: OuterOptimizer | None
-    ) -> None:
+    def __init__(self, schedule: Schedule, tensors: ModelTensors, options: Options, anchors: Anchors | None) -> None:
         self.schedule = schedule
         self.tensors = tensors
         self.options = options
-        self.outer = outer
+        self.anchors = anchors
+        self.compressed = (
+            None if options.wire is None else CompressedMean(options.wire, error_feedback=options.error_feedback)
+        )
         self.rounds = 0
         """Averages that the schedule asked for so far; those of :meth:`synchronize` are not counted."""
         self.pending: PendingAverage | None = None
         self.own_steps = [[0] * schedule.levels for _ in range(options.fragments)]
         """Steps of this rank since it last averaged, by fragment and level: its weight under Join."""
 
+    @property
+    def outer(self) -> OuterOptimizer | None:
+        """Steps with what a round changed, where there is one."""
+        return self.anchors if isinstance(self.anchors, OuterOptimizer) else None
+
     def begin_step(self) -> None:
         """A step begins: begin a round, if it is the round's first."""
         self.schedule.begin_round()
-        if self.outer is not None and self.schedule.is_local and not self.outer.is_anchored:
-            self.outer.set_anchors()
+        if self.anchors is not None and self.schedule.is_local and not self.anchors.is_anchored:
+            self.anchors.set_anchors()
 
     def end_step(self, context: StageContext, *, is_own: bool, is_joining: bool) -> None:
         """This rank (or under ``Join`` only others) made a step: average if it is time."""
@@ -133,10 +90,10 @@ class Synchronizer:
         pending, self.pending = self.pending, None
         if pending is None:
             return
-        if self.outer is None:
+        if (anchors := self._anchors_at(pending.level)) is None:
             pending.apply()
         else:
-            pending.apply(self.outer.step, stepped=self.tensors.fragments[pending.fragment])
+            pending.apply(anchors.step, stepped=self.tensors.fragments[pending.fragment])
         self._after_average(pending.fragment)
 
     def restart(self) -> None:
@@ -145,19 +102,30 @@ class Synchronizer:
         self.schedule.restart()
         self.rounds = 0
         self.own_steps = [[0] * len(levels) for levels in self.own_steps]
-        if self.outer is not None:
-            self.outer.restart()
+        if self.anchors is not None:
+            self.anchors.restart()
+        if self.compressed is not None:
+            self.compressed.restart()
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values by name, enough to resume in the middle of a round; waits for a pending average."""
+        flight = None if self.pending is None else self.pending.state_dict()
         return {
             "step": self.schedule.step,
             "round_end": self.schedule.round_end,
             "rounds": self.rounds,
             "own_steps": [list(levels) for levels in self.own_steps],
             "outer": None if self.outer is None else self.outer.state_dict(),
-            "flight": None if self.pending is None else self.pending.state_dict(),
+            "wire": self._wire_state(),
+            "flight": flight,
         }
+
+    def _wire_state(self) -> dict[str, Any] | None:
+        """The anchors, where they are not the outer optimizer's, and what the wire left out on this rank."""
+        if self.compressed is None or self.anchors is None:
+            return None
+        anchors = self.anchors.state_dict() if self.outer is None else {}
+        return {**anchors, **self.compressed.state_dict(), "rank": self._place[0], "ranks": self._place[1]}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Take over what :meth:`state_dict` gave.
@@ -171,14 +139,35 @@ class Synchronizer:
         if (state["outer"] is None) != (self.outer is None):
             saved, here = ("with an", "none") if self.outer is None else ("without an", "one")
             raise ConfigurationError(f"the state was saved {saved} outer optimizer, and this one has {here}")
+        wire = state.get("wire") or {}
+        self._check_wire_state(wire)
         self.schedule.step, self.schedule.round_end, self.rounds = state["step"], state["round_end"], state["rounds"]
         self.own_steps = [list(levels) for levels in state["own_steps"]]
-        if self.outer is not None:
-            self.outer.load_state_dict(state["outer"])
+        if self.anchors is not None:
+            self.anchors.load_state_dict(wire if self.outer is None else state["outer"])
+        if self.compressed is not None:
+            self.compressed.load_state_dict(wire, self.tensors.parameters)
         if (pending := state["flight"]) is not None:
-            fragment = pending["unit"]
-            tensors = {**self.tensors.parameters_of(fragment), **self.tensors.others_of(fragment)}
-            self.pending = PendingAverage.restored(pending, tensors, dtype=self.options.average_dtype, device=device)
+            level = pending.get("level", self.schedule.levels - 1)
+            sent = self._sent(pending["unit"], level)
+            self.pending = PendingAverage.restored(pending, sent, level=level, device=device)
+
+    def _check_wire_state(self, wire: Mapping[str, Any]) -> None:
+        """Raises: ConfigurationError: ``wire`` has what would be lost here, or is another rank's."""
+        if self.compressed is None:
+            if wire.get("error"):
+                raise ConfigurationError(
+                    "the state has the error feedback of a wire, which is still to be delivered, and this LocalSGD has "
+                    "no wire: give the wire and error_feedback=True of the run that was saved"
+                )
+            return
+        saved, here = (wire.get("rank"), wire.get("ranks")), self._place
+        if saved != here and ("error" in wire or "generator" in wire):
+            raise ConfigurationError(
+                f"the state was saved by rank {saved[0]} of {saved[1]}, but this is rank {here[0]} of {here[1]}, and "
+                "each rank has its own error feedback: load this rank's file, or make its state with "
+                f"LocalSGD.redistribute(states, rank={here[0]}, ranks={here[1]})"
+            )
 
     def _drop_pending(self) -> None:
         if self.pending is not None:
@@ -194,23 +183,51 @@ class Synchronizer:
         self.own_steps[fragment][: level + 1] = [0] * (level + 1)
         if weight is None:
             return
-        parameters, others = self.tensors.parameters_of(fragment), self.tensors.others_of(fragment)
-        dtype = self.options.average_dtype
+        anchors, compressed = self._anchors_at(level), self._compressed_at(level)
+        if compressed is not None and anchors is not None:
+            anchors.check_common(group, context.device)
+        ranks = self.schedule.ranks_of(level)
         if delay:
             self.pending = PendingAverage(
-                {**parameters, **others}, fragment=fragment, apply_after=self.schedule.step + delay, dtype=dtype,
+                self._sent(fragment, level), fragment=fragment, level=level, apply_after=self.schedule.step + delay,
                 device=context.device,
             )  # fmt: skip
-            self.pending.start(context, group, weight)
+            self.pending.start(
+                context, ranks, weight, compressed=compressed, anchors=None if anchors is None else anchors.values
+            )
             return
         self.tensors.check_others(fragment, group, context.device)
+        parameters, others = self.tensors.parameters_of(fragment), self.tensors.others_of(fragment)
         names = list(parameters)
-        means = list(parameters.values()) if self.outer is None else self.outer.to_average(names)
-        average_parts(into_parts([*means, *others.values()], dtype=dtype), group, weight=weight)
-        if self.outer is not None:
-            self.outer.step(names, means)
-            self.outer.write(names)
+        means = list(parameters.values()) if anchors is None else anchors.to_average(names)
+        exactly = [*means, *others.values()] if compressed is None else others.values()
+        average_parts(into_parts(exactly, dtype=self.options.average_dtype), group, weight=weight)
+        if compressed is not None and anchors is not None:
+            compressed.average(dict(zip(names, means, strict=True)), anchors.values, ranks, weight)
+        if anchors is not None:
+            anchors.step(names, means)
+            anchors.write(names)
         self._after_average(fragment)
+
+    def _anchors_at(self, level: int) -> Anchors | None:
+        """The anchors, if an average of ``level`` is one of all ranks, which moves them."""
+        return self.anchors if level == self.schedule.levels - 1 else None
+
+    def _compressed_at(self, level: int) -> CompressedMean | None:
+        """What sends an average of ``level`` through the wire; smaller groups average in full precision."""
+        return self.compressed if level == self.schedule.levels - 1 else None
+
+    def _sent(self, fragment: int, level: int) -> Sent:
+        parameters, others = self.tensors.parameters_of(fragment), self.tensors.others_of(fragment)
+        dtype = self.options.average_dtype
+        if self._compressed_at(level) is None:
+            return Sent(exactly={**parameters, **others}, dtype=dtype)
+        return Sent(exactly=others, as_changes=parameters, dtype=dtype)
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        group = self.schedule.group_of(self.schedule.levels - 1)
+        return group.rank(), group.size()
 
     def _after_average(self, fragment: int) -> None:
         if self.options.optimizer_state == "reset":

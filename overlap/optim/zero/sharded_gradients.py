@@ -1,4 +1,4 @@
-"""What the ranks find out together about gradients of which each has a part: their norm, and whether all are finite.
+"""What the ranks find out together about gradients of which each has a part: whether all are finite.
 
 [Note: one verdict]
 
@@ -16,48 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.device import has_streams
-from overlap._torch.foreach import norms
 from overlap.hooks import Bucket, all_reduce, whole_pass
-from overlap.optim.clipping import Clipping
+from overlap.hooks.finite import LargestElements
 from overlap.optim.zero.sharding import Shard
 
-__all__ = ["FiniteVote", "ShardedNorm"]
-
-
-class ShardedNorm:
-    """Clips by the global norm of gradients of which each rank has a part: local powers, a sum over ranks, a root."""
-
-    def __init__(self, clipping: Clipping, gradients: Sequence[Tensor], device: torch.device) -> None:
-        self._clipping = clipping
-        # An empty part has no maximum.
-        self._gradients = [gradient for gradient in gradients if gradient.numel()]
-        self._is_max = clipping.norm_type == float("inf")
-        each = [norm.double() for norm in norms(self._gradients, clipping.norm_type)] if self._gradients else []
-        stacked = torch.stack(each) if each else torch.zeros(1, dtype=torch.float64, device=device)
-        self.partial = stacked.max() if self._is_max else stacked.pow(clipping.norm_type).sum()
-        """This rank's part, which the caller all-reduces in place with :attr:`op`."""
-
-    @property
-    def op(self) -> dist.ReduceOp.RedOpType:
-        return dist.ReduceOp.MAX if self._is_max else dist.ReduceOp.SUM
-
-    @property
-    def total(self) -> Tensor:
-        """The global norm, after :attr:`partial` was all-reduced."""
-        return (self.partial if self._is_max else self.partial.pow(1 / self._clipping.norm_type)).float()
-
-    def clip_(self) -> Tensor:
-        """Scale the gradients in place, after :attr:`partial` was all-reduced; returns the global norm."""
-        total = self.total
-        self._clipping.scale_to_(self._gradients, total)
-        return total
+__all__ = ["FiniteVote"]
 
 
 class FiniteVote:
     """Whether all gradients of a backward pass are finite, on any rank. See [Note: one verdict]."""
 
     def __init__(self) -> None:
-        self._largest: list[Tensor] = []
+        self._largest = LargestElements()
         self._verdict: Tensor | None = None
 
     def begin(self) -> None:
@@ -66,18 +36,15 @@ class FiniteVote:
         self._verdict = None
 
     def look(self, gradients: Sequence[Tensor]) -> None:
-        """Take note of averaged gradients: of the largest element of each."""
-        present = [gradient for gradient in gradients if gradient.numel()]
-        if present:
-            self._largest.extend(norm.float() for norm in norms(present, float("inf")))
+        """Take note of averaged gradients."""
+        self._largest.look(gradients)
 
     async def cast(self, bucket: Bucket) -> None:
         """After the last bucket is reduced, ask the other ranks. Issues: one all-reduce of a number."""
         await whole_pass()
         if not bucket.is_last:
             return
-        largest = torch.stack(self._largest) if self._largest else torch.zeros(1, device=bucket.buffer.device)
-        verdict = (~torch.isfinite(largest)).any().float()
+        verdict = self._largest.found_inf(bucket.buffer.device)
         await all_reduce(verdict, op=dist.ReduceOp.MAX, group=bucket.group)
         self._verdict = verdict
 

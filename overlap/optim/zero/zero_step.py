@@ -8,14 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from overlap._checks import described
 from overlap._torch.device import has_streams
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, Stage, StageContext, all_reduce, whole_pass
+from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
+from overlap.hooks.clipping import Clipping, ShardedNorm
+from overlap.hooks.wires import Wire, redistribute
+from overlap.hooks.wires.memory import WireMemory
 from overlap.join.active import active_join
-from overlap.optim.clipping import Clipping
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.phases import SCALED_UNDER_JOIN, Phase
 from overlap.optim.skipping import SkippedUpdates
@@ -30,8 +33,10 @@ from overlap.optim.zero.parameter_groups import check_covered, check_same_group
 from overlap.optim.zero.prefetch import ParameterPrefetch
 from overlap.optim.zero.reduce_scatter import ReduceScatter
 from overlap.optim.zero.scale_vote import ScaleVote
-from overlap.optim.zero.sharded_gradients import FiniteVote, ShardedNorm
+from overlap.optim.zero.sharded_gradients import FiniteVote
 from overlap.optim.zero.sharding import Shard
+from overlap.optim.zero.wire_exchange import WireExchange
+from overlap.optim.zero.wire_options import check_real, check_wires
 
 __all__ = ["ZeroStep"]
 
@@ -68,14 +73,27 @@ class ZeroStep(UpdateStage):
             ``"forward"`` gathers them during the next forward. Whoever looks a parameter up in the model waits for
             it; call ``zero.wait()`` before you read one that you hold yourself, in a list or in ``param_groups``.
         automatic: backward does everything, a deferred update with its last bucket; the loop calls no ``step()``.
+        reduce_wire: sends gradients to their owners in fewer bytes, such as ``Int4()``: the owner sums in fp32 what it
+            decodes and its own part, which is not rounded. The stage then reduces itself; no reducer may be before it.
+        gather_wire: sends new parameters in fewer bytes, such as ``Int8()``, as differences from the parameters that
+            all ranks have (SDP4Bit, https://arxiv.org/abs/2410.15526). The optimizer steps true weights, which the
+            owner keeps; all ranks, the owner too, add the same decoded differences to their parameters, so these are
+            equal bit for bit, and the next difference holds what rounding left out. Takes a copy of this rank's part
+            of the parameters, and one in the dtype of the true weights, ``master_dtype`` if that is wider.
+        error_feedback: add what ``reduce_wire`` left out of a step's gradients to the next step's; takes one fp32 copy
+            of the gradients, and in backward two. A pass with a mean that is not finite, or that fails, changes it on
+            no rank.
 
     Issues, per bucket: one reduce-scatter, if first; one all-gather; if DDP looks for unused parameters, one all-reduce
     of one byte per parameter. Deferred and first: one all-reduce of a number per backward, so that all ranks know of a
-    gradient that is not finite.
+    gradient that is not finite. With ``error_feedback`` one all-reduce of a number per bucket. A wire sends one message
+    to each other rank, of ``wire.codec(n).message_bytes`` bytes: in a reduction for the ``n`` elements of the bucket
+    that are that rank's, in a gather for those that are this rank's (by element, all send as much as the largest).
 
     Raises:
         ConfigurationError: an argument is out of range, or (at registration) the optimizer has parameters that the
             model does not have.
+        UnsupportedError: (at registration) a parameter that would travel through a wire is complex.
         TrainingLoopError: in ``backward``, if ``zero.step()`` was not called after the backward before.
     """
 
@@ -88,6 +106,9 @@ class ZeroStep(UpdateStage):
         norm_type: float = 2.0,
         gather: str = "backward",
         automatic: bool = False,
+        reduce_wire: Wire | None = None,
+        gather_wire: Wire | None = None,
+        error_feedback: bool = False,
     ) -> None:
         zero = unwrapped(zero)
         if not isinstance(zero, ZeroRedundancyOptimizer):
@@ -97,6 +118,7 @@ class ZeroStep(UpdateStage):
             )
         if gather not in ("backward", "forward"):
             raise ConfigurationError(f"gather is 'backward' or 'forward', got {gather!r}")
+        check_wires(reduce_wire, gather_wire, error_feedback=error_feedback)
         super().__init__(
             deferred=deferred,
             automatic=automatic,
@@ -108,8 +130,16 @@ class ZeroStep(UpdateStage):
             adds_up=False,
         )
         self.zero = zero
+        self.reduce_wire, self.gather_wire, self.error_feedback = reduce_wire, gather_wire, error_feedback
+        wires = [wire for wire in (reduce_wire, gather_wire) if wire is not None]
+        self._memory = WireMemory("ZeroStep", error_feedback=error_feedback, wires=wires) if wires else None
         self.exchange = zero.exchange
         """How ranks exchange gradients and parameters."""
+        if self._memory is not None:
+            gathers = gather_wire if self.gathers_differences else None
+            self.exchange = WireExchange.beside(
+                zero.exchange, reduce_wire=reduce_wire, gather_wire=gathers, memory=self._memory
+            )
         self._prefetch = ParameterPrefetch() if gather == "forward" else None
         self._vote = FiniteVote()
         self._scales = ScaleVote()
@@ -125,6 +155,14 @@ class ZeroStep(UpdateStage):
         self._is_in_step_with_others = False
         # Whether a reducer before the stage has left the mean in all of .grad.
         self._has_whole_mean = False
+
+    @property
+    def stepped(self) -> Optimizer:
+        return self.zero.optim
+
+    @property
+    def updates_after_backward(self) -> bool:
+        return self.updates_in_step or self._prefetch is not None
 
     @property
     def signature(self) -> str:
@@ -153,6 +191,13 @@ class ZeroStep(UpdateStage):
         self._follows_its_reducer = any(
             isinstance(stage, ReduceScatter) and self.zero in stage.zeros for stage in stages
         )
+        reducer = next((stage for stage in stages if stage.role is Role.REDUCER), None)
+        is_own = isinstance(reducer, ReduceScatter) and reducer.exchange is self.exchange
+        if self.reduce_wire is not None and reducer is not None and not is_own:
+            raise ConfigurationError(
+                f"{self!r} reduces by itself, so that {self.reduce_wire!r} can carry gradients to their owners, but "
+                f"{reducer!r} before it has reduced them: leave that out, or use ZeroStep without reduce_wire"
+            )
         in_step = [stage for stage in stages if isinstance(stage, ZeroStep) and stage.updates_in_step]
         self._is_in_step_with_others = self in in_step and len(in_step) > 1
 
@@ -168,15 +213,42 @@ class ZeroStep(UpdateStage):
             check_covered(context.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
         zero.follow_strides()
         super().attach(context)
+        if self._memory is not None:
+            try:
+                self._memory.attach(context)
+                self._prepare_wires()
+            except BaseException:
+                self._memory.detach()
+                super().detach()
+                raise
         if context.names is None:
             self.lifecycle.names = {shard.parameter: shard.name for shard in shards}
         if self._prefetch is not None:
             try:
                 self._prefetch.attach(context)
             except BaseException:
+                if self._memory is not None:
+                    self._memory.detach()
                 super().detach()
                 raise
         zero.stage = self
+
+    def _prepare_wires(self) -> None:
+        """Take note of the parameters that travel through wires, those added since, too.
+
+        Raises:
+            UnsupportedError: one is complex.
+        """
+        names = None if self.context is None else self.context.names
+        shards = [shard for shard in self.zero.shards.values() if names is None or shard.parameter in names]
+        check_real(shards)
+        if self.gathers_differences:
+            for shard in shards:
+                shard.keep_true()
+
+    @property
+    def gathers_differences(self) -> bool:
+        return self.gather_wire is not None and self.zero.world_size > 1
 
     def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         """Raises: ConfigurationError: the model does not train one of ``parameters``."""
@@ -185,6 +257,8 @@ class ZeroStep(UpdateStage):
 
     def detach(self) -> None:
         super().detach()
+        if self._memory is not None:
+            self._memory.detach()
         if self.zero.stage is self:
             self.zero.stage = None
         if self._prefetch is not None:
@@ -208,8 +282,9 @@ class ZeroStep(UpdateStage):
             return [*groups, *((f"the state of {name}", state.get(own, {})) for own, name in owned if own is not None)]
 
         if self._prefetch is not None:
-            # Gathers that run during the next forward move versions until then, but not the values of this rank's part.
-            sees_values = samples and not has_streams(zero.ownership.device)
+            # Gathers that run during the next forward move versions until then, but not the values of this rank's part,
+            # unless they are gathers of differences.
+            sees_values = samples and not (has_streams(zero.ownership.device) or self.gathers_differences)
             shards = [(zero.shards[id(parameter)], name) for parameter, name in named.items()] if sees_values else []
             named = {shard.views[zero.rank]: name for shard, name in shards if shard.own is not None}
         return UpdateMarks(tables, named, samples=samples)
@@ -232,6 +307,9 @@ class ZeroStep(UpdateStage):
         self._gathers, self._held = [], {}
         self._vote.begin()
         self.zero.begin()
+        if self._memory is not None:
+            self._memory.begin()
+            self._prepare_wires()
 
     async def __call__(self, bucket: Bucket) -> None:
         bucket = in_elements(bucket)
@@ -251,7 +329,7 @@ class ZeroStep(UpdateStage):
         if self.is_deferred:
             await self._update_together(bucket)
         else:
-            self.zero.update(self._held.pop(bucket.index, []))
+            self._update(self._held.pop(bucket.index, []))
         if shards is not None:
             self.lifecycle.gradients.note_applied(shard.parameter for shard in shards)
             if self._prefetch is None:
@@ -284,18 +362,26 @@ class ZeroStep(UpdateStage):
                 norm = ShardedNorm(self.clipping, [gradient for _, gradient in pairs], bucket.buffer.device)
                 await all_reduce(norm.partial, op=norm.op, group=bucket.group)
                 norm.clip_()
-            self.zero.update(pairs)
+            self._update(pairs)
         await whole_pass()
+
+    def _update(self, pairs: Pairs) -> None:
+        veto = self.lifecycle.veto
+        if not veto.stops:
+            with veto.passed_to(self.stepped):
+                self.zero.update(pairs)
 
     def _all_held(self) -> Pairs:
         held, self._held = self._held, {}
         return [pair for pairs in held.values() for pair in pairs]
 
     def after_backward(self, *, failed: bool) -> str | None:
+        if self._memory is not None:
+            self._memory.settle(failed=failed)
         if failed:
             was_under_way = self.lifecycle.phase is Phase.BACKWARD
             self.lifecycle.on_failure()
-            self.zero.exchange.workspace.forget()
+            self.exchange.workspace.forget()
             return _PARTLY_UPDATED if was_under_way and not self.is_deferred else None
         if self.leaves_update:
             self._vote.tell(self.zero.shards.values())
@@ -325,6 +411,8 @@ class ZeroStep(UpdateStage):
         """What is left of a step after backward, on the training thread."""
         if loss_scale.is_used and self.zero.is_joining:
             raise TrainingLoopError(SCALED_UNDER_JOIN)
+        if loss_scale.is_used:
+            self.check_unscaled()
         if self.leaves_update:
             self.wait()
         elif loss_scale.is_used:
@@ -390,6 +478,8 @@ class ZeroStep(UpdateStage):
 
     @torch.no_grad()
     def _update_in_step(self, loss_scale: LossScale) -> None:
+        if self.lifecycle.veto.stops:
+            return
         try:
             self.zero.begin()  # Parameters may have been moved since backward.
             pairs = self._pairs_of_step()
@@ -401,7 +491,7 @@ class ZeroStep(UpdateStage):
                 norm = ShardedNorm(self.clipping, gradients, self.zero.join_device)
                 dist.all_reduce(norm.partial, op=norm.op, group=self.zero.process_group)
                 norm.clip_()
-            self.zero.update(pairs)
+            self._update(pairs)
             self._gather()
         except BaseException:
             self.lifecycle.on_update_failure()
@@ -432,6 +522,30 @@ class ZeroStep(UpdateStage):
         if self._prefetch is not None:
             self._prefetch.wait()
 
+    def state_dict(self) -> dict[str, Any]:
+        """A snapshot of what the wires need on this rank; empty without wires and before the first pass.
+
+        ``error`` by parameter's name, the rounding's ``generator``, the ``buckets`` of the last pass, and the ``rank``
+        and number of ``ranks`` that it belongs to. True weights are in the optimizer's state, as ``master_param``.
+        """
+        self.wait()
+        return {} if self._memory is None else self._memory.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned on this rank, before or after registering.
+
+        Raises:
+            ConfigurationError: it has errors and this stage keeps none, or it is another model's or another rank's; for
+                another number of ranks, see :meth:`redistribute`. If the stage is not yet registered, registering
+                raises the latter.
+        """
+        if self._memory is None:
+            super().load_state_dict(state_dict)
+        else:
+            self._memory.load_state_dict(state_dict)
+
+    redistribute = staticmethod(redistribute)
+
     def __repr__(self) -> str:
         parts = [self.optimizer_name, "deferred" if self.is_deferred else "interleaved"]
         if self.clipping is not None:
@@ -440,4 +554,10 @@ class ZeroStep(UpdateStage):
             parts.append("gather in forward")
         if self.is_automatic:
             parts.append("automatic")
+        if self.reduce_wire is not None:
+            parts.append(f"reduce_wire={self.reduce_wire!r}")
+        if self.gather_wire is not None:
+            parts.append(f"gather_wire={self.gather_wire!r}")
+        if self.error_feedback:
+            parts.append("error_feedback=True")
         return f"ZeroStep({', '.join(parts)})"

@@ -29,7 +29,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
     if not 0 <= rank < ranks:
         raise ConfigurationError(f"rank={rank} is out of range for ranks={ranks}: it is 0 to {ranks - 1}")
     if any(not {"rank", "ranks"} <= set(state) for state in states):
-        raise ConfigurationError("a state does not say its rank: it was saved before the first pass of its Quantize")
+        raise ConfigurationError("a state does not say its rank: it was saved before the first pass of its stage")
     by_rank = {state["rank"]: state for state in states}
     sizes = sorted({state["ranks"] for state in states})
     if len(sizes) != 1 or len(by_rank) != len(states) or sorted(by_rank) != list(range(sizes[0])):

@@ -1,0 +1,263 @@
+"""A reducer for each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from overlap.errors import ConfigurationError, RegistrationError
+from overlap.hooks.adapters import HookStage, stage_from
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.context import StageContext
+from overlap.hooks.not_a_stage import shown
+from overlap.hooks.part import Part
+from overlap.hooks.post_local_sgd import PostLocal
+from overlap.hooks.rules import Rule, matches, shown_rule
+from overlap.hooks.stage import Role, Stage, walk
+
+__all__ = ["Route", "route"]
+
+_REST = "*"
+_PARAMETERS = "parameters"
+
+
+class Route(Stage):
+    """Reducers, each for some of the parameters; made by :func:`route`."""
+
+    def __init__(self, rules: Mapping[Rule, Stage]) -> None:
+        self.rules = dict(rules)
+        # Rules may share a reducer.
+        self.reducers = tuple(dict.fromkeys(self.rules.values()))
+        self._place_of: dict[str, int] = {}
+        """The reducer of each parameter, by name."""
+        self._is_attached = False
+        self._expected = [0] * len(self.reducers)
+        """How many parameters each reducer gets in a pass."""
+        self._seen = [0] * len(self.reducers)
+        self._loaded: Mapping[str, Sequence[str]] = {}
+
+    @property
+    def children(self) -> tuple[Stage, ...]:
+        return self.reducers
+
+    def attach(self, context: StageContext) -> None:
+        if self._is_attached:
+            raise RegistrationError(f"{self!r} is registered with a model already; give each model one of its own")
+        if context.names is None:
+            raise ConfigurationError(
+                f"{self!r} needs the parameters' names, which a hook registered with ddp.register_comm_hook is not "
+                f"told; register it with overlap.register(ddp, ...)"
+            )
+        place_of = self._assigned(context.names)
+        _check_same(self.reducers, self._loaded, place_of)
+        self._place_of, self._is_attached = place_of, True
+        self._expected = [0] * len(self.reducers)
+        for parameter, name in context.names.items():
+            self._expected[place_of[name]] += parameter.requires_grad
+
+    def context_of(self, child: Stage, context: StageContext) -> StageContext:
+        """With the names of the parameters that ``child`` reduces."""
+        assert context.names is not None, "attach refuses models without names"
+        own = self.reducers.index(child)
+        names = {parameter: name for parameter, name in context.names.items() if self._place_of[name] == own}
+        return replace(context, names=names)
+
+    def detach(self) -> None:
+        self._is_attached = False
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        self._seen = [0] * len(self.reducers)
+
+    def after_backward(self, *, failed: bool) -> str | None:
+        if not failed and any(self._seen):
+            # Parameters that were frozen when DDP was made are in no bucket, and it alone knows which those are.
+            self._expected = self._seen
+        return None
+
+    async def __call__(self, bucket: Bucket) -> None:
+        places: dict[int, list[int]] = {}
+        for place, name in enumerate(bucket.names):
+            if name not in self._place_of:
+                raise ConfigurationError(f"{self!r} does not know the parameter {name}, which is new in the model")
+            places.setdefault(self._place_of[name], []).append(place)
+        for own in sorted(places):
+            is_whole = len(places) == 1
+            part = Part(bucket, None) if is_whole else Part.of(bucket, places[own])
+            await self._reduce(own, part.bucket)
+            part.put_back()
+
+    async def _reduce(self, own: int, bucket: Bucket) -> None:
+        # Counted where the reducer begins: its other buckets of this pass have all begun before its last one.
+        self._seen[own] += len(bucket.parameters)
+        is_last = self._seen[own] == self._expected[own]
+        reducer = self.reducers[own]
+        try:
+            await reducer(bucket if bucket.is_last == is_last else replace(bucket, is_last=is_last))
+        except Exception as error:
+            error.add_note(f"raised in stage {reducer!r}, {bucket.describe()}")
+            raise
+        for other in self.reducers:
+            if other is not reducer:
+                for stage in walk(other):
+                    stage.note_result(bucket.buffer)
+
+    def _assigned(self, names: Mapping[Tensor, str]) -> dict[str, int]:
+        """The reducer of each parameter.
+
+        Raises:
+            ConfigurationError: a parameter has none, or a rule has no parameter.
+        """
+        place_of: dict[str, int] = {}
+        matched: dict[Rule, int] = dict.fromkeys(self.rules, 0)
+        used: set[Rule] = set()
+        for parameter, name in names.items():
+            found = [rule for rule in self.rules if matches(rule, name, parameter)]
+            if not found:
+                raise ConfigurationError(
+                    f"no rule of {self!r} matches the parameter {name} of shape {tuple(parameter.shape)}; end the "
+                    'rules with "*": AllReduce() for all that is left'
+                )
+            for rule in found:
+                matched[rule] += 1
+            used.add(found[0])
+            place_of[name] = self.reducers.index(self.rules[found[0]])
+        for rule in self.rules:
+            if rule not in used and rule != _REST:
+                raise ConfigurationError(self._unused(rule, matched[rule], names))
+        return place_of
+
+    def _unused(self, rule: Rule, matched: int, names: Mapping[Tensor, str]) -> str:
+        what = f"the rule {shown_rule(rule)} of {self!r}"
+        if matched:
+            return (
+                f"{what} matches {matched} parameters, and rules before it take all of them: the first rule that "
+                "matches decides, so put it further to the front"
+            )
+        some = ", ".join([*list(names.values())[:5], *(["..."] if len(names) > 5 else [])])
+        return f"{what} matches no parameter of the model; its parameters are {some}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each reducer on this rank, by its place, and the ``parameters`` that it is for."""
+        states = {str(place): reducer.state_dict() for place, reducer in enumerate(self.reducers)}
+        kept: dict[str, Any] = {place: state for place, state in states.items() if state}
+        named = self._named() if self._place_of else self._loaded
+        return {**kept, _PARAMETERS: {place: list(named.get(place, ())) for place in kept}} if kept else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned on this rank, before or after registering.
+
+        Raises:
+            ConfigurationError: the state is of other reducers, or of reducers that had other parameters. If the stage
+                is not yet registered, registering raises the latter.
+        """
+        states = {place: state for place, state in state_dict.items() if place != _PARAMETERS}
+        if unknown := sorted(set(states) - {str(place) for place in range(len(self.reducers))}):
+            raise ConfigurationError(f"state of reducers {unknown} for the {len(self.reducers)} of {self!r}")
+        loaded = state_dict.get(_PARAMETERS, {})
+        if self._is_attached:
+            _check_same(self.reducers, loaded, self._place_of)
+        self._loaded = loaded
+        for place, reducer in enumerate(self.reducers):
+            reducer.load_state_dict(states.get(str(place), {}))
+
+    def _named(self) -> dict[str, list[str]]:
+        """The parameters of each reducer."""
+        named: dict[str, list[str]] = {str(place): [] for place in range(len(self.reducers))}
+        for name, place in self._place_of.items():
+            named[str(place)].append(name)
+        return named
+
+    @property
+    def signature(self) -> str:
+        """The rules; once registered, each reducer with its parameters."""
+        rules = ", ".join(f"{shown_rule(rule)}: {self.reducers.index(reducer)}" for rule, reducer in self.rules.items())
+        named = self._named()
+        lines = [
+            f"{place}: {reducer.signature} for {', '.join(named[str(place)]) or 'no parameter'}"
+            for place, reducer in enumerate(self.reducers)
+        ]
+        return "\n".join([f"route({rules})", *lines])
+
+    def __repr__(self) -> str:
+        return f"route({{{', '.join(f'{shown_rule(rule)}: {reducer!r}' for rule, reducer in self.rules.items())}}})"
+
+
+def route(rules: Mapping[Rule, Stage | Callable[..., Any]]) -> Route:
+    """A reducer made of several, each for some of the parameters: the first rule that matches decides.
+
+    A rule is a pattern of fully qualified names, as in ``fnmatch``, or a function ``(name, parameter) -> bool`` such as
+    :func:`by_ndim` gives. ``*`` also stands for dots, and ``"*."`` at the front may stand for nothing, so
+    ``"*.embedding.weight"`` is also the ``embedding.weight`` of the model itself. Several rules may share one reducer.
+
+    A bucket whose parameters all have one reducer goes to it as it is. Another one is split: each reducer gets a bucket
+    of its own parameters, one after another in the order of the rules, so that collectives are in one order on every
+    rank. Parameters that lie next to each other are reduced where they are; others are packed and copied back.
+
+    Args:
+        rules: reducers by rule, the first that matches first; ``"*": AllReduce()`` takes all that is left.
+
+    Issues: what the reducers issue. Changes: ``bucket.buffer``. Memory: a copy of those gradients in a bucket that do
+    not lie next to each other.
+
+    Raises:
+        ConfigurationError: there are no rules, or a value is not a reducer; when it is registered, a parameter has no
+            rule, a rule has no parameter (but ``"*"``), or names are not known.
+
+    >>> from overlap import AllReduce, PowerSGD, route
+    >>> route({"*.embedding.weight": AllReduce(), "*": PowerSGD(rank=4)})
+    route({'*.embedding.weight': AllReduce(), '*': PowerSGD(rank=4)})
+    """
+    if not isinstance(rules, Mapping) or not rules:
+        raise ConfigurationError(
+            f'route takes reducers by rule, as in route({{"*.bias": AllReduce(), "*": PowerSGD()}}), got {shown(rules)}'
+        )
+    made = {rule: stage_from(value) for rule, value in rules.items()}
+    for rule, reducer in made.items():
+        if not isinstance(rule, str) and (isinstance(rule, type) or not callable(rule)):
+            raise ConfigurationError(
+                f"a rule is a pattern of names or a function (name, parameter) -> bool, got {shown(rule)}"
+            )
+        _check_reducer(rule, reducer)
+    return Route(made)
+
+
+def _check_reducer(rule: Rule, reducer: Stage) -> None:
+    """Raises: ConfigurationError: ``reducer`` cannot be the value of ``rule``."""
+    where = f"{reducer!r}, which is to reduce {shown_rule(rule)},"
+    if reducer.role is not Role.REDUCER:
+        raise ConfigurationError(
+            f"{where} is not a reducer; a function that reduces is marked with @overlap.reducer, and updates come "
+            "after route({...}) in the chain"
+        )
+    for stage in walk(reducer):
+        if isinstance(stage, Route):
+            raise ConfigurationError(f"{where} has rules of its own; put them into one route({{...}})")
+        if stage.role is Role.TRANSFORM:
+            raise ConfigurationError(
+                f"{where} has the transform {stage!r}, which would see some of the parameters only; put it before or "
+                "after route({...}) in the chain"
+            )
+        if isinstance(stage, PostLocal):
+            raise ConfigurationError(
+                f"{where} decides for the whole model whether it reduces; put it around: PostLocal(state, route(...))"
+            )
+        if isinstance(stage, HookStage):
+            raise ConfigurationError(
+                f"{where} calls a communication hook, which must be called with DDP's own buckets; use a reducer such "
+                "as AllReduce(), Cast(torch.bfloat16) or PowerSGD(), or a function marked with @overlap.reducer"
+            )
+
+
+def _check_same(reducers: Sequence[Stage], loaded: Mapping[str, Sequence[str]], place_of: Mapping[str, int]) -> None:
+    """Raises: ConfigurationError: a reducer had other parameters when its state was saved."""
+    for place, saved in loaded.items():
+        here = {name for name, own in place_of.items() if str(own) == place}
+        if other := sorted(set(saved) ^ here):
+            raise ConfigurationError(
+                f"the state of {reducers[int(place)]!r} was saved with other rules or of another model: {other[0]} "
+                f"{'was' if other[0] in saved else 'was not'} one of its parameters; use the rules of the run that was "
+                "saved"
+            )

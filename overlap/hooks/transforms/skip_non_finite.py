@@ -1,0 +1,99 @@
+"""Leaving out the steps whose gradients are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap._torch.device import hold
+from overlap.errors import ConfigurationError
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.collectives import all_reduce
+from overlap.hooks.context import StageContext
+from overlap.hooks.finite import LargestElements
+from overlap.hooks.stage import Role, Stage
+from overlap.hooks.transforms.transform import Place, WholePassTransform
+
+__all__ = ["SkipNonFinite"]
+
+
+class SkipNonFinite(WholePassTransform):
+    """Leaves out a whole step, on every rank, if an element of the mean gradients is infinite or NaN.
+
+    This is the loop ``if all(p.grad.isfinite().all() for p in ddp.parameters()): optimizer.step()``, bit for bit: the
+    updates after it in the chain change no parameter, no state and no count of steps, whether they are made in backward
+    or in ``step()``, which the loop calls as always. Gradients stay as they are until the next forward clears them. It
+    waits for all buckets, so updates run when backward has computed everything.
+
+    On the CPU the update is not made, and its step hooks do not run. On an accelerator the host does not wait to know:
+    the optimizer is told by ``found_inf``, as ``GradScaler`` does, which needs ``fused=True`` (and SGD without
+    momentum); its step hooks run in any case. Other transforms, also those after the update, run in every pass. What a
+    reducer remembers, such as error feedback, is not protected.
+
+    Issues: one all-reduce of a number per backward. Changes: nothing.
+
+    Raises:
+        ConfigurationError: at registration, if it does not stand between the reducer and an update.
+        UnsupportedError: at registration, if an update cannot be left out: an optimizer on an accelerator that is not
+            fused, or an interleaved update of an optimizer that serves several models.
+
+    >>> SkipNonFinite()
+    SkipNonFinite()
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._updates: list[Stage] = []
+        self._largest = LargestElements()
+        self._found_inf: Tensor | None = None
+
+    @property
+    def skipped(self) -> Tensor | None:
+        """Whether the last step was left out, a 0-dimensional tensor, 1.0 or 0.0; ``None`` before the first pass."""
+        return None if self._found_inf is None else hold(self._found_inf)
+
+    @property
+    def needs_mean(self) -> bool:
+        return True
+
+    @property
+    def edits_gradients(self) -> bool:
+        return False
+
+    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
+        super().placed(before, after)
+        self._updates = [stage for stage in after if stage.role is Role.UPDATE]
+        if self.place is not Place.MEAN or not self._updates:
+            raise ConfigurationError(
+                f"{self!r} looks at the mean and has the update after it left out, so it stands between them: "
+                f"chain(AllReduce(), {self!r}, Step(optimizer)); where the loop steps a plain optimizer, give that to "
+                "Step"
+            )
+
+    def attach(self, context: StageContext) -> None:
+        for update in self._updates:
+            update.check_skippable(context)
+        super().attach(context)
+
+    def detach(self) -> None:
+        super().detach()
+        self._updates = []
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        super().before_backward(is_replay=is_replay)
+        self._largest.clear()
+
+    def look(self, bucket: Bucket) -> None:
+        self._largest.look(self.seen(bucket))
+
+    async def act(self, buckets: Sequence[Bucket]) -> None:
+        found_inf = self._largest.found_inf(buckets[0].buffer.device)
+        await all_reduce(found_inf, op=dist.ReduceOp.MAX, group=buckets[0].group)
+        self._found_inf = found_inf
+        for update in self._updates:
+            update.skip_if(found_inf)
+
+    def __repr__(self) -> str:
+        return "SkipNonFinite()"

@@ -1,0 +1,387 @@
+"""A reducer for each parameter: against plain DDP, against one reducer for all, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import overlap
+from harness import assert_parity, run_ranks, wrap
+from harness.models import DTYPES, MLP, TRANSFORMER, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
+from harness.spy import bucket_calls
+from overlap import (
+    AllGather,
+    AllReduce,
+    Bucket,
+    Cast,
+    ConfigurationError,
+    PowerSGD,
+    Quantize,
+    RegistrationError,
+    Step,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    as_stage,
+    chain,
+    register,
+    route,
+)
+from overlap.hooks import by_ndim
+
+from .runs import SGD, Attach, plain, run
+
+
+def _is_wide(name: str, parameter: Tensor) -> bool:
+    return parameter.numel() > 16
+
+
+# Two kinds in nearly every bucket: in runs, in several pieces, by name, by shape and by predicate.
+MEANS: dict[str, Any] = {
+    "by name": lambda: {"*.bias": AllReduce(), "*": AllGather()},
+    "by shape": lambda: {by_ndim(least=2): AllReduce(), "*": AllReduce()},
+    "by predicate": lambda: {_is_wide: AllGather(), by_ndim(most=1): AllReduce(), "*": AllReduce()},
+}
+
+
+def _sees_means(bucket: Bucket) -> None:
+    assert bucket.is_mean and bucket.raw is not None
+
+
+def _means(rank: int, world_size: int) -> None:
+    for case in (MLP, DTYPES, UNUSED_ON_SOME_RANKS):
+        options = {"gradient_as_bucket_view": case is MLP}
+        reference = run(rank, plain, case, **options)
+        for name, rules in MEANS.items():
+            found = run(rank, chain(route(rules()), _sees_means).register, case, **options)
+            assert_parity(found, reference, what=f"{case}, {name}")
+
+
+def test_exact_reducers_by_parameter_equal_plain_ddp_bit_for_bit() -> None:
+    run_ranks(_means, 2, timeout_s=120)
+
+
+class _Recorded(AllReduce):
+    """The exact mean, which notes what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[Bucket] = []
+
+    async def __call__(self, bucket: Bucket) -> None:
+        self.given.append(bucket)
+        await super().__call__(bucket)
+
+
+def _split(rank: int, world_size: int) -> None:
+    # One bucket: 1.bias, 1.weight, 0.bias, 0.weight, each with an own place.
+    ddp = wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), bucket_cap_mb=1)
+    wholes: list[Bucket] = []
+
+    def see(bucket: Bucket) -> None:
+        wholes.append(bucket)
+
+    first, second, alone = _Recorded(), _Recorded(), _Recorded()
+    chain(see, route({"1.weight": alone, "*.bias": first, "*": second})).register(ddp)
+    for _ in range(3):
+        ddp(torch.ones(2, 4)).sum().backward()
+    whole = wholes[-1]
+    start = whole.buffer.untyped_storage().data_ptr()
+    assert alone.given[-1].buffer.untyped_storage().data_ptr() == start, "what lies in one run is not copied"
+    assert first.given[-1].buffer.untyped_storage().data_ptr() != start, "what lies in several is packed"
+    for reducer in (first, second, alone):
+        given = reducer.given[-1]
+        assert given.index == whole.index and given.is_last and given.divisor == 2
+        assert given.buffer.numel() == sum(p.numel() for p in given.parameters)
+        names = dict(ddp.module.named_parameters())
+        for name, parameter, gradient in zip(given.names, given.parameters, given.gradients, strict=True):
+            assert parameter is names[name] and gradient.shape == parameter.shape
+            if reducer is alone:
+                assert gradient.data_ptr() == whole.gradients[whole.names.index(name)].data_ptr()
+    only = _Recorded()
+    seen = wrap(nn.Linear(4, 4))
+    chain(route({"*": only})).register(seen)
+    seen(torch.ones(2, 4)).sum().backward()
+    assert only.given[0].raw is not None, "a bucket of one kind is DDP's own"
+
+
+def test_a_bucket_is_split_without_copying_what_lies_in_one_run() -> None:
+    run_ranks(_split, 2)
+
+
+class _Lasts(AllReduce):
+    def __init__(self) -> None:
+        self.lasts: list[tuple[int, int]] = []
+
+    async def __call__(self, bucket: Bucket) -> None:
+        if bucket.is_last:
+            self.lasts.append((bucket.step, bucket.index))
+        await super().__call__(bucket)
+
+
+def _last(rank: int, world_size: int) -> None:
+    for find_unused in (False, True):
+        model = MLP.model()
+        model[0].requires_grad_(False)
+        ddp = wrap(model, find_unused_parameters=find_unused)
+        early, late, rest = _Lasts(), _Lasts(), _Lasts()
+        # Gradients of the last layer come first.
+        register(ddp, route({"8.*": early, "2.*": late, "0.*": AllReduce(), "*": rest}))
+        for step in range(4):
+            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+        for stage in (early, late, rest):
+            assert [step for step, _ in stage.lasts] == [0, 1, 2, 3]
+        # With one bucket per parameter or so, the first kind is done when others have not begun.
+        assert early.lasts[-1][1] < rest.lasts[-1][1] < late.lasts[-1][1]
+
+
+def test_each_reducer_is_told_which_of_its_buckets_is_the_last() -> None:
+    run_ranks(_last, 2)
+
+
+@overlap.reducer
+async def _by_hand(bucket: Bucket) -> None:
+    """Weights in 8 bits, packed into one tensor; the rest exact."""
+    weights = [place for place, name in enumerate(bucket.names) if name.endswith(".weight")]
+    rest = [place for place in range(len(bucket.names)) if place not in weights]
+    for places, reducer in ((weights, Quantize(bits=8)), (rest, AllReduce())):
+        if not places:
+            continue
+        gradients = [bucket.gradients[place] for place in places]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        await reducer(replace(bucket, buffer=flat, raw=None, views=()))
+        for gradient, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+_weights_in_8_bits = {"*.weight": functools.partial(Quantize, bits=8), "*": AllReduce}
+
+
+def _compressed(rank: int, world_size: int) -> None:
+    def routed(**reducers: Any) -> Attach:
+        return chain(route({rule: make() for rule, make in _weights_in_8_bits.items()})).register
+
+    with bucket_calls(Quantize) as calls:
+        found = run(rank, routed(), TRANSFORMER)
+    assert len(set(calls)) > 2
+    assert_parity(found, run(rank, chain(_by_hand).register, TRANSFORMER), what="weights in 8 bits")
+    # PowerSGD reduces vectors exactly itself, and keeps its memory by name.
+    for options in ({"rank": 1, "min_compression_rate": 1}, {"rank": 2, "alternate": True, "min_compression_rate": 1}):
+        reference = run(rank, chain(PowerSGD(**options)).register, TRANSFORMER)
+        by_rule = chain(route({by_ndim(most=1): AllReduce(), "*": PowerSGD(**options)})).register
+        assert_parity(run(rank, by_rule, TRANSFORMER), reference, what=f"PowerSGD({options})")
+    feedback = functools.partial(Quantize, bits=4, error_feedback=True)
+    assert_parity(
+        run(rank, chain(route({"*": feedback()})).register),
+        run(rank, chain(feedback()).register),
+        what="one reducer with memory for all",
+    )
+
+
+def test_compressing_reducers_by_parameter_equal_the_same_by_hand() -> None:
+    run_ranks(_compressed, 2, timeout_s=120)
+
+
+def _nested(rank: int, world_size: int) -> None:
+    def rules(**options: Any) -> Any:
+        return route({"*.bias": AllReduce(), "*": AllReduce()})
+
+    reference = run(rank, chain(Cast(torch.bfloat16)).register)
+    assert_parity(run(rank, chain(Cast(torch.bfloat16, rules())).register), reference, what="inside of a cast")
+    each = route({"*.bias": Cast(torch.bfloat16), "*": Cast(torch.bfloat16)})
+    assert_parity(run(rank, chain(each).register), reference, what="casts inside")
+
+    def with_zero(reducer: Any) -> list[Tensor]:
+        ddp = wrap(MLP.model())
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01, overlap_with_ddp=True)
+        chain(reducer, ZeroStep(zero)).register(ddp)
+        for step in range(4):
+            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+            zero.step()
+        zero.wait()
+        return [parameter.detach().clone() for parameter in ddp.parameters()]
+
+    assert_parity(with_zero(rules()), with_zero(AllReduce()), what="before ZeroStep")
+    post = overlap.hooks.PostLocal(overlap.hooks.PostLocalSGDState(None, None, 100), rules())
+    assert_parity(run(rank, chain(post).register), run(rank, plain), what="inside of PostLocal")
+
+
+def test_rules_work_inside_of_other_reducers_and_before_a_sharded_update() -> None:
+    run_ranks(_nested, 2)
+
+
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(8, 8, dtype=torch.complex64) for _ in range(3)))
+        self.conv = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor, image: Tensor) -> Tensor:
+        return self.layers(x).abs().sum() + self.conv(image).square().sum()
+
+
+def _strides(rank: int, world_size: int) -> None:
+    found = []
+    for attach in (plain, chain(route({"*.bias": AllReduce(), "*": AllReduce()})).register):
+        ddp = wrap(_Complex())
+        attach(ddp)
+        sgd = SGD(ddp.parameters())
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            x = torch.randn(2, 8, dtype=torch.complex64, generator=generator)
+            image = torch.randn(2, 4, 5, 5, generator=generator).to(memory_format=torch.channels_last)
+            sgd.zero_grad()
+            ddp(x, image).backward()
+            sgd.step()
+        found.append([parameter.detach().clone() for parameter in ddp.parameters()])
+    assert_parity(found[1], found[0], what="complex and channels_last parameters")
+
+
+def test_complex_and_channels_last_parameters_are_split_like_others() -> None:
+    run_ranks(_strides, 2)
+
+
+class _Fails(AllReduce):
+    async def __call__(self, bucket: Bucket) -> None:
+        if bucket.step == 2:
+            raise ValueError("boom")
+        await super().__call__(bucket)
+
+
+def _failure(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model())
+    feedback = Quantize(bits=4, error_feedback=True)
+    register(ddp, route({"*.bias": _Fails(), "*": feedback}))
+    for step in range(4):
+        before = feedback.state_dict().get("error", {})
+        if step == 2:
+            with pytest.raises(ValueError, match="boom") as caught:
+                mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+            assert (
+                "raised in stage _Fails(), bucket" in caught.value.__notes__[0] and "bias" in caught.value.__notes__[0]
+            )
+            assert_parity(feedback.state_dict()["error"], before, what="the memory of another reducer")
+        else:
+            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+    # A result of one reducer that is not finite: nothing of the pass is kept by the others, on any rank.
+    before = feedback.state_dict()["error"]
+    ddp.module[8].bias.register_hook(lambda gradient: gradient * (float("nan") if rank == 1 else 1.0))
+    mean_squared_error(ddp, MLP.batch(9, rank)).backward()
+    assert ddp.module[8].bias.grad.isnan().any() and ddp.module[0].weight.grad.isfinite().all()
+    assert_parity(feedback.state_dict()["error"], before, what="memory after another reducer's NaN")
+
+
+def test_a_failure_or_a_nan_of_one_reducer_leaves_the_memory_of_the_others() -> None:
+    run_ranks(_failure, 2)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    def attached(rules: Any, *, model: nn.Module | None = None) -> None:
+        register(wrap(MLP.model() if model is None else model), route(rules))
+
+    with pytest.raises(ConfigurationError, match=r'matches the parameter 0.bias of shape \(16,\).*"\*": AllReduce\(\)'):
+        attached({"*.weight": AllReduce()})
+    with pytest.raises(ConfigurationError, match=r"rule '\*.wieght' of route.*no parameter.*0.weight, 0.bias"):
+        attached({"*.wieght": AllReduce(), "*": AllReduce()})
+    with pytest.raises(ConfigurationError, match=r"rule _is_wide .* matches 5 parameters, and rules before it take"):
+        attached({"*.weight": AllReduce(), _is_wide: AllGather(), "*": AllReduce()})
+    attached({"*.weight": AllReduce(), "*.bias": AllGather(), "*": AllReduce()})  # Nothing may be left for "*".
+    ddp, stage = wrap(MLP.model()), route({"*": AllReduce()})
+    register(ddp, stage)
+    with pytest.raises(RegistrationError, match="registered with a model already"):
+        register(wrap(MLP.model()), stage)
+    by_hook = wrap(MLP.model())
+    by_hook.register_comm_hook(None, overlap.as_hook(route({"*": AllReduce()})))
+    with pytest.raises(ConfigurationError, match=r"needs the parameters' names.*overlap.register"):
+        mean_squared_error(by_hook, MLP.batch(0, rank)).backward()
+    # What rank 0 registers is right; the others compare theirs with it.
+    told = pytest.raises(overlap.CollectiveError, match=r"(?s)rank 1 registers route.*but rank 0 registers route")
+    with told if rank == 1 else contextlib.nullcontext():
+        attached({"*.bias" if rank == 0 else "*.weight": AllReduce(), "*": AllGather()})
+
+
+def test_what_does_not_fit_the_model_is_refused_at_registration() -> None:
+    run_ranks(_refused, 2)
+
+
+async def _transform(bucket: Bucket) -> None:
+    return
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ({}, "reducers by rule"),
+        ([AllReduce()], "reducers by rule"),
+        ({3: AllReduce()}, r"function \(name, parameter\) -> bool, got 3"),
+        ({nn.Linear: AllReduce()}, "function .* -> bool, got"),
+        ({"*": 3}, "3 is not a stage"),
+        ({"*": _transform}, "is not a reducer.*@overlap.reducer"),
+        ({"*": Step(SGD(nn.Linear(2, 2).parameters()))}, "is not a reducer.*updates come after"),
+        ({"*": chain(_transform, AllReduce())}, "the transform _transform.*some of the parameters"),
+        ({"*": route({"*": AllReduce()})}, "rules of its own"),
+        ({"*": Cast(torch.bfloat16, as_stage(lambda state, bucket: None))}, "calls a communication hook"),
+        (
+            {"*": overlap.hooks.PostLocal(overlap.hooks.PostLocalSGDState(None, None, 3))},
+            r"PostLocal\(state, route",
+        ),
+    ],
+)
+def test_what_is_not_a_reducer_by_rule_is_refused(rules: Any, told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        route(rules)
+
+
+def _shown(rank: int, world_size: int) -> None:
+    shared = AllReduce()
+    stage = route({"*.bias": shared, by_ndim(least=2): PowerSGD(rank=4), "*": shared})
+    assert repr(stage) == "route({'*.bias': AllReduce(), by_ndim(least=2): PowerSGD(rank=4), '*': AllReduce()})"
+    assert len(stage.children) == 2
+    register(wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), stage)
+    assert stage.signature == (
+        "route('*.bias': 0, by_ndim(least=2): 1, '*': 0)\n"
+        "0: AllReduce() for 0.bias, 1.bias\n"
+        "1: PowerSGD(rank=4) for 0.weight, 1.weight"
+    )
+    # A name without a module before it.
+    embedding = route({"*.weight": AllReduce(), "*": AllGather()})
+    register(wrap(nn.Linear(2, 2)), embedding)
+    assert "0: AllReduce() for weight" in embedding.signature
+
+
+def test_the_signature_says_where_each_parameter_goes() -> None:
+    run_ranks(_shown, 2)
+
+
+def _state(rank: int, world_size: int, case: Case = MLP) -> None:
+    def made(rule: str = "*.weight") -> Any:
+        ddp, stage = wrap(case.model()), route({rule: Quantize(bits=4, error_feedback=True), "*": AllReduce()})
+        register(ddp, stage)
+        return ddp, stage
+
+    ddp, stage = made()
+    for step in range(3):
+        mean_squared_error(ddp, case.batch(step, rank)).backward()
+    state = overlap.state_dict(ddp)
+    assert set(state["stages"]["state"]) == {"0", "parameters"}
+    again, other = made()
+    overlap.load_state_dict(again, None, state)
+    assert_parity(other.state_dict()["0"]["error"], stage.state_dict()["0"]["error"], what="the loaded memory")
+    moved, _ = made("*[02].weight")
+    with pytest.raises(ConfigurationError, match=r"4.weight was one of its parameters; use the rules of the run"):
+        overlap.load_state_dict(moved, None, state)
+    early = route({"*.bias": Quantize(bits=4, error_feedback=True), "*": AllReduce()})
+    early.load_state_dict(stage.state_dict())
+    with pytest.raises(ConfigurationError, match="other rules"):
+        register(wrap(case.model()), early)
+    with pytest.raises(ConfigurationError, match=r"state of reducers \['7'\]"):
+        stage.load_state_dict({"7": {}})
+
+
+def test_state_is_kept_by_reducer_and_fits_the_same_rules_only() -> None:
+    run_ranks(_state, 2)

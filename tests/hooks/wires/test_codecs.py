@@ -1,0 +1,291 @@
+"""Every wire: how far off decoded values are, what is exact, what is not finite, and what a message holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import overlap
+from overlap import BFloat16, ConfigurationError, Float8, Float16, Int4, Int8, TopK, Wire
+from overlap.hooks.wires import Codec
+
+WIRES = [Float16(), BFloat16(), Float8(), Float8(chunk=64), Int8(), Int8(chunk=2048), Int4(), TopK(0.01), TopK(0.3)]
+EACH = pytest.mark.parametrize("wire", WIRES, ids=repr)
+NUMELS = [1, 7, 8, 9, 511, 513, 4097, 70_001, 300_001]
+BYTES = {Float16: 0.5, BFloat16: 0.5, Float8: 0.252, Int8: 0.252, Int4: 0.127}
+
+
+def _stochastic(wire: Wire) -> Wire:
+    if isinstance(wire, TopK):
+        return TopK(wire.density, chunk=wire.chunk, rounding="stochastic")
+    options = {} if not hasattr(wire, "chunk") else {"chunk": wire.chunk}
+    return type(wire)(rounding="stochastic", **options)
+
+
+def _padded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, codec.numel - values.numel()))
+
+
+def _there_and_back(wire: Wire, values: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    codec = wire.codec(values.numel())
+    padded = _padded(codec, values)
+    before = padded.clone()
+    message, out = torch.full((codec.message_bytes,), 255, dtype=torch.uint8), torch.full_like(padded, 7.0)
+    codec.encode(padded, message, generator)
+    assert torch.equal(padded.view(torch.int32), before.view(torch.int32)), "what is encoded stays as it is"
+    codec.decode(message, out)
+    return out[: values.numel()]
+
+
+def _chunks(wire: Wire, values: torch.Tensor) -> torch.Tensor:
+    codec = wire.codec(values.numel())
+    return _padded(codec, values).view(codec.chunks, codec.chunk_numel)
+
+
+def _largest_error(wire: Wire, values: torch.Tensor) -> torch.Tensor:
+    """What each wire's docstring says of each value, for rounding to nearest."""
+    size = values.abs()
+    if isinstance(wire, Float16):
+        return (size * 2.0**-11).clamp(min=2.0**-25)
+    if isinstance(wire, BFloat16):
+        return size * 2.0**-8
+    chunks = _chunks(wire, values).abs()
+    if isinstance(wire, TopK):
+        kept = max(1, round(wire.density * chunks.size(1)))
+        smallest = chunks.sort(dim=1, descending=True).values[:, kept - 1 : kept]
+        bound = torch.where(chunks >= smallest, chunks * 2.0**-8, chunks)
+    elif isinstance(wire, Float8):
+        bound = torch.maximum(chunks / 16, chunks.amax(1, keepdim=True) / 458_752)
+    else:
+        bound = (chunks.amax(1, keepdim=True) / {Int8: 127, Int4: 7}[type(wire)] / 2).expand_as(chunks)
+    return bound.flatten()[: values.numel()]
+
+
+# How far off -------------------------------------------------------------------------------------------------
+
+
+@EACH
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e30])
+def test_values_are_as_close_as_the_docstring_says(wire: Wire, scale: float) -> None:
+    if isinstance(wire, Float16) and scale == 1e30:
+        pytest.skip("float16 ends at 65,504")
+    generator = torch.Generator().manual_seed(0)
+    for numel in NUMELS:
+        # From chunk to chunk the scale changes, so that another chunk's step would be far too large or small.
+        values = torch.randn(numel) * scale * torch.logspace(-3, 3, numel)
+        # The last is as close as fp32 itself is.
+        bound = _largest_error(wire, values) * 1.00001 + torch.finfo(torch.float32).tiny / 2
+        error = (_there_and_back(wire, values) - values).abs()
+        assert (error <= bound).all()
+        assert ((_there_and_back(_stochastic(wire), values, generator) - values).abs() <= 2 * bound).all()
+        if numel > 1000 and not (isinstance(wire, Float16) and scale == 1e-30):
+            assert error.max() > 0.5 * bound.min()
+
+
+@EACH
+def test_what_was_sent_once_is_exact(wire: Wire) -> None:
+    once = _there_and_back(wire, torch.randn(9000))
+    assert torch.equal(_there_and_back(wire, once), once)
+    assert torch.equal(_there_and_back(wire, torch.zeros(9000)), torch.zeros(9000))
+
+
+@EACH
+def test_whole_numbers_are_exact_also_with_stochastic_rounding(wire: Wire) -> None:
+    values = torch.tensor([7.0, -4.0, 2.0, 0.0, -7.0, 1.0]).repeat(100)
+    if isinstance(wire, TopK):
+        values = values.where(torch.arange(600) % 600 < 6, torch.tensor(0.0))
+    if isinstance(wire, Int8):
+        values *= 127 / 7
+        values = values.trunc().where(values.abs() < 127, values.sign() * 127)
+    if isinstance(wire, Float8):
+        values *= 64
+    generator = torch.Generator().manual_seed(0)
+    assert torch.equal(_there_and_back(wire, values), values)
+    assert torch.equal(_there_and_back(_stochastic(wire), values, generator), values)
+
+
+def test_exactly_the_largest_of_each_chunk_are_sent() -> None:
+    values = torch.randn(10_000)
+    wire = TopK(0.1, chunk=1000)
+    sent = _chunks(wire, _there_and_back(wire, values))
+    assert sent.shape == (10, 1000)
+    assert ((sent != 0).sum(1) == 100).all()
+    for chunk, back in zip(_chunks(wire, values), sent, strict=True):
+        assert torch.equal(chunk.abs().argsort(descending=True)[:100].sort().values, back.nonzero().flatten())
+        assert torch.equal(back[back != 0], chunk[back != 0].bfloat16().float())
+
+
+def test_the_bits_of_float8_are_those_of_torch() -> None:
+    values = torch.randn(512)
+    values[0] = 448 / 64  # So that the step is a power of two.
+    values.clamp_(-7, 7)
+    expected = (values * 64).to(torch.float8_e4m3fn).float() / 64
+    assert torch.equal(_there_and_back(Float8(), values), expected)
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[every.isfinite()]
+    assert torch.equal(_there_and_back(Float8(), every), every)
+
+
+# What is not finite ------------------------------------------------------------------------------------------
+
+
+@EACH
+@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("make", [lambda wire: wire, _stochastic], ids=["nearest", "stochastic"])
+def test_a_value_that_is_not_finite_is_seen_in_its_chunk_and_no_other(
+    wire: Wire, what: float, make: Callable[[Wire], Wire]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(4096 * 3)
+    at = 4096 + 77
+    values[at] = what
+    made = make(wire)
+    back = _there_and_back(made, values, generator if made.is_stochastic else None)
+    assert not back[at].isfinite()
+    assert back[:4096].isfinite().all() and back[8192:].isfinite().all()
+
+
+@EACH
+def test_many_values_that_are_not_finite_are_seen(wire: Wire) -> None:
+    values = torch.full((5000,), math.nan)
+    values[::2] = math.inf
+    assert not _there_and_back(wire, values).isfinite().all()
+    assert not _there_and_back(_stochastic(wire), values, torch.Generator()).isfinite().all()
+
+
+@pytest.mark.parametrize("wire", [Float16(), BFloat16(), TopK(0.5)], ids=repr)
+def test_values_above_the_largest_become_infinite(wire: Wire) -> None:
+    values = torch.tensor([wire.largest, -wire.largest, min(wire.largest * 1.01, torch.finfo(torch.float32).max)])
+    assert _there_and_back(wire, values[:1])[0] == wire.largest
+    assert _there_and_back(wire, values[2:])[0] == math.inf
+
+
+@pytest.mark.parametrize("wire", [Int8(), Int4(), Float8()], ids=repr)
+def test_the_largest_numbers_stay_finite(wire: Wire) -> None:
+    values = torch.full((700,), wire.largest)
+    torch.testing.assert_close(_there_and_back(wire, values), values, rtol=2.0**-23, atol=0.0)
+
+
+# Stochastic rounding -----------------------------------------------------------------------------------------
+
+DRAWS = 3000
+BIASED = [Float16(), BFloat16(), Float8(), Int8(), Int4(), TopK(1.0)]
+
+
+@pytest.mark.parametrize("wire", BIASED, ids=repr)
+@pytest.mark.parametrize("scale", [1.0, 3e-7], ids=["normal", "denormal in float16"])
+def test_stochastic_rounding_has_no_bias(wire: Wire, scale: float) -> None:
+    values = (torch.rand(512, generator=torch.Generator().manual_seed(0)) * 2 - 1) * scale
+    generator = torch.Generator().manual_seed(3)
+    draws = _there_and_back(_stochastic(wire), values.repeat(DRAWS), generator).view(DRAWS, -1).double()
+    # A value lies between two numbers with a variance of at most a quarter of their distance's square; five sigma of
+    # the mean, where the distance is at most twice the largest error of rounding to nearest.
+    bound = 5 * _largest_error(wire if not isinstance(wire, TopK) else BFloat16(), values) / math.sqrt(DRAWS)
+    assert ((draws.mean(0) - values).abs() <= bound).all()
+    biased = (_there_and_back(wire, values) - values).abs() > bound
+    assert biased.float().mean() > 0.4, "rounding to nearest would not pass this test"
+    assert (draws.std(0) > 0).sum() > 400
+    # Each value comes out as one of two neighbours.
+    assert ((draws == draws.amin(0)) | (draws == draws.amax(0))).all()
+
+
+@EACH
+def test_the_same_seed_gives_the_same_message_and_the_global_generator_is_not_used(wire: Wire) -> None:
+    values = torch.randn(3000)
+    state = torch.get_rng_state()
+    first, second = (_there_and_back(_stochastic(wire), values, torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# Messages ----------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_messages_can_follow_each_other(wire: Wire) -> None:
+    generator = torch.Generator().manual_seed(0)
+    numels = [0, 1, 3, 0, *torch.randint(1, 9000, (12,), generator=generator).tolist(), 5]
+    codecs = [wire.codec(numel) for numel in numels]
+    values = [_padded(codec, torch.randn(numel)) for codec, numel in zip(codecs, numels, strict=True)]
+    for codec, numel in zip(codecs, numels, strict=True):
+        assert codec.numel >= numel and codec.message_bytes % 16 == 0
+    sizes = [codec.message_bytes for codec in codecs]
+    buffer = torch.full((sum(sizes),), 171, dtype=torch.uint8)
+    for codec, one, message in zip(codecs, values, buffer.split(sizes), strict=True):
+        codec.encode(one, message)
+    for codec, one, message in zip(codecs, values, buffer.split(sizes), strict=True):
+        codec.decode(message, out := torch.empty_like(one))
+        assert torch.equal(out, _there_and_back(wire, one))
+
+
+@EACH
+def test_a_message_is_combined_with_what_is_there(wire: Wire) -> None:
+    for numel in (5, 300_001):
+        codec = wire.codec(numel)
+        values, there = torch.randn(codec.numel), torch.randn(codec.numel)
+        message = torch.empty(codec.message_bytes, dtype=torch.uint8)
+        codec.encode(values, message)
+        codec.decode(message, decoded := torch.empty_like(values))
+        for combine in (torch.Tensor.add_, torch.Tensor.sub_, lambda a, b: torch.maximum(a, b, out=a)):
+            codec.decode(message, combined := there.clone(), combine)
+            assert torch.equal(combined, combine(there.clone(), decoded))
+
+
+@EACH
+def test_nothing_is_an_empty_message(wire: Wire) -> None:
+    codec = wire.codec(0)
+    assert codec.numel == 0 and codec.message_bytes == 0
+    # Where nothing begins need not be aligned.
+    message = torch.empty(3, dtype=torch.uint8)[3:]
+    codec.encode(torch.empty(0), message)
+    codec.decode(message, torch.empty(0))
+    codec.decode(message, torch.empty(0), torch.Tensor.add_)
+
+
+@EACH
+def test_bytes_are_those_of_the_docstring(wire: Wire) -> None:
+    numel = 11_000_000
+    share = wire.codec(numel).message_bytes / (4 * numel)
+    if isinstance(wire, TopK):
+        assert share == pytest.approx(wire.density, rel=2e-3)
+    elif getattr(wire, "chunk", 512) == 512:
+        assert share == pytest.approx(BYTES[type(wire)], abs=5e-4)
+
+
+# Options -----------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_a_wire_is_shown_as_it_would_be_typed(wire: Wire) -> None:
+    for one in (wire, _stochastic(wire)):
+        assert eval(repr(one), vars(overlap)) == one
+
+
+def test_only_what_is_not_the_default_is_shown() -> None:
+    assert repr(TopK(0.01)) == "TopK(0.01)" and repr(Int4(chunk=512)) == "Int4()"
+    assert repr(Float8(chunk=128, rounding="stochastic")) == "Float8(rounding='stochastic', chunk=128)"
+    assert Int8() != Int4() and Int8() == Int8(chunk=512) and Int8() != Int8(chunk=64)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Int8(chunk=12), "chunk is 12: give a positive multiple of 8"),
+        (lambda: Int4(chunk=0), "chunk is 0"),
+        (lambda: Float8(chunk=64.0), r"chunk is 64\.0"),
+        (lambda: Int8(chunk=True), "chunk is True"),
+        (lambda: BFloat16(rounding="up"), "rounding is 'up': give 'nearest' or 'stochastic'"),
+        (lambda: TopK(0.0), r"density is 0\.0: give the part of the values to send"),
+        (lambda: TopK(1.5), r"density is 1\.5"),
+        (lambda: TopK(math.nan), "density is nan"),
+        (lambda: TopK(True), "density is True"),
+        (lambda: TopK("1%"), "density is '1%'"),
+        (lambda: TopK(0.1, chunk=65_536), "chunk is 65536: give at most 32768"),
+    ],
+)
+def test_bad_options_are_named(make: Callable[[], Wire], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()
