@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from several_loops import ADAMW, FORMS, Both, Schedulers, check, divided, overlapped_pair, plain_run, several_run
+from several_loops import (
+    ADAMW,
+    FORMS,
+    Both,
+    Schedulers,
+    check,
+    divided,
+    overlapped_pair,
+    plain_run,
+    several_run,
+)
 from torch.distributed.algorithms.join import Join as TorchJoin
 
 from harness import assert_parity, overlapped_step, plain_step, run_ranks, wrap
