@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from wires_by_hand import gathered, sum_by_hand
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import BATCH_NORM, MLP, mean_squared_error
-from overlap import ConfigurationError, Int4, Int8, UnsupportedError, Wire
+from overlap import ConfigurationError, Int4, Int8, PeerError, UnsupportedError, Wire
 from overlap.hooks.wires import Codec
 from overlap.optim.local_sgd import LocalSGD
 
@@ -212,6 +213,21 @@ def _failures(rank: int, world_size: int) -> None:
 
 def test_a_failed_average_changes_no_memory() -> None:
     run_ranks(_failures, 2)
+
+
+def _one_fails(rank: int, world_size: int) -> None:
+    wire = _RaisesWhenArmed([1] if rank == 1 else [])
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    made = LocalSGD(ddp, sgd(ddp.parameters()), 2, 0, wire=wire, error_feedback=True)
+    began_s = time.monotonic()
+    with pytest.raises(PeerError if rank == 0 else ValueError, match="armed"):
+        run(MLP, rank, range(2), ddp, made)
+    assert time.monotonic() - began_s < 10, "long before the group's timeout"
+    assert "error" not in made.state_dict()["local_sgd"]["wire"]
+
+
+def test_a_failure_on_one_rank_is_told_to_the_others() -> None:
+    run_ranks(_one_fails, 2)
 
 
 def _not_finite(rank: int, world_size: int) -> None:
