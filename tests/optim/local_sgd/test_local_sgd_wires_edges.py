@@ -161,6 +161,21 @@ def _states(rank: int, world_size: int) -> None:
     expected = {name: value + left_out[name] for name, value in before.items()}
     assert_parity(values_of(fresh.module), expected, what="one rank gets what was left out")
     assert not any(error.any() for error in errors_of(resumed).values())
+    # A run may go on with a wire from where ranks are equal, and only from there.
+    _, exact, model = local(MLP, rank, steps=3, build=build)
+    for is_equal in (False, True):
+        if is_equal:
+            exact.synchronize()
+        wired = wrap(MLP.model())
+        more = build(wired, sgd(wired.parameters()), wire=Int8())
+        wired.module.load_state_dict(model.module.state_dict())
+        more.load_state_dict(exact.state_dict())
+        if is_equal:
+            run(MLP, rank, range(2), wired, more)
+            assert_equal_ranks(wired.module, "with a wire from here")
+        else:
+            with pytest.raises(ConfigurationError, match="began the round with different parameters"):
+                run(MLP, rank, range(2), wired, more)
     # Without a wire, or without error feedback, it would be lost.
     for options in ({}, {"wire": Int4()}):
         plain = wrap(MLP.model())
