@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from local_loops import assign, local, run, sgd, values_of
+from local_wires import gathered, sum_by_hand
 from test_local_sgd_wires import assert_equal_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from wires_by_hand import gathered, sum_by_hand
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import BATCH_NORM, MLP, mean_squared_error
