@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from overlap import chain
 from overlap.demo.settings import Settings
 from overlap.hooks import AllReduce, Cast, PowerSGD, Quantize, Stage
+from overlap.hooks.wires import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
 from overlap.optim import LocalSGD, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
 
 __all__ = ["Recipe", "overlapped", "plain"]
@@ -24,6 +25,16 @@ __all__ = ["Recipe", "overlapped", "plain"]
 # What PowerSGD leaves out of a gradient comes some steps later, and momentum multiplies it then: see
 # docs/notes/powersgd-early-loss.md. Without momentum a step is a tenth as long at the same rate.
 _WITHOUT_MOMENTUM = {"lr": 0.1, "momentum": 0.0}
+
+
+_WIRES: dict[str, Wire] = {
+    "fp16": Float16(),
+    "bf16": BFloat16(),
+    "fp8": Float8(),
+    "int8": Int8(),
+    "int4": Int4(),
+    "topk": TopK(0.01),
+}
 
 
 @dataclass(frozen=True)
@@ -62,14 +73,15 @@ def overlapped(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
     optimizer: Optimizer
     if settings.zero:
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), kind, overlap_with_ddp=True, **options)
-        update = ZeroStep(optimizer)
+        update = ZeroStep(optimizer, **_sharded_wires(settings))
     else:
         optimizer = OverlappedOptimizer(kind(ddp.parameters(), **options))
         update = Step(optimizer)
     # The sharded update reduces by itself, and sends less than behind an all-reduce.
     stages = chain(update) if settings.zero and reducer is None else chain(reducer or AllReduce(), update)
     stages.register(ddp)
-    return Recipe(repr(stages) + description, optimizer, exact=reducer is None, zero_grad=False)
+    is_exact = reducer is None and settings.wire is None
+    return Recipe(repr(stages) + description, optimizer, exact=is_exact, zero_grad=False)
 
 
 def _reducer(settings: Settings) -> Stage | None:
@@ -78,16 +90,37 @@ def _reducer(settings: Settings) -> Stage | None:
         return Cast(torch.bfloat16, AllReduce())
     if settings.powersgd is not None:
         return PowerSGD(rank=settings.powersgd)
-    if settings.quantize is not None:
-        # In 4 bits what a step leaves out is too much to be lost.
-        return Quantize(bits=settings.quantize, error_feedback=settings.quantize == 4)
+    if settings.wire is not None and not settings.zero and settings.local_sgd is None:
+        return Quantize(_WIRES[settings.wire], error_feedback=_leaves_out_much(settings.wire))
     return None
+
+
+def _sharded_wires(settings: Settings) -> dict[str, Any]:
+    """Gradients as asked; parameters in no less than 8 bits, and sparse changes of them not at all."""
+    if settings.wire is None:
+        return {}
+    gather = Int8() if settings.wire in ("int4", "topk") else _WIRES[settings.wire]
+    return {
+        "reduce_wire": _WIRES[settings.wire],
+        "gather_wire": gather,
+        "error_feedback": _leaves_out_much(settings.wire),
+    }
+
+
+def _leaves_out_much(wire: str) -> bool:
+    """Whether what a step leaves out is too much to be lost."""
+    return wire in ("int4", "topk")
 
 
 def _local_sgd(ddp: DistributedDataParallel, settings: Settings, period: int, reducer: Stage | None) -> Recipe:
     steps_per_epoch = settings.steps_per_epoch(ddp.process_group.size())
     optimizer = _optimizer(ddp.parameters(), settings)
-    local = LocalSGD(ddp, optimizer, period, start_step=steps_per_epoch, reducer=reducer)
+    options: dict[str, Any] = {}
+    if settings.wire is not None:
+        options = {"wire": _WIRES[settings.wire], "error_feedback": _leaves_out_much(settings.wire)}
+    if settings.diloco:
+        options["outer"] = lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+    local = LocalSGD(ddp, optimizer, period, start_step=steps_per_epoch, reducer=reducer, **options)
     return Recipe(repr(local), local, exact=False, zero_grad=True, finish=local.synchronize)
 
 

@@ -117,7 +117,7 @@ class UpdateStage(Stage):
         self._transforms = [stage for stage in before if stage.role is Role.TRANSFORM]
         # A second backward would add to gradients that were clipped, say, already.
         adds_up = self._adds_up and not any(stage.edits_gradients for stage in self._transforms)
-        self.lifecycle.form = replace(self.lifecycle.form, adds_up=adds_up)
+        self._form = self.lifecycle.form = replace(self._form, adds_up=adds_up)
 
     def check_unscaled(self) -> None:
         """Raises: TrainingLoopError: ``GradScaler`` is used, and a transform has seen scaled gradients."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.device import hold
@@ -102,6 +103,11 @@ class Memory:
         """Stop serving the model, so that another one can be attached."""
         self._context = None
         self._cut.detach()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks of the model, where it is known."""
+        return None if self._context is None else self._context.group
 
     def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the slots of the bucket's parameters."""

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from overlap.errors import ConfigurationError
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.measure import Measurement, Trial, measure
 from overlap.hooks.powersgd.algorithm import Compressed, PowerIteration
 from overlap.hooks.powersgd.bases import Bases
-from overlap.hooks.powersgd.bypass import Measurement, Trial, measure
 from overlap.hooks.powersgd.checkpoint import redistribute
 from overlap.hooks.powersgd.config import PowerSGDConfig
 from overlap.hooks.powersgd.layout import BucketLayout
@@ -251,7 +251,9 @@ class PowerSGD(Stage):
         """Decide which buckets of this pass are sent as they are from the next one on."""
         # One at a time, so that the copies of one are freed before the next are made.
         trials = (self._trial(seen, keys, layout) for seen, keys, layout in self._this_pass if layout.batches)
-        self._measured = await measure(trials, group=bucket.group, device=bucket.buffer.device)
+        self._measured = await measure(
+            trials, group=self._memory.group or bucket.group, device=bucket.buffer.device, what="PowerSGD"
+        )
         self._memory.bypassed = frozenset(key for found in self._measured if not found.compresses for key in found.keys)
 
     def _trial(self, bucket: Bucket, keys: tuple[str, ...], layout: BucketLayout) -> Trial:

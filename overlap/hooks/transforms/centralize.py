@@ -38,7 +38,8 @@ class Centralize(Transform):
             if seen.numel() != parameter.numel():
                 raise UnsupportedError(
                     f"{self!r} needs whole gradients, and the reduce-scatter before it cuts them between ranks "
-                    f"({bucket.describe()}): put it before the reducer, or give the optimizer partition='parameter'"
+                    f"({bucket.describe()}): put it before the reducer, or build the ZeroRedundancyOptimizer with "
+                    "partition='parameter'"
                 )
             whole = seen if seen.shape == parameter.shape else seen.as_strided(parameter.shape, parameter.stride())
             whole.sub_(whole.mean(dim=tuple(range(1, whole.dim())), keepdim=True))
