@@ -109,13 +109,14 @@ def _parts(rank: int, world_size: int) -> None:
     adamw = ZeroRedundancyOptimizer([p for p in parameters[:6] if p.ndim == 1], torch.optim.AdamW, **ADAMW)
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     looks, after = _Looks(), _Looks()
-    chain(looks, ZeroStep(muon, deferred=True), ZeroStep(adamw, deferred=True), after).register(ddp)
+    chain(looks, ZeroStep(muon), ZeroStep(adamw), after).register(ddp)
     for step in range(4):
         looks.seen.clear()
         after.seen.clear()
         plain.zero_grad()
         mean_squared_error(plain, MLP.batch(step, rank)).backward()
-        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+        with muon.skip_update(), adamw.skip_update():
+            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
         grads = {name: parameter.grad for name, parameter in plain.module.named_parameters()}
         counts = {name: torch.zeros(grad.shape) for name, grad in grads.items()}
         assert all(bucket.is_mean for bucket, _ in looks.seen)
