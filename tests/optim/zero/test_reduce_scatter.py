@@ -105,8 +105,9 @@ def _parts(rank: int, world_size: int) -> None:
     plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
     parameters = list(ddp.parameters())
     weights = [p for p in parameters[:6] if p.ndim == 2]
-    muon = ZeroRedundancyOptimizer(weights, torch.optim.Muon, **MUON)
-    adamw = ZeroRedundancyOptimizer([p for p in parameters[:6] if p.ndim == 1], torch.optim.AdamW, **ADAMW)
+    # Parameters stay as they are, and with them the reference.
+    muon = ZeroRedundancyOptimizer(weights, torch.optim.Muon, lr=0.0)
+    adamw = ZeroRedundancyOptimizer([p for p in parameters[:6] if p.ndim == 1], torch.optim.AdamW, lr=0.0)
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     looks, after = _Looks(), _Looks()
     chain(looks, ZeroStep(muon), ZeroStep(adamw), after).register(ddp)
@@ -115,8 +116,7 @@ def _parts(rank: int, world_size: int) -> None:
         after.seen.clear()
         plain.zero_grad()
         mean_squared_error(plain, MLP.batch(step, rank)).backward()
-        with muon.skip_update(), adamw.skip_update():
-            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
         grads = {name: parameter.grad for name, parameter in plain.module.named_parameters()}
         counts = {name: torch.zeros(grad.shape) for name, grad in grads.items()}
         assert all(bucket.is_mean for bucket, _ in looks.seen)
@@ -144,7 +144,7 @@ def _parts(rank: int, world_size: int) -> None:
         if step > 0:
             assert len(looks.seen) > 2
         for optimizer in (muon, adamw):
-            optimizer.zero_grad()
+            optimizer.step()
         for parameter in parameters[6:]:
             parameter.grad = None
 
