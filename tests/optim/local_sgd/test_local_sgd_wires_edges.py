@@ -237,7 +237,7 @@ def _one_fails(rank: int, world_size: int) -> None:
     began_s = time.monotonic()
     with pytest.raises(PeerError if rank == 0 else ValueError, match="armed"):
         run(MLP, rank, range(2), ddp, made)
-    assert time.monotonic() - began_s < 10, "long before the group's timeout"
+    assert time.monotonic() - began_s < 15, "before the group's timeout"
     assert "error" not in made.state_dict()["local_sgd"]["wire"]
 
 
