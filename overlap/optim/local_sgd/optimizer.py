@@ -88,7 +88,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
 
     Issues, when ranks average: one all-reduce for about each 8 MB of parameters; on the model's process group from
     :meth:`step`, or with ``overlap`` in the background. With ``wire``, a send and a receive with every other rank and
-    an all-gather, as :class:`Quantize` does; the first time also an all-reduce of two numbers per parameter.
+    an all-gather, as :class:`Quantize` does. With ``wire`` or ``outer`` the first time also an all-reduce of two
+    numbers per parameter.
 
     Raises:
         ConfigurationError: an argument is out of range, two do not fit together, or optimizer and model do not.
@@ -152,7 +153,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         self._lifecycle = None if update is not None else UpdateLifecycle(_FORM, clears=lambda parameter: True)
         self._stage = LocalSGDStage(
             signature=repr(self),
-            summary=schedule.summary,
+            summary=f"{schedule.summary}{options.summary}",
             lifecycle=self._lifecycle,
             before_forward=self._before_forward,
             before_backward=self._before_backward,
