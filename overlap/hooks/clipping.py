@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.foreach import norms
+from overlap._torch.foreach import by_kind, norms
 from overlap.errors import ConfigurationError
 
 __all__ = ["Clipping", "ShardedNorm", "check_norm_type"]
@@ -72,11 +72,8 @@ class _Holder:
 
 def _grouped(gradients: Sequence[Tensor], gradient_norms: Sequence[Tensor]) -> list[Tensor]:
     """The norms in the order in which ``clip_grad_norm_`` adds them up: by device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient, norm in zip(gradients, gradient_norms, strict=True):
-        groups.setdefault((gradient.device, gradient.dtype), []).append(norm)
     device = gradients[0].device
-    return [norm.to(device) for group in groups.values() for norm in group]
+    return [gradient_norms[place].to(device) for places in by_kind(gradients) for place in places]
 
 
 class ShardedNorm:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from overlap._checks import check_whole_number
+from overlap._torch.c10d import group_timeout
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.adapters import HookStage, stage_from
 from overlap.hooks.allreduce import AllGather, AllReduce
@@ -95,7 +96,7 @@ class Hierarchical(Stage):
         self._members: list[list[int]] = []
         """The ranks of each machine."""
         self._machines: Machines | None = None
-        self._saved_by: list[int] | None = None
+        self._saved_by: Mapping[str, Any] | None = None
 
     @property
     def children(self) -> tuple[Stage, ...]:
@@ -105,7 +106,7 @@ class Hierarchical(Stage):
         if self._context is not None:
             raise RegistrationError(f"{self!r} is registered with a model already; give each model one of its own")
         members = members_of(context.group, size=self.machine_size)
-        self._check_place(context, len(members[0]), self._saved_by)
+        self._check_place(self._saved_by, _place(context, len(members[0])))
         if members != self._members:
             self._members, self._machines = members, None
         self._context = context
@@ -119,13 +120,15 @@ class Hierarchical(Stage):
 
     def detach(self) -> None:
         if self._context is not None and _with_memory(self.outer) is not None:
-            self._saved_by = self._place(self._context, self._rows)
+            self._saved_by = _place(self._context, self._rows)
         self._context = None
 
     def before_backward(self, *, is_replay: bool) -> None:
         # Here and not at registration, where ranks have not been found to have the same stages yet.
         if self._machines is None and len(self._members) > 1:
-            self._machines = Machines.connect(self._members)
+            assert self._context is not None, "a stage is attached before its first pass"
+            timeout = group_timeout(self._context.group, self._context.device)
+            self._machines = Machines.connect(self._members, timeout=timeout)
 
     @property
     def _rows(self) -> int:
@@ -161,12 +164,12 @@ class Hierarchical(Stage):
             stage.note_result(buffer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``outer`` remembers, and the rank, ranks and ranks on each machine that it is for."""
+        """What ``outer`` remembers, and the ``place`` that its parts of parameters are for."""
         outer = self.outer.state_dict()
         state: dict[str, Any] = {"outer": outer} if outer else {}
         if self._bypass is not None:
             state["bypass"] = self._bypass.state_dict()
-        place = self._saved_by if self._context is None else self._place(self._context, self._rows)
+        place = self._saved_by if self._context is None else _place(self._context, self._rows)
         return {**state, _PLACE: place} if state and place is not None else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -180,36 +183,52 @@ class Hierarchical(Stage):
             raise ConfigurationError(f"{self!r} has no state {unknown}")
         saved_by = state_dict.get(_PLACE)
         if self._context is not None:
-            self._check_place(self._context, self._rows, saved_by)
+            self._check_place(saved_by, _place(self._context, self._rows))
         self._saved_by = saved_by
         self.outer.load_state_dict(state_dict.get("outer", {}))
         if self._bypass is not None:
             self._bypass.load_state_dict(state_dict.get("bypass", {}))
 
-    def _check_place(self, context: StageContext, rows: int, saved_by: list[int] | None) -> None:
+    def _check_place(self, saved_by: Mapping[str, Any] | None, here: Mapping[str, Any]) -> None:
         """Raises: ConfigurationError: the state that was loaded is of another place."""
-        here = self._place(context, rows)
-        if saved_by is not None and list(saved_by) != here:
+        if saved_by is None or dict(saved_by) == dict(here):
+            return
+        was, now = (
+            f"rank {place['rank']} of {place['ranks']}, {place['machine_size']} on each machine"
+            for place in (saved_by, here)
+        )
+        if was == now:
             raise ConfigurationError(
-                "the state was saved by rank {} of {}, with {} on each machine, but this is rank {} of {}, with {} on "
-                "each machine: load this rank's file; for other machines start without the state".format(
-                    *saved_by, *here
-                )
+                f"the state of {self!r} has parts of parameters in the order of memory, and some parameters had other "
+                "strides: use the memory format of the run that was saved"
             )
-
-    @staticmethod
-    def _place(context: StageContext, rows: int) -> list[int]:
-        return [context.group.rank(), context.group.size(), rows]
+        raise ConfigurationError(
+            f"the state of {self!r} was saved by {was}, but this is {now}: load this rank's file; for other machines "
+            "start without the state"
+        )
 
     @property
     def signature(self) -> str:
         bypass = "" if self._bypass is None else f", {self._bypass.signature}"
-        return f"Hierarchical({self.inner.signature}, {self.outer.signature}, machine_size={self.machine_size}{bypass})"
+        size = f", machine_size={self.machine_size}{bypass}"
+        machines = f" on {len(self._members)} machines of {self._rows}" if self._members else ""
+        return f"Hierarchical({self.inner.signature}, {self.outer.signature}{size}){machines}"
 
     def __repr__(self) -> str:
         size = "" if self.machine_size is None else f", machine_size={self.machine_size}"
         bypass = "" if self._bypass is None else f", {self._bypass!r}"
         return f"Hierarchical({self.inner!r}, {self.outer!r}{size}{bypass})"
+
+
+def _place(context: StageContext, rows: int) -> dict[str, Any]:
+    """What says which elements a rank's parts are."""
+    unusual = {
+        name: list(parameter.stride())
+        for parameter, name in (context.names or {}).items()
+        if not parameter.is_contiguous()
+    }
+    rank, ranks = context.group.rank(), context.group.size()
+    return {"rank": rank, "ranks": ranks, "machine_size": rows, "strides": unusual}
 
 
 def _part_of(parameter: Tensor, rows: int) -> Tensor:

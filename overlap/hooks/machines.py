@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -23,10 +24,10 @@ class Machines:
     """The ranks in the same place on every machine, one per machine."""
 
     @classmethod
-    def connect(cls, members: list[list[int]]) -> Machines:
+    def connect(cls, members: list[list[int]], *, timeout: timedelta) -> Machines:
         """The groups for machines with these ranks; every rank of the job makes them together."""
         places = [list(place) for place in zip(*members, strict=True)]
-        return cls(own_subgroup(members), own_subgroup(places))
+        return cls(own_subgroup(members, timeout=timeout), own_subgroup(places, timeout=timeout))
 
 
 def members_of(group: dist.ProcessGroup, *, size: int | None) -> list[list[int]]:
@@ -77,9 +78,9 @@ def ranks_by_machine(group: dist.ProcessGroup) -> list[list[int]]:
     return [[rank for rank, other in zip(ranks, hosts, strict=True) if other == host] for host in dict.fromkeys(hosts)]
 
 
-def own_subgroup(members: list[list[int]]) -> dist.ProcessGroup:
+def own_subgroup(members: list[list[int]], *, timeout: timedelta) -> dist.ProcessGroup:
     """The group of those ``members`` that this rank is one of; all ranks of the job make all of the groups together."""
     mine: dist.ProcessGroup | None
-    mine, _ = dist.new_subgroups_by_enumeration(members)
+    mine, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
     assert mine is not None, "every rank is in one of them"
     return mine

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from overlap._checks import check_group, check_whole_number, described
 from overlap._torch import classes
-from overlap._torch.c10d import GradBucket
+from overlap._torch.c10d import GradBucket, group_timeout
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import stage_from
 from overlap.hooks.allreduce import AllReduce
@@ -209,4 +210,4 @@ def machine_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """
     whole: dist.ProcessGroup = group if group is not None else dist.group.WORLD  # type: ignore[assignment]
     check_is_whole_job(whole, remedy="make it yourself and pass it as the subgroup")
-    return own_subgroup(ranks_by_machine(whole))
+    return own_subgroup(ranks_by_machine(whole), timeout=group_timeout(whole, torch.device("cpu")))

@@ -20,7 +20,7 @@ from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.veto import supports_veto
 
-__all__ = ["UpdateStage"]
+__all__ = ["UpdateStage", "without_adding_up"]
 
 
 class UpdateStage(Stage):
@@ -115,9 +115,8 @@ class UpdateStage(Stage):
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         self.may_skip = False  # A stage that may skip says so when it is attached.
         self._transforms = [stage for stage in before if stage.role is Role.TRANSFORM]
-        # A second backward would add to gradients that were clipped, say, already.
-        adds_up = self._adds_up and not any(stage.edits_gradients for stage in self._transforms)
-        self._form = self.lifecycle.form = replace(self._form, adds_up=adds_up)
+        self._form = without_adding_up(replace(self._form, adds_up=self._adds_up), before)
+        self.lifecycle.form = self._form
 
     def check_unscaled(self) -> None:
         """Raises: TrainingLoopError: ``GradScaler`` is used, and a transform has seen scaled gradients."""
@@ -177,3 +176,9 @@ class UpdateStage(Stage):
         # A rank without inputs makes the update at once; those with inputs make it in step().
         is_skipped = bool(self.skipped) and not is_replay
         self.lifecycle.on_backward(is_replay=is_replay, outcome=Phase.REDUCED if is_skipped else None)
+
+
+def without_adding_up(form: Form, before: Sequence[Stage]) -> Form:
+    """``form`` of an update after the stages ``before``: where one edits gradients, such as a clip, a second backward
+    would add to what is edited already, and is refused."""
+    return replace(form, adds_up=form.adds_up and not any(stage.edits_gradients for stage in before))

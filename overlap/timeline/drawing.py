@@ -22,6 +22,7 @@ _COLORS = {
     "optimizer.step(), update": "#59a75a",
     "DDP broadcasts buffers": "#f2cf3c",
     "reduce": "#f28e3c",
+    "transform": "#d98cb3",
     "gather": "#9a6fb8",
     "average": "#2fb3b3",
     "code of the reducer": "#8d5a2b",

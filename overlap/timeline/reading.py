@@ -90,6 +90,8 @@ def _read_bucket(record: BucketRecord, read: Any, roles: Mapping[str, Role]) -> 
 def _purpose(role: Role | None, collective: str | None = None) -> Kind:
     if role is Role.AVERAGER:
         return "average"
+    if role is Role.TRANSFORM:
+        return "transform"
     if role is not Role.UPDATE or collective in _REDUCES:
         return "reduce"
     return "update" if collective is None else "gather"

@@ -11,7 +11,7 @@ from overlap.timeline.spans import Interval, hull, intersection, length_ms, unio
 __all__ = ["Activity", "BucketReport", "Kind", "Phase", "PhaseName", "StepReport"]
 
 PhaseName = Literal["buffers", "forward", "loss", "backward", "finalization", "optimizer", "wait"]
-Kind = Literal["reduce", "update", "gather", "average"]
+Kind = Literal["reduce", "transform", "update", "gather", "average"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Activity(Interval):
     """Something done for a bucket: a collective, from its launch to its completion, or code of a stage."""
 
     kind: Kind
-    """What it is for; code of a reducer, such as a cast, is ``reduce``."""
+    """What it is for; code of a reducer, such as a cast, is ``reduce``. Where a ``transform`` stands in its chain shows
+    in when it runs: before ``reduce``, between ``reduce`` and ``update``, or after those."""
     label: str
     """The collective's name, or the stage's ``repr``."""
     is_collective: bool

@@ -151,13 +151,9 @@ class Quantize(Stage):
 
     async def _sum(self, bucket: Bucket, values: Tensor, *, out: Tensor) -> None:
         """Sum ``values`` over ranks into ``out``, and leave in ``values`` the errors, if it is another tensor."""
-        if bucket.group.size() > 1:
-            generator = self._generator.of(bucket.group.rank(), values.device)
-            exchange = QuantizedSum.of(values.numel(), wire=self.wire, generator=generator, group=bucket.group)
-            await exchange(values, out=out)
-        elif out is not values:
-            out.copy_(values)
-            values.zero_()
+        generator = self._generator.of(bucket.group.rank(), values.device)
+        exchange = QuantizedSum.of(values.numel(), wire=self.wire, generator=generator, group=bucket.group)
+        await exchange(values, out=out)
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot of this rank's own state; empty before the first pass.

@@ -31,7 +31,7 @@ from overlap.optim.local_sgd.outer import MakeOptimizer, OuterOptimizer
 from overlap.optim.local_sgd.redistribution import redistribute
 from overlap.optim.local_sgd.schedule import Period, Schedule
 from overlap.optim.local_sgd.several import name_of
-from overlap.optim.local_sgd.stages import LocalSGDStage, check_update
+from overlap.optim.local_sgd.stages import LocalSGDStage, check_transforms, check_update
 from overlap.optim.local_sgd.synchronizer import Synchronizer
 from overlap.optim.phases import Form, Phase
 
@@ -70,6 +70,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
             ``"machine"`` for the ranks on one machine, ``None`` for no averaging.
         update: a stage that updates in backward, ``Step(optimizer)`` with ``optimizer`` an ``OverlappedOptimizer``.
         reducer: how gradients are averaged, ``AllReduce()`` where ``None``.
+        transforms: stages between the reducer and the update, such as ``ClipGradNorm(1.0)``; where ranks train alone
+            they see this rank's own gradients.
         overlap: ``True`` lets an average take place while the next step runs, a number while so many steps run;
             what a rank learns meanwhile is kept: new = average + (current - snapshot).
         outer: a function from a list of tensors to an optimizer of them, which steps with what a round changed as
@@ -112,6 +114,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         average_dtype: torch.dtype | None = None,
         wire: Wire | None = None,
         error_feedback: bool = False,
+        transforms: Sequence[Stage | Callable[..., Any]] = (),
     ) -> None:
         ddp = check_ddp(ddp)
         super().__init__(optimizer)
@@ -143,7 +146,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         """Makes the averages."""
         self._ddp = weakref.ref(ddp)
         self._gradient_sync = GradientSync(ddp)
-        self._always_syncs = subgroup is not None or update is not None or ddp.static_graph
+        self._always_syncs = bool(subgroup is not None or update is not None or ddp.static_graph or transforms)
         self._join: LocalSGDJoinHook | None = None
         # An update in backward has a lifecycle of its own. Without one gradients stay until the loop clears them.
         self._lifecycle = None if update is not None else UpdateLifecycle(_FORM, clears=lambda parameter: True)
@@ -162,7 +165,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
             post_local_gradient_allreduce=subgroup is not None,
         )
         reduce = PostLocal(state, reducer, is_local=lambda: schedule.is_local)
-        self.registration = chain(reduce, *([] if update is None else [update]), self._stage).register(ddp)
+        seeing = check_transforms(transforms)
+        self.registration = chain(reduce, *seeing, *([] if update is None else [update]), self._stage).register(ddp)
         """What is registered with the model; :meth:`remove` takes it out."""
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,14 +10,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, Role, Stage, StageContext
+from overlap.hooks import Bucket, Role, SkipNonFinite, Stage, StageContext
+from overlap.hooks.adapters import stage_from
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.local_sgd.several import SeveralOptimizers, name_of
 from overlap.optim.local_sgd.torch_names import ModelAverager
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.phases import Phase
+from overlap.optim.update_stage import without_adding_up
 
-__all__ = ["Average", "LocalSGDStage", "check_update"]
+__all__ = ["Average", "LocalSGDStage", "check_transforms", "check_update"]
 
 
 class Average(Stage):
@@ -141,6 +143,10 @@ class LocalSGDStage(Stage):
     def signature(self) -> str:
         return self._signature
 
+    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
+        if self._lifecycle is not None:
+            self._lifecycle.form = without_adding_up(self._lifecycle.form, before)
+
     def attach(self, context: StageContext) -> None:
         self._context = context
         if self._lifecycle is not None:
@@ -178,6 +184,28 @@ class LocalSGDStage(Stage):
 
     def __repr__(self) -> str:
         return f"Average({self._summary})"
+
+
+def check_transforms(transforms: Sequence[Stage | Callable[..., Any]]) -> list[Stage]:
+    """``transforms`` as stages.
+
+    Raises:
+        ConfigurationError: one is not a transform.
+        UnsupportedError: one leaves out steps, which ranks would no longer count alike.
+    """
+    stages = [stage_from(one) for one in transforms]
+    for stage in stages:
+        if stage.role is not Role.TRANSFORM:
+            raise ConfigurationError(
+                f"transforms are stages that neither reduce nor update, got {stage!r}: give a reducer as reducer=, an "
+                "update as update="
+            )
+        if isinstance(stage, SkipNonFinite):
+            raise UnsupportedError(
+                f"{stage!r} leaves out the step of all ranks, which are not in touch where they train alone: leave it "
+                "out, or look at .grad before local.step()"
+            )
+    return stages
 
 
 def check_update(update: Stage | None, optimizer: Optimizer, ddp: DistributedDataParallel) -> None:

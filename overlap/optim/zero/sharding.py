@@ -207,7 +207,8 @@ class Shard:
         view = self.shaped(self.views[self.rank])
         if not has_streams(view.device) and torch.equal(view, before):
             return
-        self.own.copy_(torch.where(view == before, self.own, view.to(self.own.dtype)))
+        # By `.data`, since a copy made by keep_true() counts versions with the parameter, which backward may need.
+        self.own.data.copy_(torch.where(view == before, self.own, view.to(self.own.dtype)))
         if self.published is not None:
             self.published.copy_(view)
 

@@ -104,13 +104,15 @@ def _sharded(rank: int, world_size: int) -> None:
         {"automatic": True, "deferred": True},
         {"clip_grad_norm": 1e6},
     )
-    for options in forms:
-        for partition in ("element", "parameter") if not options else ("element",):
+    for options, reduces in [*((options, False) for options in forms), ({}, True), ({"deferred": True}, True)]:
+        # By parameter only one rank has the gradient that is not finite.
+        for partition in ("parameter",) if reduces else ("element",):
             ddp = wrap(MLP.model(), **MLP.ddp_options())
             zero = ZeroRedundancyOptimizer(
                 ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, partition=partition, **ADAMW_OPTIONS
             )
-            chain(AllReduce(), SkipNonFinite(), ZeroStep(zero, **options)).register(ddp)
+            stages = SkipNonFinite(), ZeroStep(zero, **options)
+            (chain(*stages) if reduces else chain(AllReduce(), *stages)).register(ddp)
             scheduler = torch.optim.lr_scheduler.ExponentialLR(zero, gamma=0.9)
             for step, batch in enumerate(_batches(MLP, rank)):
                 mean_squared_error(ddp, batch).backward()

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from several_loops import ADAMW, FORMS, Both, Schedulers, check, divided, overlapped_pair, plain_run, several_run
+from several_loops import (
+    ADAMW,
+    FORMS,
+    Both,
+    Schedulers,
+    check,
+    divided,
+    overlapped_pair,
+    plain_run,
+    several_run,
+)
 from torch.distributed.algorithms.join import Join as TorchJoin
 
 from harness import assert_parity, overlapped_step, plain_step, run_ranks, wrap
@@ -19,13 +29,17 @@ from overlap import (
     CollectiveError,
     ConfigurationError,
     Join,
+    OptimizerHookState,
     OverlappedOptimizer,
     Step,
     TrainingLoopError,
     UnsupportedError,
     ZeroRedundancyOptimizer,
     ZeroStep,
+    allreduce_hook,
+    as_hook,
     chain,
+    hook_then_optimizer,
 )
 from overlap.optim import FunctionalSGD
 
@@ -180,6 +194,44 @@ def _registered(rank: int, world_size: int) -> None:
 
 def test_a_parameter_of_two_updates_is_an_error_that_names_it() -> None:
     run_ranks(_registered, 2)
+
+
+def _through_ddp(rank: int, world_size: int) -> None:
+    makes = {
+        "nested": (overlapped_pair, _nested),
+        "sharded": (
+            FORMS["both sharded"].pair,
+            lambda first, second: as_hook(chain(ZeroStep(first), ZeroStep(second))),
+        ),
+    }
+    for name, (pair_of, hook_of) in makes.items():
+        plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
+        reference, pair = tuple(one.optimizer for one in overlapped_pair(plain)), pair_of(ddp)
+        ddp.register_comm_hook(None, hook_of(*pair))
+        for place in range(4):
+            for model, optimizers in ((plain, reference), (ddp, pair)):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                mean_squared_error(model, MLP.batch(place, rank)).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(ours, theirs), f"{name}, step {place}"
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    both = [OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1)) for _ in range(2)]
+    ddp.register_comm_hook(None, as_hook(chain(AllReduce(), *map(Step, both))))
+    with pytest.raises(ConfigurationError, match=r"a parameter of shape \(16, 16\) is a parameter of both"):
+        mean_squared_error(ddp, MLP.batch(0, rank)).backward()
+
+
+def _nested(first: Any, second: Any) -> Any:
+    return hook_then_optimizer(
+        hook_then_optimizer(allreduce_hook, OptimizerHookState(first)), OptimizerHookState(second)
+    )
+
+
+def test_two_updates_in_a_hook_of_ddps_own() -> None:
+    run_ranks(_through_ddp, 2)
 
 
 def _divided_otherwise(rank: int, world_size: int) -> None:

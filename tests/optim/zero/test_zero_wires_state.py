@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -231,15 +232,22 @@ def _not_applied(rank: int, world_size: int) -> None:
         train(ddp, zero, MLP, rank, step, form)
         reference.step(step, cuts.passes[step])
 
-    def broken() -> None:
-        batch = MLP.batch(2, rank)
-        if rank == 0:
-            batch.inputs[0][0, 0] = math.inf
-        mean_squared_error(ddp, batch).backward()
+    def spoilt(gradient: torch.Tensor, element: int) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[element] = math.inf
+        return gradient
 
-    broken()
-    zero.zero_grad()
-    check(ddp, zero, stage, reference, what="after a pass that is not finite on rank 0")
+    # The first element belongs to one rank, the last to the other, and nobody else sees what comes of it.
+    weight = ddp.module[0].weight
+    ranges = zero.shards[id(weight)].ranges
+    assert {owner for owner, (start, end) in enumerate(ranges) if start == 0 or end == weight.numel()} == {0, 1}
+    for element in (0, -1):
+        handle = weight.register_hook(functools.partial(spoilt, element=element)) if rank == 0 else None
+        mean_squared_error(ddp, MLP.batch(2, rank)).backward()
+        if handle is not None:
+            handle.remove()
+        zero.zero_grad()
+        check(ddp, zero, stage, reference, what=f"after a pass whose element {element} is not finite on rank 0")
     intact = ChunkCodec.decode
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -408,5 +416,21 @@ def _transformed(rank: int, world_size: int) -> None:
     assert_parity(results[0], results[1], what="half of the mean at twice the rate")
 
 
-def test_a_transform_of_the_mean_comes_after_the_wire() -> None:
-    run_ranks(_transformed, 2)
+def _reduced_before(rank: int, world_size: int) -> None:
+    results = []
+    for reducers in ([], [AllReduce()]):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.5)
+        chain(*reducers, ZeroStep(zero, gather_wire=Int4())).register(ddp)
+        for step in range(3):
+            train(ddp, zero, MLP, rank, step, {})
+        results.append(parameters_of(ddp))
+    assert_parity(results[1], results[0], what="after a reducer")
+
+
+def test_a_wire_comes_after_the_transforms_and_reducers_before_it() -> None:
+    def both(rank: int, world_size: int) -> None:
+        _transformed(rank, world_size)
+        _reduced_before(rank, world_size)
+
+    run_ranks(both, 2)
