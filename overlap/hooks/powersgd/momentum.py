@@ -106,8 +106,8 @@ def momentum_of(momentum: float, optimizer: Optimizer | None) -> Momentum | None
     """Raises: ConfigurationError: there is one without the other."""
     if (momentum > 0) != (optimizer is not None):
         raise ConfigurationError(
-            "momentum= and optimizer= go together: PowerSGD applies the momentum, so optimizer= is the one that updates "
-            "the model, made without momentum, as in PowerSGD(momentum=0.9, optimizer=SGD(..., momentum=0))"
+            "momentum= and optimizer= go together: PowerSGD applies the momentum, so optimizer= is the one that "
+            "updates the model, made without momentum, as in PowerSGD(momentum=0.9, optimizer=SGD(..., momentum=0))"
         )
     return None if optimizer is None else Momentum(momentum, optimizer)
 

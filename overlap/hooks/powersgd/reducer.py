@@ -50,9 +50,8 @@ class PowerSGD(Stage):
         warm_start: start from the factors of the step before.
         alternate: send left and right factors in turn, one per step: half the data, one collective instead of two.
         error_dtype: dtype of what is kept, ``torch.bfloat16`` for half the memory; ``None``: the gradient's.
-        bypass: ``"auto"`` measures in the third compressed pass whether compressing and sending a bucket takes longer
-            than sending it, and if so reduces it exactly from then on. It measures with copies, which take the memory
-            of two buckets once.
+        bypass: ``"auto"`` measures in the third compressed pass, with copies of two buckets, whether a bucket is sent
+            faster as it is, and if so sends it so from then on.
         wire: how factors travel, such as ``Int8()``; what it leaves out of them stays in the residual. ``None``: in the
             gradient's dtype. Uncompressed gradients stay exact, by an all-reduce of their own.
         momentum: momentum before compression, with ``optimizer``, which updates the model and must have none. Each rank
@@ -63,19 +62,18 @@ class PowerSGD(Stage):
         log_every_steps: steps between two lines of statistics in the log.
 
     Issues, per bucket: an all-reduce of all left factors and the uncompressed gradients, then one of all right factors;
-    with ``alternate`` only one all-reduce, of either factors and the uncompressed gradients; in the bucket's dtype.
-    Where nothing is compressed, one all-reduce of the bucket. With ``wire`` each all-reduce of factors is a send and a
-    receive with every other rank and an all-gather of encoded factors. Where ``rank`` is a function, once in
-    1000 passes an all-reduce of two numbers per bucket, which the host reads. Changes: ``bucket.buffer``. Keeps: one
-    residual of the gradient's size and one factor per compressed parameter; with ``momentum`` one velocity per
-    parameter. Workspace: at most the bucket that is being compressed, with ``momentum`` one more.
+    with ``alternate`` only one, of either factors and the uncompressed gradients; in the bucket's dtype. Where nothing
+    is compressed, one all-reduce of the bucket. With ``wire``, in place of an all-reduce of factors, a send and a
+    receive with every other rank and an all-gather. Where ``rank`` is a function, once in 1000 passes an all-reduce of
+    two numbers, which the host reads. Changes: ``bucket.buffer``. Keeps: one residual of the gradient's size and one
+    factor per compressed parameter; with ``momentum`` one velocity per parameter. Workspace: at most the bucket that is
+    being compressed, with ``momentum`` one more.
 
     Raises:
         ConfigurationError: an option is out of range, or a loaded state does not fit the model.
 
-    T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD. NeurIPS 2019 (arXiv 1905.13727). ``alternate``: L. Zhang et al.:
-    Evaluation and Optimization of Gradient Compression for Distributed Deep Learning (ACP-SGD). ICDCS 2023.
-    ``momentum``: Y. Lin et al.: Deep Gradient Compression. ICLR 2018 (arXiv 1712.01887).
+    T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD, NeurIPS 2019, arXiv 1905.13727. ``alternate``: L. Zhang et al.:
+    ACP-SGD, ICDCS 2023. ``momentum``: Y. Lin et al.: Deep Gradient Compression, ICLR 2018, arXiv 1712.01887.
 
     >>> PowerSGD(rank=4, start_step=1000)
     PowerSGD(rank=4, start_step=1000)
@@ -144,7 +142,7 @@ class PowerSGD(Stage):
         self._memory.detach()
 
     def before_backward(self, *, is_replay: bool) -> None:
-        # Counted here and not at the end, so that ranks agree on it even if one of them fails.
+        # Counted here, so that ranks agree on it even if one of them fails.
         self._memory.steps += 1
         if self._momentum is not None:
             self._momentum.check()
