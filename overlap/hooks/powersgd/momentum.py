@@ -29,7 +29,7 @@ from overlap.hooks.powersgd.algorithm import Compressed
 from overlap.hooks.powersgd.slot import Slot, as_matrix
 from overlap.hooks.stage import StageContext
 
-__all__ = ["Momentum"]
+__all__ = ["Momentum", "momentum_of"]
 
 
 class Momentum:
@@ -100,6 +100,16 @@ class Momentum:
         for slot, velocity, outcome in zip(slots, found, bucket.gradients, strict=True):
             old = torch.zeros_like(velocity) if slot.velocity is None else hold(slot.velocity)
             slot.velocity = torch.where(outcome.isfinite().all(), velocity, old)
+
+
+def momentum_of(momentum: float, optimizer: Optimizer | None) -> Momentum | None:
+    """Raises: ConfigurationError: there is one without the other."""
+    if (momentum > 0) != (optimizer is not None):
+        raise ConfigurationError(
+            "momentum= and optimizer= go together: PowerSGD applies the momentum, so optimizer= is the one that "
+            "updates the model, made without momentum, as in PowerSGD(momentum=0.9, optimizer=SGD(..., momentum=0))"
+        )
+    return None if optimizer is None else Momentum(momentum, optimizer)
 
 
 def _remove(matrix: Tensor, basis: Tensor, *, is_left: bool) -> None:

@@ -19,7 +19,7 @@ from overlap.hooks.powersgd.config import PowerSGDConfig
 from overlap.hooks.powersgd.layout import BucketLayout
 from overlap.hooks.powersgd.matrices import PerParameter
 from overlap.hooks.powersgd.memory import Memory
-from overlap.hooks.powersgd.momentum import Momentum
+from overlap.hooks.powersgd.momentum import Momentum, momentum_of
 from overlap.hooks.powersgd.ranks import Ranks
 from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.wires import Wire
@@ -41,44 +41,39 @@ class PowerSGD(Stage):
     A gradient with a non-finite element comes out as NaN on every rank and leaves the memory as it was.
 
     Args:
-        rank: columns of the factors; 1 to 4 in most cases, up to 32 for language models. Or a function of the step (of
-            the number of backward passes before this one) that gives it, the same on every rank; or either of these
-            for patterns of parameter names, as in ``{"*.embedding.weight": 8, "*": 2}``, where the first that matches
-            counts. When a rank changes, residuals stay, and factors as far as they fit.
+        rank: columns of the factors; 1 to 4 in most cases, up to 32 for language models. Or a function of the step (the
+            number of earlier backward passes), the same on every rank; or either of these for patterns of parameter
+            names, the first that matches: ``{"*.embedding.weight": 8, "*": 2}``. A change keeps residuals.
         start_step: backward passes that are reduced exactly before compression begins.
         min_compression_rate: compress only what gets at least this many times smaller; 0 for every matrix.
         error_feedback: keep what was left out and add it to the next gradient.
         warm_start: start from the factors of the step before.
         alternate: send left and right factors in turn, one per step: half the data, one collective instead of two.
         error_dtype: dtype of what is kept, ``torch.bfloat16`` for half the memory; ``None``: the gradient's.
-        bypass: ``"auto"`` measures in the third compressed pass whether compressing and sending a bucket takes longer
-            than sending it, and if so reduces it exactly from then on. It measures with copies, which take the memory
-            of two buckets once.
+        bypass: ``"auto"`` measures in the third compressed pass, with copies of two buckets, whether a bucket is sent
+            faster as it is, and if so sends it so from then on.
         wire: how factors travel, such as ``Int8()``; what it leaves out of them stays in the residual. ``None``: in the
             gradient's dtype. Uncompressed gradients stay exact, by an all-reduce of their own.
         momentum: momentum before compression, with ``optimizer``, which updates the model and must have none. Each rank
             sends velocities ``u = momentum * u + gradient``; what is sent of a matrix is removed from its ``u``.
         optimizer: a ``torch.optim.SGD``, or a wrapper of one; looked at in each pass, not changed.
         seed: of the random directions from which factors start, the same on every rank.
-        epsilon: added to the length that each direction of a basis is divided by. 0 is exact and safe.
+        epsilon: added to the length that each direction of a basis is divided by.
         log_every_steps: steps between two lines of statistics in the log.
 
     Issues, per bucket: an all-reduce of all left factors and the uncompressed gradients, then one of all right factors;
-    with ``alternate`` only one all-reduce, of either factors and the uncompressed gradients; in the bucket's dtype.
-    Where nothing is compressed, one all-reduce of the bucket. With ``wire`` each all-reduce of factors is a send and a
-    receive with every other rank and an all-gather of encoded factors. Where ``rank`` is a function, once in
-    1000 passes an all-reduce of two numbers per bucket, which the host reads. Changes: ``bucket.buffer``. Keeps: one
-    residual of the gradient's size and one factor per compressed parameter; with ``momentum`` one velocity per
-    parameter. Workspace: at most the bucket that is being compressed, with ``momentum`` one more.
+    with ``alternate`` only one, of either factors and the uncompressed gradients; in the bucket's dtype. Where nothing
+    is compressed, one all-reduce of the bucket. With ``wire``, in place of an all-reduce of factors, a send and a
+    receive with every other rank and an all-gather. Where ``rank`` is a function, once in 1000 passes an all-reduce of
+    two numbers, which the host reads. Changes: ``bucket.buffer``. Keeps: one residual of the gradient's size and one
+    factor per compressed parameter; with ``momentum`` one velocity per parameter. Workspace: at most the bucket that is
+    being compressed, with ``momentum`` one more.
 
     Raises:
         ConfigurationError: an option is out of range, or a loaded state does not fit the model.
 
-    T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-    Optimization. NeurIPS 2019 (arXiv 1905.13727). With ``alternate``: L. Zhang, L. Zhang, S. Shi, X. Chu, B.
-    Li: Evaluation and Optimization of Gradient Compression for Distributed Deep Learning (ACP-SGD). ICDCS
-    2023. ``momentum``: Y. Lin, S. Han, H. Mao, Y. Wang, B. Dally: Deep Gradient Compression. ICLR 2018
-    (arXiv 1712.01887).
+    T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD, NeurIPS 2019, arXiv 1905.13727. ``alternate``: L. Zhang et al.:
+    ACP-SGD, ICDCS 2023. ``momentum``: Y. Lin et al.: Deep Gradient Compression, ICLR 2018, arXiv 1712.01887.
 
     >>> PowerSGD(rank=4, start_step=1000)
     PowerSGD(rank=4, start_step=1000)
@@ -117,17 +112,11 @@ class PowerSGD(Stage):
             epsilon=epsilon,
             log_every_steps=log_every_steps,
         )
-        self._set_up(config, Memory(), PerParameter())
-        if (momentum > 0) != (optimizer is not None):
-            raise ConfigurationError(
-                "momentum= and optimizer= go together: PowerSGD applies the momentum, so optimizer= is the one that "
-                "updates the model, made without momentum, as in PowerSGD(momentum=0.9, optimizer=SGD(..., momentum=0))"
-            )
-        self._momentum = None if optimizer is None else Momentum(momentum, optimizer)
+        self._set_up(config, Memory(), PerParameter(), momentum_of(momentum, optimizer))
 
-    _momentum: Momentum | None = None
-
-    def _set_up(self, config: PowerSGDConfig, memory: Memory, form: PerParameter) -> None:
+    def _set_up(
+        self, config: PowerSGDConfig, memory: Memory, form: PerParameter, momentum: Momentum | None = None
+    ) -> None:
         self.config = config
         self._memory = memory
         self._form = form
@@ -138,6 +127,7 @@ class PowerSGD(Stage):
         self._this_pass: list[tuple[Bucket, tuple[str, ...], BucketLayout]] = []
         self._last_pass: list[tuple[tuple[str, ...], BucketLayout]] = []
         self._measured: list[Measurement] = []
+        self._momentum = momentum
 
     def attach(self, context: StageContext) -> None:
         if self._momentum is not None:
@@ -152,7 +142,7 @@ class PowerSGD(Stage):
         self._memory.detach()
 
     def before_backward(self, *, is_replay: bool) -> None:
-        # Counted here and not at the end, so that ranks agree on it even if one of them fails.
+        # Counted here, so that ranks agree on it even if one of them fails.
         self._memory.steps += 1
         if self._momentum is not None:
             self._momentum.check()
@@ -174,7 +164,7 @@ class PowerSGD(Stage):
 
     @property
     def _step(self) -> int:
-        """Of the current pass, counted from the first compressed one; negative before that."""
+        """Of the current pass, counted from the first compressed one."""
         return self._memory.steps - 1 - self.config.start_step
 
     @property
@@ -208,7 +198,8 @@ class PowerSGD(Stage):
         self._memory.release(bucket, layout.exact, keys)
         compressed = await self._reduce(bucket, layout, keys, self._memory)
         self._memory.statistics.count(layout.numel, compressed.sent_numel if compressed else layout.numel)
-        if bucket.is_last and self._is_to_measure:
+        is_undecided = self.config.bypass == "auto" and self._memory.bypassed is None
+        if bucket.is_last and is_undecided and self._step >= _MEASURED_STEP:
             await self._measure(bucket)
         return compressed
 
@@ -217,9 +208,8 @@ class PowerSGD(Stage):
         key = (keys, bucket.buffer.numel(), bucket.buffer.device, bypassed)
         if (layout := self._layouts.get(key)) is None:
             exact = {place for place, name in enumerate(keys) if name in bypassed}
-            layout = self._layouts[key] = self._form.lay_out(
-                bucket, self.config, [self._ranks.of(name) for name in keys], exact
-            )
+            ranks = [self._ranks.of(name) for name in keys]
+            layout = self._layouts[key] = self._form.lay_out(bucket, self.config, ranks, exact)
         return layout
 
     async def _reduce(
@@ -242,10 +232,6 @@ class PowerSGD(Stage):
         if self.config.alternate:
             return await iteration.one_factor(is_left=self._step % 2 == 0)
         return await iteration.both_factors()
-
-    @property
-    def _is_to_measure(self) -> bool:
-        return self.config.bypass == "auto" and self._memory.bypassed is None and self._step >= _MEASURED_STEP
 
     async def _measure(self, bucket: Bucket) -> None:
         """Decide which buckets of this pass are sent as they are from the next one on."""
@@ -300,12 +286,16 @@ class PowerSGD(Stage):
             ConfigurationError: the state is another model's or another rank's; for another number of ranks, see
                 :meth:`redistribute`. If the stage is not yet registered, registering raises it.
         """
+        if self._momentum is None and state_dict.get("velocities"):
+            raise ConfigurationError(
+                f"the state has the velocities of momentum, but {self!r} has none: make it with momentum= and "
+                "optimizer=, or load the state with state['velocities'] = {}"
+            )
         if state_dict:
             self._memory.load_state_dict(state_dict)
 
     redistribute = staticmethod(redistribute)
 
     def __repr__(self) -> str:
-        bypassed = self._memory.bypassed
-        decided = f", {len(bypassed)} parameters bypassed" if bypassed else ""
+        decided = f", {len(bypassed)} parameters bypassed" if (bypassed := self._memory.bypassed) else ""
         return f"{self._form.name}({self.config}{decided})"

@@ -83,6 +83,13 @@ def test_a_run_resumes_exactly_with_its_velocities(at: int) -> None:
         torch.testing.assert_close(velocity, mean)
 
 
+def test_velocities_are_not_dropped_in_silence() -> None:
+    world = world_with(2)
+    world.step(gradients(0, 2, SHAPES, torch.float32))
+    with pytest.raises(ConfigurationError, match=r"velocities of momentum, but .* has none: make it with momentum="):
+        PowerSGD().load_state_dict(world.stages[0].state_dict())
+
+
 def test_a_joined_ranks_velocity_runs_out() -> None:
     world = world_with(2)
     for step in range(3):
