@@ -27,6 +27,7 @@ __all__ = [
     "step_without_hooks",
     "unhooked_step",
     "unwrapped",
+    "without_init",
 ]
 
 
@@ -79,8 +80,13 @@ def bare_copy(optimizer: Optimizer) -> Optimizer:
     """An object of the same class without attributes but those of ``Optimizer`` itself, and without hooks."""
     cls = type(optimizer)
     copied = cls.__new__(cls)
-    Optimizer.__setstate__(copied, {"defaults": {}})
+    without_init(copied)
     return copied
+
+
+def without_init(optimizer: Optimizer) -> None:
+    """Give an optimizer that did not run ``Optimizer.__init__`` the attributes of ``Optimizer``, without groups."""
+    Optimizer.__setstate__(optimizer, {"defaults": {}})
 
 
 def patch_step(optimizer: Optimizer) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from overlap._options import require_extra, whole_number
-from overlap.demo.settings import OPTIMIZERS, TRAIN_IMAGES, Settings
+from overlap.demo.settings import OPTIMIZERS, TRAIN_IMAGES, WIRES, Settings
 from overlap.errors import ConfigurationError
 from overlap.launch import launched_ranks, run_ranks
 
@@ -52,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RANK",
         help="gradients travel as factors of this rank, from the first step on; compared by accuracy",
     )
-    add("--quantize", type=int, choices=(8, 4), help="gradients travel as integers of so many bits; compared likewise")
+    add(
+        "--wire",
+        choices=WIRES,
+        help="how gradients travel; with --zero also the parameters, with --local-sgd the averages instead",
+    )
     add(
         "--local-sgd",
         type=whole_number(1, 1000),
@@ -60,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PERIOD",
         help="after the first epoch average parameters every PERIOD steps; compared by accuracy",
     )
+    add("--diloco", action="store_true", help="with --local-sgd: an outer optimizer steps with what a round changed")
     add("--uneven", action="store_true", help="ranks get different numbers of batches, under Join")
     add("--images", type=whole_number(2, TRAIN_IMAGES), default=default.images, help="training images to use")
     add("--image-size", type=whole_number(8, 224), default=default.image_size, help="side in pixels")

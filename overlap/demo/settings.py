@@ -7,9 +7,10 @@ from pathlib import Path
 
 from overlap.errors import ConfigurationError
 
-__all__ = ["OPTIMIZERS", "TRAIN_IMAGES", "Settings"]
+__all__ = ["OPTIMIZERS", "TRAIN_IMAGES", "WIRES", "Settings"]
 
 OPTIMIZERS = ("sgd", "adamw")
+WIRES = ("fp16", "bf16", "fp8", "int8", "int4", "topk")
 # Four fifths of the 1,797 digits.
 TRAIN_IMAGES = 1437
 # BatchNorm has nothing to normalize with less.
@@ -36,10 +37,12 @@ class Settings:
     zero: bool = False
     # Gradients travel as factors of this rank from the first step on; not at all where None.
     powersgd: int | None = None
-    # Gradients travel as integers of so many bits.
-    quantize: int | None = None
+    # How values travel, one of WIRES: gradients; with zero also the parameters, with local_sgd the averages instead.
+    wire: str | None = None
     # Steps from one average of the parameters to the next; gradients are averaged at every step where None.
     local_sgd: int | None = None
+    # An outer optimizer steps with what a round of local SGD has changed, as in DiLoCo.
+    diloco: bool = False
     # Ranks get different numbers of batches, and both runs train under Join.
     uneven: bool = False
     device: str = "auto"
@@ -52,11 +55,15 @@ class Settings:
         ways_to_send = {
             "--bf16-gradients": self.bf16_gradients,
             "--powersgd": self.powersgd is not None,
-            "--quantize": self.quantize is not None,
+            "--wire": self.wire is not None,
         }
         ways = [name for name, given in ways_to_send.items() if given]
         if len(ways) > 1:
             raise ConfigurationError(f"{' and '.join(ways)} are ways to send gradients: give one of them")
+        if self.wire is not None and self.wire not in WIRES:
+            raise ConfigurationError(f"wire is {self.wire!r}: give one of {', '.join(WIRES)}")
+        if self.diloco and self.local_sgd is None:
+            raise ConfigurationError("--diloco is a form of local SGD: give --local-sgd PERIOD, too")
         if self.zero and self.local_sgd is not None:
             raise ConfigurationError(
                 "--zero shares out one update, and with --local-sgd each rank makes its own: give one"

@@ -20,11 +20,11 @@ from overlap import Join
 from overlap._torchvision import load_torchvision
 from overlap.demo.clock import StepClock
 from overlap.demo.data import Digits, shard
-from overlap.demo.recipes import Recipe, learning_rate, overlapped, plain
+from overlap.demo.recipes import Recipe, overlapped, plain
 from overlap.demo.settings import Settings
 from overlap.launch import World
 
-__all__ = ["Run", "accuracy", "batches_of_epoch", "mean_losses", "start_runs", "train"]
+__all__ = ["Run", "accuracy", "batches_of_epoch", "mean_losses", "start_run", "start_runs", "train"]
 
 _CLASSES = 10
 
@@ -50,8 +50,8 @@ def start_runs(settings: Settings, world: World) -> tuple[Run, Run]:
     torch.backends.cudnn.benchmark = False
     model = load_torchvision().models.resnet18(num_classes=_CLASSES).to(world.device)
     return (
-        _start("plain", copy.deepcopy(model), plain, settings, world),
-        _start("overlapped", model, overlapped, settings, world),
+        start_run("plain", copy.deepcopy(model), plain, settings, world),
+        start_run("overlapped", model, overlapped, settings, world),
     )
 
 
@@ -97,18 +97,19 @@ def mean_losses(run: Run, world: World) -> list[float]:
     return [float(loss) for loss in both[0] / both[1]]
 
 
-def _start(
+def start_run(
     name: str,
     model: nn.Module,
     build: Callable[[DistributedDataParallel, Settings], Recipe],
     settings: Settings,
     world: World,
 ) -> Run:
+    """A training of ``model``, ready for its first step."""
     ddp = DistributedDataParallel(model, device_ids=[world.device] if world.device.type == "cuda" else None)
     recipe = build(ddp, settings)
     scheduler = OneCycleLR(
         recipe.optimizer,
-        max_lr=learning_rate(settings),
+        max_lr=recipe.optimizer.param_groups[0]["lr"],
         total_steps=settings.epochs * settings.steps_per_epoch(world.size) + 1,
         cycle_momentum=False,
     )

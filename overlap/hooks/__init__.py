@@ -16,6 +16,7 @@ from overlap.hooks.collectives import (
 )
 from overlap.hooks.context import StageContext
 from overlap.hooks.engine.registration import Registration, register
+from overlap.hooks.hierarchical import Hierarchical
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from overlap.hooks.quantize import GatherQuantized, Quantize
@@ -62,6 +63,7 @@ __all__ = [
     "ClipGradNorm",
     "ClipValue",
     "GatherQuantized",
+    "Hierarchical",
     "Int4",
     "Int8",
     "Log",

@@ -3,9 +3,9 @@
 [Note: buckets after a resume]
 
 DDP cuts its buckets anew after the first pass, so a new process begins with other buckets than those that the run had
-when it was saved. What a reducer rounds depends on them: chunks of a quantizer that cross parameters, matrices
-multiplied by one kernel, the order in which three or more ranks are summed. So reducers save the buckets of their last
-pass, and the first pass after loading waits for all gradients and reduces them in those (see
+when it was saved. What stages round depends on them: chunks of a quantizer that cross parameters, matrices
+multiplied by one kernel, the order in which three or more ranks are summed. So stages that round save the buckets of
+their last pass, and the first pass after loading waits for all gradients and runs on those, from the reducer on (see
 :mod:`overlap.hooks.engine.regrouping`). Every other pass is cut by DDP alone.
 """
 

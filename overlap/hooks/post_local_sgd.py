@@ -7,20 +7,21 @@ parameters, is in :mod:`overlap.optim`.
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from overlap._checks import check_group, check_whole_number, described
 from overlap._torch import classes
-from overlap._torch.c10d import GradBucket
+from overlap._torch.c10d import GradBucket, group_timeout
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import stage_from
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket, on_group
+from overlap.hooks.machines import check_is_whole_job, own_subgroup, ranks_by_machine
 from overlap.hooks.stage import Stage
 from overlap.hooks.stage_hook import StageHook
 
@@ -208,18 +209,5 @@ def machine_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         ConfigurationError: ``group`` lacks ranks of the job, which must make groups together.
     """
     whole: dist.ProcessGroup = group if group is not None else dist.group.WORLD  # type: ignore[assignment]
-    if whole.size() != dist.get_world_size():
-        raise ConfigurationError(
-            "the group of a machine's ranks can only be made by all ranks of the job, and this process group has "
-            f"{whole.size()} of {dist.get_world_size()}; make it yourself and pass it as the subgroup"
-        )
-    hosts: list[str] = [""] * whole.size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=whole)
-    ranks = dist.get_process_group_ranks(whole)
-    members = [
-        [rank for rank, other in zip(ranks, hosts, strict=True) if other == host] for host in dict.fromkeys(hosts)
-    ]
-    mine: dist.ProcessGroup | None
-    mine, _ = dist.new_subgroups_by_enumeration(members)
-    assert mine is not None, "every rank is on some machine"
-    return mine
+    check_is_whole_job(whole, remedy="make it yourself and pass it as the subgroup")
+    return own_subgroup(ranks_by_machine(whole), timeout=group_timeout(whole, torch.device("cpu")))

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from overlap.errors import ConfigurationError
+
 __all__ = ["Order", "load_packed"]
 
 Order = Sequence[Sequence[int]]
@@ -20,7 +22,13 @@ def load_packed(optimizer: Optimizer, packed: Mapping[str, Any], order: Order) -
     ``Optimizer.load_state_dict`` casts all state to the parameter's dtype; here it keeps the one that it was saved in.
     """
     if not {"state", "param_groups"} <= set(packed):
-        optimizer.load_state_dict(dict(packed))  # A form of the optimizer's own.
+        # A form of the optimizer's own.
+        if any(list(places) != sorted(places) for places in order):
+            raise ConfigurationError(
+                "the optimizer has its parameters in another order than in the run that was saved, and its "
+                "state_dict() is in a form of its own: pass the parameters in the same order"
+            )
+        optimizer.load_state_dict(dict(packed))
         return
     groups = [_reordered(group, places) for group, places in zip(packed["param_groups"], order, strict=True)]
     optimizer.load_state_dict({**packed, "param_groups": groups})

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from overlap.errors import QuantizationOverflowError
 from overlap.hooks.collectives import Operation, all_gather, all_reduce, send_recv
+from overlap.hooks.wires import RoundingGenerator
 from overlap.quantized.formats import Format
 
 __all__ = ["Collective", "Exchange", "REDUCTIONS"]
@@ -35,6 +36,8 @@ class Exchange:
 
     group: dist.ProcessGroup
     form: Format
+    roundings: dict[torch.device, RoundingGenerator]
+    """Filled as devices are seen; the calls of a function on a group share it."""
     raises: bool
     """Whether an overflow on any rank is an error on all, which they find out by one small all-reduce."""
     loss: float | None
@@ -51,7 +54,7 @@ class Exchange:
         """``inputs[r]`` of this rank into ``outputs[this rank]`` of rank ``r``."""
         received, overflowed = await self._exchanged(inputs, [output.numel() for output in outputs])
         own = self.group.rank()
-        message, _ = self.form.encode(_flat(inputs[own]))
+        message, _ = self._encoded(_flat(inputs[own]))
         received[own] = self.form.read(message, inputs[own].numel())
         for values, output in zip(received, outputs, strict=True):
             self._land(values, output)
@@ -76,7 +79,7 @@ class Exchange:
 
     async def _gathered(self, values: Tensor) -> tuple[list[Tensor], bool]:
         """The ``values`` of each rank, by rank, as they were sent."""
-        message, flag = self.form.encode(values)
+        message, flag = self._encoded(values)
         overflowed = await self._agreed(flag)
         gathered = _empty(self.group.size() * message.numel(), message)
         await all_gather(gathered, message, group=self.group)
@@ -98,7 +101,7 @@ class Exchange:
     async def _exchanged(self, inputs: Sequence[Tensor], numels: Sequence[int]) -> tuple[list[Tensor], bool]:
         """``inputs`` to the other ranks, and what came from them; nothing yet in this rank's place."""
         ranks, rank = self.group.size(), self.group.rank()
-        encoded = [self.form.encode(_flat(values)) for values in inputs]
+        encoded = [self._encoded(_flat(values)) for values in inputs]
         overflowed = await self._agreed(torch.stack([flag for _, flag in encoded]).any())
         received = [_empty(self.form.message_bytes(numel), encoded[0][0]) for numel in numels]
         peers = [(rank + distance) % ranks for distance in range(1, ranks)]
@@ -113,6 +116,10 @@ class Exchange:
             for peer, (message, numel) in enumerate(zip(received, numels, strict=True))
         ]
         return values, overflowed
+
+    def _encoded(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        rounding = self.roundings.setdefault(values.device, RoundingGenerator(self.form.wire))
+        return self.form.encode(values, rounding.of(self.group.rank(), values.device))
 
     async def _agreed(self, flag: Tensor) -> bool:
         if self.raises:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from overlap._checks import described
 from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.hooks.wires import RoundingGenerator, Wire
 from overlap.quantized.algorithms import REDUCTIONS, Collective, Exchange
 from overlap.quantized.engine import QuantizedWork, run
 from overlap.quantized.formats import DQuantType, format_of
@@ -21,11 +24,12 @@ from overlap.quantized.formats import DQuantType, format_of
 __all__ = ["auto_quantize"]
 
 _Made = tuple[Collective, list[Tensor]]
+_Roundings = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, RoundingGenerator]]
 
 
 def auto_quantize(
     collective: Callable[..., Any],
-    qtype: DQuantType,
+    qtype: DQuantType | Wire,
     quant_loss: float | None = None,
     *,
     overflow: Literal["saturate", "raise"] = "saturate",
@@ -40,7 +44,8 @@ def auto_quantize(
         collective: ``all_gather``, ``all_gather_into_tensor``, ``all_to_all``, ``all_to_all_single``, ``all_reduce``,
             ``reduce_scatter`` or ``reduce_scatter_tensor`` of ``torch.distributed``. Tensors are of any shape and of
             floating-point dtypes; reductions are ``SUM``, ``AVG``, ``MAX`` and ``MIN``.
-        qtype: what to send.
+        qtype: what to send: a :class:`DQuantType`, or any :class:`Wire` such as ``Int4()``. Each process group that is
+            used has random numbers of its own for stochastic rounding.
         quant_loss: what results are divided by, to make up for a loss that is known.
         overflow: ``"saturate"`` to send the largest value that ``qtype`` holds for a finite one that is larger, with a
             ``RuntimeWarning`` where the results are waited for, or ``"raise"`` for an error on every rank, at the price
@@ -73,6 +78,7 @@ def auto_quantize(
     if overflow not in ("saturate", "raise"):
         raise ConfigurationError(f"overflow is {overflow!r}: give 'saturate' or 'raise'")
     form = format_of(kind)
+    roundings: _Roundings = weakref.WeakKeyDictionary()
     signature = inspect.signature(collective)
 
     @functools.wraps(collective)
@@ -83,7 +89,13 @@ def auto_quantize(
         used = dist.group.WORLD if group is None else group
         if not isinstance(used, dist.ProcessGroup):
             raise ConfigurationError(f"{name}: this rank is not in the group, or there is no process group yet")
-        exchange = Exchange(group=used, form=form, raises=overflow == "raise", loss=quant_loss)
+        exchange = Exchange(
+            group=used,
+            form=form,
+            roundings=roundings.setdefault(used, {}),
+            raises=overflow == "raise",
+            loss=quant_loss,
+        )
         coroutine, outputs = make(exchange, *bound.arguments.values())
         device = outputs[0].device
         work = QuantizedWork(outputs, name, device)
@@ -96,14 +108,15 @@ def auto_quantize(
     return quantized
 
 
-def _kind(qtype: Any) -> DQuantType:
+def _kind(qtype: Any) -> DQuantType | Wire:
     """``qtype``, or what the member of PyTorch's own ``DQuantType`` of the same name stands for."""
-    if isinstance(qtype, DQuantType):
+    if isinstance(qtype, (DQuantType, Wire)):
         return qtype
     if isinstance(qtype, enum.Enum) and type(qtype).__name__ == "DQuantType" and qtype.name in DQuantType.__members__:
         return DQuantType[qtype.name]
     raise ConfigurationError(
-        f"qtype is {qtype!r}: give one of {', '.join(f'DQuantType.{one.name}' for one in DQuantType)}"
+        f"qtype is {qtype!r}: give one of {', '.join(f'DQuantType.{one.name}' for one in DQuantType)}, or a Wire such "
+        "as Int4()"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,13 +34,14 @@ __all__ = ["load_state_dict", "state_dict"]
 
 _KEYS = {"version", "rank", "ranks", "model", "optimizer", "stages"}
 _VERSION = 1
-Optim = Optimizer | FunctionalOptimizer | None
+OneOptim = Optimizer | FunctionalOptimizer
+Optim = OneOptim | Sequence[OneOptim] | None
 
 
 def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, Any]:
     """All that this rank needs to resume its run exactly: each rank saves its own.
 
-    It holds the model, the optimizer (of a ``ZeroRedundancyOptimizer`` this rank's share; of a ``LocalSGD`` the round,
+    It holds the model, the optimizers (of a ``ZeroRedundancyOptimizer`` this rank's share; of a ``LocalSGD`` the round,
     the outer optimizer and a pending average), and what the registered stages remember, nested ones too: error
     feedback, factors, counters, generators, and the buckets that the next pass is to be reduced in. Gradients, learning
     rate schedulers, ``GradScaler``, the position in the data and PyTorch's own generators are not in it.
@@ -49,26 +50,28 @@ def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, A
 
     Args:
         ddp: the model.
-        optim: the optimizer of the training loop; where ``None`` no optimizer is saved.
+        optim: the optimizer of the training loop, or a list of all where it has several; where ``None`` no optimizer is
+            saved.
 
     Issues: nothing; waits for gathers and averages that are under way.
 
     Raises:
         TrainingLoopError: between backward and ``step()``, since gradients are not saved.
-        ConfigurationError: the model is not in DDP, or has a hook or a state that cannot be saved.
+        ConfigurationError: the model is not in DDP, or has a hook or a state that cannot be saved; or a registered
+            stage updates with an optimizer that is not given.
     """
     model = check_ddp(ddp)
     stage = _stage_of(model)
     _check_phase(stage)
-    found = None if optim is None else inner_optimizer(optim)
-    if isinstance(found, ZeroRedundancyOptimizer):
-        found.wait()
+    found = _optimizers(optim, stage, "state_dict")
+    _wait(found)
+    optimizers = [optimizer_state(one, _names(model)) for one in found]
     state = {
         "version": _VERSION,
         "rank": model.process_group.rank(),
         "ranks": model.process_group.size(),
         "model": _plain_names(model.module.state_dict()),
-        "optimizer": None if found is None else optimizer_state(found, _names(model)),
+        "optimizer": None if not optimizers else optimizers[0] if len(optimizers) == 1 else optimizers,
         "stages": None if stage is None else {"classes": _classes(stage), "state": stage.state_dict()},
     }
     return {key: snapshot(value, f"state_dict()[{key!r}]") for key, value in state.items()}
@@ -84,7 +87,7 @@ def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: Mapping[s
 
     Args:
         ddp: the model, with the same stages registered as in the run that was saved.
-        optim: its optimizer, or ``None`` if none was saved.
+        optim: its optimizer, or the list of them in the order in which they were saved, or ``None`` if none was.
         state: this rank's.
 
     Issues: nothing.
@@ -96,27 +99,64 @@ def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: Mapping[s
     """
     model = check_ddp(ddp)
     stage = _stage_of(model)
-    found = None if optim is None else inner_optimizer(optim)
+    found = _optimizers(optim, stage, "load_state_dict")
     _check_form(state)
     _check_place(model.process_group, state)
     here = model.module.state_dict()
     _check_model(_plain_names(here), state["model"])
     _check_stages(stage, state["stages"])
-    if (found is None) != (state["optimizer"] is None):
-        saved, here = ("without", "one") if state["optimizer"] is None else ("with", "none")
-        raise ConfigurationError(f"the state was saved {saved} an optimizer, and load_state_dict was given {here}")
-    if found is not None:
-        check_optimizer_state(found, _names(model), state["optimizer"])
+    saved = _saved_optimizers(state["optimizer"])
+    if len(found) != len(saved):
+        then = {0: "without an optimizer", 1: "with one optimizer"}.get(len(saved), f"with {len(saved)} optimizers")
+        now = {0: "none", 1: "one"}.get(len(found), str(len(found)))
+        raise ConfigurationError(f"the state was saved {then}, and load_state_dict was given {now}")
+    for place, (one, of_one) in enumerate(zip(found, saved, strict=True)):
+        try:
+            check_optimizer_state(one, _names(model), of_one)
+        except ConfigurationError as error:
+            if len(found) > 1:
+                error.add_note(f"of optimizer {place} of the list; give them in the order in which they were saved")
+            raise
     for lifecycle in _lifecycles(stage):
         lifecycle.check(Event.LOAD)
-    if isinstance(found, ZeroRedundancyOptimizer):
-        found.wait()
+    _wait(found)
     stages = None if stage is None else state["stages"]["state"]
-    if stage is not None and not isinstance(found, LocalSGD):
+    if stage is not None and not any(isinstance(one, LocalSGD) for one in found):
         stage.load_state_dict(stages or {})
     model.module.load_state_dict({name: state["model"][plain_name(name)] for name in here})
-    if found is not None:
-        load_optimizer_state(found, _names(model), state["optimizer"], stages)
+    for one, of_one in zip(found, saved, strict=True):
+        load_optimizer_state(one, _names(model), of_one, stages)
+
+
+def _optimizers(optim: Optim, stage: Stage | None, function: str) -> list[Any]:
+    """The optimizers in ``optim``, which ``function`` was given.
+
+    Raises:
+        ConfigurationError: one is there twice, or ``stage`` updates a parameter with one that is not there.
+    """
+    given = [] if optim is None else list(optim) if isinstance(optim, (list, tuple)) else [optim]
+    found = [inner_optimizer(one) for one in given]
+    if len(set(map(id, found))) < len(found):
+        raise ConfigurationError(f"{function} was given one optimizer twice; give each once")
+    covered = {id(parameter) for one in found for group in one.param_groups for parameter in group["params"]}
+    for update in [] if stage is None or not found else stage.sequence:
+        if any(id(parameter) not in covered for parameter in update.updated):
+            raise ConfigurationError(
+                f"{update!r} is registered, and {function} was not given its optimizer, whose state would be lost: "
+                f"give a list of all, {function}(ddp, [first, second])"
+            )
+    return found
+
+
+def _saved_optimizers(state: Any) -> list[Any]:
+    return [] if state is None else list(state) if isinstance(state, (list, tuple)) else [state]
+
+
+def _wait(optimizers: Sequence[Any]) -> None:
+    """Wait for gathers that are under way."""
+    for one in optimizers:
+        if isinstance(one, ZeroRedundancyOptimizer):
+            one.wait()
 
 
 def _stage_of(ddp: DistributedDataParallel) -> Stage | None:

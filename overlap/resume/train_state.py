@@ -34,7 +34,8 @@ class TrainState:
 
     Args:
         ddp: the model, with its stages registered.
-        optim: the optimizer of the training loop; where ``None`` no optimizer is saved.
+        optim: the optimizer of the training loop, or a list of all where it has several; where ``None`` no optimizer is
+            saved.
     """
 
     def __init__(self, ddp: DistributedDataParallel, optim: Optim = None) -> None:

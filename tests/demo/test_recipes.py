@@ -26,9 +26,9 @@ ROUNDED = {
     ),
     "powersgd zero": (
         Settings(powersgd=2, zero=True, **SMALL),
-        "chain(PowerSGD(rank=2), ZeroStep(SGD, interleaved))",
+        "chain(PowerSGD(rank=2), ZeroStep(SGD, interleaved)), without momentum, learning rate 0.1",
     ),
-    "quantize": (Settings(quantize=8, **SMALL), "chain(Quantize(Int8()), Step(SGD, interleaved))"),
+    "quantize": (Settings(wire="int8", **SMALL), "chain(Quantize(Int8()), Step(SGD, interleaved))"),
 }
 AVERAGED = {
     "uneven local sgd": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,21 @@ from torch import nn
 import overlap
 from harness import run_ranks, wrap
 from harness.models import MLP
-from overlap import AllGather, AllReduce, Bucket, Cast, ConfigurationError, PowerSGD, Stage, Step, as_hook, chain
+from overlap import (
+    AllGather,
+    AllReduce,
+    BFloat16,
+    Bucket,
+    Cast,
+    ConfigurationError,
+    Float16,
+    Int8,
+    PowerSGD,
+    Stage,
+    Step,
+    as_hook,
+    chain,
+)
 
 from .runs import SGD
 
@@ -53,6 +68,14 @@ def test_what_is_not_a_stage_is_refused() -> None:
 def test_a_cast_to_an_integer_dtype_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"floating-point torch.dtype .*got torch.int8"):
         Cast(torch.int8)
+
+
+def test_a_cast_takes_a_wire_of_a_dtype() -> None:
+    assert Cast(BFloat16()).signature == Cast(torch.bfloat16).signature
+    assert Cast(Float16()).dtype == torch.float16
+    for wire in (Int8(), BFloat16(rounding="stochastic")):
+        with pytest.raises(ConfigurationError, match=re.escape(f"got {wire!r}: use Quantize({wire!r})")):
+            Cast(wire)
 
 
 def test_a_cast_of_an_update_is_refused() -> None:

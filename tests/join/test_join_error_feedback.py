@@ -11,7 +11,7 @@ from join_loops import joined
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import AllGather, PowerSGD, Quantize, Stage, chain
+from overlap import AllGather, Hierarchical, PowerSGD, Quantize, Stage, TopK, chain, route
 from overlap.hooks.stage import Role
 
 _BATCHES = (6, 2)
@@ -56,6 +56,19 @@ FEEDBACK: dict[str, tuple[Any, Any]] = {
         # Of the mean over two ranks.
         lambda stage: {name: 2 * error for name, error in stage.state_dict()["error"].items()},
     ),
+    "Quantize, TopK": (
+        lambda: Quantize(TopK(0.1, rounding="stochastic"), error_feedback=True),
+        # Of the mean over two ranks.
+        lambda stage: {name: 2 * error for name, error in stage.state_dict()["error"].items()},
+    ),
+    "route": (
+        lambda: route({"*.bias": PowerSGD(rank=1), "*": PowerSGD(rank=1, start_step=0, min_compression_rate=1)}),
+        lambda stage: stage.state_dict()["1"]["residuals"],
+    ),
+    "Hierarchical": (
+        lambda: Hierarchical(outer=Quantize(bits=4, error_feedback=True), machine_size=1),
+        lambda stage: {name: 2 * error for name, error in stage.state_dict()["outer"]["error"].items()},
+    ),
 }
 
 
@@ -89,5 +102,6 @@ def test_what_a_joined_rank_had_kept_is_sent_on(feedback: str) -> None:
         torch.testing.assert_close(
             2 * sent[name] + kept0[name] + kept1[name], total0[name] + total1[name], rtol=1e-4, atol=1e-5
         )
-    if feedback != "Quantize":  # There the rank that owns a part keeps what the sum of all ranks left out.
+    # There the rank that owns a part keeps what the sum of all ranks left out.
+    if feedback not in ("Quantize", "Quantize, TopK", "Hierarchical"):
         assert any(kept.norm() > 2 * kept1[name].norm() for name, kept in kept_when_leaving.items())

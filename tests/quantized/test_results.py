@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from harness import assert_parity, run_ranks, run_threads
-from overlap import DQuantType, auto_quantize
+from overlap import BFloat16, DQuantType, Float8, Float16, Int4, Int8, TopK, auto_quantize
 from overlap.bench.wire import socket_bytes
 
 GATHER_INTO = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -200,3 +201,40 @@ def _inline(rank: int, ranks: int) -> None:
 
 def test_without_gloo_it_runs_at_once() -> None:
     run_threads(_inline, 2)
+
+
+# Wires -------------------------------------------------------------------------------------------------------
+
+WIRES = {Float16(): 2**-11, BFloat16(): 2**-8, Float8(): 2**-4, Int8(): 0.5 / 127, Int4(chunk=64): 0.5 / 7}
+
+
+def _through_wires(rank: int, ranks: int) -> None:
+    by_rank = [torch.randn(3, 333, generator=torch.Generator().manual_seed(one)) for one in range(ranks)]
+    for nearest, error in WIRES.items():
+        for wire, part in ((nearest, error), (dataclasses.replace(nearest, rounding="stochastic"), 2 * error)):
+            gather, reduce = auto_quantize(dist.all_gather, wire), auto_quantize(dist.all_reduce, wire)
+            outputs = [torch.empty(3, 333) for _ in range(ranks)]
+            gather(outputs, by_rank[rank])
+            for output, sent in zip(outputs, by_rank, strict=True):
+                assert (output - sent).abs().max() <= part * sent.abs().max() * 1.001, wire
+            reduce(total := by_rank[rank].clone())
+            peak = max(float(one.abs().max()) for one in by_rank) * ranks
+            assert (total - torch.stack(by_rank).sum(0)).abs().max() <= 2.5 * part * peak, wire
+            dist.all_gather(outputs, total)
+            assert all(torch.equal(output, total) for output in outputs), f"{wire}: ranks differ"
+    again = [auto_quantize(dist.all_gather, Int4(rounding="stochastic")) for _ in range(2)]
+    results = [torch.empty(2, ranks, 3, 333) for _ in again]
+    for gather, result in zip(again, results, strict=True):
+        for call in result:
+            gather(list(call), by_rank[rank])
+    assert_parity(results[0], results[1], what="the same calls with the same random numbers")
+    assert not torch.equal(results[0][0], results[0][1]), "the second call has others"
+    sparse = torch.zeros(5000)
+    sparse[rank::1000] = rank + 1.0
+    auto_quantize(dist.all_reduce, TopK(0.01))(sparse)
+    assert [sparse[one].item() for one in range(ranks + 1)] == [*(one + 1.0 for one in range(ranks)), 0.0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_any_wire_serves_as_type(world_size: int) -> None:
+    run_ranks(_through_wires, world_size)

@@ -15,18 +15,21 @@ from harness import assert_parity, run_ranks, wrap
 from harness.models import BATCH_NORM, TRANSFORMER, Case, mean_squared_error
 from overlap import (
     Cast,
+    Hierarchical,
     LocalSGD,
     OverlappedOptimizer,
     PowerSGD,
     PowerSGDState,
     Quantize,
     Step,
+    TopK,
     ZeroRedundancyOptimizer,
     ZeroStep,
     as_stage,
     batched_powerSGD_hook,
     chain,
     powerSGD_hook,
+    route,
 )
 from overlap.hooks import PostLocal, PostLocalSGDState
 from overlap.optim import Average, PeriodicModelAverager
@@ -73,6 +76,18 @@ def _local_in_backward(ddp: Any, reducer: Any) -> Any:
     return LocalSGD(ddp, optimizer, period=2, start_step=2, reducer=reducer, update=Step(optimizer))
 
 
+def _of_two(ddp: Any, reducer: Any, *, sharded: bool) -> list[Any]:
+    matrices, others = ([p for p in ddp.parameters() if (p.ndim == 2) is is_matrix] for is_matrix in (True, False))
+    adamw = OverlappedOptimizer(ADAMW(others))
+    if sharded:
+        zero = ZeroRedundancyOptimizer(matrices, torch.optim.Muon, lr=0.02)
+        chain(reducer, ZeroStep(zero), Step(adamw, deferred=True)).register(ddp)
+        return [zero, adamw]
+    muon = OverlappedOptimizer(torch.optim.Muon(matrices, lr=0.02))
+    chain(reducer, Step(muon), Step(adamw)).register(ddp)
+    return [muon, adamw]
+
+
 FORMS: dict[str, Build] = {
     "Step": _step,
     "Step, deferred": functools.partial(_step, deferred=True, clip_grad_norm=1.0),
@@ -81,6 +96,8 @@ FORMS: dict[str, Build] = {
     "ZeroStep": functools.partial(_zero, gather="backward"),
     "ZeroStep, whole parameters": functools.partial(_zero, gather="backward", partition="parameter"),
     "ZeroStep, gathered in forward": functools.partial(_zero, gather="forward"),
+    "Step and Step": functools.partial(_of_two, sharded=False),
+    "ZeroStep and Step": functools.partial(_of_two, sharded=True),
     "LocalSGD, overlapped": functools.partial(_local, overlap=1, fragments=2),
     "LocalSGD, outer": functools.partial(_local, outer=OUTER),
     "LocalSGD, update in backward": _local_in_backward,
@@ -90,6 +107,7 @@ REDUCERS: dict[str, Callable[[], Any]] = {
     "Quantize": lambda: Quantize(bits=8),
     "Quantize, feedback": lambda: Quantize(bits=4, error_feedback=True),
     "Quantize, stochastic": lambda: Quantize(bits=4, rounding="stochastic", error_feedback=True),
+    "Quantize, TopK": lambda: Quantize(TopK(0.1, chunk=64, rounding="stochastic"), error_feedback=True),
     "Cast, Quantize": lambda: Cast(torch.bfloat16, Quantize(bits=4, error_feedback=True)),
     "PowerSGD": lambda: PowerSGD(rank=1, min_compression_rate=1),
     "PowerSGD, alternating": lambda: PowerSGD(rank=2, min_compression_rate=1, alternate=True),
@@ -97,13 +115,15 @@ REDUCERS: dict[str, Callable[[], Any]] = {
     "Cast, PowerSGD": lambda: Cast(torch.float16, PowerSGD(rank=2, min_compression_rate=1)),
     "powerSGD_hook": lambda: as_stage(powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
     "batched_powerSGD_hook": lambda: as_stage(batched_powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
+    "route": lambda: route({"*.bias": Quantize(bits=8), "*": PowerSGD(rank=1, min_compression_rate=1)}),
+    "Hierarchical": lambda: Hierarchical(outer=Quantize(bits=4, error_feedback=True), machine_size=1),
     "PostLocal": lambda: PostLocal(PostLocalSGDState(None, None, 5), Quantize(bits=4, error_feedback=True)),
 }
 
 
 def _made(case: Case, form: str, reducer: str, **model: Any) -> tuple[Any, Any]:
     ddp = wrap(case.model(**model), **case.ddp_options())
-    return ddp, FORMS[form](ddp, REDUCERS[reducer]())
+    return ddp, FORMS[form](ddp, {**REDUCERS, **TWO_LEVELS}[reducer]())
 
 
 def _train(case: Case, rank: int, ddp: Any, optimizer: Any, steps: range) -> None:
@@ -113,9 +133,12 @@ def _train(case: Case, rank: int, ddp: Any, optimizer: Any, steps: range) -> Non
         if is_automatic:
             loss.backward()
             continue
-        optimizer.zero_grad()
+        optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+        for one in optimizers:
+            one.zero_grad()
         loss.backward()
-        optimizer.step()
+        for one in optimizers:
+            one.step()
 
 
 def overlap_stages(ddp: Any) -> tuple[Any, ...]:
@@ -153,6 +176,15 @@ def _resumed(rank: int, world_size: int, case: Case, runs: list[tuple[str, str]]
     assert not failures, "\n".join(failures)
 
 
+TWO_LEVELS = {
+    "route of two levels": lambda: route(
+        {
+            "*.weight": Hierarchical(outer=Quantize(bits=4, error_feedback=True), machine_size=2),
+            "*": Cast(torch.bfloat16),
+        }
+    )
+}
+
 # Two reducers in every form, and every reducer in one.
 ALL_FORMS = ("Quantize, feedback", "PowerSGD")
 IN_EVERY_FORM = [(form, reducer) for form in FORMS for reducer in ALL_FORMS]
@@ -168,6 +200,7 @@ def test_every_stage_resumes_bit_for_bit_in_new_processes(runs: list[tuple[str, 
 def test_four_ranks_resume_bit_for_bit_too(tmp_path: Path) -> None:
     """More than two ranks are summed in an order that depends on the buckets."""
     runs = [("Step", "Quantize, feedback"), ("Step", "PowerSGD"), ("LocalSGD, outer", "PowerSGD")]
+    runs += [("Step", "route of two levels")]
     run_ranks(_uninterrupted, 4, TRANSFORMER, runs, tmp_path, 3)
     run_ranks(_resumed, 4, TRANSFORMER, runs, tmp_path, 3)
 

@@ -242,8 +242,7 @@ def test_hooks_that_are_registered_with_ddp_are_saved_or_refused() -> None:
 
 
 def _kept(rank: int, world_size: int) -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    ddp, _ = _overlapped(rank, steps=1, reducer=AllReduce())
+    ddp, optimizer = _overlapped(rank, steps=1, reducer=AllReduce())
     optimizer.param_groups[0]["callback"] = print
     with pytest.raises(ConfigurationError, match=r"\['callback'\] is a builtin_function_or_method, which is neither"):
         overlap.state_dict(ddp, optimizer)
@@ -295,3 +294,40 @@ def test_a_pickled_postlocalsgdstate_counts_on_without_its_groups(caplog: pytest
     again = pickle.loads(pickle.dumps(state))
     assert (again.iter, again.start_localSGD_iter, again.process_group) == (3, 7, None)
     assert "process groups are not pickled" in caplog.text
+
+
+def _pair(rank: int, steps: int) -> Any:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    matrices, others = ([p for p in ddp.parameters() if (p.ndim == 2) is is_matrix] for is_matrix in (True, False))
+    zero = ZeroRedundancyOptimizer(matrices, torch.optim.Muon, lr=0.02)
+    adamw = OverlappedOptimizer(ADAMW(others))
+    chain(ZeroStep(zero), Step(adamw)).register(ddp)
+    for step in range(steps):
+        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+        zero.step()
+        adamw.step()
+    return ddp, zero, adamw
+
+
+def _of_two(rank: int, world_size: int) -> None:
+    ddp, zero, adamw = _pair(rank, 3)
+    state, file = overlap.state_dict(ddp, [zero, adamw]), overlap.TrainState(ddp, [zero, adamw]).state_dict()
+    fresh, *new = _pair(rank, 1)
+    before = overlap.state_dict(fresh, new)
+    for optimizers, message in (
+        (new[0], r"Step\(AdamW, interleaved\) is registered, and load_state_dict was not given its optimizer"),
+        (new[::-1], r"of class ZeroRedundancyOptimizer\(Muon\), but this one is a AdamW"),
+        ([new[0], new[0]], "one optimizer twice"),
+        (None, "saved with 2 optimizers, and load_state_dict was given none"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            overlap.load_state_dict(fresh, optimizers, state)
+    assert_parity(overlap.state_dict(fresh, new), before, what="after states that were refused")
+    with pytest.raises(ConfigurationError, match="whose state would be lost"):
+        overlap.state_dict(ddp, zero)
+    overlap.TrainState(fresh, new).load_state_dict(file)
+    assert_parity(overlap.state_dict(fresh, new), state, what="of one file")
+
+
+def test_the_states_of_two_optimizers_are_saved_together() -> None:
+    run_ranks(_of_two, 2)

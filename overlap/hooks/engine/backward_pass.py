@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,19 +111,24 @@ class BackwardPass:
 
     def _parts(self, bucket: Bucket) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
         """The label and the coroutine of each stage of the chain."""
-        reducing = next(stage for stage in self._stage.sequence if stage.role is not Role.TRANSFORM)
-        for stage in self._stage.sequence:
-            if stage is reducing and self.regrouping is not None:
-                reduce = functools.partial(_run, stage)
-                yield repr(stage), self.regrouping.reduce(bucket, reduce, repr(stage))
-            else:
-                yield repr(stage), _run(stage, bucket)
-            bucket = stage.passed(bucket)
+        stages = self._stage.sequence
+        first = next(place for place, stage in enumerate(stages) if stage.role is not Role.TRANSFORM)
+        if self.regrouping is None:
+            yield from _run_each(stages, bucket)
+            return
+        yield from _run_each(stages[:first], bucket)
+        yield repr(stages[first]), self.regrouping.run(bucket, functools.partial(_run_each, stages[first:]))
 
     def _complete(self, index: int) -> None:
         with self._lock:
             future, buffer = self._unfinished.pop(index)
         future.set_result(buffer)
+
+
+def _run_each(stages: Sequence[Stage], bucket: Bucket) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
+    for stage in stages:
+        yield repr(stage), _run(stage, bucket)
+        bucket = stage.passed(bucket)
 
 
 async def _run(stage: Stage, bucket: Bucket) -> None:

@@ -1,4 +1,4 @@
-"""Reduces one pass in other buckets than DDP's. See [Note: buckets after a resume] in :mod:`overlap.hooks.cut`."""
+"""Runs one pass in other buckets than DDP's. See [Note: buckets after a resume] in :mod:`overlap.hooks.cut`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from overlap.hooks.engine.wavefront import Wavefront
 
 __all__ = ["Regrouping"]
 
-Reduce = Callable[[Bucket], Coroutine[Operation, Any, None]]
+Parts = Callable[[Bucket], Iterator[tuple[str, Coroutine[Operation, Any, None]]]]
+"""The label and the coroutine of each stage for a bucket, in order."""
 
 
 @dataclass(eq=False)
 class Regrouping:
-    """Reduces the gradients of one pass in the buckets ``wanted``, in the order of an ordinary pass.
+    """Runs the stages of one pass, from the reducer on, on the buckets ``wanted``, in the order of an ordinary pass.
 
     Needs a copy of the gradients of the buckets that are under way.
     """
@@ -39,15 +40,15 @@ class Regrouping:
         """The buckets that the pass was reduced in, where DDP's were ``own``."""
         return self.wanted if self._is_cut_anew else own
 
-    async def reduce(self, bucket: Bucket, reduce: Reduce, label: str) -> None:
-        """Called for each of DDP's buckets; the first to go on when all have come reduces them all."""
+    async def run(self, bucket: Bucket, parts: Parts) -> None:
+        """Called for each of DDP's buckets; the first to go on when all have come runs ``parts`` on all."""
         self._arrived.append(bucket)
         await whole_pass()
         arrived, self._arrived = self._arrived, []
         if arrived:
-            self._reduce_all(arrived, reduce, label)
+            self._run_all(arrived, parts)
 
-    def _reduce_all(self, arrived: list[Bucket], reduce: Reduce, label: str) -> None:
+    def _run_all(self, arrived: list[Bucket], parts: Parts) -> None:
         homes = self._homes(arrived)
         self._is_cut_anew = homes is not None
         buckets = iter(arrived) if homes is None else self._cut_anew(arrived[0], homes)
@@ -59,7 +60,7 @@ class Regrouping:
                     kept.append(bucket)  # Its memory is this lane's, and other lanes use it until the last line.
                 self.executor.begin(bucket.index)
                 back = _Back(bucket, homes, self.cut.keys_of(bucket))
-                task = Task(bucket, [(label, reduce(bucket))], self.executor, back, lane=bucket.index)
+                task = Task(bucket, parts(bucket), self.executor, back, lane=bucket.index)
                 wavefront.arrive(task, is_last=bucket.is_last)
         except BaseException:
             for task in wavefront.active:

@@ -28,6 +28,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +41,18 @@ from overlap.hooks.powersgd.matrices import Matrices
 from overlap.hooks.powersgd.orthogonalize import orthonormalize
 from overlap.hooks.powersgd.wired import WiredMean
 
-__all__ = ["PowerIteration"]
+__all__ = ["Compressed", "PowerIteration"]
+
+
+class Compressed(NamedTuple):
+    """What became of a bucket."""
+
+    layout: BucketLayout
+    basis: Tensor
+    """All factors that the gradients were projected on; orthonormal but for ``epsilon``."""
+    is_left: bool
+    """Whether these are the left ones."""
+    sent_numel: int
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -60,8 +72,8 @@ class PowerIteration:
     wired: WiredMean | None = None
     """How the mean of factors is taken; ``None``: by an all-reduce in the bucket's dtype."""
 
-    async def both_factors(self) -> int:
-        """PowerSGD: reduce the bucket by two all-reduces; gives the number of elements that were sent."""
+    async def both_factors(self) -> Compressed:
+        """PowerSGD: reduce the bucket by two all-reduces."""
         old_q = self._start(is_left=False)
         self._begin()
         p = await self._mean(self._multiply(old_q, is_left=True), is_left=True, with_exact=True)
@@ -72,10 +84,10 @@ class PowerIteration:
         is_finite = _both(p_finite, self._zero_non_finite(q, is_left=False))
         self._finish(own=(p, own_q), mean=(p, q), is_finite=is_finite)
         self._keep(q, is_left=False, old=old_q, is_finite=is_finite)
-        return self._sent_numel(p) + self._sent_numel(q) + self.layout.exact_numel
+        return self._compressed(p, is_left=True, sent=(p, q))
 
-    async def one_factor(self, *, is_left: bool) -> int:
-        """ACP-SGD: reduce the bucket by one all-reduce, of P or of Q only; gives the number of elements sent."""
+    async def one_factor(self, *, is_left: bool) -> Compressed:
+        """ACP-SGD: reduce the bucket by one all-reduce, of P or of Q only."""
         basis = self._start(is_left=not is_left)
         self._orthogonalize(basis, is_left=not is_left)
         self._begin()
@@ -87,7 +99,7 @@ class PowerIteration:
         else:
             self._finish(own=(basis, own), mean=(basis, mean), is_finite=is_finite)
         self._keep(mean, is_left=is_left, old=None, is_finite=is_finite)
-        return self._sent_numel(mean) + self.layout.exact_numel
+        return self._compressed(basis, is_left=not is_left, sent=(mean,))
 
     def _start(self, *, is_left: bool) -> Tensor:
         flat = self._empty(is_left=is_left)
@@ -109,9 +121,11 @@ class PowerIteration:
                 each.multiply_transposed(each.batch.left(basis), out=each.batch.right(flat))
         return flat
 
-    def _sent_numel(self, factors: Tensor) -> int:
-        numel = factors.numel()
-        return numel if self.wired is None else self.wired.sent_numel(numel, self.bucket)
+    def _compressed(self, basis: Tensor, *, is_left: bool, sent: Sequence[Tensor]) -> Compressed:
+        numels = [factors.numel() for factors in sent]
+        if self.wired is not None:
+            numels = [self.wired.sent_numel(numel, self.bucket) for numel in numels]
+        return Compressed(self.layout, basis, is_left, sum(numels) + self.layout.exact_numel)
 
     async def _mean(self, factors: Tensor, *, is_left: bool, with_exact: bool) -> Tensor:
         """The mean of the factors over ranks; changes ``factors`` to what was sent of them.
@@ -119,13 +133,18 @@ class PowerIteration:
         ``with_exact``: the uncompressed gradients are reduced, too, in the same all-reduce unless factors have a wire.
         """
         exact = [self.bucket.gradients[place] for place in self.layout.exact] if with_exact else []
-        if self.wired is not None:
-            await self._reduce(exact)
-            return await self.wired(factors, self.bucket)
         dtype = self.bucket.buffer.dtype
         is_scaled = dtype == torch.float16
         if is_scaled:
             self._scale_(factors, is_left=is_left, is_down=True)
+        if self.wired is not None:
+            await self._reduce(exact)
+            mean = await self.wired(factors, self.bucket)
+            if is_scaled:
+                self._scale_(factors, is_left=is_left, is_down=False)
+                self._scale_(mean, is_left=is_left, is_down=False)
+            return mean
+        if is_scaled:
             factors.mul_(1 / self.bucket.divisor)
         sent = torch.cat([factors.to(dtype), *(gradient.reshape(-1) for gradient in exact)])
         sent[factors.numel() if is_scaled else 0 :].mul_(1 / self.bucket.divisor)

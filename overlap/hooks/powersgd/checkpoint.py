@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Snapshot:
     """The buckets of the last pass, in which a run that resumes reduces its first one."""
     generator: Tensor | None = None
     """State of the generator that rounds stochastically."""
+    velocities: Mapping[str, Tensor] = field(default_factory=dict)
 
     def pack(self) -> State:
         """Tensors and plain values, which later steps do not change."""
@@ -51,6 +52,7 @@ class Snapshot:
             "bypassed": None if self.bypassed is None else sorted(self.bypassed),
             "numel": list(self.numel),
             "buckets": self.buckets,
+            "velocities": _cloned(self.velocities),
             "generator": None if self.generator is None else self.generator.clone(),
         }
 
@@ -76,12 +78,13 @@ class Snapshot:
             saved_by=None if rank is None or ranks is None else (int(rank), int(ranks)),
             buckets=state.get("buckets"),
             generator=state.get("generator"),
+            velocities=_cloned(state.get("velocities", {})),
         )
 
 
-_KEYS = {field.name for field in fields(Snapshot)} - {"saved_by"} | {"version", "rank", "ranks"}
+_KEYS = {one.name for one in fields(Snapshot)} - {"saved_by"} | {"version", "rank", "ranks"}
 # Which older states do not have.
-_LATER_KEYS = {"buckets", "generator"}
+_LATER_KEYS = {"buckets", "generator", "velocities"}
 
 
 def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -124,10 +127,11 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
         raise ConfigurationError(
             f"rank {rank} of {ranks} needs the states of the old ranks {list(needed)}; {missing} are missing"
         )
-    kept = (by_rank[old].residuals for old in needed)
-    residuals = _summed(kept, times=ranks / old_ranks)
+    times = ranks / old_ranks
+    residuals = _summed((by_rank[old].residuals for old in needed), times=times)
+    velocities = _summed((by_rank[old].velocities for old in needed), times=times)
     # Ranks that rounded by one generator would make the same errors.
-    return replace(first, residuals=residuals, saved_by=(rank, ranks), generator=None).pack()
+    return replace(first, residuals=residuals, velocities=velocities, saved_by=(rank, ranks), generator=None).pack()
 
 
 def _summed(residuals: Iterable[Mapping[str, Tensor]], *, times: float) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ class PowerSGDConfig:
     error_dtype: torch.dtype | None = None
     bypass: Literal["auto"] | None = None
     wire: Wire | None = None
+    momentum: float = 0.0
     seed: int = 0
     epsilon: float = 0.0
     log_every_steps: int = 10_000
@@ -48,6 +49,9 @@ class PowerSGDConfig:
         check_whole_number("log_every_steps", self.log_every_steps, least=1)
         _check_number("min_compression_rate", self.min_compression_rate)
         _check_number("epsilon", self.epsilon)
+        _check_number("momentum", self.momentum)
+        if self.momentum >= 1:
+            raise ConfigurationError(f"momentum must be less than 1, got {self.momentum!r}")
         if self.bypass not in (None, "auto"):
             raise ConfigurationError(f'bypass must be None or "auto", got {self.bypass!r}')
         if self.wire is not None and not isinstance(self.wire, Wire):

@@ -25,7 +25,7 @@ from overlap.hooks.powersgd.checkpoint import within_range
 from overlap.hooks.powersgd.config import Dtypes, PowerSGDConfig
 from overlap.hooks.powersgd.layout import BucketLayout, MatrixBatch, layout_of
 from overlap.hooks.powersgd.memory import Memory
-from overlap.hooks.powersgd.slot import Slot
+from overlap.hooks.powersgd.slot import Slot, as_matrix
 
 __all__ = ["Factors", "Matrices", "PerParameter", "keep_residuals", "residuals_like"]
 
@@ -75,12 +75,12 @@ class StackedMatrices(Matrices):
         super().__init__(batch, slots)
         for slot, gradient in zip(slots, gradients, strict=True):
             slot.arrange(gradient)
-        self._gradients = [_as_matrix(gradient) for gradient in gradients]
+        self._gradients = [as_matrix(gradient) for gradient in gradients]
         self._compute_dtype = dtypes.compute
         self._has_sum = gradients[0].dtype == dtypes.compute
         self._is_new = [slot.residual is None for slot in slots]
         residuals = residuals_like(gradients, slots, dtypes.residual)
-        self._residuals = None if residuals is None else [_as_matrix(residual) for residual in residuals]
+        self._residuals = None if residuals is None else [as_matrix(residual) for residual in residuals]
 
     def begin(self) -> None:
         if self._has_sum and self._residuals is not None and not all(self._is_new):
@@ -205,16 +205,3 @@ def keep_residuals(residuals: Sequence[Tensor], found: Sequence[Tensor], is_fini
         return
     for residual, new, finite in zip(residuals, found, is_finite.unbind(), strict=True):
         residual.copy_(torch.where(finite, new, residual))
-
-
-def _as_matrix(gradient: Tensor) -> Tensor:
-    """A view ``(rows, cols)`` of a gradient of two or more dimensions, as it lies in memory.
-
-    In memory formats such as channels-last the columns of a row are in another order than in the shape, which is the
-    same on all ranks and changes no product.
-    """
-    if gradient.ndim == 2:
-        return gradient
-    rows = gradient.shape[0]
-    cols = gradient.numel() // rows
-    return gradient.as_strided((rows, cols), (cols, 1))

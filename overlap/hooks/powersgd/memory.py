@@ -7,15 +7,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from overlap._torch.device import hold
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cut import BucketCut, SavedCut
 from overlap.hooks.powersgd.checkpoint import Snapshot, State
 from overlap.hooks.powersgd.slot import Slot
+from overlap.hooks.powersgd.wired import WiredMean
 from overlap.hooks.stage import StageContext
+from overlap.hooks.wires import RoundingGenerator, Wire
 
 __all__ = ["Memory", "Statistics"]
 
@@ -69,11 +72,10 @@ class Memory:
     """Parameters that were measured to be sent faster than compressed; ``None`` before the measurement."""
     statistics: Statistics = field(default_factory=Statistics)
 
-    generator_state: Tensor | None = None
-    """Of the generator that rounds stochastically, as it was loaded."""
-
     def __post_init__(self) -> None:
-        self._generator: torch.Generator | None = None
+        self._generator: RoundingGenerator | None = None
+        # As it was loaded.
+        self._generator_state: Tensor | None = None
         self._numbering = BucketCut()
         self._context: StageContext | None = None
         self._saved_by: tuple[int, int] | None = None
@@ -102,6 +104,11 @@ class Memory:
         self._context = None
         self._cut.detach()
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks of the model, where it is known."""
+        return None if self._context is None else self._context.group
+
     def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the slots of the bucket's parameters."""
         return self._numbering.keys_of(bucket)
@@ -111,13 +118,23 @@ class Memory:
         self._unclaimed.difference_update(keys)
         return [self.slots.setdefault(key, Slot(key)) for key in keys]
 
-    def generator_on(self, device: torch.device, seed: int) -> torch.Generator:
-        """This rank's generator for stochastic rounding; not the global one, which the model's dropout uses."""
+    def release(self, bucket: Bucket, exact: Iterable[int], keys: tuple[str, ...]) -> None:
+        """Add what is kept of parameters that are no longer compressed to their gradients, and drop it."""
+        slots = self.slots_of(keys)
+        for place in exact:
+            if (residual := slots[place].residual) is not None:
+                bucket.gradients[place].add_(hold(residual))
+                slots[place].residual = None
+            slots[place].factor = None
+
+    def wired_mean(self, wire: Wire | None) -> WiredMean | None:
+        """The mean by ``wire``, whose random numbers, if it rounds with such, are remembered."""
+        if wire is None:
+            return None
         if self._generator is None:
-            self._generator = torch.Generator(device).manual_seed(seed)
-            if self.generator_state is not None:
-                self._generator.set_state(self.generator_state)
-        return self._generator
+            self._generator = RoundingGenerator(wire)
+            self._generator.load(self._generator_state)
+        return WiredMean(wire, self._generator)
 
     def bucket_slot(self, keys: tuple[str, ...]) -> Slot:
         """The slot of a bucket that is one matrix."""
@@ -139,6 +156,7 @@ class Memory:
         group = None if self._context is None else self._context.group
         return Snapshot(
             residuals={key: slot.residual for key, slot in self.slots.items() if slot.residual is not None},
+            velocities={key: slot.velocity for key, slot in self.slots.items() if slot.velocity is not None},
             factors={key: f for key, slot in self.slots.items() if (f := slot.factor_by_shape) is not None},
             bucket_factors={key: slot.factor for key, slot in self.bucket_slots.items() if slot.factor is not None},
             is_left=any(slot.is_left for slot in self.slots.values()),
@@ -147,7 +165,7 @@ class Memory:
             numel=(self.statistics.numel_before, self.statistics.numel_after),
             saved_by=(group.rank(), group.size()) if group is not None else self._saved_by,
             buckets=self._cut.state(),
-            generator=self.generator_state if self._generator is None else self._generator.get_state(),
+            generator=self._generator_state if self._generator is None else self._generator.state(),
         ).pack()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -155,8 +173,10 @@ class Memory:
         loaded = Snapshot.unpack(state)
         before = self.slots, self._saved_by
         self.slots = {
-            key: Slot(key, loaded.residuals.get(key), loaded.factors.get(key), loaded.is_left)
-            for key in {**loaded.residuals, **loaded.factors}
+            key: Slot(
+                key, loaded.residuals.get(key), loaded.velocities.get(key), loaded.factors.get(key), loaded.is_left
+            )
+            for key in {**loaded.residuals, **loaded.velocities, **loaded.factors}
         }
         self._saved_by = loaded.saved_by
         if self._context is not None:
@@ -166,12 +186,12 @@ class Memory:
                 self.slots, self._saved_by = before
                 raise
         self.bucket_slots = {
-            key: Slot(key, None, factor, loaded.is_left) for key, factor in loaded.bucket_factors.items()
+            key: Slot(key, factor=factor, is_left=loaded.is_left) for key, factor in loaded.bucket_factors.items()
         }
         self.steps = loaded.steps
         self.bypassed = loaded.bypassed
         self.statistics = Statistics(*loaded.numel)
-        self._generator, self.generator_state = None, loaded.generator
+        self._generator, self._generator_state = None, loaded.generator
         self._unclaimed = set(self.slots)
         self._cut.load(loaded.buckets)
 
@@ -190,11 +210,12 @@ class Memory:
         if foreign := set(self.slots) - set(shapes):
             raise ConfigurationError(_foreign(foreign))
         for key, slot in self.slots.items():
-            if slot.residual is not None and slot.residual.shape != shapes[key]:
-                raise ConfigurationError(
-                    f"the state's residual of parameter {key} has shape {tuple(slot.residual.shape)}, but "
-                    f"the parameter has {tuple(shapes[key])}: it is the state of another model"
-                )
+            for what, kept in (("residual", slot.residual), ("velocity", slot.velocity)):
+                if kept is not None and kept.shape != shapes[key]:
+                    raise ConfigurationError(
+                        f"the state's {what} of parameter {key} has shape {tuple(kept.shape)}, but the parameter has "
+                        f"{tuple(shapes[key])}: it is the state of another model"
+                    )
 
     def __getstate__(self) -> dict[str, Any]:
         # Parameters and process groups are not pickled; pickling serves PowerSGDState.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from itertools import groupby
 
 import torch
@@ -24,6 +23,7 @@ from overlap._checks import check_whole_number
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
+from overlap.hooks.rules import matches
 
 __all__ = ["WINDOW", "Rank", "RankOption", "Ranks", "check_rank", "shown"]
 
@@ -32,6 +32,7 @@ RankOption = Rank | Mapping[str, Rank]
 
 WINDOW = 1000
 """Steps whose ranks are compared at once."""
+_REST = "*"
 
 
 def check_rank(option: object) -> None:
@@ -65,9 +66,10 @@ class Ranks:
     """The ranks of a model's matrices in the current step."""
 
     def __init__(self, option: RankOption) -> None:
-        self.is_by_name = isinstance(option, Mapping)
-        self._given: Mapping[str, Rank] = option if isinstance(option, Mapping) else {"*": option}
+        self._is_by_name = isinstance(option, Mapping)
+        self._given: Mapping[str, Rank] = option if isinstance(option, Mapping) else {_REST: option}
         self._functions = {pattern: one for pattern, one in self._given.items() if callable(one)}
+        # By name.
         self._patterns: dict[str, str] = {}
         self._step = -1
         self._now = {pattern: one for pattern, one in self._given.items() if not callable(one)}
@@ -82,8 +84,7 @@ class Ranks:
             ConfigurationError: a matrix has no rank, a pattern is of no use, or a function gives no rank.
         """
         self._compared, self._step = {}, -1
-        self._patterns.clear()
-        if self.is_by_name:
+        if self._is_by_name:
             self._check_names(names)
         self._values(first_step)
 
@@ -93,24 +94,25 @@ class Ranks:
                 f"rank={shown(self._given)} is by parameter name, and names are not known to a hook registered with "
                 "ddp.register_comm_hook; register it with overlap.register(ddp, ...) instead"
             )
-        first = {name: self._pattern_of(name) for name in names.values()}
+        first = {
+            name: next((pattern for pattern in self._given if matches(pattern, name, parameter)), None)
+            for parameter, name in names.items()
+        }
         matrices = [name for parameter, name in names.items() if parameter.ndim > 1 and not parameter.is_complex()]
         if missing := [name for name in matrices if first[name] is None]:
             raise ConfigurationError(
-                f"rank={shown(self._given)} has no pattern for {', '.join(missing[:5])}"
-                f"{', ...' if len(missing) > 5 else ''}: end it with a rank for all others, such as '*': 2"
+                f"rank={shown(self._given)} has no pattern for {_some(missing)}: end it with a rank for all others, "
+                "such as '*': 2"
             )
         for pattern in self._given:
-            if pattern not in first.values():
-                is_hidden = any(fnmatchcase(name, pattern) for name in first)
-                why = "every name that it matches has an earlier pattern: put it first" if is_hidden else (
-                    f"no parameter has such a name; there are {', '.join(list(first)[:5])}"
-                    f"{', ...' if len(first) > 5 else ''}"
-                )  # fmt: skip
-                raise ConfigurationError(f"rank has the pattern {pattern!r}, and {why}")
-
-    def _pattern_of(self, name: str) -> str | None:
-        return next((pattern for pattern in self._given if fnmatchcase(name, pattern)), None)
+            if pattern == _REST or pattern in first.values():
+                continue
+            if any(matches(pattern, name, parameter) for parameter, name in names.items()):
+                why = "every name that it matches has an earlier pattern: put it first"
+            else:
+                why = f"no parameter has such a name; there are {_some(list(first))}"
+            raise ConfigurationError(f"rank has the pattern {pattern!r}, and {why}")
+        self._patterns = {name: pattern for name, pattern in first.items() if pattern is not None}
 
     def begin(self, step: int) -> bool:
         """Take the ranks of ``step``, once in each pass; gives whether they are others than before.
@@ -137,11 +139,9 @@ class Ranks:
 
     def of(self, key: str) -> int:
         """The rank of a parameter; a vector may have none, which is then 1."""
-        if not self.is_by_name:
-            return self._now["*"]
-        if key not in self._patterns:
-            self._patterns[key] = self._pattern_of(key) or ""
-        return self._now.get(self._patterns[key], 1)
+        if not self._is_by_name:
+            return self._now[_REST]
+        return self._now[self._patterns[key]] if key in self._patterns else 1
 
     async def compare(self, bucket: Bucket) -> None:
         """Compare the ranks of the next steps, where that is due: one all-reduce of two numbers.
@@ -191,7 +191,7 @@ def _value_ahead(pattern: str, function: Callable[[int], int], step: int) -> int
 
 
 def _at(pattern: str) -> str:
-    return "" if pattern == "*" else f"[{pattern!r}]"
+    return "" if pattern == _REST else f"[{pattern!r}]"
 
 
 def _runs(values: Mapping[str, list[int | None]], start: int) -> str:
@@ -204,3 +204,7 @@ def _run(ranks: list[int | None], start: int) -> str:
         parts.append(f"{'none' if rank is None else rank} from step {step}")
         step += len(list(members))
     return ", ".join(parts)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+from torch.optim import Optimizer
 
-from overlap._torch.device import hold
+from overlap.errors import ConfigurationError
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.powersgd.algorithm import PowerIteration
+from overlap.hooks.measure import Measurement, Trial, measure
+from overlap.hooks.powersgd.algorithm import Compressed, PowerIteration
 from overlap.hooks.powersgd.bases import Bases
-from overlap.hooks.powersgd.bypass import Measurement, Trial, measure
 from overlap.hooks.powersgd.checkpoint import redistribute
 from overlap.hooks.powersgd.config import PowerSGDConfig
 from overlap.hooks.powersgd.layout import BucketLayout
 from overlap.hooks.powersgd.matrices import PerParameter
 from overlap.hooks.powersgd.memory import Memory
+from overlap.hooks.powersgd.momentum import Momentum
 from overlap.hooks.powersgd.ranks import Ranks
-from overlap.hooks.powersgd.slot import Slot
-from overlap.hooks.powersgd.wired import WiredMean
 from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.wires import Wire
 
@@ -41,7 +41,10 @@ class PowerSGD(Stage):
     A gradient with a non-finite element comes out as NaN on every rank and leaves the memory as it was.
 
     Args:
-        rank: columns of the factors; 1 to 4 in most cases, up to 32 for language models.
+        rank: columns of the factors; 1 to 4 in most cases, up to 32 for language models. Or a function of the step (of
+            the number of backward passes before this one) that gives it, the same on every rank; or either of these
+            for patterns of parameter names, as in ``{"*.embedding.weight": 8, "*": 2}``, where the first that matches
+            counts. When a rank changes, residuals stay, and factors as far as they fit.
         start_step: backward passes that are reduced exactly before compression begins.
         min_compression_rate: compress only what gets at least this many times smaller; 0 for every matrix.
         error_feedback: keep what was left out and add it to the next gradient.
@@ -51,14 +54,22 @@ class PowerSGD(Stage):
         bypass: ``"auto"`` measures in the third compressed pass whether compressing and sending a bucket takes longer
             than sending it, and if so reduces it exactly from then on. It measures with copies, which take the memory
             of two buckets once.
+        wire: how factors travel, such as ``Int8()``; what it leaves out of them stays in the residual. ``None``: in the
+            gradient's dtype. Uncompressed gradients stay exact, by an all-reduce of their own.
+        momentum: momentum before compression, with ``optimizer``, which updates the model and must have none. Each rank
+            sends velocities ``u = momentum * u + gradient``; what is sent of a matrix is removed from its ``u``.
+        optimizer: a ``torch.optim.SGD``, or a wrapper of one; looked at in each pass, not changed.
         seed: of the random directions from which factors start, the same on every rank.
         epsilon: added to the length that each direction of a basis is divided by. 0 is exact and safe.
         log_every_steps: steps between two lines of statistics in the log.
 
     Issues, per bucket: an all-reduce of all left factors and the uncompressed gradients, then one of all right factors;
     with ``alternate`` only one all-reduce, of either factors and the uncompressed gradients; in the bucket's dtype.
-    Where nothing is compressed, one all-reduce of the bucket. Changes: ``bucket.buffer``. Keeps: one residual of the
-    gradient's size and one factor per compressed parameter. Workspace: at most the bucket that is being compressed.
+    Where nothing is compressed, one all-reduce of the bucket. With ``wire`` each all-reduce of factors is a send and a
+    receive with every other rank and an all-gather of encoded factors. Where ``rank`` is a function, once in
+    1000 passes an all-reduce of two numbers per bucket, which the host reads. Changes: ``bucket.buffer``. Keeps: one
+    residual of the gradient's size and one factor per compressed parameter; with ``momentum`` one velocity per
+    parameter. Workspace: at most the bucket that is being compressed, with ``momentum`` one more.
 
     Raises:
         ConfigurationError: an option is out of range, or a loaded state does not fit the model.
@@ -66,7 +77,8 @@ class PowerSGD(Stage):
     T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
     Optimization. NeurIPS 2019 (arXiv 1905.13727). With ``alternate``: L. Zhang, L. Zhang, S. Shi, X. Chu, B.
     Li: Evaluation and Optimization of Gradient Compression for Distributed Deep Learning (ACP-SGD). ICDCS
-    2023.
+    2023. ``momentum``: Y. Lin, S. Han, H. Mao, Y. Wang, B. Dally: Deep Gradient Compression. ICLR 2018
+    (arXiv 1712.01887).
 
     >>> PowerSGD(rank=4, start_step=1000)
     PowerSGD(rank=4, start_step=1000)
@@ -84,6 +96,8 @@ class PowerSGD(Stage):
         error_dtype: torch.dtype | None = None,
         bypass: Literal["auto"] | None = None,
         wire: Wire | None = None,
+        momentum: float = 0.0,
+        optimizer: Optimizer | None = None,
         seed: int = 0,
         epsilon: float = 0.0,
         log_every_steps: int = 10_000,
@@ -98,11 +112,20 @@ class PowerSGD(Stage):
             error_dtype=error_dtype,
             bypass=bypass,
             wire=wire,
+            momentum=momentum,
             seed=seed,
             epsilon=epsilon,
             log_every_steps=log_every_steps,
         )
         self._set_up(config, Memory(), PerParameter())
+        if (momentum > 0) != (optimizer is not None):
+            raise ConfigurationError(
+                "momentum= and optimizer= go together: PowerSGD applies the momentum, so optimizer= is the one that "
+                "updates the model, made without momentum, as in PowerSGD(momentum=0.9, optimizer=SGD(..., momentum=0))"
+            )
+        self._momentum = None if optimizer is None else Momentum(momentum, optimizer)
+
+    _momentum: Momentum | None = None
 
     def _set_up(self, config: PowerSGDConfig, memory: Memory, form: PerParameter) -> None:
         self.config = config
@@ -117,6 +140,8 @@ class PowerSGD(Stage):
         self._measured: list[Measurement] = []
 
     def attach(self, context: StageContext) -> None:
+        if self._momentum is not None:
+            self._momentum.attach(context)
         self._ranks.attach(context.names, first_step=self._first_step)
         self._memory.attach(context)
         # They are of another model, or of passes that not every rank has seen, and ranks compare signatures next.
@@ -129,6 +154,8 @@ class PowerSGD(Stage):
     def before_backward(self, *, is_replay: bool) -> None:
         # Counted here and not at the end, so that ranks agree on it even if one of them fails.
         self._memory.steps += 1
+        if self._momentum is not None:
+            self._momentum.check()
         self._this_pass.clear()
 
     def after_backward(self, *, failed: bool) -> str | None:
@@ -158,22 +185,32 @@ class PowerSGD(Stage):
     async def __call__(self, bucket: Bucket) -> None:
         # Also before compression begins, because parameters without names are numbered in the first pass.
         keys = self._memory.keys_of(bucket)
+        if self._momentum is None:
+            await self._mean(bucket, keys)
+        else:
+            slots = self._memory.slots_of(keys)
+            velocities = self._momentum.add_to(bucket, slots)
+            self._momentum.keep(bucket, slots, velocities, await self._mean(bucket, keys))
+
+    async def _mean(self, bucket: Bucket, keys: tuple[str, ...]) -> Compressed | None:
+        """Reduce the bucket; gives what was compressed."""
         # A buffer of complex gradients holds them as pairs of real numbers.
         is_real = bucket.buffer.is_floating_point() and not bucket.parameters[0].is_complex()
         if self._step < 0 or not is_real or bucket.buffer.numel() == 0:
             await self._all_reduce(bucket)
-            return
+            return None
         if self._ranks.begin(self._memory.steps - 1):
             self._layouts.clear()
             self._bases.directions.forget()
         await self._ranks.compare(bucket)
         layout = self._layout_of(keys, bucket)
         self._this_pass.append((bucket, keys, layout))
-        _release(bucket, layout, self._memory.slots_of(keys))
-        sent = await self._reduce(bucket, layout, keys, self._memory)
-        self._memory.statistics.count(layout.numel, sent)
+        self._memory.release(bucket, layout.exact, keys)
+        compressed = await self._reduce(bucket, layout, keys, self._memory)
+        self._memory.statistics.count(layout.numel, compressed.sent_numel if compressed else layout.numel)
         if bucket.is_last and self._is_to_measure:
             await self._measure(bucket)
+        return compressed
 
     def _layout_of(self, keys: tuple[str, ...], bucket: Bucket) -> BucketLayout:
         bypassed = self._memory.bypassed or frozenset()
@@ -185,11 +222,12 @@ class PowerSGD(Stage):
             )
         return layout
 
-    async def _reduce(self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...], memory: Memory) -> int:
-        """Reduce the bucket; gives the number of elements that were sent."""
+    async def _reduce(
+        self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...], memory: Memory
+    ) -> Compressed | None:
         if not layout.batches:
             await self._all_reduce(bucket)
-            return layout.numel
+            return None
         dtypes = self.config.dtypes(bucket.buffer.dtype)
         iteration = PowerIteration(
             bucket=bucket,
@@ -199,19 +237,11 @@ class PowerSGD(Stage):
             step=self._step,
             compute_dtype=dtypes.compute,
             epsilon=self.config.epsilon,
-            wired=self._wired(bucket),
+            wired=memory.wired_mean(self.config.wire),
         )
         if self.config.alternate:
             return await iteration.one_factor(is_left=self._step % 2 == 0)
         return await iteration.both_factors()
-
-    def _wired(self, bucket: Bucket) -> WiredMean | None:
-        wire = self.config.wire
-        if wire is None or not wire.is_stochastic:
-            return None if wire is None else WiredMean(wire, None)
-        # Ranks that round alike would all err to the same side.
-        seed = self.config.seed * bucket.group.size() + bucket.group.rank()
-        return WiredMean(wire, self._memory.generator_on(bucket.buffer.device, seed))
 
     @property
     def _is_to_measure(self) -> bool:
@@ -221,7 +251,9 @@ class PowerSGD(Stage):
         """Decide which buckets of this pass are sent as they are from the next one on."""
         # One at a time, so that the copies of one are freed before the next are made.
         trials = (self._trial(seen, keys, layout) for seen, keys, layout in self._this_pass if layout.batches)
-        self._measured = await measure(trials, group=bucket.group, device=bucket.buffer.device)
+        self._measured = await measure(
+            trials, group=self._memory.group or bucket.group, device=bucket.buffer.device, what="PowerSGD"
+        )
         self._memory.bypassed = frozenset(key for found in self._measured if not found.compresses for key in found.keys)
 
     def _trial(self, bucket: Bucket, keys: tuple[str, ...], layout: BucketLayout) -> Trial:
@@ -277,12 +309,3 @@ class PowerSGD(Stage):
         bypassed = self._memory.bypassed
         decided = f", {len(bypassed)} parameters bypassed" if bypassed else ""
         return f"{self._form.name}({self.config}{decided})"
-
-
-def _release(bucket: Bucket, layout: BucketLayout, slots: Sequence[Slot]) -> None:
-    """Add what is kept of parameters that are no longer compressed to their gradients, and drop it."""
-    for place in layout.exact:
-        if (residual := slots[place].residual) is not None:
-            bucket.gradients[place].add_(hold(residual))
-            slots[place].residual = None
-        slots[place].factor = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from overlap._torch.device import hold
 from overlap.errors import ConfigurationError
 
-__all__ = ["Slot"]
+__all__ = ["Slot", "as_matrix"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Slot:
     key: str
     residual: Tensor | None = None
     """What compression has left out of this rank's gradients; shaped and strided as the gradient."""
+    velocity: Tensor | None = None
+    """With momentum, what of it has not been sent; shaped as the gradient."""
     factor: Tensor | None = None
     """The mean factor ``(rank, length)`` to start from, the same on every rank."""
     is_left: bool = False
@@ -82,17 +84,32 @@ class Slot:
         Raises:
             ConfigurationError: the residual was loaded for a parameter of another shape.
         """
-        found = self.residual
-        if found is not None and found.shape != gradient.shape:
+        found = self._like("residual", self.residual, gradient, dtype)
+        if found is None:
+            found = _empty_like(gradient, dtype).zero_()
+        self.residual = found
+        return found
+
+    def velocity_like(self, gradient: Tensor) -> Tensor | None:
+        """The velocity in the layout of ``gradient``, if there is one.
+
+        Raises:
+            ConfigurationError: it was loaded for a parameter of another shape.
+        """
+        self.velocity = self._like("velocity", self.velocity, gradient, gradient.dtype)
+        return self.velocity
+
+    def _like(self, what: str, found: Tensor | None, gradient: Tensor, dtype: torch.dtype) -> Tensor | None:
+        if found is None:
+            return None
+        if found.shape != gradient.shape:
             raise ConfigurationError(
-                f"the residual of parameter {self.key} has shape {tuple(found.shape)}, but its gradient has "
+                f"the {what} of parameter {self.key} has shape {tuple(found.shape)}, but its gradient has "
                 f"{tuple(gradient.shape)}: the state of another model was loaded"
             )
-        wanted = gradient.stride(), dtype, gradient.device
-        if found is None or (found.stride(), found.dtype, found.device) != wanted:
-            made = torch.empty_strided(gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device)
-            found = self.residual = made.zero_() if found is None else made.copy_(hold(found))
-        return found
+        if (found.stride(), found.dtype, found.device) == (gradient.stride(), dtype, gradient.device):
+            return found
+        return _empty_like(gradient, dtype).copy_(hold(found))
 
     def check_factor(self, factor: Tensor, length: int) -> None:
         """Raises: ConfigurationError: the directions of ``factor`` do not have ``length`` elements."""
@@ -102,3 +119,20 @@ class Slot:
                 f"{length} elements: the state comes from another model; to go on with the residuals and new factors, "
                 "load it with state['factors'] = {}"
             )
+
+
+def as_matrix(gradient: Tensor) -> Tensor:
+    """A view ``(rows, cols)`` of a gradient of two or more dimensions, as it lies in memory.
+
+    In memory formats such as channels-last the columns of a row are in another order than in the shape, which is the
+    same on all ranks and changes no product.
+    """
+    if gradient.ndim == 2:
+        return gradient
+    rows = gradient.shape[0]
+    cols = gradient.numel() // rows
+    return gradient.as_strided((rows, cols), (cols, 1))
+
+
+def _empty_like(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device)

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.quantize.exchange import QuantizedSum
-from overlap.hooks.wires import Wire
+from overlap.hooks.wires import QuantizedSum, RoundingGenerator, Wire
 
 __all__ = ["WiredMean"]
 
@@ -29,8 +28,7 @@ class WiredMean:
     """The mean of factors, by messages of ``wire`` and a gather of encoded sums."""
 
     wire: Wire
-    generator: torch.Generator | None
-    """Rounds stochastically."""
+    generator: RoundingGenerator
 
     async def __call__(self, factors: Tensor, bucket: Bucket) -> Tensor:
         """The mean, the same on every rank bit for bit; changes ``factors`` to this rank's part, times the divisor."""
@@ -49,8 +47,9 @@ class WiredMean:
         """The elements of the bucket's dtype that ``numel`` values have the bytes of."""
         if bucket.group.size() == 1:
             return numel
-        sum_of_parts = self._sum(numel, bucket)
-        return math.ceil(bucket.group.size() * sum_of_parts.codec.message_bytes / bucket.buffer.dtype.itemsize)
+        message_bytes = self._sum(numel, bucket).codec.message_bytes
+        return math.ceil(bucket.group.size() * message_bytes / bucket.buffer.dtype.itemsize)
 
     def _sum(self, numel: int, bucket: Bucket) -> QuantizedSum:
-        return QuantizedSum.of(numel, wire=self.wire, generator=self.generator, group=bucket.group)
+        generator = self.generator.of(bucket.group.rank(), bucket.buffer.device)
+        return QuantizedSum.of(numel, wire=self.wire, generator=generator, group=bucket.group)

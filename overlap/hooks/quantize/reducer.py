@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
+from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.bypass import bypass_from
+from overlap.hooks.collectives import all_reduce
 from overlap.hooks.context import StageContext
 from overlap.hooks.cut import SavedCut
 from overlap.hooks.stage import Stage
@@ -17,7 +21,7 @@ from overlap.hooks.wires.feedback import check_errors
 
 __all__ = ["Quantize"]
 
-_KEYS = {"error", "generator", "buckets", "rank", "ranks"}
+_KEYS = {"error", "generator", "buckets", "rank", "ranks", "bypass"}
 
 
 class Quantize(Stage):
@@ -37,6 +41,9 @@ class Quantize(Stage):
         error_feedback: whether to add what a step left out to the next step's gradients; takes one fp32 copy of the
             gradients, and in backward two. A pass with a result that is not finite, or that fails, changes it on no
             rank. Needs :func:`overlap.register` or :meth:`Chain.register`, which know the parameters' names.
+        bypass: ``"auto"`` measures in the third pass whether encoding and sending a bucket takes longer than sending
+            it, and if so reduces it exactly from then on, what was left out of it included. It measures with copies,
+            which take the memory of two buckets once.
 
     Issues: a send and a receive with every other rank, then an all-gather, both of ``N/W`` encoded values. Changes:
     ``bucket.buffer``. Memory: the bucket's messages; an fp32 copy of a bucket of another dtype.
@@ -57,6 +64,7 @@ class Quantize(Stage):
         chunk: int | None = None,
         rounding: Literal["nearest", "stochastic"] | None = None,
         error_feedback: bool = False,
+        bypass: Literal["auto"] | None = None,
     ) -> None:
         self.wire = _wire(wire, bits, {"chunk": chunk, "rounding": rounding})
         self.error_feedback = error_feedback
@@ -65,6 +73,13 @@ class Quantize(Stage):
         self._saved_by: tuple[int, int] | None = None
         self._context: StageContext | None = None
         self._cut = SavedCut()
+        self._bypass = bypass_from(
+            bypass, "Quantize", compress=self._reduce, sample=self._reduce_sample, send=self._send
+        )
+
+    @property
+    def children(self) -> tuple[Stage, ...]:
+        return () if self._bypass is None else (self._bypass,)
 
     def attach(self, context: StageContext) -> None:
         if self._feedback is not None and self._context is not None:
@@ -97,6 +112,9 @@ class Quantize(Stage):
             raise UnsupportedError(f"{self!r} cannot keep {bucket.buffer.dtype} gradients; use AllReduce()")
         if bucket.buffer.numel() == 0:
             return
+        await (self._reduce(bucket) if self._bypass is None else self._bypass(bucket))
+
+    async def _reduce(self, bucket: Bucket) -> None:
         # As in DDP, each rank divides before the sum.
         mean = bucket.buffer.float().mul_(1 / bucket.divisor)
         if self._feedback is None:
@@ -112,15 +130,30 @@ class Quantize(Stage):
             own.buffer.add_(mean.sub_(bucket.buffer), alpha=1 / bucket.group.size())
         self._feedback.hold(own.names, own.gradients, bucket.buffer)
 
+    async def _reduce_sample(self, bucket: Bucket) -> None:
+        """The work of :meth:`_reduce`, which leaves no trace in the memory."""
+        before = self._generator.state()
+        mean = bucket.buffer.float().mul_(1 / bucket.divisor)
+        await self._sum(bucket, mean if self._feedback is None else mean.clone(), out=mean)
+        bucket.buffer.copy_(mean)
+        self._generator.load(before)
+
+    async def _send(self, bucket: Bucket) -> None:
+        """The exact mean, of what earlier passes have left out, too."""
+        if self._feedback is None or self._feedback.errors.keys().isdisjoint(bucket.names):
+            await AllReduce()(bucket)
+            return
+        owed = bucket.with_buffer(torch.zeros_like(bucket.buffer, dtype=torch.float32))
+        self._feedback.add_to(owed.names, owed.gradients)
+        bucket.buffer.mul_(1 / bucket.divisor).add_(owed.buffer)
+        await all_reduce(bucket.buffer, group=bucket.group)
+        self._feedback.release(owed.names, bucket.buffer)
+
     async def _sum(self, bucket: Bucket, values: Tensor, *, out: Tensor) -> None:
         """Sum ``values`` over ranks into ``out``, and leave in ``values`` the errors, if it is another tensor."""
-        if bucket.group.size() > 1:
-            generator = self._generator.of(bucket.group.rank(), values.device)
-            exchange = QuantizedSum.of(values.numel(), wire=self.wire, generator=generator, group=bucket.group)
-            await exchange(values, out=out)
-        elif out is not values:
-            out.copy_(values)
-            values.zero_()
+        generator = self._generator.of(bucket.group.rank(), values.device)
+        exchange = QuantizedSum.of(values.numel(), wire=self.wire, generator=generator, group=bucket.group)
+        await exchange(values, out=out)
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot of this rank's own state; empty before the first pass.
@@ -135,6 +168,8 @@ class Quantize(Stage):
             state["generator"] = generator
         if (buckets := self._cut.state()) is not None:
             state["buckets"] = buckets
+        if self._bypass is not None:
+            state["bypass"] = self._bypass.state_dict()
         saved_by = self._saved_by if self._context is None else _place(self._context)
         if state and saved_by is not None:
             state["rank"], state["ranks"] = saved_by
@@ -155,12 +190,18 @@ class Quantize(Stage):
             raise ConfigurationError(
                 f"the state has error feedback, but {self!r} has none: make it with error_feedback=True"
             )
+        if self._bypass is None and "bypass" in state_dict:
+            raise ConfigurationError(
+                f'the state says which buckets are bypassed, but {self!r} bypasses none: make it with bypass="auto"'
+            )
         saved_by = (state_dict["rank"], state_dict["ranks"]) if {"rank", "ranks"} <= set(state_dict) else None
         if self._context is not None:
             self._check(self._context, saved_by, errors)
         self._saved_by = saved_by
         if self._feedback is not None:
             self._feedback.load_state_dict(errors)
+        if self._bypass is not None:
+            self._bypass.load_state_dict(state_dict.get("bypass", {}))
         self._generator.load(state_dict.get("generator"))
         self._cut.load(state_dict.get("buckets"))
 
@@ -181,10 +222,14 @@ class Quantize(Stage):
 
     @property
     def signature(self) -> str:
-        return repr(self)
+        return self._told("" if self._bypass is None else self._bypass.signature)
 
     def __repr__(self) -> str:
-        return f"Quantize({self.wire!r}{', error_feedback=True' if self.error_feedback else ''})"
+        return self._told("" if self._bypass is None else repr(self._bypass))
+
+    def _told(self, bypass: str) -> str:
+        options = [repr(self.wire), *["error_feedback=True"] * self.error_feedback, *[bypass] * bool(bypass)]
+        return f"Quantize({', '.join(options)})"
 
 
 def _wire(wire: object, bits: int | None, options: Mapping[str, Any]) -> Wire:

@@ -45,9 +45,16 @@ class QuantizedSum:
                 made, in what it sent and in the sum of its own part. Their sum over ranks is the error of the result.
             out: of the same shape; may be ``values`` itself, and then the rounding errors are not computed.
 
+        One rank alone rounds nothing.
+
         Issues: a send and a receive of ``1/W`` of the values with every other rank, and an all-gather of as much.
         """
         missing = out is not values
+        if self.group.size() == 1 or values.numel() == 0:
+            if missing:
+                out.copy_(values)
+                values.zero_()
+            return
         ranks, rank = self.group.size(), self.group.rank()
         parts = self._parts(values)
         messages = torch.empty(ranks, self.codec.message_bytes, dtype=torch.uint8, device=values.device)

@@ -46,6 +46,9 @@ class _E4M3(Grid):
     top = 448
 
     def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
+        if generator is not None:
+            # The product with top / peak can be a little larger than top, and would be rounded up.
+            values.clamp_(-self.top, self.top)
         cast(values, payload.view(torch.float8_e4m3fn), generator)
 
     def read(self, payload: Tensor, out: Tensor) -> None:

@@ -27,7 +27,9 @@ def _between_neighbours(values: Tensor, dtype: torch.dtype, generator: torch.Gen
     # Below its smallest normal number the numbers of a dtype lie evenly. Infinity over infinity would be NaN.
     smallest = max(of_dtype.tiny, of_fp32.tiny / of_dtype.eps)
     spacing = powers.clamp_(min=smallest, max=2.0**127).mul_(of_dtype.eps)
-    noise = torch.empty_like(values).uniform_(generator=generator)
+    # As fine as fp32 is where the sum lies, so that the sum is exact and a number of the dtype stays what it is.
+    fineness = int(of_dtype.eps / of_fp32.eps)
+    noise = torch.empty_like(values).random_(0, fineness, generator=generator).div_(fineness)
     return noise.add_(values / spacing).floor_().mul_(spacing)
 
 

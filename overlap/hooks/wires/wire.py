@@ -28,8 +28,9 @@ _BLOCK_NUMEL = 256 * 1024
 class Wire(ABC):
     """How values travel; the same object serves gradients, parameters and averages.
 
-    It holds options only, so wires of the same class and options are equal, and its ``repr`` is what one would type.
-    What rounding leaves out is for those who use it to keep: see :class:`overlap.hooks.wires.ErrorFeedback`.
+    It holds options only. They are all in its ``repr``, which is what one would type, and which ranks compare at
+    registration; a wire of your own is a frozen dataclass with ``repr=False``. What rounding leaves out is for those
+    who use it to keep: see :class:`overlap.hooks.wires.ErrorFeedback`.
     """
 
     @property

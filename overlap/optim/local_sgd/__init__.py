@@ -1,6 +1,6 @@
 """Local SGD: averaging parameters now and then instead of gradients at every step."""
 
-from overlap.optim.local_sgd.average import average_parameters
+from overlap.optim.local_sgd.model_averaging import average_parameters
 from overlap.optim.local_sgd.optimizer import LocalSGD
 from overlap.optim.local_sgd.stages import Average
 from overlap.optim.local_sgd.torch_names import (

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from overlap._checks import check_group, described
+from overlap._checks import described
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks import all_reduce
@@ -28,7 +28,6 @@ __all__ = [
     "Part",
     "Slice",
     "Weight",
-    "average_parameters",
     "average_parts",
     "into_parts",
     "pack",
@@ -215,29 +214,3 @@ def tensors_of(params: Iterable[Tensor] | Iterable[dict[str, Tensor]]) -> list[T
                 f"averaging takes parameters or an optimizer's param_groups, but was given {type(entry).__name__}"
             )
     return found
-
-
-def average_parameters(
-    params: Iterable[Tensor] | Iterable[dict[str, Tensor]],
-    process_group: dist.ProcessGroup | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Replace each parameter by its mean over the ranks of ``process_group``, in place, with or without a gradient.
-
-    Args:
-        params: parameters, or an optimizer's ``param_groups``; the same on every rank. Integers are left as they are.
-        process_group: the default group where ``None``. A rank that is not in it does nothing.
-        dtype: sum in this dtype where it is wider than a parameter's: ``torch.float32`` for half precision.
-
-    Issues: one all-reduce for each 8 MB of parameters, on ``process_group``. Needs two such buffers beside the model.
-
-    Raises:
-        ConfigurationError: ``params`` holds something else.
-    """
-    check_group("process_group", process_group, may_be_outside=True)
-    group = process_group if process_group is not None else dist.group.WORLD
-    tensors = tensors_of(params)
-    if group is None or dist.get_rank(group) < 0:
-        return
-    average_parts(into_parts(tensors, dtype=dtype), group)

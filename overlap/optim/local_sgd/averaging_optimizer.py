@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -12,6 +12,7 @@ from overlap._torch import classes
 from overlap._torch.optimizer import mark_stepped, runs_step_hooks, step_without_hooks, unwrapped
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.grad_scaler import LossScale
+from overlap.optim.local_sgd.several import SeveralOptimizers
 from overlap.optim.proxy import OptimizerProxy
 
 __all__ = ["AveragingOptimizer"]
@@ -20,7 +21,14 @@ __all__ = ["AveragingOptimizer"]
 class AveragingOptimizer(OptimizerProxy):
     """A proxy whose ``step`` calls :meth:`step_wrapped`, and then averages even where that skipped its update."""
 
-    def __init__(self, optim: Optimizer) -> None:
+    def __init__(self, optim: Optimizer | Sequence[Optimizer]) -> None:
+        if isinstance(optim, (list, tuple)):
+            super().__init__(SeveralOptimizers([self._checked(one) for one in optim]))
+        else:
+            super().__init__(self._checked(optim))
+
+    def _checked(self, optim: Any) -> Optimizer:
+        """Raises: ConfigurationError, UnsupportedError: it is not an optimizer that ranks can step alone."""
         optim = unwrapped(optim)
         if not isinstance(optim, Optimizer):
             raise ConfigurationError(
@@ -38,7 +46,7 @@ class AveragingOptimizer(OptimizerProxy):
             )
         if isinstance(optim, AveragingOptimizer | classes.PostLocalSGDOptimizer):
             raise ConfigurationError(f"this {described(optim)} averages already; use it as it is")
-        super().__init__(optim)
+        return optim
 
     @property
     def optim(self) -> Optimizer:

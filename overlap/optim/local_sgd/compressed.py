@@ -21,8 +21,8 @@ from overlap._checks import described
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.engine.background import Item, run_now
 from overlap.hooks.engine.executors import executor_for
-from overlap.hooks.wires import ErrorFeedback, Wire
-from overlap.hooks.wires.feedback import check_shape
+from overlap.hooks.wires import ErrorFeedback, RoundingGenerator, Wire
+from overlap.hooks.wires.feedback import check_errors
 from overlap.optim.local_sgd.average import Packed, Weight, pack_named
 from overlap.optim.local_sgd.wired_sum import Ranks, wired_sum
 
@@ -46,14 +46,15 @@ class CompressedMean:
     def __init__(self, wire: Wire, *, error_feedback: bool) -> None:
         self.wire = wire
         self._feedback = ErrorFeedback() if error_feedback else None
-        self._generator: torch.Generator | None = None
-        self._generator_state: Tensor | None = None
+        self._generator = RoundingGenerator(wire)
 
     @torch.no_grad()
     def average(
-        self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor], ranks: Ranks, weight: Weight
+        self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor] | None, ranks: Ranks, weight: Weight
     ) -> None:
         """Replace ``tensors`` by their means, in place; returns when the current stream may use them.
+
+        Where ``anchors`` is ``None``, what travels is the tensors themselves.
 
         Issues, for about each 8 MB: the collectives of :func:`wired_sum`. A tensor is not cut; two packs are in flight.
         """
@@ -76,7 +77,7 @@ class CompressedMean:
         self.settle(failed=False)
 
     async def mean(
-        self, flat: Tensor, names: Sequence[str], part: Packed, anchors: Mapping[str, Tensor], ranks: Ranks,
+        self, flat: Tensor, names: Sequence[str], part: Packed, anchors: Mapping[str, Tensor] | None, ranks: Ranks,
         weight: Weight,
     ) -> None:  # fmt: skip
         """Replace ``flat``, this rank's values of the tensors ``names`` as ``part`` packs them, by their mean."""
@@ -85,18 +86,18 @@ class CompressedMean:
             return
         # Differences of half-precision numbers are taken in fp32.
         wide = torch.promote_types(flat.dtype, torch.float32)
-        anchor = Packed(tuple(anchors[name] for name in names), wide).load()
-        change = (flat - anchor).float()
+        anchor = None if anchors is None else Packed(tuple(anchors[name] for name in names), wide).load()
+        change = flat.to(torch.float32, copy=True) if anchor is None else (flat - anchor).float()
         weight.scale_(change)
         views = part.views(change)
         if self._feedback is not None:
             self._feedback.add_to(names, views)
         total = torch.empty_like(change)
-        generator = self._generator_on(flat.device, ranks)
+        generator = self._generator.of(ranks.whole.rank(), flat.device)
         await wired_sum(change, out=total, ranks=ranks, wire=self.wire, generator=generator)
         if self._feedback is not None:
             self._feedback.hold(names, views, total)
-        flat.copy_(anchor.add_(total))
+        flat.copy_(total if anchor is None else anchor.add_(total))
 
     def _deliver_rest(self, flat: Tensor, names: Sequence[str], part: Packed) -> None:
         """The mean of one rank is its own value, with what it still has from when there were more."""
@@ -105,14 +106,6 @@ class CompressedMean:
         values = part.views(flat)
         self._feedback.add_to(names, values)
         self._feedback.hold(names, [torch.zeros_like(value, dtype=torch.float32) for value in values], flat)
-
-    def _generator_on(self, device: torch.device, ranks: Ranks) -> torch.Generator | None:
-        """Not the global one, which the model's dropout uses."""
-        if self.wire.is_stochastic and self._generator is None:
-            self._generator = torch.Generator(device).manual_seed(ranks.whole.rank())
-            if self._generator_state is not None:
-                self._generator.set_state(self._generator_state)
-        return self._generator
 
     def begin(self) -> None:
         """A mean begins."""
@@ -134,8 +127,7 @@ class CompressedMean:
         state: dict[str, Any] = {}
         if self._feedback is not None and (errors := self._feedback.state_dict()):
             state["error"] = errors
-        generator = self._generator_state if self._generator is None else self._generator.get_state()
-        if generator is not None:
+        if (generator := self._generator.state()) is not None:
             state["generator"] = generator
         return state
 
@@ -150,20 +142,21 @@ class CompressedMean:
             raise ConfigurationError(
                 "the state has the error feedback of a wire, which is still to be delivered: give error_feedback=True"
             )
-        if foreign := sorted(set(errors) - set(tensors)):
-            raise ConfigurationError(
-                f"the state has the error feedback of parameters that are not averaged here ({', '.join(foreign[:5])}"
-                f"{', ...' if len(foreign) > 5 else ''}): it is the state of another model"
-            )
-        for name, error in errors.items():
-            check_shape(name, error, tensors[name])
+        check_errors(errors, tensors)
         if self._feedback is not None:
             self._feedback.load_state_dict(errors)
-        self._generator, self._generator_state = None, state.get("generator")
+        self._generator.load(state.get("generator"))
 
 
-def check_wire(wire: Wire | None, error_feedback: bool) -> None:
-    """Raises: ConfigurationError: ``wire`` is not a wire, or there is error feedback and none."""
+def check_wire(
+    wire: Wire | None, *, error_feedback: bool = False, dtype: torch.dtype | None = None, dtype_is: str = "dtype"
+) -> None:
+    """Check how an average is to travel.
+
+    Raises:
+        ConfigurationError: ``wire`` is not a wire, there is error feedback and no wire, or sums are to be in a
+            ``dtype`` that is wider than the wire's; the message calls it ``dtype_is``.
+    """
     if wire is not None and not isinstance(wire, Wire):
         hint = f"{wire.__name__}()" if isinstance(wire, type) else "Int8()"
         raise ConfigurationError(f"wire is {described(wire)}; give a wire such as {hint}, or None for full precision")
@@ -172,6 +165,10 @@ def check_wire(wire: Wire | None, error_feedback: bool) -> None:
     if error_feedback and wire is None:
         raise ConfigurationError(
             "error_feedback=True keeps what a wire leaves out, and there is no wire: give one, as in wire=Int8()"
+        )
+    if wire is not None and dtype is not None and dtype.itemsize > torch.float32.itemsize:
+        raise ConfigurationError(
+            f"{dtype_is} is {dtype}, and what a wire carries is summed in torch.float32: leave one of the two out"
         )
 
 

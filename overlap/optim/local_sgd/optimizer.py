@@ -20,18 +20,22 @@ from overlap.errors import ConfigurationError, OverlapError, TrainingLoopError
 from overlap.hooks import Stage, StageContext, chain
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
 from overlap.hooks.wires import Wire
+from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.local_sgd.anchors import Anchors
 from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
 from overlap.optim.local_sgd.compressed import check_real
 from overlap.optim.local_sgd.join_hook import LocalSGDJoinHook
 from overlap.optim.local_sgd.model_tensors import ModelTensors, trained_parameters
+from overlap.optim.local_sgd.options import Options
 from overlap.optim.local_sgd.outer import MakeOptimizer, OuterOptimizer
 from overlap.optim.local_sgd.redistribution import redistribute
 from overlap.optim.local_sgd.schedule import Period, Schedule
+from overlap.optim.local_sgd.several import name_of
 from overlap.optim.local_sgd.stages import LocalSGDStage, check_transforms, check_update
-from overlap.optim.local_sgd.synchronizer import Options, Synchronizer
+from overlap.optim.local_sgd.synchronizer import Synchronizer
 from overlap.optim.phases import Form, Phase
+from overlap.optim.update_stage import check_unscaled
 
 __all__ = ["LocalSGD"]
 
@@ -58,7 +62,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
 
     Args:
         ddp: the model; nothing else may be registered with it.
-        optimizer: the optimizer of each rank, on the model's parameters.
+        optimizer: the optimizer of each rank, on the model's parameters; or a list of several that :meth:`step` steps
+            in turn, each with its own parameters, such as ``[muon, adamw]``.
         period: steps from one average to the next; ``{4: 2, 16: 8}`` averages in groups of 2 every 4 steps and of 8
             every 16; a function, the same on every rank, is called with the step at which a round begins and returns
             the round's length.
@@ -96,7 +101,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         period: Period = 8,
         start_step: int = 1000,
         subgroup: dist.ProcessGroup | str | None = None,
@@ -115,6 +120,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
     ) -> None:
         ddp = check_ddp(ddp)
         super().__init__(optimizer)
+        optimizer = self.optim
         Joinable.__init__(self)
         self.process_group: dist.ProcessGroup = ddp.process_group
         options = Options(
@@ -161,8 +167,10 @@ class LocalSGD(AveragingOptimizer, Joinable):
             post_local_gradient_allreduce=subgroup is not None,
         )
         reduce = PostLocal(state, reducer, is_local=lambda: schedule.is_local)
-        seeing = check_transforms(transforms)
-        self.registration = chain(reduce, *seeing, *([] if update is None else [update]), self._stage).register(ddp)
+        self._transforms = check_transforms(transforms)
+        self.registration = chain(
+            reduce, *self._transforms, *([] if update is None else [update]), self._stage
+        ).register(ddp)
         """What is registered with the model; :meth:`remove` takes it out."""
 
     @property
@@ -203,6 +211,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
         lifecycle = self._lifecycle
         if lifecycle is None:
             return self.step_wrapped(closure)
+        if LossScale.given_to(self).is_used:
+            check_unscaled(self._transforms, "Clip in the loop, after scaler.unscale_(local)")
 
         def checked_closure() -> Any:
             assert closure is not None
@@ -319,4 +329,4 @@ class LocalSGD(AveragingOptimizer, Joinable):
     def __repr__(self) -> str:
         outer = "" if self.outer is None else f", outer {type(self.outer).__name__}"
         options = self.synchronizer.options.summary
-        return f"LocalSGD({type(self.optim).__name__}, {self.schedule.summary}{outer}{options})"
+        return f"LocalSGD({name_of(self.optim)}, {self.schedule.summary}{outer}{options})"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overlap.errors import ConfigurationError
-from overlap.hooks import Quantize
+from overlap.hooks import wires
 
 __all__ = ["redistribute"]
 
@@ -31,18 +31,18 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
     if not states:
         raise ConfigurationError("redistribute needs the state of every old rank, and was given none")
     for old, state in enumerate(states):
-        own = state["local_sgd"]
-        if own["flight"] is not None or any(any(levels) for levels in own["own_steps"]):
+        local = state["local_sgd"]
+        if local["flight"] is not None or any(any(levels) for levels in local["own_steps"]):
             raise ConfigurationError(
                 f"the state of old rank {old} was saved in the middle of a round, when ranks have different models: "
                 "resume once with as many ranks as before, and call local.synchronize() before saving"
             )
     base = states[rank % len(states)]
-    wires = [state["local_sgd"].get("wire") for state in states]
-    if all(wire is None for wire in wires):
+    own = [state["local_sgd"].get("wire") for state in states]
+    if all(wire is None for wire in own):
         return dict(base)
-    if any(wire is None for wire in wires):
+    if any(wire is None for wire in own):
         raise ConfigurationError("some of the states are of runs with a wire, and others without: they are of two runs")
-    made = Quantize.redistribute(wires, rank=rank, ranks=ranks)
-    kept = {"anchors": wires[0]["anchors"]} if "anchors" in wires[0] else {}
+    made = wires.redistribute(own, rank=rank, ranks=ranks)
+    kept = {"anchors": own[0]["anchors"]} if "anchors" in own[0] else {}
     return {**base, "local_sgd": {**base["local_sgd"], "wire": {**made, **kept}}}

@@ -13,6 +13,7 @@ from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopEr
 from overlap.hooks import Bucket, Role, SkipNonFinite, Stage, StageContext
 from overlap.hooks.adapters import stage_from
 from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.local_sgd.several import SeveralOptimizers, name_of
 from overlap.optim.local_sgd.torch_names import ModelAverager
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.phases import Phase
@@ -72,12 +73,18 @@ class Average(Stage):
             self.averager.average_parameters(self._parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averager's ``step``."""
+        """The averager's."""
+        if isinstance(self.averager, ModelAverager):
+            return self.averager.state_dict()
         return {"step": self.averager.step} if hasattr(self.averager, "step") else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; nothing leaves the averager as it is."""
-        if "step" in state_dict:
+        if "step" not in state_dict:
+            return
+        if isinstance(self.averager, ModelAverager):
+            self.averager.load_state_dict(state_dict)
+        else:
             self.averager.step = state_dict["step"]
 
     def __repr__(self) -> str:
@@ -215,6 +222,11 @@ def check_update(update: Stage | None, optimizer: Optimizer, ddp: DistributedDat
     if update.reduces:
         raise UnsupportedError(
             f"{update!r} divides parameters among all ranks, which must then agree at every step; use Step(optimizer)"
+        )
+    if isinstance(optimizer, SeveralOptimizers):
+        raise UnsupportedError(
+            f"update takes one optimizer, and LocalSGD was given {name_of(optimizer)}: leave update out, so that "
+            "local.step() steps them"
         )
     if getattr(update, "optimizer", optimizer) is not optimizer or not isinstance(optimizer, OverlappedOptimizer):
         raise ConfigurationError(

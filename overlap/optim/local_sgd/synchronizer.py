@@ -3,85 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from overlap._checks import check_whole_number
 from overlap.errors import ConfigurationError
 from overlap.hooks import StageContext
-from overlap.hooks.wires import Wire
 from overlap.optim.local_sgd.anchors import Anchors
 from overlap.optim.local_sgd.average import Weight, average_parts, into_parts
-from overlap.optim.local_sgd.compressed import CompressedMean, check_wire
+from overlap.optim.local_sgd.compressed import CompressedMean
 from overlap.optim.local_sgd.model_tensors import ModelTensors
+from overlap.optim.local_sgd.options import Options
 from overlap.optim.local_sgd.outer import OuterOptimizer
 from overlap.optim.local_sgd.pending import PendingAverage, Sent
 from overlap.optim.local_sgd.schedule import Schedule
 
-__all__ = ["Options", "Synchronizer"]
-
-_STATES = ("keep", "average", "reset")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a model is averaged; see :class:`LocalSGD`.
-
-    Raises:
-        ConfigurationError: a value is out of range, or two do not fit together.
-    """
-
-    overlap: int
-    fragments: int
-    average_buffers: bool
-    optimizer_state: str
-    average_dtype: torch.dtype | None
-    wire: Wire | None
-    error_feedback: bool
-
-    def __post_init__(self) -> None:
-        # overlap=True means one step.
-        check_whole_number("overlap", int(self.overlap) if isinstance(self.overlap, bool) else self.overlap, least=0)
-        check_whole_number("fragments", self.fragments, least=1)
-        if self.optimizer_state not in _STATES:
-            raise ConfigurationError(
-                f"optimizer_state must be one of {', '.join(_STATES)}, got {self.optimizer_state!r}"
-            )
-        if self.overlap and self.optimizer_state == "average":
-            raise ConfigurationError(
-                'optimizer_state="average" needs all ranks to stop and average, which overlap=True is there to avoid; '
-                'use "keep" or "reset"'
-            )
-        dtype = self.average_dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigurationError(
-                f"average_dtype must be a floating-point dtype such as torch.float32, got {dtype!r}"
-            )
-        check_wire(self.wire, self.error_feedback)
-        if self.wire is not None and dtype is not None and dtype.itemsize > torch.float32.itemsize:
-            raise ConfigurationError(
-                f"average_dtype is {dtype}, and what a wire carries is summed in torch.float32: leave one of them out"
-            )
-
-    @property
-    def delay(self) -> int:
-        """Steps from the beginning of an average to its end."""
-        return int(self.overlap)
-
-    @property
-    def summary(self) -> str:
-        """What differs from the defaults, in the same words on every rank."""
-        parts = [f"overlap {self.delay}"] if self.overlap else []
-        parts += [f"{self.fragments} fragments"] if self.fragments > 1 else []
-        parts += [] if self.average_buffers else ["buffers kept"]
-        parts += [f"state {self.optimizer_state}"] if self.optimizer_state != "keep" else []
-        parts += [f"in {str(self.average_dtype).removeprefix('torch.')}"] if self.average_dtype is not None else []
-        parts += [f"wire {self.wire!r}"] if self.wire is not None else []
-        parts += ["error feedback"] if self.error_feedback else []
-        return "".join(f", {part}" for part in parts)
+__all__ = ["Synchronizer"]
 
 
 class Synchronizer:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._checks import check_group, check_whole_number, described
 from overlap._torch import classes
 from overlap.errors import ConfigurationError
-from overlap.optim.local_sgd.average import average_parameters
+from overlap.hooks.wires import Wire
 from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
-from overlap.optim.local_sgd.schedule import check_hierarchy, due_group, make_groups
+from overlap.optim.local_sgd.model_averaging import Params, WiredAverager, average_parameters
+from overlap.optim.local_sgd.schedule import check_hierarchy, due_group, make_groups, make_ranks
+from overlap.optim.local_sgd.wired_sum import Ranks
 
 __all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager", "PostLocalSGDOptimizer"]
-
-Params = Iterable[Tensor] | Iterable[dict[str, Tensor]]
 
 _USELESS = (
     "averaging parameters after every step sends as much as averaging gradients, without overlapping it with backward: "
@@ -51,9 +50,34 @@ class ModelAverager(ABC):
     def average_parameters(self, params: Params) -> None:
         """Count a training step, and average ``params`` if it is time; to be called after the optimizer's step."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """``step``, and with a wire what this rank keeps from one average to the next."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        self.step = state_dict["step"]
+
+
+class _ThroughAWire(ModelAverager):
+    """An averager that may send averages through a wire."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, wire: Wire | None, *, error_feedback: bool) -> None:
+        super().__init__(process_group)
+        self._wired = WiredAverager(wire, error_feedback=error_feedback)
+        self._ranks = Ranks(self.process_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        wired = self._wired.state_dict(self._ranks)
+        return {**super().state_dict(), **({"wire": wired} if wired else {})}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._wired.load_state_dict(state_dict.get("wire", {}), self._ranks)
+        super().load_state_dict(state_dict)
+
 
 @classes.PeriodicModelAverager.register
-class PeriodicModelAverager(ModelAverager):
+class PeriodicModelAverager(_ThroughAWire):
     """Averages in the first call after ``warmup_steps`` calls, and in every ``period``-th call from there.
 
     Parameters are averaged in place, whether or not they have a gradient; see :func:`average_parameters`.
@@ -62,29 +86,42 @@ class PeriodicModelAverager(ModelAverager):
         period: calls from one average to the next.
         warmup_steps: calls before the first average.
         process_group: the ranks to average over; the default group where ``None``.
+        wire: how averages travel after the first, which is in full precision: as changes since the last average, of
+            which each rank keeps a copy. Ranks have the same parameters after each, bit for bit.
+        error_feedback: add what the wire left out of one average to the next; takes an fp32 copy of the parameters.
 
-    Issues, when it is time: one all-reduce for each 8 MB of parameters, on ``process_group``.
+    Issues, when it is time: one all-reduce for each 8 MB of parameters, on ``process_group``; with ``wire`` a send and
+    a receive with every other rank and an all-gather.
 
     Raises:
-        ConfigurationError: ``period`` is below 1, or ``warmup_steps`` below 0.
+        ConfigurationError: ``period`` is below 1, or ``warmup_steps`` below 0, or ``wire`` is not a wire; or with a
+            wire :meth:`average_parameters` is given other parameters than before.
     """
 
-    def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        period: int,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        wire: Wire | None = None,
+        error_feedback: bool = False,
+    ) -> None:
         self.period = check_whole_number("period", period, least=1)
         self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
-        super().__init__(process_group)
+        super().__init__(process_group, wire, error_feedback=error_feedback)
         if period == 1:
             warnings.warn(_USELESS, UserWarning, stacklevel=2)
 
     def average_parameters(self, params: Params) -> None:
         """Average ``params``, parameters or groups of them, if it is time; counts the call."""
         if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
-            average_parameters(params, self.process_group)
+            self._wired.average(params, self._ranks)
         self.step += 1
 
 
 @classes.HierarchicalModelAverager.register
-class HierarchicalModelAverager(ModelAverager):
+class HierarchicalModelAverager(_ThroughAWire):
     """Averages often within small groups and less often within large ones (Lin et al. 2018, arXiv 1808.07217).
 
     Of the periods that divide the number of calls so far, the longest decides which group averages. Each group has
@@ -95,9 +132,16 @@ class HierarchicalModelAverager(ModelAverager):
             ``process_group``.
         warmup_steps: calls before the first average.
         process_group: all ranks that average; the default group where ``None``. Every rank of the job is in it.
+        wire: how averages of all ranks travel between the largest of the smaller groups, such as machines, after the
+            first, which is in full precision: as changes since the last average of all ranks, of which each rank keeps
+            a copy. Within these groups, and where only they average, all is in full precision. Ranks have the same
+            parameters after an average of all, bit for bit.
+        error_feedback: add what the wire left out of one average to the next; takes an fp32 copy of the parameters.
 
     Issues: at construction, the collectives of making groups; when it is time, one all-reduce for each 8 MB of
-    parameters on one group.
+    parameters on one group. With ``wire``, when all ranks average: a reduce-scatter and an all-gather within this
+    rank's group in fp32, and through the wire a send and a receive of its part with a rank of every other group and an
+    all-gather with these.
 
     Raises:
         ConfigurationError: periods or sizes are below 1, do not ascend, or sizes do not divide each other; or
@@ -109,12 +153,17 @@ class HierarchicalModelAverager(ModelAverager):
         period_group_size_dict: Mapping[int, int] | None = None,
         warmup_steps: int = 0,
         process_group: dist.ProcessGroup | None = None,
+        *,
+        wire: Wire | None = None,
+        error_feedback: bool = False,
     ) -> None:
         self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
-        super().__init__(process_group)
+        super().__init__(process_group, wire, error_feedback=error_feedback)
         sizes = check_hierarchy("period_group_size_dict", period_group_size_dict or {}, self.process_group)
         self.period_process_group_dict = make_groups(sizes, self.process_group)
         """This rank's group for each period."""
+        if wire is not None:
+            self._ranks = make_ranks(list(self.period_process_group_dict.values()), self.process_group)
         if max(sizes) == 1:
             warnings.warn(_USELESS, UserWarning, stacklevel=2)
 
@@ -122,7 +171,9 @@ class HierarchicalModelAverager(ModelAverager):
         """Average ``params``, parameters or groups of them, if it is time; counts the call."""
         if self.step >= self.warmup_steps:
             group = due_group(self.period_process_group_dict, self.step)
-            if group is not None:
+            if group is self.process_group:
+                self._wired.average(params, self._ranks)
+            elif group is not None:
                 average_parameters(params, group)
         self.step += 1
 
@@ -160,12 +211,13 @@ class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, with the averager's ``step`` beside it."""
-        return {**self.optim.state_dict(), "step": self.averager.step}
+        """The wrapped optimizer's, with the averager's ``step`` beside it, and what it keeps for its wire."""
+        wire = _wire_of(self.averager)
+        return {**self.optim.state_dict(), "step": self.averager.step, **({"wire": wire} if wire else {})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` or the plain optimizer gave; warns where there is no ``step``."""
-        self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != "step"})
+        self.optim.load_state_dict({key: value for key, value in state_dict.items() if key not in ("step", "wire")})
         if "step" not in state_dict:
             warnings.warn(
                 "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0. "
@@ -173,7 +225,17 @@ class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
                 UserWarning,
                 stacklevel=2,
             )
-        self.averager.step = state_dict.get("step", 0)
+        step = state_dict.get("step", 0)
+        if isinstance(self.averager, ModelAverager):
+            self.averager.load_state_dict({"step": step, "wire": state_dict.get("wire", {})})
+        else:
+            self.averager.step = step
 
     def __repr__(self) -> str:
         return f"PostLocalSGDOptimizer({self.optim!r})"
+
+
+def _wire_of(averager: object) -> dict[str, Any]:
+    """What an averager keeps from one average through its wire to the next; PyTorch's keep nothing."""
+    wire: dict[str, Any] = averager.state_dict().get("wire", {}) if isinstance(averager, ModelAverager) else {}
+    return wire

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from overlap.hooks import all_gather, reduce_scatter
-from overlap.hooks.quantize import QuantizedSum
-from overlap.hooks.wires import Wire
+from overlap.hooks.wires import QuantizedSum, Wire
 
 __all__ = ["Ranks", "wired_sum"]
 

@@ -13,7 +13,7 @@ from overlap.hooks import Bucket
 from overlap.optim.zero.partition import Layout
 from overlap.optim.zero.sharding import Ownership, Shard
 
-__all__ = ["BucketShards", "ShardsByBucket", "in_elements", "reduced", "shards_of_bucket"]
+__all__ = ["BucketShards", "ShardsByBucket", "beginning", "in_elements", "reduced", "shards_of_bucket"]
 
 
 class BucketShards:
@@ -44,6 +44,17 @@ class BucketShards:
             for piece in self.layout.pieces
             if (shard := self._by_place[piece.place]) is not None
         ]
+
+    @cached_property
+    def owning(self) -> tuple[Shard, ...]:
+        """The shards of the pieces that this rank owns, in packed order."""
+        found = (self._by_place[piece.place] for piece in self.layout.pieces[self._slice])
+        return tuple(shard for shard in found if shard is not None)
+
+    @property
+    def are_sharded(self) -> list[bool]:
+        """For each parameter of the bucket, whether it is sharded."""
+        return [shard is not None for shard in self._by_place]
 
     def own_of(self, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
         """Those of ``pieces``, in packed order, that this rank owns."""
@@ -161,3 +172,9 @@ def _cut(buffer: Tensor, cuts: tuple[tuple[int, ...], tuple[int, ...]]) -> list[
     lengths, chosen = cuts
     parts = buffer.split_with_sizes(lengths)
     return [parts[place] for place in chosen]
+
+
+def beginning(flat: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The beginning of ``flat``, which may be longer, in parts of the lengths of ``pieces``."""
+    numels = [piece.numel() for piece in pieces]
+    return flat.split_with_sizes([*numels, flat.numel() - sum(numels)])[:-1]

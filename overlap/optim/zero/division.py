@@ -15,6 +15,7 @@ from overlap.optim.group_kinds import kinds_of
 from overlap.optim.probe import Separability, Verdict, probe
 from overlap.optim.subset import check_optimizer
 from overlap.optim.zero.parameter_groups import is_narrower
+from overlap.optim.zero.update_cost import orthogonalization_steps
 
 __all__ = ["Experiments", "check_division", "check_steps_in_turn", "choose_partition", "make_optimizer"]
 
@@ -50,12 +51,19 @@ class Experiments:
             ConfigurationError: ``cls`` does not take the arguments.
             UnsupportedError: ``cls`` needs a closure or sparse gradients.
         """
-        stand_ins = [{**group, **_stand_ins(group, self._master_dtype)} for group in groups]
-        optimizer = check_optimizer(make_optimizer(self._cls, stand_ins, self._defaults))
+        optimizer = self._small(groups)
         kinds = kinds_of(optimizer.param_groups)
         if kinds not in self._found:
             self._found[kinds] = probe(optimizer)
         return self._found[kinds]
+
+    def orthogonalizes(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
+        """In how many steps ``cls`` orthogonalizes the matrices of each group; 0 where it does not."""
+        return [orthogonalization_steps(group) for group in self._small(groups).param_groups]
+
+    def _small(self, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+        stand_ins = [{**group, **_stand_ins(group, self._master_dtype)} for group in groups]
+        return check_optimizer(make_optimizer(self._cls, stand_ins, self._defaults))
 
 
 def make_optimizer(cls: type[Optimizer], groups: Any, defaults: Mapping[str, Any]) -> Optimizer:

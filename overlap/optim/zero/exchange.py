@@ -26,7 +26,7 @@ from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_r
 from overlap.hooks.engine.background import Item
 from overlap.optim.zero.bucket_shards import BucketShards
 
-__all__ = ["Exchange", "Gather", "Workspace"]
+__all__ = ["Exchange", "Gather", "Workspace", "sum_rest"]
 
 # A message costs tens of microseconds, in which about 256 KB can be copied.
 _LARGE_NUMEL = 64 * 1024
@@ -60,7 +60,7 @@ class Exchange:
                 await _reduce_by_messages(bucket, shards, self.workspace)
             else:
                 await self._reduce_scatter(bucket, shards)
-        await _sum_rest(bucket, shards)
+        await sum_rest(bucket, shards)
 
     async def _reduce_scatter(self, bucket: Bucket, shards: BucketShards) -> None:
         packed = self.workspace.take(shards.layout.packed_numel, bucket.buffer)
@@ -89,7 +89,8 @@ class Exchange:
         self.workspace.give(packed)
 
 
-async def _sum_rest(bucket: Bucket, shards: BucketShards) -> None:
+async def sum_rest(bucket: Bucket, shards: BucketShards) -> None:
+    """Sum what of the bucket is not sharded, on every rank."""
     rest = shards.rest(bucket.buffer)
     if not rest:
         return

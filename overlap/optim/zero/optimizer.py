@@ -68,6 +68,10 @@ class ShardedUpdate(Protocol):
     def updates_in_step(self) -> bool:
         """Whether the update is made in the optimizer's ``step()``."""
 
+    @property
+    def gathers_differences(self) -> bool:
+        """Whether the gather writes the parameters on the ranks that own them, too."""
+
     def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         """Raises: ConfigurationError: the stage's model does not train one of ``parameters``."""
 
@@ -108,7 +112,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters_as_bucket_view: accepted for compatibility; chunks are always views of the parameters.
         overlap_with_ddp: a stage makes the update in backward; :meth:`step` raises an error if none is registered.
         partition: ``"element"`` cuts every parameter into equal chunks, for optimizers that treat all elements alike,
-            as most do. ``"parameter"`` gives whole parameters to ranks, balanced by size, for other optimizers.
+            as most do. ``"parameter"`` gives whole parameters to ranks, balanced by what their updates cost, for other
+            optimizers.
             ``None`` finds out, by an experiment on a few small parameters, which of them equals the plain optimizer.
         master_dtype: update a copy of each chunk in this dtype if it is wider than the parameter's, such as
             ``torch.float32`` for ``bfloat16`` parameters. Adds ``1/W`` of the parameters in that dtype on each rank.
@@ -154,7 +159,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._whole_state = WholeState(self.rank)
         self.skipped = SkippedUpdates()
         """Where the loop says that a backward is not this optimizer's."""
-        chunks = self.ownership.add(groups, first_group=0)
+        chunks = self.ownership.add(groups, first_group=0, orthogonalizes=self._experiments.orthogonalizes(groups))
         self.optim = make_optimizer(cls, chunks, defaults)
         """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
         self._stepper = SubsetStepper(self.optim)
@@ -208,7 +213,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         check_division(type(self.optim), found, self.partition)
         if self.stage is not None:
             self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
-        (chunks,) = self.ownership.add(groups, first_group=len(self.param_groups))
+        (chunks,) = self.ownership.add(
+            groups,
+            first_group=len(self.param_groups),
+            orthogonalizes=self._experiments.orthogonalizes([*self.param_groups, group])[-1:],
+        )
         self.optim.add_param_group(chunks)
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
@@ -232,7 +241,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def update(self, pairs: Sequence[tuple[Shard, Tensor]]) -> None:
-        """Step what this rank owns of each shard with its flat gradient, and write the parameters."""
+        """Step what this rank owns of each shard with its flat gradient, and write the parameters, unless a gather of
+        differences is going to."""
+        self._step_owned(pairs)
+        if self.stage is None or not self.stage.gathers_differences:
+            for shard, _ in pairs:
+                shard.publish()
+
+    def _step_owned(self, pairs: Sequence[tuple[Shard, Tensor]]) -> None:
         self._whole_state.note_change()
         shards = [shard for shard, _ in pairs]
         chunks = [shard.own for shard in shards if shard.own is not None]
@@ -244,8 +260,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         is_whole = is_together and self.separability.in_turn.verdict is not Verdict.SEPARABLE
         self._stepper.step(chunks, matching, is_whole=is_whole, **self._step_arguments)
         copy_options(self.optim.param_groups, self.param_groups)
-        for shard in shards:
-            shard.publish()
         if self.partition == "element":
             check_new_state(self.optim, shards, self._state_sizes)
 
@@ -322,11 +336,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.begin()
         owned = [shard for shard in self.shards.values() if shard.own is not None and shard.parameter.requires_grad]
         values = [shard.own.clone() for shard in owned if shard.own is not None]
-        self.update([(shard, torch.zeros_like(shard.views[shard.rank])) for shard in owned])
+        self._step_owned([(shard, torch.zeros_like(shard.views[shard.rank])) for shard in owned])
         for shard, value in zip(owned, values, strict=True):
             if shard.own is not None:
                 shard.own.copy_(value)
-            shard.publish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As any optimizer's; between backward and :meth:`step` it discards the backward.

@@ -41,7 +41,8 @@ def check_own_state(zero: ZeroRedundancyOptimizer, state: Mapping[str, Any], ord
                     raise ConfigurationError(
                         f"this rank's share of {shard.name} of shape {tuple(shard.parameter.shape)} is not the one "
                         f"that was saved ({what}: {then[what]} then, {now[what]} now): use the same partition, "
-                        "master_dtype, order of parameters and memory format, or a sharded_state_dict() of that run"
+                        "master_dtype, gather_wire, order of parameters and memory format, or a sharded_state_dict() "
+                        "of that run"
                     )
 
 

@@ -12,7 +12,9 @@ differently in 16-bit types. So each element is treated as it would be in the wh
 the plain optimizer bit for bit. Where a tensor's memory begins makes no difference, since kernels load unaligned
 vectors; but threads do, which cut a long tensor anywhere. What does not divide evenly goes to the ranks that own least
 so far: over a whole model the totals of the ranks differ by some hundreds of bytes. By *parameter*, one rank owns all
-of a parameter; the largest are given first. Parameters that are frozen have no state, so they are balanced by
+of a parameter; those that cost most to update are given first, each to the rank with the least work so far. An update
+costs what it reads and writes, and of matrices that are orthogonalized (see :mod:`overlap.optim.zero.update_cost`) the
+arithmetic, which grows faster than the matrix. Parameters that are frozen have no state, so they are balanced by
 themselves.
 """
 
@@ -26,6 +28,8 @@ from typing import Protocol
 __all__ = ["ByElement", "ByParameter", "Extent", "Layout", "Partition", "Piece", "Range"]
 
 _BLOCK_BYTES = 128
+# What a matrix product computes, about, while memory moves a byte of a parameter, its gradient and its state.
+_FLOPS_PER_BYTE = 32
 
 Range = tuple[int, int]
 
@@ -40,6 +44,17 @@ class Extent:
     is_trained: bool = True
     pool: Hashable = None
     """Parameters of one pool have state of the same size per element, so equal numbers are equal sizes."""
+    flops: int = 0
+    """Arithmetic of one update beyond reading and writing each element a few times."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def cost(self) -> int:
+        """Of one update, in floating-point operations."""
+        return self.size_bytes * _FLOPS_PER_BYTE + self.flops
 
     @property
     def block_numel(self) -> int:
@@ -86,28 +101,24 @@ class ByElement:
 
 
 class ByParameter:
-    """Whole parameters, balanced by size."""
+    """Whole parameters, balanced by what their updates cost and, where that is equal, by size."""
 
     is_whole = True
 
     def __init__(self, ranks: int) -> None:
         self._ranks = range(ranks)
-        self._owned_bytes = {True: [0] * ranks, False: [0] * ranks}
-        """Of trained parameters, and of frozen ones."""
+        self._owned = {True: [(0, 0)] * ranks, False: [(0, 0)] * ranks}
+        """Cost and bytes, of trained parameters and of frozen ones."""
 
     def assign(self, extents: Sequence[Extent]) -> list[tuple[Range, ...]]:
         ranges: dict[int, tuple[Range, ...]] = {}
-        for place in sorted(range(len(extents)), key=lambda place: (-_size_bytes(extents[place]), place)):
+        for place in sorted(range(len(extents)), key=lambda place: (-extents[place].cost, place)):
             extent = extents[place]
-            owned_bytes = self._owned_bytes[extent.is_trained]
-            owner = min(self._ranks, key=lambda rank: (owned_bytes[rank], rank))
-            owned_bytes[owner] += _size_bytes(extent)
+            owned = self._owned[extent.is_trained]
+            owner = min(self._ranks, key=lambda rank: (owned[rank], rank))
+            owned[owner] = owned[owner][0] + extent.cost, owned[owner][1] + extent.size_bytes
             ranges[place] = tuple((0, extent.numel) if rank == owner else (0, 0) for rank in self._ranks)
         return [ranges[place] for place in range(len(extents))]
-
-
-def _size_bytes(extent: Extent) -> int:
-    return extent.numel * extent.itemsize
 
 
 @dataclass(frozen=True)

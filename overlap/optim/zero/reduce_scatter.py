@@ -9,6 +9,7 @@ from overlap._checks import described
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce
+from overlap.hooks.wires import Wire
 from overlap.optim.zero.bucket_shards import ShardsByBucket, in_elements, reduced
 from overlap.optim.zero.exchange import Exchange
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
@@ -22,6 +23,7 @@ class _ShardedUpdate(Protocol):
 
     zero: ZeroRedundancyOptimizer
     exchange: Exchange
+    reduce_wire: Wire | None
 
 
 class ReduceScatter(Stage):
@@ -70,15 +72,15 @@ class ReduceScatter(Stage):
         """The reduction of these updates, as they would make it themselves.
 
         Raises:
-            UnsupportedError: there are several, and one exchanges gradients in a way of its own.
+            UnsupportedError: there are several, and one sends gradients through a wire.
         """
         made = cls(*(update.zero for update in updates))
         made.exchange = updates[0].exchange
-        own = [update for update in updates if update.exchange is not update.zero.exchange]
+        own = [update for update in updates if update.reduce_wire is not None]
         if own and len(updates) > 1:
             raise UnsupportedError(
-                f"{own[0]!r} sends gradients in a way of its own, and several sharded updates share one exchange: "
-                "leave its options for the exchange out, or use one ZeroRedundancyOptimizer"
+                f"{own[0]!r} sends gradients in a way of its own, and several sharded updates share one reduction: "
+                "leave its reduce_wire out, or use one ZeroRedundancyOptimizer"
             )
         return made
 

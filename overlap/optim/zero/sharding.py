@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.autograd import version
+from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.optim.zero.parameter_groups import check_same_on_all_ranks, device_of, is_narrower, names_of
 from overlap.optim.zero.partition import ByElement, ByParameter, Extent, Partition, Range
+from overlap.optim.zero.update_cost import orthogonalization_flops
 
 __all__ = ["Ownership", "Shard", "flatten"]
 
@@ -28,8 +31,15 @@ class Ownership:
         ranks = group.size()
         self._partition: Partition = ByParameter(ranks) if partition == "parameter" else ByElement(ranks)
 
-    def add(self, groups: list[dict[str, Any]], *, first_group: int) -> list[dict[str, Any]]:
+    def add(
+        self, groups: list[dict[str, Any]], *, first_group: int, orthogonalizes: Sequence[int]
+    ) -> list[dict[str, Any]]:
         """Make the shards of new groups; returns the groups of chunks for this rank's optimizer.
+
+        Args:
+            groups: with their parameters.
+            first_group: the place of the first.
+            orthogonalizes: in how many steps the optimizer orthogonalizes the matrices of each group.
 
         Issues: one gather of a few bytes per parameter.
 
@@ -45,8 +55,19 @@ class Ownership:
                 raise ConfigurationError(f"{name} is the same as {known[id(parameter)]}; pass each parameter once")
             known[id(parameter)] = name
         device_of([*(shard.parameter for shard in self.shards.values()), *(parameter for _, parameter in pairs)])
-        check_same_on_all_ranks(groups, names, self.group, self._settings)
-        extents = [Extent(p.numel(), p.element_size(), p.requires_grad, pool=(place, p.dtype)) for place, p in pairs]
+        steps = dict(enumerate(orthogonalizes, start=first_group))
+        settings = (*self._settings, *([f"ns_steps={list(orthogonalizes)}"] if any(orthogonalizes) else []))
+        check_same_on_all_ranks(groups, names, self.group, settings)
+        extents = [
+            Extent(
+                p.numel(),
+                p.element_size(),
+                p.requires_grad,
+                pool=(place, p.dtype),
+                flops=orthogonalization_flops(p, steps[place]),
+            )
+            for place, p in pairs
+        ]
         ranges = self._partition.assign(extents)
         made = [
             Shard(
@@ -79,8 +100,9 @@ class Shard:
     """One parameter, flat in the order of its memory, and the part of it that this rank's optimizer steps.
 
     ``own`` is a view of the parameter, so stepping it changes the parameter and costs no memory. With a wider
-    ``master_dtype`` it is a copy in that dtype, which :meth:`publish` rounds into the parameter. It is ``None`` if the
-    optimizer sees whole tensors and another rank owns this one.
+    ``master_dtype`` it is a copy in that dtype, which :meth:`publish` rounds into the parameter; after
+    :meth:`keep_true` it is a copy in any case. It is ``None`` if the optimizer sees whole tensors and another rank owns
+    this one.
     """
 
     def __init__(
@@ -119,6 +141,9 @@ class Shard:
             self.own = view.to(master_dtype) if self.has_master else view
             self.own.requires_grad_(parameter.requires_grad)
         self._seen_version = version(parameter)
+        self.published: Tensor | None = None
+        """What the parameter held of this rank's part when the update last wrote it; ``None`` unless :meth:`keep_true`
+        was called."""
 
     @property
     def range(self) -> Range:
@@ -169,12 +194,46 @@ class Shard:
             self.follow()
         if self.own is not None and self.own.requires_grad != self.parameter.requires_grad:
             self.own.requires_grad_(self.parameter.requires_grad)
-        if self.has_master and version(self.parameter) != self._seen_version and self.own is not None:
-            view = self.shaped(self.views[self.rank])
+        if self.published is not None:
+            self._follow_edits(self.published)
+        elif self.has_master and version(self.parameter) != self._seen_version and self.own is not None:
             # An element that the master still rounds to was not changed, and the master is more exact.
-            kept = self.own.to(view.dtype) == view
-            self.own.copy_(torch.where(kept, self.own, view.to(self.own.dtype)))
+            self._follow_edits(self.own.to(self.parameter.dtype))
             self._seen_version = version(self.parameter)
+
+    def _follow_edits(self, before: Tensor) -> None:
+        """Take over into the master the elements of the parameter that are not what they were ``before``."""
+        assert self.own is not None, "there is a master"
+        view = self.shaped(self.views[self.rank])
+        if not has_streams(view.device) and torch.equal(view, before):
+            return
+        # By `.data`, since a copy made by keep_true() counts versions with the parameter, which backward may need.
+        self.own.data.copy_(torch.where(view == before, self.own, view.to(self.own.dtype)))
+        if self.published is not None:
+            self.published.copy_(view)
+
+    @torch.no_grad()
+    def keep_true(self) -> None:
+        """From now on let the optimizer step a copy that the parameter need not equal, and remember what the parameter
+        holds, so that a change by other code is seen.
+
+        Adds two copies of this rank's part, in the dtype of :attr:`own` (one that is there already stays) and in the
+        parameter's.
+        """
+        if self.own is None or self.published is not None:
+            return
+        if self.has_master:
+            self.refresh()
+        else:
+            self.own.data = self.own.detach().clone()
+            self.has_master = True
+        self.published = self.shaped(self.views[self.rank]).clone()
+
+    def write_difference(self, out: Tensor) -> None:
+        """Write what the parameter lacks of the master to ``out``, flat and in fp32."""
+        assert self.own is not None, "asked of a part that this rank owns"
+        wide = torch.promote_types(self.own.dtype, torch.float32)
+        self.shaped(out).copy_(self.own.to(wide) - self.shaped(self.views[self.rank]))
 
     def follow(self) -> None:
         """Cut the parameter again, where and as it lies in memory now; a master and the state stay as they are."""
@@ -195,6 +254,8 @@ class Shard:
     def note_written(self) -> None:
         """The update itself has written the parameter."""
         self._seen_version = version(self.parameter)
+        if self.published is not None:
+            self.published.copy_(self.shaped(self.views[self.rank]))
 
 
 def flatten(tensor: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from overlap.optim.zero.state import ShardedState
 
 __all__ = ["follow_strides"]
 
+_PUBLISHED = "what the parameter held"
+
 
 @torch.no_grad()
 def follow_strides(sharded: ShardedState) -> None:
@@ -24,7 +26,9 @@ def follow_strides(sharded: ShardedState) -> None:
         return
     local = sharded.local()
     by_element = [
-        {key: value for key, (kind, value) in local.of(shard).items() if kind is Kind.BY_ELEMENT} for shard in permuted
+        {key: value for key, (kind, value) in local.of(shard).items() if kind is Kind.BY_ELEMENT}
+        | ({} if shard.published is None else {_PUBLISHED: shard.published})
+        for shard in permuted
     ]
     for shard, mine in zip(permuted, by_element, strict=True):
         _follow(sharded, shard, mine)

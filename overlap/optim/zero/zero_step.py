@@ -14,8 +14,10 @@ from overlap._checks import described
 from overlap._torch.device import has_streams
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, Stage, StageContext, all_reduce, whole_pass
+from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
 from overlap.hooks.clipping import Clipping, ShardedNorm
+from overlap.hooks.wires import Wire, redistribute
+from overlap.hooks.wires.memory import WireMemory
 from overlap.join.active import active_join
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.phases import SCALED_UNDER_JOIN, Phase
@@ -33,6 +35,8 @@ from overlap.optim.zero.reduce_scatter import ReduceScatter
 from overlap.optim.zero.scale_vote import ScaleVote
 from overlap.optim.zero.sharded_gradients import FiniteVote
 from overlap.optim.zero.sharding import Shard
+from overlap.optim.zero.wire_exchange import WireExchange
+from overlap.optim.zero.wire_options import check_real, check_wires
 
 __all__ = ["ZeroStep"]
 
@@ -69,14 +73,27 @@ class ZeroStep(UpdateStage):
             ``"forward"`` gathers them during the next forward. Whoever looks a parameter up in the model waits for
             it; call ``zero.wait()`` before you read one that you hold yourself, in a list or in ``param_groups``.
         automatic: backward does everything, a deferred update with its last bucket; the loop calls no ``step()``.
+        reduce_wire: sends gradients to their owners in fewer bytes, such as ``Int4()``: the owner sums in fp32 what it
+            decodes and its own part, which is not rounded. The stage then reduces itself; no reducer may be before it.
+        gather_wire: sends new parameters in fewer bytes, such as ``Int8()``, as differences from the parameters that
+            all ranks have (SDP4Bit, https://arxiv.org/abs/2410.15526). The optimizer steps true weights, which the
+            owner keeps; all ranks, the owner too, add the same decoded differences to their parameters, so these are
+            equal bit for bit, and the next difference holds what rounding left out. Takes a copy of this rank's part
+            of the parameters, and one in the dtype of the true weights, ``master_dtype`` if that is wider.
+        error_feedback: add what ``reduce_wire`` left out of a step's gradients to the next step's; takes one fp32 copy
+            of the gradients, and in backward two. A pass with a mean that is not finite, or that fails, changes it on
+            no rank.
 
     Issues, per bucket: one reduce-scatter, if first; one all-gather; if DDP looks for unused parameters, one all-reduce
     of one byte per parameter. Deferred and first: one all-reduce of a number per backward, so that all ranks know of a
-    gradient that is not finite.
+    gradient that is not finite. With ``error_feedback`` one all-reduce of a number per bucket. A wire sends one message
+    to each other rank, of ``wire.codec(n).message_bytes`` bytes: in a reduction for the ``n`` elements of the bucket
+    that are that rank's, in a gather for those that are this rank's (by element, all send as much as the largest).
 
     Raises:
         ConfigurationError: an argument is out of range, or (at registration) the optimizer has parameters that the
             model does not have.
+        UnsupportedError: (at registration) a parameter that would travel through a wire is complex.
         TrainingLoopError: in ``backward``, if ``zero.step()`` was not called after the backward before.
     """
 
@@ -89,6 +106,9 @@ class ZeroStep(UpdateStage):
         norm_type: float = 2.0,
         gather: str = "backward",
         automatic: bool = False,
+        reduce_wire: Wire | None = None,
+        gather_wire: Wire | None = None,
+        error_feedback: bool = False,
     ) -> None:
         zero = unwrapped(zero)
         if not isinstance(zero, ZeroRedundancyOptimizer):
@@ -98,6 +118,7 @@ class ZeroStep(UpdateStage):
             )
         if gather not in ("backward", "forward"):
             raise ConfigurationError(f"gather is 'backward' or 'forward', got {gather!r}")
+        check_wires(reduce_wire, gather_wire, error_feedback=error_feedback)
         super().__init__(
             deferred=deferred,
             automatic=automatic,
@@ -109,8 +130,16 @@ class ZeroStep(UpdateStage):
             adds_up=False,
         )
         self.zero = zero
+        self.reduce_wire, self.gather_wire, self.error_feedback = reduce_wire, gather_wire, error_feedback
+        wires = [wire for wire in (reduce_wire, gather_wire) if wire is not None]
+        self._memory = WireMemory("ZeroStep", error_feedback=error_feedback, wires=wires) if wires else None
         self.exchange = zero.exchange
         """How ranks exchange gradients and parameters."""
+        if self._memory is not None:
+            gathers = gather_wire if self.gathers_differences else None
+            self.exchange = WireExchange.beside(
+                zero.exchange, reduce_wire=reduce_wire, gather_wire=gathers, memory=self._memory
+            )
         self._prefetch = ParameterPrefetch() if gather == "forward" else None
         self._vote = FiniteVote()
         self._scales = ScaleVote()
@@ -122,6 +151,8 @@ class ZeroStep(UpdateStage):
         self._held: dict[int, Pairs] = {}
         # Whether a ReduceScatter of this optimizer comes before the stage.
         self._follows_its_reducer = False
+        # Whether step() of other sharded updates of the chain issues collectives, too, in the order of the calls.
+        self._is_in_step_with_others = False
         # Whether a reducer before the stage has left the mean in all of .grad.
         self._has_whole_mean = False
 
@@ -160,6 +191,15 @@ class ZeroStep(UpdateStage):
         self._follows_its_reducer = any(
             isinstance(stage, ReduceScatter) and self.zero in stage.zeros for stage in stages
         )
+        reducer = next((stage for stage in stages if stage.role is Role.REDUCER), None)
+        is_own = isinstance(reducer, ReduceScatter) and reducer.exchange is self.exchange
+        if self.reduce_wire is not None and reducer is not None and not is_own:
+            raise ConfigurationError(
+                f"{self!r} reduces by itself, so that {self.reduce_wire!r} can carry gradients to their owners, but "
+                f"{reducer!r} before it has reduced them: leave that out, or use ZeroStep without reduce_wire"
+            )
+        in_step = [stage for stage in stages if isinstance(stage, ZeroStep) and stage.updates_in_step]
+        self._is_in_step_with_others = self in in_step and len(in_step) > 1
 
     def attach(self, context: StageContext) -> None:
         zero = self.zero
@@ -173,15 +213,42 @@ class ZeroStep(UpdateStage):
             check_covered(context.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
         zero.follow_strides()
         super().attach(context)
+        if self._memory is not None:
+            try:
+                self._memory.attach(context)
+                self._prepare_wires()
+            except BaseException:
+                self._memory.detach()
+                super().detach()
+                raise
         if context.names is None:
             self.lifecycle.names = {shard.parameter: shard.name for shard in shards}
         if self._prefetch is not None:
             try:
                 self._prefetch.attach(context)
             except BaseException:
+                if self._memory is not None:
+                    self._memory.detach()
                 super().detach()
                 raise
         zero.stage = self
+
+    def _prepare_wires(self) -> None:
+        """Take note of the parameters that travel through wires, those added since, too.
+
+        Raises:
+            UnsupportedError: one is complex.
+        """
+        names = None if self.context is None else self.context.names
+        shards = [shard for shard in self.zero.shards.values() if names is None or shard.parameter in names]
+        check_real(shards)
+        if self.gathers_differences:
+            for shard in shards:
+                shard.keep_true()
+
+    @property
+    def gathers_differences(self) -> bool:
+        return self.gather_wire is not None and self.zero.world_size > 1
 
     def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         """Raises: ConfigurationError: the model does not train one of ``parameters``."""
@@ -190,6 +257,8 @@ class ZeroStep(UpdateStage):
 
     def detach(self) -> None:
         super().detach()
+        if self._memory is not None:
+            self._memory.detach()
         if self.zero.stage is self:
             self.zero.stage = None
         if self._prefetch is not None:
@@ -213,8 +282,9 @@ class ZeroStep(UpdateStage):
             return [*groups, *((f"the state of {name}", state.get(own, {})) for own, name in owned if own is not None)]
 
         if self._prefetch is not None:
-            # Gathers that run during the next forward move versions until then, but not the values of this rank's part.
-            sees_values = samples and not has_streams(zero.ownership.device)
+            # Gathers that run during the next forward move versions until then, but not the values of this rank's part,
+            # unless they are gathers of differences.
+            sees_values = samples and not (has_streams(zero.ownership.device) or self.gathers_differences)
             shards = [(zero.shards[id(parameter)], name) for parameter, name in named.items()] if sees_values else []
             named = {shard.views[zero.rank]: name for shard, name in shards if shard.own is not None}
         return UpdateMarks(tables, named, samples=samples)
@@ -228,10 +298,18 @@ class ZeroStep(UpdateStage):
             )
         if is_replay and not self.zero.is_joining and (self.updates_in_step or self._prefetch is not None):
             raise TrainingLoopError(f"{self!r} acts outside of backward, too: use `with Join([ddp, zero])`")
+        if self._is_in_step_with_others and self.zero.is_joining and active_join(self.zero.process_group) is None:
+            raise UnsupportedError(
+                "PyTorch's Join does not tell a rank without inputs in which order the others call step() of several "
+                "sharded optimizers: use `with overlap.Join([ddp, ...])`, or leave out deferred=True"
+            )
         super().before_backward(is_replay=is_replay)
         self._gathers, self._held = [], {}
         self._vote.begin()
         self.zero.begin()
+        if self._memory is not None:
+            self._memory.begin()
+            self._prepare_wires()
 
     async def __call__(self, bucket: Bucket) -> None:
         bucket = in_elements(bucket)
@@ -298,10 +376,12 @@ class ZeroStep(UpdateStage):
         return [pair for pairs in held.values() for pair in pairs]
 
     def after_backward(self, *, failed: bool) -> str | None:
+        if self._memory is not None:
+            self._memory.settle(failed=failed)
         if failed:
             was_under_way = self.lifecycle.phase is Phase.BACKWARD
             self.lifecycle.on_failure()
-            self.zero.exchange.workspace.forget()
+            self.exchange.workspace.forget()
             return _PARTLY_UPDATED if was_under_way and not self.is_deferred else None
         if self.leaves_update:
             self._vote.tell(self.zero.shards.values())
@@ -442,6 +522,30 @@ class ZeroStep(UpdateStage):
         if self._prefetch is not None:
             self._prefetch.wait()
 
+    def state_dict(self) -> dict[str, Any]:
+        """A snapshot of what the wires need on this rank; empty without wires and before the first pass.
+
+        ``error`` by parameter's name, the rounding's ``generator``, the ``buckets`` of the last pass, and the ``rank``
+        and number of ``ranks`` that it belongs to. True weights are in the optimizer's state, as ``master_param``.
+        """
+        self.wait()
+        return {} if self._memory is None else self._memory.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned on this rank, before or after registering.
+
+        Raises:
+            ConfigurationError: it has errors and this stage keeps none, or it is another model's or another rank's; for
+                another number of ranks, see :meth:`redistribute`. If the stage is not yet registered, registering
+                raises the latter.
+        """
+        if self._memory is None:
+            super().load_state_dict(state_dict)
+        else:
+            self._memory.load_state_dict(state_dict)
+
+    redistribute = staticmethod(redistribute)
+
     def __repr__(self) -> str:
         parts = [self.optimizer_name, "deferred" if self.is_deferred else "interleaved"]
         if self.clipping is not None:
@@ -450,4 +554,10 @@ class ZeroStep(UpdateStage):
             parts.append("gather in forward")
         if self.is_automatic:
             parts.append("automatic")
+        if self.reduce_wire is not None:
+            parts.append(f"reduce_wire={self.reduce_wire!r}")
+        if self.gather_wire is not None:
+            parts.append(f"gather_wire={self.gather_wire!r}")
+        if self.error_feedback:
+            parts.append("error_feedback=True")
         return f"ZeroStep({', '.join(parts)})"

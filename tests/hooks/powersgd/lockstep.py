@@ -7,10 +7,11 @@ computed, and that every rank issues the same collectives of the same sizes. It 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from overlap import Bucket, Stage
@@ -34,24 +35,59 @@ class FakeGroup:
         return self.ranks
 
 
-@dataclass
-class _Channel:
-    ranks: int
-    tensors: list[Tensor] = field(default_factory=list)
+class _Collective:
+    """One collective, with what each rank gave to it; computed when all ranks are there."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def size(self) -> int:
         return self.ranks
 
     def all_reduce(self, tensor: Tensor, op: Any) -> list[Any]:
-        self.tensors.append(tensor)
+        self.calls.append(("all_reduce", (tensor, op)))
         return []
+
+    def all_gather(self, output: Tensor, input: Tensor) -> list[Any]:
+        self.calls.append(("all_gather", (output, input)))
+        return []
+
+    def send_recv(self, sends: Any, receives: Any, tag: int) -> list[Any]:
+        self.calls.append(("send_recv", (sends, receives)))
+        return []
+
+    def compute(self) -> None:
+        kinds = {kind for kind, _ in self.calls}
+        assert len(kinds) == 1 and len(self.calls) == self.ranks, f"ranks issue different collectives: {kinds}"
+        getattr(self, f"_{kinds.pop()}")(*zip(*(tensors for _, tensors in self.calls), strict=True))
+
+    def _all_reduce(self, tensors: Sequence[Tensor], ops: Sequence[Any]) -> None:
+        assert len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1 and len(set(map(str, ops))) == 1
+        total = tensors[0].clone()
+        for tensor in tensors[1:]:
+            total = torch.maximum(total, tensor) if ops[0] == dist.ReduceOp.MAX else total + tensor
+        for tensor in tensors:
+            tensor.copy_(total)
+
+    def _all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        gathered = torch.cat(list(inputs))
+        for output in outputs:
+            output.copy_(gathered)
+
+    def _send_recv(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
+        messages = {(rank, peer): tensor for rank, own in enumerate(sends) for tensor, peer in own}
+        for rank, own in enumerate(receives):
+            for tensor, peer in own:
+                tensor.copy_(messages.pop((peer, rank)))
+        assert not messages, "a message that nobody receives"
 
 
 @dataclass
 class _Channels:
-    channel: _Channel
+    channel: _Collective
 
-    def of(self, group: Any) -> _Channel:
+    def of(self, group: Any) -> _Collective:
         return self.channel
 
     def next_tag(self) -> int:
@@ -82,7 +118,9 @@ class World:
         self.shapes = [torch.Size(shape) for shape in shapes]
         self.steps = 0
         self.sent_numel: list[int] = []
-        """Elements of each collective of the last step."""
+        """Elements of each all-reduce of the last step."""
+        self.sent_bytes: list[int] = []
+        """Bytes that rank 0 sent by each collective of the last step."""
         for stage, group in zip(self.stages, self.groups, strict=True):
             named = None if self.names is None else dict(zip(self.parameters, self.names, strict=True))
             site = StageContext(group=group, device=device, names=named, finds_unused=False)  # type: ignore[arg-type]
@@ -92,7 +130,7 @@ class World:
     def step(self, gradients: Sequence[Sequence[Tensor]], *, replays: Sequence[int] = ()) -> list[list[Tensor]]:
         """Reduces one bucket of `gradients[rank][place]`; returns what each rank got, in the same order."""
         buckets = [self._bucket(rank, gradients[rank], is_replay=rank in replays) for rank in range(len(self.stages))]
-        self.sent_numel = []
+        self.sent_numel, self.sent_bytes = [], []
         for rank, stage in enumerate(self.stages):
             for each in walk(stage):
                 each.before_backward(is_replay=rank in replays)
@@ -113,16 +151,14 @@ class World:
         pending = [next_operation(coroutine) for coroutine in coroutines]
         while any(operation is not None for operation in pending):
             assert all(operation is not None for operation in pending), "ranks issue different collectives"
-            channel = _Channel(len(self.stages))
+            collective = _Collective(len(self.stages))
             for operation in pending:
-                operation.launch(_Channels(channel))  # type: ignore[union-attr]
-            assert len({(tensor.shape, tensor.dtype) for tensor in channel.tensors}) == 1
-            self.sent_numel.append(channel.tensors[0].numel())
-            total = channel.tensors[0].clone()
-            for tensor in channel.tensors[1:]:
-                total += tensor
-            for tensor in channel.tensors:
-                tensor.copy_(total)
+                operation.launch(_Channels(collective))  # type: ignore[union-attr]
+            self.sent_bytes += [operation.sent_bytes for operation in pending[:1]]  # type: ignore[union-attr]
+            kind, (first, *_) = collective.calls[0]
+            if kind == "all_reduce" and first.is_floating_point():
+                self.sent_numel.append(first.numel())
+            collective.compute()
             pending = [next_operation(coroutine) for coroutine in coroutines]
 
     def _bucket(self, rank: int, gradients: Sequence[Tensor], *, is_replay: bool) -> Bucket:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overlap import ConfigurationError, Quantize, TopK
+from overlap import ConfigurationError, Int4, Int8, Quantize, TopK
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,12 @@ from overlap import ConfigurationError, Quantize, TopK
         ({"chunk": 12}, "chunk is 12: give a positive multiple of 8"),
         ({"chunk": 0}, "chunk is 0"),
         ({"chunk": 64.0}, r"chunk is 64\.0"),
+        ({"wire": Int4(), "bits": 4, "chunk": 8}, r"bits, chunk: Int4\(\) has options of its own; give them to Int4"),
+        ({"wire": Int4(), "rounding": "nearest"}, r"rounding: Int4\(\) has options of its own"),
+        ({"wire": 4, "bits": 8}, "the wire is 4 and bits is 8: give one of them"),
+        ({"wire": Int8}, r"the wire is the class Int8: give Int8\(\)"),
+        ({"wire": 16}, "bits is 16: give 4 or 8"),
+        ({"wire": "int8"}, r"the wire is 'int8': give one such as Int8\(\)"),
         ({"rounding": "up"}, "rounding is 'up': give 'nearest' or 'stochastic'"),
     ],
 )

@@ -14,8 +14,7 @@ from wires_by_hand import ByHand, gathered, sent_bytes
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import BATCH_NORM, MLP
-from overlap import OverlappedOptimizer, Step
-from overlap.hooks.wires import Int4, Int8
+from overlap import BFloat16, Float8, Int4, Int8, OverlappedOptimizer, Step, TopK
 from overlap.optim.local_sgd import LocalSGD
 from overlap.optim.local_sgd.model_tensors import into_fragments
 
@@ -23,6 +22,9 @@ PERIOD, STEPS = 3, 14
 OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 OPTIONS: dict[str, dict[str, Any]] = {
     "int8": {"wire": Int8()},
+    "bfloat16 in 3 fragments": {"wire": BFloat16(), "fragments": 3},
+    "float8": {"wire": Float8(), "error_feedback": True},
+    "top 5 %": {"wire": TopK(0.05, chunk=64), "error_feedback": True, "outer": OUTER},
     "int4 with feedback": {"wire": Int4(chunk=64), "error_feedback": True},
     "overlapped": {"wire": Int4(), "error_feedback": True, "overlap": 2},
     "DiLoCo": {"wire": Int4(), "error_feedback": True, "outer": OUTER},

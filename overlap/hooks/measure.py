@@ -1,4 +1,4 @@
-"""``bypass="auto"``: measuring whether compression pays on this link."""
+"""Measuring whether compression pays on this link, for ``bypass="auto"``."""
 
 from __future__ import annotations
 
@@ -47,11 +47,14 @@ class Measurement:
         return f"{choice}: {self.compress_ms:.2f} ms compressed, {self.send_ms:.2f} ms as it is"
 
 
-async def measure(trials: Iterable[Trial], *, group: dist.ProcessGroup, device: torch.device) -> list[Measurement]:
+async def measure(
+    trials: Iterable[Trial], *, group: dist.ProcessGroup, device: torch.device, what: str
+) -> list[Measurement]:
     """Time each bucket's reduction both ways, with the link to itself.
 
-    The times are averaged over ranks by an all-reduce, so every rank comes to the same decision. This is the only place
-    where the host waits for an accelerator.
+    The times are averaged over ranks by an all-reduce, so every rank comes to the same decision: ``group`` is of all
+    ranks of the model, whichever ranks a bucket is reduced over. This is the only place where the host waits for an
+    accelerator. ``what`` names the reducer in the log.
     """
     all_keys, own_ms = [], []
     for trial in trials:
@@ -67,7 +70,7 @@ async def measure(trials: Iterable[Trial], *, group: dist.ProcessGroup, device: 
         for keys, (send_ms, compress_ms) in zip(all_keys, times_ms.tolist(), strict=True)
     ]
     for measurement in found:
-        _logger.info("PowerSGD bypass, %d parameters %s", len(measurement.keys), measurement)
+        _logger.info("%s bypass, %d parameters %s", what, len(measurement.keys), measurement)
     return found
 
 

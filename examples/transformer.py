@@ -1,0 +1,92 @@
+"""A small GPT with Muon for its matrices and AdamW for the rest: torchrun --nproc-per-node 2 examples/transformer.py"""
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
+
+from overlap import AllReduce, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep, chain
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+documentation = importlib.util.find_spec("pydoc_data.topics").origin  # Python's own
+parser.add_argument("--text", default=documentation, help="a file to learn, byte by byte")
+parser.add_argument(
+    "--update",
+    choices=["sharded", "overlapped", "plain"],
+    default="sharded",
+    help="sharded: each rank keeps and updates a part, in backward; overlapped: each rank updates all, in backward; "
+    "plain: DistributedDataParallel alone. All three learn the same",
+)
+parser.add_argument("--steps", type=int, default=20, help="training steps")
+parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
+parser.add_argument("--context", type=int, default=64, help="bytes in a sequence")
+parser.add_argument("--width", type=int, default=96, help="of the model; a multiple of 32")
+parser.add_argument("--layers", type=int, default=3, help="blocks of the model")
+options = parser.parse_args()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // 32
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, 32)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int, layers: int, context: int) -> None:
+        super().__init__()
+        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1], device=x.device)
+        return self.head(self.blocks(self.bytes(x) + self.places(places)))
+
+
+dist.init_process_group("gloo")  # or "nccl", with the model and its inputs on a GPU
+torch.manual_seed(0)
+ddp = DistributedDataParallel(GPT(options.width, options.layers, options.context), bucket_cap_mb=0.25)
+
+# Muon is for the matrices inside; embeddings, the head and all vectors are AdamW's.
+matrices = [p for p in ddp.module.blocks.parameters() if p.ndim == 2]
+others = [p for p in ddp.parameters() if all(p is not matrix for matrix in matrices)]
+if options.update == "sharded":
+    muon = ZeroRedundancyOptimizer(matrices, torch.optim.Muon, lr=0.02)
+    adamw = ZeroRedundancyOptimizer(others, torch.optim.AdamW, lr=3e-3)
+    chain(ZeroStep(muon), ZeroStep(adamw)).register(ddp)
+else:
+    muon, adamw = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-3)
+if options.update == "overlapped":
+    muon, adamw = OverlappedOptimizer(muon), OverlappedOptimizer(adamw)
+    chain(AllReduce(), Step(muon), Step(adamw)).register(ddp)
+schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(one, options.steps) for one in (muon, adamw)]
+
+text = torch.frombuffer(bytearray(Path(options.text).read_bytes()), dtype=torch.uint8)
+generator = torch.Generator().manual_seed(dist.get_rank())  # every rank reads other parts of the text
+for step in range(options.steps):
+    starts = torch.randint(len(text) - options.context, (options.batch,), generator=generator).tolist()
+    batch = torch.stack([text[start : start + options.context + 1] for start in starts]).long()
+    for one in (muon, adamw):
+        one.zero_grad()  # plain DDP needs it; a registered chain clears gradients by itself
+    loss = cross_entropy(ddp(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+    loss.backward()  # reduces each bucket of gradients and updates its parameters
+    for one in (muon, adamw, *schedulers):
+        one.step()
+    if dist.get_rank() == 0:
+        print(f"rank 0: loss {loss.item():.6f} at step {step}", flush=True)
+dist.destroy_process_group()

@@ -1,0 +1,223 @@
+"""Chains as people would write them, made of every part that the library has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overlap import (
+    AddNoise,
+    AllReduce,
+    BFloat16,
+    Cast,
+    Centralize,
+    ClipGradNorm,
+    ClipValue,
+    Float8,
+    Hierarchical,
+    Int4,
+    Int8,
+    LocalSGD,
+    Log,
+    OverlappedOptimizer,
+    PowerSGD,
+    Quantize,
+    Scale,
+    SkipNonFinite,
+    Step,
+    TopK,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+    route,
+)
+
+__all__ = ["SENTENCES", "Sentence"]
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+MUON = functools.partial(torch.optim.Muon, lr=0.02)
+OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+Build = Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sentence:
+    """``build(ddp)`` registers the chain and returns the optimizers of the loop."""
+
+    build: Build
+    by_hand: Callable[[Any, list[Any]], None] | None = None
+    """What plain DDP does between backward and the steps of ``plain(ddp)``; ``None`` where the chain rounds."""
+    tolerance: dict[str, float] | None = None
+    """Where something is summed in another order."""
+    plain: Callable[[Any], list[Any]] = lambda ddp: [ADAMW(ddp.parameters())]
+    equal_every: int = 1
+    """Steps from one in which ranks have equal parameters to the next."""
+    skips: bool = False
+    """Whether a step with a gradient that is not finite changes nothing."""
+
+
+def _matrices(ddp: Any) -> list[Tensor]:
+    """What Muon takes: hidden matrices."""
+    return [p for name, p in ddp.named_parameters() if p.ndim == 2 and "embedding" not in name and "head" not in name]
+
+
+def _rest(ddp: Any) -> list[Tensor]:
+    matrices = {id(parameter) for parameter in _matrices(ddp)}
+    return [parameter for parameter in ddp.parameters() if id(parameter) not in matrices]
+
+
+def _with(*before: Callable[[], Any], after: tuple[Callable[[], Any], ...] = (), **options: Any) -> Build:
+    """Stages, then one update of AdamW, then more stages."""
+
+    def build(ddp: Any) -> list[Any]:
+        optimizer = OverlappedOptimizer(ADAMW(ddp.parameters()))
+        stages = [*(make() for make in before), Step(optimizer, **options), *(make() for make in after)]
+        chain(*stages).register(ddp)
+        return [optimizer]
+
+    return build
+
+
+def _sharded(*before: Callable[[], Any], zero_options: Any = None, **options: Any) -> Build:
+    def build(ddp: Any) -> list[Any]:
+        zero = ZeroRedundancyOptimizer(
+            ddp.parameters(),
+            torch.optim.AdamW,
+            lr=0.01,
+            weight_decay=0.1,
+            overlap_with_ddp=True,
+            **(zero_options or {}),
+        )
+        chain(*(make() for make in before), ZeroStep(zero, **options)).register(ddp)
+        return [zero]
+
+    return build
+
+
+def _muon(*before: Callable[[], Any]) -> Build:
+    def build(ddp: Any) -> list[Any]:
+        muon, adamw = OverlappedOptimizer(MUON(_matrices(ddp))), OverlappedOptimizer(ADAMW(_rest(ddp)))
+        chain(*(make() for make in before), Step(muon), Step(adamw)).register(ddp)
+        return [muon, adamw]
+
+    return build
+
+
+def _sharded_muon(*before: Callable[[], Any], **options: Any) -> Build:
+    def build(ddp: Any) -> list[Any]:
+        muon = ZeroRedundancyOptimizer(_matrices(ddp), torch.optim.Muon, lr=0.02, overlap_with_ddp=True)
+        adamw = ZeroRedundancyOptimizer(_rest(ddp), torch.optim.AdamW, lr=0.01, weight_decay=0.1, overlap_with_ddp=True)
+        chain(*(make() for make in before), ZeroStep(muon, **options), ZeroStep(adamw, **options)).register(ddp)
+        return [muon, adamw]
+
+    return build
+
+
+def _mixed(ddp: Any) -> list[Any]:
+    muon = ZeroRedundancyOptimizer(_matrices(ddp), torch.optim.Muon, lr=0.02, overlap_with_ddp=True)
+    adamw = OverlappedOptimizer(ADAMW(_rest(ddp)))
+    chain(ZeroStep(muon), Step(adamw)).register(ddp)
+    return [muon, adamw]
+
+
+def _local(**options: Any) -> Build:
+    return lambda ddp: [LocalSGD(ddp, SGD(ddp.parameters()), period=2, start_step=2, **options)]
+
+
+def _clip(ddp: Any, optimizers: list[Any]) -> None:
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+
+
+def _clip_value(ddp: Any, optimizers: list[Any]) -> None:
+    torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.01)
+
+
+def _nothing(ddp: Any, optimizers: list[Any]) -> None:
+    pass
+
+
+def _two(ddp: Any) -> list[Any]:
+    return [MUON(_matrices(ddp)), ADAMW(_rest(ddp))]
+
+
+def _noise() -> AddNoise:
+    return AddNoise(torch.Generator().manual_seed(5), std=0.01)
+
+
+def _log() -> Log:
+    return Log(lambda *arguments, **named: None)
+
+
+ROUTES = {"*embedding*": AllReduce, "*.weight": lambda: PowerSGD(rank=1, min_compression_rate=1), "*": AllReduce}
+EXACT_ROUTES = {"*embedding*": AllReduce, "*.weight": AllReduce, "*": AllReduce}
+
+
+def _routed(rules: dict[str, Callable[[], Any]]) -> Callable[[], Any]:
+    return lambda: route({pattern: make() for pattern, make in rules.items()})
+
+
+def _int4() -> Quantize:
+    return Quantize(Int4(), error_feedback=True)
+
+
+# The squares of the global norm are added up rank by rank.
+SUMMED = {"rtol": 1e-5, "atol": 1e-7}
+
+SENTENCES: dict[str, Sentence] = {
+    # Bit for bit what the same thing by hand is.
+    "clip the norm": Sentence(build=_with(AllReduce, lambda: ClipGradNorm(0.1)), by_hand=_clip),
+    "clip values": Sentence(build=_with(AllReduce, lambda: ClipValue(0.01)), by_hand=_clip_value),
+    "clip the norm, sharded": Sentence(build=_sharded(lambda: ClipGradNorm(0.1)), by_hand=_clip, tolerance=SUMMED),
+    "log, skip": Sentence(build=_with(AllReduce, _log, SkipNonFinite), by_hand=_nothing, skips=True),
+    "log, skip, sharded": Sentence(build=_sharded(_log, SkipNonFinite), by_hand=_nothing, skips=True),
+    "routed to one": Sentence(build=_with(_routed(EXACT_ROUTES)), by_hand=_nothing),
+    "two updates": Sentence(build=_muon(AllReduce), by_hand=_nothing, plain=_two),
+    "two updates, clipped": Sentence(build=_muon(AllReduce, lambda: ClipGradNorm(0.1)), by_hand=_clip, plain=_two),
+    "two sharded updates": Sentence(build=_sharded_muon(), by_hand=_nothing, plain=_two),
+    "two sharded updates, clipped": Sentence(
+        build=_sharded_muon(lambda: ClipGradNorm(0.1)), by_hand=_clip, plain=_two, tolerance=SUMMED
+    ),
+    "two sharded updates, deferred": Sentence(build=_sharded_muon(deferred=True), by_hand=_nothing, plain=_two),
+    "one sharded, one not": Sentence(build=_mixed, by_hand=_nothing, plain=_two),
+    # Rounded.
+    "everything around 16 bits": Sentence(
+        build=_with(lambda: Scale(2.0), lambda: Cast(BFloat16()), lambda: Scale(0.5), Centralize, _noise)
+    ),
+    "routed to factors": Sentence(build=_with(_routed(ROUTES), lambda: ClipGradNorm(1.0))),
+    "routed to factors, then sharded": Sentence(build=_sharded(_routed(ROUTES), gather_wire=Int8())),
+    "fp8, skip": Sentence(build=_with(lambda: Quantize(Float8()), SkipNonFinite), skips=True),
+    "sparse, deferred": Sentence(build=_with(lambda: Quantize(TopK(0.1), error_feedback=True), deferred=True)),
+    "two levels": Sentence(build=_with(lambda: Hierarchical(outer=_int4(), machine_size=1))),
+    "4 bits and back, sharded": Sentence(build=_sharded(reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True)),
+    "4 bits and back, clipped, in the next forward": Sentence(
+        build=_sharded(
+            lambda: ClipGradNorm(1.0), reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True, gather="forward"
+        )
+    ),
+    "factors in 8 bits, two updates": Sentence(
+        build=_muon(lambda: PowerSGD(rank=1, min_compression_rate=1, wire=Int8()))
+    ),
+    "DiLoCo in 4 bits": Sentence(build=_local(wire=Int4(), error_feedback=True, outer=OUTER), equal_every=2),
+    "sparse averages": Sentence(build=_local(wire=TopK(0.1), error_feedback=True), equal_every=2),
+}
+
+
+class Net(nn.Module):
+    """Every kind of parameter that rules tell apart: an embedding, hidden matrices, biases, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.layers = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(16, 16), nn.Tanh())))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layers(self.embedding(tokens).mean(dim=1)))
+        return out

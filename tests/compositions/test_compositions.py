@@ -1,0 +1,263 @@
+"""Every sentence in every situation: what is exact stays exact, ranks stay equal, and a run resumes bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import overlap
+from harness import assert_parity, run_ranks
+from overlap import Join
+
+from .sentences import SENTENCES, Net, Sentence
+
+STEPS = 6
+
+
+def _made(sentence: Sentence, seed: int = 0) -> tuple[DistributedDataParallel, list[Any]]:
+    ddp = _wrapped(seed)
+    return ddp, sentence.build(ddp)
+
+
+def _wrapped(seed: int = 0) -> DistributedDataParallel:
+    torch.manual_seed(seed)
+    return DistributedDataParallel(Net(), bucket_cap_mb=1024 / 2**20)
+
+
+def _batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, 32, (4, 6), generator=generator), torch.randn(4, 16, generator=generator)
+
+
+def _loss(ddp: Any, step: int, rank: int) -> Tensor:
+    tokens, target = _batch(step, rank)
+    loss: Tensor = torch.nn.functional.mse_loss(ddp(tokens), target)
+    return loss
+
+
+def _step(ddp: Any, optimizers: list[Any], step: int, rank: int) -> None:
+    _loss(ddp, step, rank).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _settle(optimizers: list[Any]) -> None:
+    for optimizer in optimizers:
+        if hasattr(optimizer, "wait"):
+            optimizer.wait()
+
+
+def _assert_ranks_equal(ddp: Any, what: str) -> None:
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in ddp.parameters()])
+    of_rank_0 = flat.clone()
+    dist.broadcast(of_rank_0, src=0)
+    assert torch.equal(flat, of_rank_0), f"{what}: ranks differ by up to {(flat - of_rank_0).abs().max():g}"
+
+
+def _assert_as_by_hand(ddp: Any, plain: Any, sentence: Sentence, what: str) -> None:
+    pair = list(ddp.parameters()), list(plain.parameters())
+    if sentence.tolerance is None:
+        assert_parity(*pair, what=what)
+    else:
+        assert_parity(*pair, what=what, exact=False, reason="squares are summed rank by rank", **sentence.tolerance)
+
+
+# Situations: each plays one sentence on one rank and raises if it does not hold.
+
+
+def _trains(name: str, sentence: Sentence, rank: int) -> None:
+    ddp, optimizers = _made(sentence)
+    plain = _wrapped()
+    by_hand = sentence.plain(plain)
+    before = copy.deepcopy(list(ddp.parameters()))
+    for step in range(STEPS):
+        _step(ddp, optimizers, step, rank)
+        _settle(optimizers)
+        if step % sentence.equal_every == sentence.equal_every - 1:
+            _assert_ranks_equal(ddp, f"{name}, step {step}")
+        if sentence.by_hand is not None:
+            _loss(plain, step, rank).backward()
+            sentence.by_hand(plain, by_hand)
+            for optimizer in by_hand:
+                optimizer.step()
+                optimizer.zero_grad()
+            how = (
+                {}
+                if sentence.tolerance is None
+                else {"exact": False, "reason": "summed rank by rank", **sentence.tolerance}
+            )
+            assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{name}, step {step}", **how)
+    assert all(parameter.isfinite().all() for parameter in ddp.parameters()), name
+    assert not any(torch.equal(*pair) for pair in zip(before, ddp.parameters(), strict=True)), name
+
+
+def _accumulates(name: str, sentence: Sentence, rank: int) -> None:
+    ddp, optimizers = _made(sentence)
+    for step in range(4):
+        with ddp.no_sync():
+            _loss(ddp, 100 + step, rank).backward()
+        _step(ddp, optimizers, step, rank)
+    _settle(optimizers)
+    _assert_ranks_equal(ddp, f"{name}, accumulated")
+
+
+def _joins(name: str, sentence: Sentence, rank: int) -> None:
+    ddp, optimizers = _made(sentence)
+    with Join([ddp, *optimizers]):
+        for step in range(3 + 3 * rank):
+            _step(ddp, optimizers, step, rank)
+    _settle(optimizers)
+    _assert_ranks_equal(ddp, f"{name}, after uneven inputs")
+
+
+def _meets_nan(name: str, sentence: Sentence, rank: int) -> None:
+    """A gradient that is not finite on one rank: seen by all, or skipped by all; and it is not remembered."""
+    ddp, optimizers = _made(sentence)
+    for step in range(3):
+        _step(ddp, optimizers, step, rank)
+    _settle(optimizers)
+    before = copy.deepcopy(list(ddp.parameters()))
+    loss = _loss(ddp, 3, rank) * (float("nan") if rank == 0 else 1.0)
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    _settle(optimizers)
+    if sentence.skips:
+        assert_parity(list(ddp.parameters()), before, what=f"{name}, a step that is skipped")
+    elif sentence.equal_every == 1:
+        _assert_same_finite(ddp, name)
+    with torch.no_grad():
+        for parameter, was in zip(ddp.parameters(), before, strict=True):
+            parameter.copy_(was)
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.nan_to_num_()
+    _step(ddp, optimizers, 4, rank)
+
+
+def _assert_same_finite(ddp: Any, name: str) -> None:
+    finite = torch.stack([parameter.isfinite().all() for parameter in ddp.parameters()]).int()
+    here = finite.clone()
+    dist.all_reduce(here, op=dist.ReduceOp.MIN)
+    assert torch.equal(here, finite), f"{name}: ranks differ in what is finite"
+
+
+def _fails(name: str, sentence: Sentence, rank: int) -> None:
+    """An error of the model's own in one rank's backward is an error on both, at once."""
+    if sentence.equal_every > 1:
+        return  # Each rank trains alone then.
+    ddp, optimizers = _made(sentence)
+    for step in range(2):  # DDP cuts its buckets after the first, and the error is to come when some have been sent.
+        _step(ddp, optimizers, step, rank)
+    handle = ddp.module.embedding.weight.register_hook(_broken if rank == 0 else _intact)
+    try:
+        _loss(ddp, 2, rank).backward()
+    except Exception:
+        pass
+    else:
+        raise AssertionError(f"{name}: an error on one rank was not seen on rank {rank}")
+    handle.remove()
+
+
+def _broken(gradient: Tensor) -> Tensor:
+    raise ValueError("broken on purpose")
+
+
+def _intact(gradient: Tensor) -> Tensor:
+    return gradient
+
+
+def _is_removed(name: str, sentence: Sentence, rank: int) -> None:
+    """After remove() the model is plain DDP's again, and takes the same chain a second time."""
+    ddp, optimizers = _made(sentence)
+    _step(ddp, optimizers, 0, rank)
+    _settle(optimizers)
+    registration = overlap.hooks.engine.registration.registration_of(ddp)
+    assert registration is not None
+    registration.remove()
+    ddp.zero_grad()
+    _loss(ddp, 1, rank).backward()
+    ddp.zero_grad()
+    fresh = sentence.build(ddp)
+    _step(ddp, fresh, 2, rank)
+    _settle(fresh)
+    if sentence.equal_every == 1:
+        _assert_ranks_equal(ddp, f"{name}, registered again")
+
+
+SITUATIONS: dict[str, Callable[[str, Sentence, int], None]] = {
+    "trains": _trains,
+    "accumulates": _accumulates,
+    "joins": _joins,
+    "meets a NaN": _meets_nan,
+    "fails": _fails,
+    "is removed": _is_removed,
+}
+
+
+def _play(rank: int, world_size: int, situation: str) -> None:
+    failures = []
+    for name, sentence in SENTENCES.items():
+        try:
+            SITUATIONS[situation](name, sentence, rank)
+        except Exception as error:
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+        dist.barrier()
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_every_composition(situation: str) -> None:
+    run_ranks(_play, 2, situation, timeout_s=240)
+
+
+def _states(ddp: Any, optimizers: list[Any]) -> Any:
+    return overlap.state_dict(ddp, optimizers if len(optimizers) > 1 else optimizers[0])
+
+
+def _file(folder: Path, name: str, rank: int) -> Path:
+    return folder / f"{name}-{rank}.pt".replace(" ", "_")
+
+
+def _uninterrupted(rank: int, world_size: int, folder: Path) -> None:
+    for name, sentence in SENTENCES.items():
+        ddp, optimizers = _made(sentence)
+        for step in range(STEPS):
+            if step == 4:
+                torch.save(_states(ddp, optimizers), _file(folder, name, rank))
+            _step(ddp, optimizers, step, rank)
+        torch.save(_states(ddp, optimizers), _file(folder, f"{name}-end", rank))
+
+
+def _resumed(rank: int, world_size: int, folder: Path) -> None:
+    failures = []
+    for name, sentence in SENTENCES.items():
+        ddp, optimizers = _made(sentence, seed=7)
+        state = torch.load(_file(folder, name, rank), weights_only=True)
+        try:
+            overlap.load_state_dict(ddp, optimizers if len(optimizers) > 1 else optimizers[0], state)
+            for step in range(4, STEPS):
+                _step(ddp, optimizers, step, rank)
+            end = torch.load(_file(folder, f"{name}-end", rank), weights_only=True)
+            assert_parity(_states(ddp, optimizers), end, what=name)
+        except Exception as error:
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+        dist.barrier()
+    assert not failures, "\n".join(failures)
+
+
+def test_every_composition_resumes_bit_for_bit_in_new_processes(tmp_path: Path) -> None:
+    run_ranks(_uninterrupted, 2, tmp_path, timeout_s=240)
+    run_ranks(_resumed, 2, tmp_path, timeout_s=240)

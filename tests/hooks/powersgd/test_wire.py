@@ -1,0 +1,176 @@
+"""Factors that travel through a wire."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlap import BFloat16, ConfigurationError, Float8, Float16, Int4, Int8, PowerSGD, TopK
+from overlap.hooks.wires import Wire
+
+from .by_hand import ByHand
+from .checks import EPS, check_step, gradients, memory, residual_size, residuals, world_of
+from .lockstep import World
+
+WIRES = [Int8(), Int4(), Int8(chunk=8, rounding="stochastic"), Float8(), Float16(), BFloat16(), TopK(0.3, chunk=8)]
+SHAPES = [(12, 9), (12, 9), (6, 5, 2), (7,)]
+
+
+@pytest.mark.parametrize("wire", [Int8(), Int4(chunk=8)], ids=str)
+@pytest.mark.parametrize("alternate", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_wire_computes_what_is_computed_by_hand(ranks: int, alternate: bool, wire: Wire) -> None:
+    world = world_of(ranks, [(12, 9), (5,)], rank=2, alternate=alternate, wire=wire)
+    by_hand = ByHand(ranks, (12, 9), lambda step: 2, alternate=alternate, wire=wire)
+    for step in range(8):
+        local = gradients(step, ranks, [(12, 9), (5,)], torch.float32)
+        wanted = by_hand.step([own[0] for own in local])
+        outputs = world.step(local)
+        for matrix, vector in outputs:
+            torch.testing.assert_close(matrix, wanted, rtol=1e-4, atol=1e-4)
+            mean = sum((own[1] * (1 / ranks) for own in local[1:]), local[0][1] * (1 / ranks))
+            assert torch.equal(vector, mean), "what is not compressed stays exact"
+        for stage, residual in zip(world.stages, by_hand.residuals, strict=True):
+            torch.testing.assert_close(memory(stage).slots["p0"].residual, residual, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5),
+    ranks=st.integers(1, 3),
+    by_step=st.lists(st.integers(1, 5), min_size=5, max_size=5),
+    wire=st.sampled_from(WIRES),
+    dtype=st.sampled_from(list(EPS)),
+    alternate=st.booleans(),
+    left_group=st.integers(0, 2),
+)
+def test_nothing_is_lost_through_any_wire(
+    shapes: list[tuple[int, ...]],
+    ranks: int,
+    by_step: list[int],
+    wire: Wire,
+    dtype: torch.dtype,
+    alternate: bool,
+    left_group: int,
+) -> None:
+    stages = [
+        PowerSGD(rank=by_step.__getitem__, min_compression_rate=0, wire=wire, alternate=alternate) for _ in range(ranks)
+    ]
+    world = World(stages, shapes, divisor=max(1, ranks - left_group))
+    for step in range(len(by_step)):
+        # Values travel in fp32 at best.
+        check_step(world, gradients(step, ranks, shapes, dtype), 64 * max(EPS[dtype], EPS[torch.float32]))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_it_sends_the_bytes_that_it_counts(ranks: int) -> None:
+    shapes = [(256, 512), (128, 512), (64,)]
+    plain, wired = (world_of(ranks, shapes, rank=4, wire=wire) for wire in (None, Int8()))
+    for world in (plain, wired):
+        world.step(gradients(0, ranks, shapes, torch.float32))
+    left, right, exact = (256 + 128) * 4, 2 * 512 * 4, 64
+    # Each rank sends every other one its part, and its own sum to all: 2 (W-1)/W of the values, as an all-reduce does.
+    messages = [Int8().codec(math.ceil(numel / ranks)).message_bytes for numel in (left, right)]
+    exact_bytes = int(2 * 4 * exact * (ranks - 1) / ranks)
+    assert wired.sent_bytes == [
+        exact_bytes,
+        messages[0] * (ranks - 1),
+        messages[0] * (ranks - 1),
+        messages[1] * (ranks - 1),
+        messages[1] * (ranks - 1),
+    ]
+    assert sum(wired.sent_bytes[1:]) < 0.27 * (sum(plain.sent_bytes) - exact_bytes)
+    counted = [stage.compression_stats()[2] for stage in (plain.stages[0], wired.stages[0])]
+    assert counted == [left + right + exact, sum(math.ceil(ranks * each / 4) for each in messages) + exact]
+
+
+def test_one_rank_rounds_nothing() -> None:
+    plain, wired = (world_of(1, SHAPES, rank=2, wire=wire) for wire in (None, Int4()))
+    for step in range(3):
+        local = gradients(step, 1, SHAPES, torch.float32)
+        for one, other in zip(plain.step(local)[0], wired.step(local)[0], strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("options", [{}, {"alternate": True}, {"error_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_changes_no_memory_of_its_own(value: float, options: dict[str, Any]) -> None:
+    world = world_of(3, SHAPES, rank=2, wire=Int8(), **options)
+    for step in range(3):
+        world.step(gradients(step, 3, SHAPES, torch.float32))
+    before = [stage.state_dict() for stage in world.stages]
+    local = gradients(3, 3, SHAPES, torch.float32)
+    local[1][0][2, 3] = value
+    outputs = world.step(local)
+    for own in outputs:
+        assert bool(own[0].isnan().all())
+        for one, other in zip(own, outputs[0], strict=True):
+            assert torch.equal(one.isnan(), other.isnan()), "the same on every rank"
+        assert bool(own[3].isfinite().all()), "vectors do not travel with factors"
+    for stage, old in zip(world.stages, before, strict=True):
+        new = stage.state_dict()
+        for kept in (*new["residuals"].values(), *new["factors"].values()):
+            assert bool(kept.isfinite().all())
+        # Matrices that share a scale with it come out as NaN, too, and are left alone likewise.
+        for place in range(3):
+            if bool(outputs[0][place].isnan().any()):
+                assert bool(outputs[0][place].isnan().all())
+                assert torch.equal(new["residuals"][f"p{place}"], old["residuals"][f"p{place}"])
+    tolerance = 64 * EPS[options.get("error_dtype", torch.float32)]
+    for step in range(4, 7):
+        check_step(world, gradients(step, 3, SHAPES, torch.float32), tolerance)
+
+
+def test_a_joined_ranks_residual_still_goes_out() -> None:
+    """It replays with zeros; in the end what is left is what the wire rounds of the other ranks' values."""
+    world = world_of(2, [(12, 9)], rank=2, wire=Int8())
+    for step in range(5):
+        world.step(gradients(step, 2, [(12, 9)], torch.float32))
+    kept = residual_size(world.stages[1], world, 0)
+    for _ in range(60):
+        check_step(world, [[torch.zeros(12, 9)], [torch.zeros(12, 9)]], 1e-5, replays=[1])
+    # What cancels between ranks is in no basis, and goes last.
+    assert residual_size(world.stages[1], world, 0) < kept / 20
+    assert float(residuals(world)[0].abs().max()) < 1e-3 * kept
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_a_run_resumes_exactly_with_its_own_noise(alternate: bool) -> None:
+    def make() -> World:
+        return world_of(2, SHAPES, rank=2, wire=Int8(rounding="stochastic"), alternate=alternate)
+
+    def steps(world: World, start: int, stop: int) -> list[Any]:
+        return [world.step(gradients(step, 2, SHAPES, torch.float32)) for step in range(start, stop)]
+
+    whole, resumed = make(), make()
+    steps(whole, 0, 3)
+    for stage, other in zip(resumed.stages, whole.stages, strict=True):
+        stage.load_state_dict(other.state_dict())
+    assert not torch.equal(*(stage.state_dict()["generator"] for stage in whole.stages)), "ranks round differently"
+    for one, other in zip(steps(whole, 3, 6), steps(resumed, 3, 6), strict=True):
+        for a, b in zip(one[0], other[0], strict=True):
+            assert torch.equal(a, b)
+    states = [stage.state_dict() for stage in whole.stages]
+    assert PowerSGD.redistribute(states, rank=0, ranks=1)["generator"] is None
+
+
+def test_what_is_not_a_wire_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"wire must be a Wire such as Int8\(\), or None, got 8"):
+        PowerSGD(wire=8)  # type: ignore[arg-type]
+    assert PowerSGD(wire=Int4(chunk=8)).signature == "PowerSGD(rank=2, wire=Int4(chunk=8))"
+
+
+@pytest.mark.parametrize("wire", [Float16(), Int8()], ids=str)
+def test_finite_gradients_in_half_precision_stay_finite(wire: Wire) -> None:
+    """Factors are larger than gradients by up to the root of the longer side."""
+    world = world_of(2, [(64, 400)], rank=1, wire=wire)
+    large = torch.full((64, 400), 30000.0, dtype=torch.float16)
+    for _ in range(3):
+        check_step(world, [[large], [large]], 64 * EPS[torch.float16])
+        output = world.step([[large], [large]])[0][0]
+        assert bool(output.isfinite().all())

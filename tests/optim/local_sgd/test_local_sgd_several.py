@@ -1,0 +1,133 @@
+"""Local SGD of several optimizers: Muon for matrices and AdamW for the rest, with DiLoCo (MuLoCo)."""
+
+from __future__ import annotations
+
+import functools
+import io
+from typing import Any
+
+import pytest
+import torch
+from local_loops import local, plain, run, sgd, values_of
+from torch import nn
+from wires_by_hand import ByHand
+
+import overlap
+from harness import assert_parity, run_ranks, wrap
+from harness.models import MLP, mean_squared_error
+from overlap import ConfigurationError, Int4, LocalSGD, OverlappedOptimizer, Step, UnsupportedError
+
+OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+MULOCO = functools.partial(LocalSGD, period=3, start_step=0, wire=Int4(), error_feedback=True, outer=OUTER)
+
+
+def muon_and_adamw(parameters: Any) -> list[torch.optim.Optimizer]:
+    given = list(parameters)
+    return [
+        torch.optim.Muon([p for p in given if p.ndim == 2], lr=0.02),
+        torch.optim.AdamW([p for p in given if p.ndim != 2], lr=0.01),
+    ]
+
+
+class _InTurn:
+    """What a plain loop would do with them."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.optimizers = muon_and_adamw(parameters)
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def _muloco(rank: int, world_size: int) -> None:
+    parameters = {name: p.detach() for name, p in MLP.model().named_parameters()}
+    by_hand = ByHand(parameters, wire=Int4(), period=3, error_feedback=True, outer=OUTER, fragments=[list(parameters)])
+    expected = plain(MLP, rank, steps=11, start_step=0, after_step=by_hand.after_step, make=_InTurn)
+    candidate, made, ddp = local(MLP, rank, steps=7, build=MULOCO, make=muon_and_adamw)
+    state = io.BytesIO()
+    torch.save(overlap.state_dict(ddp, made), state)
+    candidate += run(MLP, rank, range(7, 11), ddp, made)
+    assert_parity(candidate, expected, what="MuLoCo")
+    assert repr(made).startswith("LocalSGD(Muon + AdamW, period 3")
+    # Resumed within a round, and by the optimizer's own state.
+    fresh = wrap(MLP.model(seed=5), **MLP.ddp_options())
+    resumed = MULOCO(fresh, muon_and_adamw(fresh.parameters()))
+    overlap.load_state_dict(fresh, resumed, torch.load(io.BytesIO(state.getvalue()), weights_only=True))
+    assert_parity(run(MLP, rank, range(7, 11), fresh, resumed), expected[7:], what="resumed")
+    with pytest.raises(ConfigurationError, match=r"of 1 optimizers, and here are 2 \(Muon \+ AdamW\)"):
+        resumed.load_state_dict(sgd(fresh.parameters()).state_dict())
+
+
+def test_muon_and_adamw_inside_of_diloco() -> None:
+    run_ranks(_muloco, 2)
+
+
+def _as_one(rank: int, world_size: int) -> None:
+    """Schedulers, hooks, closures, GradScaler, resets and averages of state reach each of them."""
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizers = muon_and_adamw(ddp.parameters())
+    calls: list[str] = []
+    for optimizer in optimizers:
+        optimizer.register_step_post_hook(lambda optimizer, *_: calls.append(type(optimizer).__name__))
+    made = LocalSGD(ddp, optimizers, 2, 0, optimizer_state="average")
+    made.register_step_post_hook(lambda *_: calls.append("all"))
+    schedules: list[Any] = [
+        torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in (made, optimizers[0])
+    ]
+
+    def closure() -> torch.Tensor:
+        made.zero_grad()
+        loss = mean_squared_error(ddp, MLP.batch(0, rank))
+        loss.backward()
+        return loss
+
+    assert made.step(closure).item() > 0
+    for schedule in schedules:
+        schedule.step()
+    assert [group["lr"] for group in made.param_groups] == [0.005, 0.005] and calls == ["Muon", "AdamW", "all"]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    made.zero_grad()
+    scaler.scale(mean_squared_error(ddp, MLP.batch(1, rank))).backward()
+    scaler.step(made)
+    scaler.update()
+    assert len(made.state) == len(list(ddp.parameters())) == sum(len(each.state) for each in optimizers)
+    everyone: list[Any] = [None] * world_size
+    states = {name: made.state[p] for name, p in ddp.module.named_parameters()}
+    torch.distributed.all_gather_object(everyone, states)
+    for other in everyone:
+        assert_parity(other, states, what="state, averaged")
+    before = values_of(ddp.module)
+    made.zero_grad()
+    scaler.scale(mean_squared_error(ddp, MLP.batch(2, rank)) * float("inf")).backward()
+    scaler.step(made)
+    assert_parity(values_of(ddp.module), before, what="a step that GradScaler skips")
+
+
+def test_several_optimizers_are_one_in_the_loop() -> None:
+    run_ranks(_as_one, 2)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model())
+    muon, adamw = muon_and_adamw(ddp.parameters())
+    wrapped = OverlappedOptimizer(adamw)
+    cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        ([], {}, ConfigurationError, "the list of optimizers is empty"),
+        ([muon, sgd(ddp.parameters())], {}, ConfigurationError, r"Muon and SGD both have a parameter of shape"),
+        ([muon, torch.optim.LBFGS([*adamw.param_groups[0]["params"]])], {}, UnsupportedError, "evaluate once"),
+        ([muon, torch.optim.AdamW], {}, ConfigurationError, "the class AdamW"),
+        ([muon, wrapped], {"update": Step(wrapped)}, UnsupportedError, r"given Muon \+ OverlappedOptimizer: leave"),
+        ([sgd(nn.Linear(2, 2).parameters())], {}, ConfigurationError, "has no parameter of this model"),
+    ]
+    for optimizers, options, error, match in cases:
+        with pytest.raises(error, match=match):
+            LocalSGD(ddp, optimizers, **options)
+
+
+def test_what_several_optimizers_cannot_do_is_refused() -> None:
+    run_ranks(_refused, 2)
