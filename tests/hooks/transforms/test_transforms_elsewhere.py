@@ -244,7 +244,7 @@ def _local_sgd(rank: int, world_size: int) -> None:
     local = LocalSGD(scaled, torch.optim.SGD(scaled.parameters(), lr=0.1), start_step=100, transforms=[ClipValue(0.1)])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaler.scale(mean_squared_error(scaled, MLP.batch(0, rank))).backward()
-    with pytest.raises(TrainingLoopError, match="has seen scaled gradients.*Clip in the loop"):
+    with pytest.raises(TrainingLoopError, match=r"has seen scaled gradients.*Clip in the loop"):
         scaler.step(local)
     third = wrap(MLP.model(), **MLP.ddp_options())
     with pytest.raises(UnsupportedError, match=r"SkipNonFinite\(\) leaves out the step of all ranks"):
