@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -16,7 +16,7 @@ from overlap.hooks.engine.executors import BACKGROUND_LANES, Executor
 from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.task import Task
 
-__all__ = ["Completion", "Item", "run_items", "run_now"]
+__all__ = ["Completion", "Item", "run_and_wait", "run_items", "run_now"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -101,3 +101,29 @@ class Completion:
             raise self._error
         if self._event is not None:
             torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
+
+
+class _Background(Protocol):
+    def __call__(
+        self, items: Sequence[Any], work: Work[Any], *, on_failure: Callable[[BaseException], None]
+    ) -> None: ...
+
+
+def run_and_wait(background: _Background, items: Sequence[T], work: Work[T], device: torch.device) -> None:
+    """Run ``work`` on each of ``items`` with a runtime's ``background``; the current stream may use the results.
+
+    A failure is reported to the other ranks, which would otherwise wait for this one.
+    """
+    completions = {item: Completion(device) for item in items}
+
+    async def completed(item: T) -> None:
+        await work(item)
+        completions[item].set()
+
+    def fail(error: BaseException) -> None:
+        for completion in completions.values():
+            completion.fail(error)
+
+    background(items, completed, on_failure=fail)
+    for completion in completions.values():
+        completion.wait()

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from overlap._checks import described
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.hooks.engine.background import Item, run_now
+from overlap.hooks import StageContext
+from overlap.hooks.engine.background import Item, run_and_wait, run_now
 from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.wires import ErrorFeedback, RoundingGenerator, Wire
 from overlap.hooks.wires.feedback import check_errors
@@ -50,11 +51,13 @@ class CompressedMean:
 
     @torch.no_grad()
     def average(
-        self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor] | None, ranks: Ranks, weight: Weight
-    ) -> None:
+        self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor] | None, ranks: Ranks, weight: Weight, *,
+        context: StageContext | None = None,
+    ) -> None:  # fmt: skip
         """Replace ``tensors`` by their means, in place; returns when the current stream may use them.
 
-        Where ``anchors`` is ``None``, what travels is the tensors themselves.
+        Where ``anchors`` is ``None``, what travels is the tensors themselves. On the connections of ``context``, where
+        it is given, and otherwise on the process groups themselves.
 
         Issues, for about each 8 MB: the collectives of :func:`wired_sum`. A tensor is not cut; two packs are in flight.
         """
@@ -70,7 +73,10 @@ class CompressedMean:
         self.begin()
         try:
             for device, packs in by_device.items():
-                run_now(packs, work, executor_for(ranks.whole, device))
+                if context is not None and context.background is not None and context.device == device:
+                    run_and_wait(context.background, packs, work, device)
+                else:
+                    run_now(packs, work, executor_for(ranks.whole, device))
         except BaseException:
             self.settle(failed=True)
             raise

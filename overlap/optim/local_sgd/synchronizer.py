@@ -203,7 +203,8 @@ class Synchronizer:
         exactly = [*means, *others.values()] if compressed is None else others.values()
         average_parts(into_parts(exactly, dtype=self.options.average_dtype), group, weight=weight)
         if compressed is not None and anchors is not None:
-            compressed.average(dict(zip(names, means, strict=True)), anchors.values, ranks, weight)
+            changed = dict(zip(names, means, strict=True))
+            compressed.average(changed, anchors.values, ranks, weight, context=context)
         if anchors is not None:
             anchors.step(names, means)
             anchors.write(names)

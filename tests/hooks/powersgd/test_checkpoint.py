@@ -258,6 +258,12 @@ def test_a_state_that_does_not_fit_is_refused(
         use(state(), loads_first=loads_first, **use_options)
 
 
+def test_a_state_from_before_there_were_velocities_and_noise_is_loaded() -> None:
+    older = saved()
+    del older["velocities"], older["generator"], older["buckets"]
+    use(older, loads_first=False)
+
+
 def test_a_refused_state_changes_nothing() -> None:
     world = World([make() for _ in range(2)], SHAPES)
     run(world, 0, 2)

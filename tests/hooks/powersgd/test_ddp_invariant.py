@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import run_ranks, run_threads
-from overlap import PowerSGD, register
+from overlap import Int8, PowerSGD, register
 
 
 class Given(torch.nn.Module):
@@ -67,10 +67,10 @@ LENGTHS = [9, 3, 6]
 LONGEST = LENGTHS.index(max(LENGTHS))
 
 
-def _join(rank: int, world_size: int) -> Joined:
+def _join(rank: int, world_size: int, options: dict[str, Any]) -> Joined:
     ddp = DistributedDataParallel(Given(), bucket_cap_mb=0.001)
     names = [f"all.{place}" for place in range(len(Given.SHAPES))]
-    stage = PowerSGD(rank=1, min_compression_rate=0)
+    stage = PowerSGD(min_compression_rate=0, **options)
     register(ddp, stage)
     sent = [torch.zeros(shape) for shape in Given.SHAPES]
     received = [torch.zeros(shape, dtype=torch.float64) for shape in Given.SHAPES]
@@ -90,10 +90,28 @@ def _join(rank: int, world_size: int) -> Joined:
 
 @pytest.fixture(scope="module")
 def joined() -> list[Joined]:
-    return run_ranks(_join, len(LENGTHS))
+    return run_ranks(_join, len(LENGTHS), {"rank": 1})
 
 
 def test_nothing_is_lost_under_join(joined: list[Joined]) -> None:
+    _check_sums(joined)
+
+
+def _falling(step: int) -> int:
+    return 2 if step < 4 else 1
+
+
+def test_nothing_is_lost_under_join_with_a_schedule_and_a_wire() -> None:
+    """A joined rank replays with zeros: it takes part in the sums of what the wire carries, and counts the steps."""
+    found = run_ranks(_join, len(LENGTHS), {"rank": _falling, "wire": Int8(rounding="stochastic")})
+    _check_sums(found)
+    for rank, one in enumerate(found):
+        if rank != LONGEST:
+            for kept, norm_when_joined in zip(one.kept, one.norms_when_joined, strict=True):
+                assert float(kept.norm()) < norm_when_joined or norm_when_joined == 0, "its residual goes out"
+
+
+def _check_sums(joined: list[Joined]) -> None:
     for place in range(len(Given.SHAPES)):
         expected = sum(one.sent[place].double() for one in joined)
         # The last rank saw every output; the others replayed after they had joined.

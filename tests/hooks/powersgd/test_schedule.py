@@ -10,7 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap import ConfigurationError, PowerSGD, PowerSGDState, batched_powerSGD_hook
+from harness import run_ranks, wrap
+from harness.models import MLP
+from overlap import (
+    CollectiveError,
+    ConfigurationError,
+    PowerSGD,
+    PowerSGDState,
+    batched_powerSGD_hook,
+    register,
+)
 from overlap.hooks.powersgd.ranks import WINDOW
 
 from .by_hand import ByHand
@@ -161,6 +170,23 @@ def test_functions_that_differ_later_are_found_when_that_comes_near() -> None:
     for step in (WINDOW, WINDOW + 1):
         with pytest.raises(ConfigurationError, match=f"steps {step} to "):
             _steps(world, 0, 1)
+
+
+def _registers(rank: int, world_size: int) -> None:
+    def function(step: int) -> int:
+        return 2 if step < 500 + rank else 1
+
+    if rank == 0:
+        register(wrap(MLP.model()), PowerSGD(rank=function))
+        return
+    with pytest.raises(
+        CollectiveError, match=r"(?s)rank 2 from step 0, 1 from step 501.*rank 2 from step 0, 1 from step 500"
+    ):
+        register(wrap(MLP.model()), PowerSGD(rank=function))
+
+
+def test_ranks_that_register_other_functions_are_told_so() -> None:
+    run_ranks(_registers, 2)
 
 
 def test_equal_functions_have_one_signature() -> None:

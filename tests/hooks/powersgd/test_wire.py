@@ -67,6 +67,17 @@ def test_nothing_is_lost_through_any_wire(
         check_step(world, gradients(step, ranks, shapes, dtype), 64 * max(EPS[dtype], EPS[torch.float32]))
 
 
+@pytest.mark.parametrize("divisor", [1, 2, 5])
+def test_the_sum_is_divided_by_the_divisor(divisor: int) -> None:
+    """Under `join` that may be the number of ranks that are active. A rank that suffices gives the mean."""
+    world = World(
+        [PowerSGD(rank=8, min_compression_rate=0, wire=Float16()) for _ in range(2)], [(8, 6)], divisor=divisor
+    )
+    local = gradients(0, 2, [(8, 6)], torch.float32)
+    wanted = (local[0][0] + local[1][0]) / divisor
+    torch.testing.assert_close(world.step(local)[0][0], wanted, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_it_sends_the_bytes_that_it_counts(ranks: int) -> None:
     shapes = [(256, 512), (128, 512), (64,)]

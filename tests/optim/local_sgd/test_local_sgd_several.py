@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from local_loops import local, plain, run, sgd, values_of
+from local_wires import ByHand
 from torch import nn
-from wires_by_hand import ByHand
 
 import overlap
 from harness import assert_parity, run_ranks, wrap

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from local_loops import local, plain, run, sgd, values_of
+from local_wires import ByHand, gathered, sent_bytes
 from torch import nn
-from wires_by_hand import ByHand, gathered, sent_bytes
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import BATCH_NORM, MLP

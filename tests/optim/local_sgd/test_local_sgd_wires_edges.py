@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from local_loops import assign, local, run, sgd, values_of
+from local_wires import gathered, sum_by_hand
 from test_local_sgd_wires import assert_equal_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from wires_by_hand import gathered, sum_by_hand
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import BATCH_NORM, MLP, mean_squared_error
-from overlap import ConfigurationError, Int4, Int8, UnsupportedError, Wire
+from overlap import ConfigurationError, Int4, Int8, PeerError, UnsupportedError, Wire
 from overlap.hooks.wires import Codec
 from overlap.optim.local_sgd import LocalSGD
 
@@ -160,6 +161,21 @@ def _states(rank: int, world_size: int) -> None:
     expected = {name: value + left_out[name] for name, value in before.items()}
     assert_parity(values_of(fresh.module), expected, what="one rank gets what was left out")
     assert not any(error.any() for error in errors_of(resumed).values())
+    # A run may go on with a wire from where ranks are equal, and only from there.
+    _, exact, model = local(MLP, rank, steps=3, build=build)
+    for is_equal in (False, True):
+        if is_equal:
+            exact.synchronize()
+        wired = wrap(MLP.model())
+        more = build(wired, sgd(wired.parameters()), wire=Int8())
+        wired.module.load_state_dict(model.module.state_dict())
+        more.load_state_dict(exact.state_dict())
+        if is_equal:
+            run(MLP, rank, range(2), wired, more)
+            assert_equal_ranks(wired.module, "with a wire from here")
+        else:
+            with pytest.raises(ConfigurationError, match="began the round with different parameters"):
+                run(MLP, rank, range(2), wired, more)
     # Without a wire, or without error feedback, it would be lost.
     for options in ({}, {"wire": Int4()}):
         plain = wrap(MLP.model())
@@ -212,6 +228,21 @@ def _failures(rank: int, world_size: int) -> None:
 
 def test_a_failed_average_changes_no_memory() -> None:
     run_ranks(_failures, 2)
+
+
+def _one_fails(rank: int, world_size: int) -> None:
+    wire = _RaisesWhenArmed([1] if rank == 1 else [])
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    made = LocalSGD(ddp, sgd(ddp.parameters()), 2, 0, wire=wire, error_feedback=True)
+    began_s = time.monotonic()
+    with pytest.raises(PeerError if rank == 0 else ValueError, match="armed"):
+        run(MLP, rank, range(2), ddp, made)
+    assert time.monotonic() - began_s < 10, "long before the group's timeout"
+    assert "error" not in made.state_dict()["local_sgd"]["wire"]
+
+
+def test_a_failure_on_one_rank_is_told_to_the_others() -> None:
+    run_ranks(_one_fails, 2)
 
 
 def _not_finite(rank: int, world_size: int) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from local_loops import values_of
+from local_wires import gathered
 from torch import nn
-from wires_by_hand import gathered
 
 from harness import assert_parity, run_ranks, wrap
 from overlap import Int4, LocalSGD, TopK

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from local_loops import mean_of, sgd, values_of
+from local_wires import gathered, sent_bytes, sum_by_hand
 from torch import Tensor, nn
-from wires_by_hand import gathered, sent_bytes, sum_by_hand
 
 from harness import assert_parity, run_ranks
 from harness.models import MLP, mean_squared_error
