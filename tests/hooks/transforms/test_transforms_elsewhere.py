@@ -79,7 +79,7 @@ def _joined(rank: int, world_size: int) -> None:
             torch.distributed.all_reduce(gradient)
         edit(by)
         plain.step()
-    for form in ("interleaved", "deferred", "sharded", "sharded, deferred"):
+    for form in ("interleaved", "deferred", "sharded, deferred"):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         optimizer: Any
         if form.startswith("sharded"):
