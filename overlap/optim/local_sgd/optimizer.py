@@ -20,6 +20,7 @@ from overlap.errors import ConfigurationError, OverlapError, TrainingLoopError
 from overlap.hooks import Stage, StageContext, chain
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
 from overlap.hooks.wires import Wire
+from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.local_sgd.anchors import Anchors
 from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
@@ -34,6 +35,7 @@ from overlap.optim.local_sgd.several import name_of
 from overlap.optim.local_sgd.stages import LocalSGDStage, check_transforms, check_update
 from overlap.optim.local_sgd.synchronizer import Synchronizer
 from overlap.optim.phases import Form, Phase
+from overlap.optim.update_stage import check_unscaled
 
 __all__ = ["LocalSGD"]
 
@@ -166,8 +168,10 @@ class LocalSGD(AveragingOptimizer, Joinable):
             post_local_gradient_allreduce=subgroup is not None,
         )
         reduce = PostLocal(state, reducer, is_local=lambda: schedule.is_local)
-        seeing = check_transforms(transforms)
-        self.registration = chain(reduce, *seeing, *([] if update is None else [update]), self._stage).register(ddp)
+        self._transforms = check_transforms(transforms)
+        self.registration = chain(
+            reduce, *self._transforms, *([] if update is None else [update]), self._stage
+        ).register(ddp)
         """What is registered with the model; :meth:`remove` takes it out."""
 
     @property
@@ -208,6 +212,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
         lifecycle = self._lifecycle
         if lifecycle is None:
             return self.step_wrapped(closure)
+        if LossScale.given_to(self).is_used:
+            check_unscaled(self._transforms, "Clip in the loop, after scaler.unscale_(local)")
 
         def checked_closure() -> Any:
             assert closure is not None
