@@ -18,7 +18,7 @@ from .run import Run
 _ADAMW = partial(optim.AdamW, lr=0.01)
 
 ONCE = [
-    *refused(["interleaved", "deferred"], "optimizer.step() was called again for a backward"),
+    *refused(["interleaved", "chained", "deferred"], "optimizer.step() was called again for a backward"),
     *refused(STAGED, "zero.step() was called again for a backward"),
     *EVERY_BACKWARD,
 ]

@@ -41,7 +41,7 @@ NOT_DISCARDED = [*refused(STEPPED, "zero_grad() between backward and "), *EVERY_
 """The loop throws a backward away."""
 
 SECOND_BACKWARD = [
-    *refused(("interleaved", *STAGED), "a second backward began before "),
+    *refused(("interleaved", "chained", *STAGED), "a second backward began before "),
     *EVERY_BACKWARD,
 ]
 """The loop makes two synchronized backwards for one step."""
@@ -50,7 +50,7 @@ SECOND_BACKWARD = [
 def coupled(name: str) -> Declaration:
     """One step of the optimizer ``name`` is not one of each bucket, or of each parameter."""
     return [
-        *refused(("interleaved", *AUTOMATIC), f"updating bucket by bucket would not equal one step of {name}: "),
+        *refused(("interleaved", "chained", *AUTOMATIC), f"updating bucket by bucket would not equal one step of {name}: "),
         *refused(SHARDED, f"{name} does not update each parameter by itself"),
     ]
 

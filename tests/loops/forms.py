@@ -13,12 +13,14 @@ from overlap import (
     LocalSGD,
     OptimizerHookState,
     OverlappedOptimizer,
+    ReduceScatter,
     Step,
     ZeroRedundancyOptimizer,
     ZeroStep,
     allreduce_hook,
     chain,
     hook_then_optimizer,
+    route,
 )
 
 from .run import Run, Stepless
@@ -60,6 +62,31 @@ def _replicated(**options: Any) -> Callable[[Run, Any, Any], Any]:
         return optimizer
 
     return build
+
+
+def _look(bucket: Any) -> None:
+    """A transform that changes nothing."""
+
+
+def _chained(run: Run, ddp: Any, params: Any) -> Any:
+    optimizer = OverlappedOptimizer(run.plain_optimizer(params))
+    reducer = route({_is_matrix: AllReduce(), "*": AllReduce()}) if _has_both(ddp) else AllReduce()
+    run.keep(chain(_look, reducer, _look, Step(optimizer), _look).register(ddp))
+    return optimizer
+
+
+def _is_matrix(name: str, parameter: Any) -> bool:
+    return bool(parameter.ndim > 1)
+
+
+def _has_both(ddp: Any) -> bool:
+    return any(_is_matrix(name, parameter) for name, parameter in ddp.named_parameters() if parameter.requires_grad)
+
+
+def _sharded_chained(run: Run, ddp: Any, params: Any) -> Any:
+    zero = _zero(run, params, overlap_with_ddp=True)
+    run.keep(chain(ReduceScatter(zero), _look, ZeroStep(zero), _look).register(ddp))
+    return zero
 
 
 def _automatic(run: Run, ddp: Any, params: Any) -> Any:
@@ -111,10 +138,17 @@ PLAIN = Form(name="plain", made="DDP, then `o.step()`", build=lambda run, ddp, p
 
 FORMS: tuple[Form, ...] = (
     Form(name="interleaved", made="`Step(OverlappedOptimizer(o))`", build=_replicated()),
+    Form(name="chained", made="`Step` among transforms, behind `route({...})`", build=_chained),
     Form(name="deferred", made="`Step(OverlappedOptimizer(o), deferred=True)`", build=_replicated(deferred=True)),
     Form(name="automatic", made="`Step(o)`", build=_automatic),
     Form(name="hook", made="`hook_then_optimizer(allreduce_hook, OptimizerHookState(o))`", build=_hook),
     Form(name="zero", made="`ZeroStep(zero)`", build=_sharded(), **_ZERO),
+    Form(
+        name="zero chained",
+        made="`ReduceScatter(zero), ZeroStep(zero)` among transforms",
+        build=_sharded_chained,
+        **_ZERO,
+    ),
     Form(
         name="zero forward",
         made='`ZeroStep(zero, gather="forward")`',
@@ -141,7 +175,7 @@ FORMS: tuple[Form, ...] = (
 ALL = tuple(form.name for form in FORMS)
 AUTOMATIC = ("automatic", "hook")
 """Backward does everything, and the loop calls no ``step()``."""
-STEPPED = ("interleaved", "zero", "zero forward", "zero parameter")
+STEPPED = ("interleaved", "chained", "zero", "zero chained", "zero forward", "zero parameter")
 """The update is made in backward, and the loop calls ``step()``."""
 IN_BACKWARD = (*STEPPED, *AUTOMATIC)
 """The update is made in backward."""

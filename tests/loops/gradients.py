@@ -20,8 +20,8 @@ from .run import Run
 _ADAMW = partial(optim.AdamW, lr=0.01)
 
 OWN_CLIP = [
-    *refused(["interleaved"], "the gradient of "),
-    *refused(["zero", "zero forward", "zero parameter"], "zero.clip_grad_norm_() after backward, but"),
+    *refused(["interleaved", "chained"], "the gradient of "),
+    *refused(["zero", "zero chained", "zero forward", "zero parameter"], "zero.clip_grad_norm_() after backward, but"),
     *limit(["zero deferred"], "the ranks' parts of the norm are summed in another order"),
     *ALREADY_UPDATED,
 ]

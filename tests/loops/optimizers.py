@@ -58,20 +58,20 @@ def _clamped(optimizer: Any) -> Any:
     return optimizer
 
 
-DRAWS = refused(["interleaved", *AUTOMATIC, *SHARDED], "SGLD.step() draws random numbers")
+DRAWS = refused(["interleaved", "chained", *AUTOMATIC, *SHARDED], "SGLD.step() draws random numbers")
 COUNTS = [
-    *refused(["interleaved", *AUTOMATIC], "updating bucket by bucket would not equal one step of CountingSGD: "),
-    *refused(["zero", "zero forward", "zero parameter"], "CountingSGD cannot be stepped bucket by bucket"),
+    *refused(["interleaved", "chained", *AUTOMATIC], "updating bucket by bucket would not equal one step of CountingSGD: "),
+    *refused(["zero", "zero chained", "zero forward", "zero parameter"], "CountingSGD cannot be stepped bucket by bucket"),
 ]
 DELEGATES = [*coupled("DelegatedAdamW"), *refused(["local"], "DelegatedAdamW runs no step hooks")]
 READS_BEFORE_STEP = limit(IN_BACKWARD, "it reads weights before the inner step(), when they are the new ones already")
 PATCHED = [
-    *refused(["interleaved", *AUTOMATIC], "step() of this SGD was replaced on the object"),
-    *refused(["zero", "zero forward", "zero parameter"], "0.weight (and "),
+    *refused(["interleaved", "chained", *AUTOMATIC], "step() of this SGD was replaced on the object"),
+    *refused(["zero", "zero chained", "zero forward", "zero parameter"], "0.weight (and "),
 ]
 CLIPS = [
-    *refused(["interleaved", *AUTOMATIC], "the step pre-hook clipping_hook.<locals>.clip must run before the update"),
-    *refused(["zero", "zero forward", "zero parameter"], "the gradient of "),
+    *refused(["interleaved", "chained", *AUTOMATIC], "the step pre-hook clipping_hook.<locals>.clip must run before the update"),
+    *refused(["zero", "zero chained", "zero forward", "zero parameter"], "the gradient of "),
 ]
 
 variant(
@@ -112,7 +112,7 @@ def sam(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("SAM, outside", NOT_DISCARDED, PARTS[2:3], optimizer=partial(optim.SGD, lr=0.1))
+@loop("SAM, outside", NOT_DISCARDED, [cell for cell in PARTS if cell[0] == "zero deferred"], optimizer=partial(optim.SGD, lr=0.1))
 def sam_by_hand(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()

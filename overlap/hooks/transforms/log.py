@@ -141,8 +141,8 @@ class Log(Transform):
 
 def _norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
     """The norm of each tensor; 0 of one without elements."""
-    present = norms([tensor for tensor in tensors if tensor.numel()], norm_type) if tensors else []
-    found = iter(present)
+    present = [tensor for tensor in tensors if tensor.numel()]
+    found = iter(norms(present, norm_type) if present else [])
     return [next(found) if tensor.numel() else torch.zeros((), device=tensor.device) for tensor in tensors]
 
 
