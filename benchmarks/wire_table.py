@@ -10,7 +10,6 @@ compare their results bit by bit. With ``--into`` the table takes the place of w
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import socket
 from collections.abc import Callable
@@ -46,6 +45,7 @@ class Measured:
 
 Place = Callable[[int, int, Wire], Measured]
 PLACES: dict[str, Place] = {}
+_KEPT: list[Callable[[], Tensor]] = []
 
 
 def place(name: str) -> Callable[[Place], Place]:
@@ -65,9 +65,9 @@ def values_of(rank: int, numel: int = NUMEL) -> Tensor:
 
 def measured(run: Callable[[], Tensor], exact: Tensor, fp32_bytes: float, *, same: bool = True) -> Measured:
     """What ``run`` sends and how far its result is from ``exact``; it is run once before, to connect."""
+    # What is still open is counted, so nothing is closed while something is measured.
+    _KEPT.append(run)
     run()
-    # What earlier measurements had open is closed now and not later.
-    gc.collect()
     dist.barrier()
     before = socket_bytes()
     result = run()
@@ -88,18 +88,19 @@ def all_reduce_bytes(ranks: int) -> float:
     return 2 * 4 * NUMEL * (ranks - 1) / ranks
 
 
+class Given(nn.Module):
+    """Its gradient is what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(NUMEL))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.weight * gradient).sum()
+
+
 @place("reducer")
 def _reducer(rank: int, ranks: int, wire: Wire) -> Measured:
-    class Given(nn.Module):
-        """Its gradient is what it is called with."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(NUMEL))
-
-        def forward(self, gradient: Tensor) -> Tensor:
-            return (self.weight * gradient).sum()
-
     ddp = DistributedDataParallel(Given())
     overlap.register(ddp, overlap.Quantize(wire))
 
@@ -108,6 +109,50 @@ def _reducer(rank: int, ranks: int, wire: Wire) -> Measured:
         ddp(values_of(rank)).backward()
         gradient: Tensor = ddp.module.weight.grad
         return gradient.clone()
+
+    return measured(run, _mean(ranks), all_reduce_bytes(ranks))
+
+
+@place("ZeRO, reduce")
+def _zero_reduce(rank: int, ranks: int, wire: Wire) -> Measured:
+    return _sharded(rank, ranks, reduce_wire=wire)
+
+
+@place("ZeRO, gather")
+def _zero_gather(rank: int, ranks: int, wire: Wire) -> Measured:
+    return _sharded(rank, ranks, gather_wire=wire)
+
+
+def _sharded(rank: int, ranks: int, **wires: Wire) -> Measured:
+    """The direction without a wire sends fp32, half of an all-reduce, which is not counted."""
+    ddp = DistributedDataParallel(Given())
+    zero = overlap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=1.0, overlap_with_ddp=True)
+    overlap.chain(overlap.ZeroStep(zero, **wires)).register(ddp)
+
+    def run() -> Tensor:
+        before = ddp.module.weight.detach().clone()
+        ddp(values_of(rank)).backward()
+        zero.step()
+        step: Tensor = before - ddp.module.weight.detach()
+        return step
+
+    both = measured(run, _mean(ranks), all_reduce_bytes(ranks) / 2)
+    return Measured(both.share - 1, both.error, both.are_equal)
+
+
+@place("local SGD")
+def _local_sgd(rank: int, ranks: int, wire: Wire) -> Measured:
+    ddp = DistributedDataParallel(Given())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    local = overlap.LocalSGD(ddp, optimizer, 1, 0, wire=wire)
+
+    def run() -> Tensor:
+        before = ddp.module.weight.detach().clone()
+        local.zero_grad()
+        ddp(values_of(rank)).backward()
+        local.step()
+        change: Tensor = before - ddp.module.weight.detach()
+        return change
 
     return measured(run, _mean(ranks), all_reduce_bytes(ranks))
 
