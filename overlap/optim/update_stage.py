@@ -20,7 +20,7 @@ from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.veto import supports_veto
 
-__all__ = ["UpdateStage", "without_adding_up"]
+__all__ = ["UpdateStage", "check_unscaled", "without_adding_up"]
 
 
 class UpdateStage(Stage):
@@ -120,13 +120,7 @@ class UpdateStage(Stage):
 
     def check_unscaled(self) -> None:
         """Raises: TrainingLoopError: ``GradScaler`` is used, and a transform has seen scaled gradients."""
-        transform = next((stage for stage in self._transforms if not stage.commutes_with_scaling), None)
-        if transform is not None:
-            raise TrainingLoopError(
-                f"GradScaler multiplies the loss, so {transform!r} has seen scaled gradients in backward: leave it "
-                f"out. {type(self).__name__}(..., clip_grad_norm=...) clips what is unscaled, and bfloat16 needs no "
-                "scaler"
-            )
+        check_unscaled(self._transforms, f"{type(self).__name__}(..., clip_grad_norm=...) clips what is unscaled")
 
     @property
     @abstractmethod
@@ -176,6 +170,16 @@ class UpdateStage(Stage):
         # A rank without inputs makes the update at once; those with inputs make it in step().
         is_skipped = bool(self.skipped) and not is_replay
         self.lifecycle.on_backward(is_replay=is_replay, outcome=Phase.REDUCED if is_skipped else None)
+
+
+def check_unscaled(transforms: Sequence[Stage], instead: str) -> None:
+    """Called where ``GradScaler`` is used. Raises: TrainingLoopError: a transform has seen scaled gradients."""
+    transform = next((stage for stage in transforms if not stage.commutes_with_scaling), None)
+    if transform is not None:
+        raise TrainingLoopError(
+            f"GradScaler multiplies the loss, so {transform!r} has seen scaled gradients in backward: leave it out. "
+            f"{instead}, and bfloat16 needs no scaler"
+        )
 
 
 def without_adding_up(form: Form, before: Sequence[Stage]) -> Form:

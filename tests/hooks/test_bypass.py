@@ -95,6 +95,22 @@ def test_where_sending_is_faster_the_mean_is_exact_and_nothing_is_lost() -> None
     run_ranks(_bypassed, 2, timeout_s=120)
 
 
+def _by_column(rank: int, world_size: int) -> list[str]:
+    """Ranks in different places of their machines measure the opposite of each other, in different groups."""
+    _clock(_alternating(1.0, 2.0) if rank % 2 else _alternating(8.0, 1.0))
+    ddp, stage = wrap(MLP.model()), Hierarchical(outer=Quantize(bits=8, bypass="auto"), machine_size=2)
+    register(ddp, stage)
+    for step in range(5):
+        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+    decided: list[str] = stage.state_dict()["outer"]["bypass"]["bypassed"]
+    return decided
+
+
+def test_between_machines_all_ranks_decide_together() -> None:
+    # Else the ranks of one machine would issue different numbers of collectives.
+    assert run_ranks(_by_column, 4) == [[]] * 4
+
+
 def _of_some(rank: int, world_size: int) -> None:
     """One bucket is bypassed and others are not; the decision is saved."""
     times_ms = iter([1.0, 2.0, *[2.0, 1.0] * 100])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from overlap import optim
+from overlap import Int4, optim
 from overlap.bench.training_setup import TrainingLoop, TrainingSetup
 from overlap.bench.variant import variant
 
@@ -45,6 +45,11 @@ def overlap_local_sgd(setup: TrainingSetup) -> TrainingLoop:
 @variant("overlap-local-sgd-overlap", floor="streamed", block_steps=_PERIOD)
 def overlap_local_sgd_overlap(setup: TrainingSetup) -> TrainingLoop:
     return _local_sgd(setup, overlap=True)
+
+
+@variant("overlap-local-sgd-int4", floor="streamed", block_steps=_PERIOD)
+def overlap_local_sgd_int4(setup: TrainingSetup) -> TrainingLoop:
+    return _local_sgd(setup, wire=Int4(), error_feedback=True)
 
 
 def _local_sgd(setup: TrainingSetup, **options: Any) -> TrainingLoop:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from overlap import AllReduce, Cast, PowerSGD, Quantize
+from overlap import AllReduce, Cast, Float8, Int4, Int8, PowerSGD, Quantize, TopK
 from overlap.bench.training_setup import TrainingLoop, TrainingSetup
 from overlap.bench.variant import variant
 from overlap.bench.variants.updates import update_in_backward
@@ -64,6 +64,11 @@ def overlap_powersgd_r4_auto(setup: TrainingSetup) -> TrainingLoop:
     return update_in_backward(setup, PowerSGD(rank=4, bypass="auto"))
 
 
+@variant("overlap-powersgd-r4-int8")
+def overlap_powersgd_r4_int8(setup: TrainingSetup) -> TrainingLoop:
+    return update_in_backward(setup, PowerSGD(rank=4, wire=Int8()))
+
+
 @variant("torch-quantize8")
 def torch_quantize8(setup: TrainingSetup) -> TrainingLoop:
     from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import quantization_pertensor_hook
@@ -73,12 +78,27 @@ def torch_quantize8(setup: TrainingSetup) -> TrainingLoop:
 
 @variant("overlap-quantize8")
 def overlap_quantize8(setup: TrainingSetup) -> TrainingLoop:
-    return update_in_backward(setup, Quantize(bits=8))
+    return update_in_backward(setup, Quantize(Int8()))
 
 
 @variant("overlap-quantize4")
 def overlap_quantize4(setup: TrainingSetup) -> TrainingLoop:
-    return update_in_backward(setup, Quantize(bits=4))
+    return update_in_backward(setup, Quantize(Int4()))
+
+
+@variant("overlap-quantize4-feedback")
+def overlap_quantize4_feedback(setup: TrainingSetup) -> TrainingLoop:
+    return update_in_backward(setup, Quantize(Int4(), error_feedback=True))
+
+
+@variant("overlap-float8")
+def overlap_float8(setup: TrainingSetup) -> TrainingLoop:
+    return update_in_backward(setup, Quantize(Float8()))
+
+
+@variant("overlap-topk1-feedback")
+def overlap_topk1_feedback(setup: TrainingSetup) -> TrainingLoop:
+    return update_in_backward(setup, Quantize(TopK(0.01), error_feedback=True))
 
 
 def _torch_hook(setup: TrainingSetup, hook: Any, state: object) -> TrainingLoop:

@@ -20,6 +20,7 @@ from overlap.errors import ConfigurationError, OverlapError, TrainingLoopError
 from overlap.hooks import Stage, StageContext, chain
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
 from overlap.hooks.wires import Wire
+from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.local_sgd.anchors import Anchors
 from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
@@ -34,6 +35,7 @@ from overlap.optim.local_sgd.several import name_of
 from overlap.optim.local_sgd.stages import LocalSGDStage, check_transforms, check_update
 from overlap.optim.local_sgd.synchronizer import Synchronizer
 from overlap.optim.phases import Form, Phase
+from overlap.optim.update_stage import check_unscaled
 
 __all__ = ["LocalSGD"]
 
@@ -88,7 +90,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
 
     Issues, when ranks average: one all-reduce for about each 8 MB of parameters; on the model's process group from
     :meth:`step`, or with ``overlap`` in the background. With ``wire``, a send and a receive with every other rank and
-    an all-gather, as :class:`Quantize` does; the first time also an all-reduce of two numbers per parameter.
+    an all-gather, as :class:`Quantize` does. With ``wire`` or ``outer`` the first time also an all-reduce of two
+    numbers per parameter.
 
     Raises:
         ConfigurationError: an argument is out of range, two do not fit together, or optimizer and model do not.
@@ -152,7 +155,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         self._lifecycle = None if update is not None else UpdateLifecycle(_FORM, clears=lambda parameter: True)
         self._stage = LocalSGDStage(
             signature=repr(self),
-            summary=schedule.summary,
+            summary=f"{schedule.summary}{options.summary}",
             lifecycle=self._lifecycle,
             before_forward=self._before_forward,
             before_backward=self._before_backward,
@@ -165,8 +168,10 @@ class LocalSGD(AveragingOptimizer, Joinable):
             post_local_gradient_allreduce=subgroup is not None,
         )
         reduce = PostLocal(state, reducer, is_local=lambda: schedule.is_local)
-        seeing = check_transforms(transforms)
-        self.registration = chain(reduce, *seeing, *([] if update is None else [update]), self._stage).register(ddp)
+        self._transforms = check_transforms(transforms)
+        self.registration = chain(
+            reduce, *self._transforms, *([] if update is None else [update]), self._stage
+        ).register(ddp)
         """What is registered with the model; :meth:`remove` takes it out."""
 
     @property
@@ -207,6 +212,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
         lifecycle = self._lifecycle
         if lifecycle is None:
             return self.step_wrapped(closure)
+        if LossScale.given_to(self).is_used:
+            check_unscaled(self._transforms, "Clip in the loop, after scaler.unscale_(local)")
 
         def checked_closure() -> Any:
             assert closure is not None

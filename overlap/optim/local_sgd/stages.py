@@ -96,7 +96,7 @@ class LocalSGDStage(Stage):
 
     Args:
         signature: the settings that must be the same on every rank.
-        summary: the schedule, for ``repr``.
+        summary: the schedule and the options, for ``repr``.
         lifecycle: of the update that ``LocalSGD.step`` makes; ``None`` where a stage updates in backward.
         before_forward: called before each forward that records gradients.
         before_backward: called with ``is_replay`` when the first bucket of a pass arrives.

@@ -184,7 +184,7 @@ class Synchronizer:
         if weight is None:
             return
         anchors, compressed = self._anchors_at(level), self._compressed_at(level)
-        if compressed is not None and anchors is not None:
+        if anchors is not None:
             anchors.check_common(group, context.device)
         ranks = self.schedule.ranks_of(level)
         if delay:

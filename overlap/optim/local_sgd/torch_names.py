@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -186,7 +186,7 @@ class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
     the wrapped optimizer's. A step that ``GradScaler`` skips still averages when it is time.
 
     Args:
-        optim: the optimizer, not a class.
+        optim: the optimizer, not a class; or a list of several with parameters of their own, stepped in turn.
         averager: says when to average, and over which ranks.
 
     Issues: what ``averager`` issues, in :meth:`step`.
@@ -195,7 +195,7 @@ class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
         ConfigurationError: ``optim`` is not an optimizer, or ``averager`` is not a ModelAverager.
     """
 
-    def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
+    def __init__(self, optim: Optimizer | Sequence[Optimizer], averager: ModelAverager) -> None:
         if not hasattr(averager, "average_parameters") or not hasattr(averager, "step") or isinstance(averager, type):
             raise ConfigurationError(
                 f"PostLocalSGDOptimizer takes a ModelAverager, got {described(averager)}; make one, as in "

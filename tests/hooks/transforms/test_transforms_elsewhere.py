@@ -79,7 +79,7 @@ def _joined(rank: int, world_size: int) -> None:
             torch.distributed.all_reduce(gradient)
         edit(by)
         plain.step()
-    for form in ("interleaved", "deferred", "sharded", "sharded, deferred"):
+    for form in ("interleaved", "deferred", "sharded, deferred"):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         optimizer: Any
         if form.startswith("sharded"):
@@ -240,6 +240,12 @@ def _local_sgd(rank: int, world_size: int) -> None:
     mean_squared_error(other, MLP.batch(0, rank)).backward()
     with pytest.raises(TrainingLoopError, match="a second backward began"):
         mean_squared_error(other, MLP.batch(1, rank)).backward()
+    scaled = wrap(MLP.model(), **MLP.ddp_options())
+    local = LocalSGD(scaled, torch.optim.SGD(scaled.parameters(), lr=0.1), start_step=100, transforms=[ClipValue(0.1)])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(mean_squared_error(scaled, MLP.batch(0, rank))).backward()
+    with pytest.raises(TrainingLoopError, match=r"has seen scaled gradients.*Clip in the loop"):
+        scaler.step(local)
     third = wrap(MLP.model(), **MLP.ddp_options())
     with pytest.raises(UnsupportedError, match=r"SkipNonFinite\(\) leaves out the step of all ranks"):
         LocalSGD(third, ADAMW(third.parameters()), transforms=[SkipNonFinite()])

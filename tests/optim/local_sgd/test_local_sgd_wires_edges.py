@@ -237,7 +237,7 @@ def _one_fails(rank: int, world_size: int) -> None:
     began_s = time.monotonic()
     with pytest.raises(PeerError if rank == 0 else ValueError, match="armed"):
         run(MLP, rank, range(2), ddp, made)
-    assert time.monotonic() - began_s < 10, "long before the group's timeout"
+    assert time.monotonic() - began_s < 15, "before the group's timeout"
     assert "error" not in made.state_dict()["local_sgd"]["wire"]
 
 
@@ -333,13 +333,14 @@ def _refused(rank: int, world_size: int) -> None:
     assert repr(LocalSGD(ddp, sgd(ddp.parameters()), 8, 0, wire=Int4(), error_feedback=True)) == (
         "LocalSGD(SGD, period 8 from step 0, wire Int4(), error feedback)"
     )
-    other = wrap(MLP.model())
-    made = LocalSGD(other, sgd(other.parameters()), 2, 0, wire=Int8())
-    if rank == 1:
-        with torch.no_grad():
-            next(other.parameters()).add_(1.0)
-    with pytest.raises(ConfigurationError, match=r"began the round with different parameters \(.*weight\)"):
-        run(MLP, rank, range(2), other, made)
+    for different in ({"wire": Int8()}, {"outer": OUTER}):
+        other = wrap(MLP.model())
+        made = LocalSGD(other, sgd(other.parameters()), 2, 0, **different)  # type: ignore[arg-type]
+        if rank == 1:
+            with torch.no_grad():
+                next(other.parameters()).add_(1.0)
+        with pytest.raises(ConfigurationError, match=r"began the round with different parameters \(.*weight\)"):
+            run(MLP, rank, range(2), other, made)
 
 
 def test_what_cannot_be_right_is_refused() -> None:

@@ -105,11 +105,12 @@ def _parts(rank: int, world_size: int) -> None:
     plain, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
     parameters = list(ddp.parameters())
     weights = [p for p in parameters[:6] if p.ndim == 2]
-    muon = ZeroRedundancyOptimizer(weights, torch.optim.Muon, **MUON)
-    adamw = ZeroRedundancyOptimizer([p for p in parameters[:6] if p.ndim == 1], torch.optim.AdamW, **ADAMW)
+    # Parameters stay as they are, and with them the reference.
+    muon = ZeroRedundancyOptimizer(weights, torch.optim.Muon, lr=0.0)
+    adamw = ZeroRedundancyOptimizer([p for p in parameters[:6] if p.ndim == 1], torch.optim.AdamW, lr=0.0)
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     looks, after = _Looks(), _Looks()
-    chain(looks, ZeroStep(muon, deferred=True), ZeroStep(adamw, deferred=True), after).register(ddp)
+    chain(looks, ZeroStep(muon), ZeroStep(adamw), after).register(ddp)
     for step in range(4):
         looks.seen.clear()
         after.seen.clear()
@@ -143,7 +144,7 @@ def _parts(rank: int, world_size: int) -> None:
         if step > 0:
             assert len(looks.seen) > 2
         for optimizer in (muon, adamw):
-            optimizer.zero_grad()
+            optimizer.step()
         for parameter in parameters[6:]:
             parameter.grad = None
 

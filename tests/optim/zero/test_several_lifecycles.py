@@ -72,6 +72,27 @@ class _Turns:
         return loss
 
 
+class _ClearsByHand:
+    """A loop that now and then clears the matrices' gradients by itself, and steps the other optimizer alone."""
+
+    def __init__(self, *, clears: bool) -> None:
+        self.steps = 0
+        self.clears = clears
+
+    def __call__(self, ddp: Any, both: Any, batch: Any, loss_of: Any) -> torch.Tensor:
+        if self.clears:
+            both.zero_grad()
+        loss = loss_of(ddp, batch)
+        loss.backward()
+        place, self.steps = self.steps, self.steps + 1
+        if place % 2:
+            for parameter in divided(ddp)[0]:
+                parameter.grad = None
+        for optimizer in both.pair[place % 2 :]:
+            optimizer.step()
+        return loss
+
+
 def _accumulates(base: Any, ddp: Any, both: Any, batch: Any, loss_of: Any) -> torch.Tensor:
     if base is plain_step:
         both.zero_grad()
@@ -91,6 +112,10 @@ def _loops(rank: int, world_size: int) -> None:
     reference = plain_run(MLP, rank, step_fn=_Turns(clears=True))
     for name in (*_INTERLEAVED, *_DEFERRED, "the first deferred"):
         check(several_run(MLP, rank, FORMS[name], step_fn=_Turns(clears=False)), reference, what=name, rank=rank)
+    reference = plain_run(MLP, rank, step_fn=_ClearsByHand(clears=True))
+    for name in _DEFERRED:
+        candidate = several_run(MLP, rank, FORMS[name], step_fn=_ClearsByHand(clears=False))
+        check(candidate, reference, what=f"cleared by hand, {name}", rank=rank)
     reference = plain_run(MLP, rank, step_fn=functools.partial(_accumulates, plain_step))
     for name in (_INTERLEAVED[1], _DEFERRED[0]):
         loop = functools.partial(_accumulates, overlapped_step)
@@ -261,11 +286,11 @@ def _scaled(rank: int, world_size: int) -> None:
             plain.zero_grad()
             for model, optimizers, scaler in ((plain, reference, scalers[0]), (ddp, pair, scalers[1])):
                 loss = scaler.scale(mean_squared_error(model, MLP.batch(place, rank)))
-                if place == 2 and rank == 1:
-                    # Of one optimizer's parameters alone.
-                    handle = model.module[4].bias.register_hook(lambda grad: grad * float("inf"))
+                # Of one optimizer's parameters alone; sharded, they are each another rank's.
+                if layer := {1: 2, 3: 4}.get(place, 0) * rank:
+                    handle = model.module[layer].bias.register_hook(lambda grad: grad * float("inf"))
                 loss.backward()
-                if place == 2 and rank == 1:
+                if layer:
                     handle.remove()
                 for optimizer in optimizers:
                     scaler.step(optimizer)
