@@ -246,8 +246,7 @@ class PowerSGD(Stage):
         memory = Memory()
 
         def copy() -> Bucket:
-            # Fresh zeros: the same work as with gradients, and nothing that could overflow.
-            return bucket.with_buffer(torch.zeros_like(bucket.buffer))
+            return bucket.with_buffer(torch.zeros_like(bucket.buffer))  # The same work, and no overflow.
 
         async def send() -> None:
             await self._all_reduce(copy())
