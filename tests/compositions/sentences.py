@@ -163,6 +163,10 @@ def _routed(rules: dict[str, Callable[[], Any]]) -> Callable[[], Any]:
     return lambda: route({pattern: make() for pattern, make in rules.items()})
 
 
+def _factors() -> PowerSGD:
+    return PowerSGD(rank={"head.*": 2, "*": 1}, min_compression_rate=1, wire=Int8())
+
+
 def _int4() -> Quantize:
     return Quantize(Int4(), error_feedback=True)
 
@@ -196,6 +200,15 @@ SENTENCES: dict[str, Sentence] = {
     "sparse, deferred": Sentence(build=_with(lambda: Quantize(TopK(0.1), error_feedback=True), deferred=True)),
     "two levels": Sentence(build=_with(lambda: Hierarchical(outer=_int4(), machine_size=1))),
     "4 bits and back, sharded": Sentence(build=_sharded(reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True)),
+    "4 bits and back, skip": Sentence(
+        build=_sharded(SkipNonFinite, reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True), skips=True
+    ),
+    "8 bits back, skip, in the next forward": Sentence(
+        build=_sharded(SkipNonFinite, gather_wire=Int8(), gather="forward"), skips=True
+    ),
+    "factors in 8 bits, clipped, two sharded updates": Sentence(
+        build=_sharded_muon(_factors, lambda: ClipGradNorm(1.0), gather_wire=Int8())
+    ),
     "4 bits and back, clipped, in the next forward": Sentence(
         build=_sharded(
             lambda: ClipGradNorm(1.0), reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True, gather="forward"

@@ -50,7 +50,9 @@ SECOND_BACKWARD = [
 def coupled(name: str) -> Declaration:
     """One step of the optimizer ``name`` is not one of each bucket, or of each parameter."""
     return [
-        *refused(("interleaved", "chained", *AUTOMATIC), f"updating bucket by bucket would not equal one step of {name}: "),
+        *refused(
+            ("interleaved", "chained", *AUTOMATIC), f"updating bucket by bucket would not equal one step of {name}: "
+        ),
         *refused(SHARDED, f"{name} does not update each parameter by itself"),
     ]
 

@@ -10,12 +10,15 @@ import torch
 from torch import optim
 from torch.nn.functional import mse_loss
 
-from .corpus import limit, loop
+from .corpus import limit, loop, refused
 from .declared import EDITED, NOT_DISCARDED
 from .models import mlp
 from .run import Run
 
 _ADAM = partial(optim.Adam, lr=0.01, betas=(0.5, 0.9))
+
+FOLLOWED = refused(["chained", "zero chained"], "skip_update() leaves the update of ")
+"""The chain has a transform after the update."""
 
 NO_SKIP = limit(["hook"], "a hook has no skip_update()")
 
@@ -53,7 +56,7 @@ def gan(*, says_so: bool) -> Any:
 
 
 loop("GAN", NOT_DISCARDED, optimizer=_ADAM)(gan(says_so=False))
-loop("GAN, with skip_update()", NO_SKIP, optimizer=_ADAM)(gan(says_so=True))
+loop("GAN, with skip_update()", NO_SKIP, FOLLOWED, optimizer=_ADAM)(gan(says_so=True))
 
 
 @loop("actor and critic, one loss, two optimizers")
@@ -98,7 +101,7 @@ def adversarial(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("adversarial examples, with skip_update()", NO_SKIP)
+@loop("adversarial examples, with skip_update()", NO_SKIP, FOLLOWED)
 def adversarial_skipped(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         x.requires_grad_()

@@ -144,7 +144,9 @@ STILL_NEEDED_DATA = limit(
     is_a_race=True,
 )
 RESTRIDED = [
-    *refused(["interleaved", "chained", "deferred", "automatic", "local"], "2.weight has strides (72, 1, 24, 8), but had"),
+    *refused(
+        ["interleaved", "chained", "deferred", "automatic", "local"], "2.weight has strides (72, 1, 24, 8), but had"
+    ),
     *refused(["hook"], "a parameter of shape (8, 8, 3, 3) has strides (72, 1, 24, 8), but had"),
     *refused(STAGED, "parameter 0 of group 0 has strides (27, 1, 9, 3), but had"),
 ]

@@ -60,8 +60,12 @@ def _clamped(optimizer: Any) -> Any:
 
 DRAWS = refused(["interleaved", "chained", *AUTOMATIC, *SHARDED], "SGLD.step() draws random numbers")
 COUNTS = [
-    *refused(["interleaved", "chained", *AUTOMATIC], "updating bucket by bucket would not equal one step of CountingSGD: "),
-    *refused(["zero", "zero chained", "zero forward", "zero parameter"], "CountingSGD cannot be stepped bucket by bucket"),
+    *refused(
+        ["interleaved", "chained", *AUTOMATIC], "updating bucket by bucket would not equal one step of CountingSGD: "
+    ),
+    *refused(
+        ["zero", "zero chained", "zero forward", "zero parameter"], "CountingSGD cannot be stepped bucket by bucket"
+    ),
 ]
 DELEGATES = [*coupled("DelegatedAdamW"), *refused(["local"], "DelegatedAdamW runs no step hooks")]
 READS_BEFORE_STEP = limit(IN_BACKWARD, "it reads weights before the inner step(), when they are the new ones already")
@@ -70,7 +74,10 @@ PATCHED = [
     *refused(["zero", "zero chained", "zero forward", "zero parameter"], "0.weight (and "),
 ]
 CLIPS = [
-    *refused(["interleaved", "chained", *AUTOMATIC], "the step pre-hook clipping_hook.<locals>.clip must run before the update"),
+    *refused(
+        ["interleaved", "chained", *AUTOMATIC],
+        "the step pre-hook clipping_hook.<locals>.clip must run before the update",
+    ),
     *refused(["zero", "zero chained", "zero forward", "zero parameter"], "the gradient of "),
 ]
 
@@ -112,7 +119,12 @@ def sam(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("SAM, outside", NOT_DISCARDED, [cell for cell in PARTS if cell[0] == "zero deferred"], optimizer=partial(optim.SGD, lr=0.1))
+@loop(
+    "SAM, outside",
+    NOT_DISCARDED,
+    [cell for cell in PARTS if cell[0] == "zero deferred"],
+    optimizer=partial(optim.SGD, lr=0.1),
+)
 def sam_by_hand(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()

@@ -332,7 +332,8 @@ class ZeroStep(UpdateStage):
             self._update(self._held.pop(bucket.index, []))
         if shards is not None:
             self.lifecycle.gradients.note_applied(shard.parameter for shard in shards)
-            if self._prefetch is None:
+            # There is nothing new after a step that was left out; through a wire, rounding of earlier ones would go.
+            if self._prefetch is None and not self.lifecycle.veto.stops:
                 await self.exchange.gather(shards, bucket.group)
 
     async def _exchange_gradients(self, bucket: Bucket, shards: BucketShards) -> None:
@@ -389,7 +390,7 @@ class ZeroStep(UpdateStage):
             if not (self._has_whole_mean or self.lifecycle.is_replay):
                 self._scales.note(self._reduced_shards())
             return None
-        if self._prefetch is not None:
+        if self._prefetch is not None and not self.lifecycle.veto.stops:
             self._gather()
         self.lifecycle.on_reduced(Phase.STEPPED if self.lifecycle.is_replay else None)
         if self.is_automatic:
