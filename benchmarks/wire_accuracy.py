@@ -1,6 +1,6 @@
 """What fewer bytes cost in accuracy: the demo's ResNet-18 on handwritten digits, every way from the same weights.
 
-    python benchmarks/wire_accuracy.py [--ranks 2] [--seeds 3] [--epochs 5] [--markdown table.md]
+    python benchmarks/wire_accuracy.py [--ranks 2] [--seeds 3] [--epochs 5] [--image-size 32] [--markdown table.md]
 
 Each row trains once per seed with the demo's own loop, data and schedule; `python -m overlap demo` with the options in
 the second column trains the same beside plain DDP. Accuracy is that of rank 0's model on the 360 images that were held
@@ -60,7 +60,7 @@ def rank_main(rank: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
     world = World(rank=rank, size=options.ranks, device=torch.device("cpu"), backend="gloo")
-    digits = load_digits(image_size=Settings().image_size, images=Settings().images, device=world.device)
+    digits = load_digits(image_size=options.image_size, images=Settings().images, device=world.device)
     lines = ["| gradients, update | demo's options | accuracy | of each seed |", "| --- | --- | ---: | ---: |"]
     for name in options.rows or ROWS:
         typed, settings = ROWS[name]
@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--image-size", type=int, default=32, help="side in pixels")
     parser.add_argument("--rows", nargs="*", choices=ROWS, metavar="NAME", help=f"some of: {'; '.join(ROWS)}")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     options = parser.parse_args()

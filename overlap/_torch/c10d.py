@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import queue
 import threading
-from collections.abc import Sequence
+import time
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -32,6 +36,8 @@ __all__ = [
     "is_future",
     "issued",
 ]
+
+_LOOKING_S = 0.02
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -184,24 +190,75 @@ def _abort(backend: Any) -> None:
         backend.abort()
 
 
-def _start_abort(backends: list[Any]) -> threading.Thread:
-    return start(lambda: _abort(backends.pop()), "overlap-abort")
+def _start_abort(backends: list[Any], in_flight: Sequence[dist.Work]) -> threading.Thread:
+    def run() -> None:
+        _abort(backends[0])
+        # Gloo's destructor waits for what is in flight, and holds the interpreter's lock meanwhile.
+        while not all(work.is_completed() for work in in_flight):
+            time.sleep(_LOOKING_S)
+        backends.clear()
+
+    return start(run, "overlap-abort")
 
 
-class _Message:
-    """The work of a message between two ranks on Gloo, which is waited for without a timeout.
+class _Messages:
+    """The works of messages between two ranks on Gloo, as one that can be waited for with a timeout.
 
-    A wait with a timeout would close the connection when it times out, and the work always says that it is completed.
+    A wait of their own with a timeout would close the connection when it times out, and they always say that they are
+    completed. So ``waiter`` waits for them without one, and whoever waits here can look meanwhile whether another rank
+    has failed, which will send nothing.
     """
 
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
+    def __init__(self, works: Sequence[dist.Work], waiter: _Waiter) -> None:
+        self._works = works
+        self._waiter = waiter
+        self._is_submitted = False
+        self._is_over = threading.Event()
+        self._error: Exception | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        return self._work.wait()
+        if not self._is_submitted:
+            self._is_submitted = True
+            self._waiter.submit(self._wait)
+        if not self._is_over.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("no message has come yet")
+        if self._error is not None:
+            raise self._error
+        return True
 
     def is_completed(self) -> bool:
-        return True
+        return self._is_over.is_set()
+
+    def _wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except Exception as error:
+            self._error = error
+        self._is_over.set()
+
+
+class _Waiter:
+    """A thread that waits, in the order of submission; it ends with its connections."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._is_running = False
+
+    def submit(self, wait: Callable[[], None]) -> None:
+        if not self._is_running:
+            self._is_running = True
+            start(functools.partial(_run_until_none, self._queue), "overlap-messages", stop=self.stop)
+        self._queue.put(wait)
+
+    def stop(self) -> None:
+        """Let the thread end when what was submitted is over."""
+        self._queue.put(None)
+
+
+def _run_until_none(waits: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (wait := waits.get()) is not None:
+        wait()
 
 
 class GlooChannel:
@@ -217,6 +274,9 @@ class GlooChannel:
 
     def __init__(self, group: dist.ProcessGroup, key: str) -> None:
         self._store = PrefixStore(f"overlap/{key}", group_store(group))
+        self._waiter = _Waiter()
+        self._in_flight: list[dist.Work] = []
+        weakref.finalize(self, self._waiter.stop)
         timeout = group_timeout(group, torch.device("cpu"))
         try:
             # Any: the type stubs lack a backend's collectives.
@@ -253,18 +313,23 @@ class GlooChannel:
     def all_reduce(self, tensor: Tensor, op: Any) -> list[dist.Work]:
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        return [self._backend.allreduce([tensor], options)]
+        return self._noted(self._backend.allreduce([tensor], options))
 
     def all_gather(self, output: Tensor, input: Tensor) -> list[dist.Work]:
-        return [self._backend._allgather_base(output, input)]
+        return self._noted(self._backend._allgather_base(output, input))
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> list[dist.Work]:
-        return [self._backend._reduce_scatter_base(output, input, dist.ReduceScatterOptions())]
+        return self._noted(self._backend._reduce_scatter_base(output, input, dist.ReduceScatterOptions()))
 
     def broadcast(self, tensor: Tensor, src: int) -> list[dist.Work]:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = src, 0
-        return [self._backend.broadcast([tensor], options)]
+        return self._noted(self._backend.broadcast([tensor], options))
+
+    def _noted(self, work: dist.Work) -> list[dist.Work]:
+        self._in_flight = [one for one in self._in_flight if not one.is_completed()]
+        self._in_flight.append(work)
+        return [work]
 
     def send_recv(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
@@ -272,7 +337,7 @@ class GlooChannel:
         # Receives first, so that a buffer is ready for what a peer sends.
         works = [self._backend.recv([tensor], peer, tag) for tensor, peer in receives]
         works += [self._backend.send([tensor], peer, tag) for tensor, peer in sends]
-        return [_Message(work) for work in works]
+        return [_Messages(works, self._waiter)] if works else []
 
     def abort(self) -> threading.Thread:
         """Abandon what is in flight and close the connections; the other ranks see theirs close.
@@ -281,4 +346,5 @@ class GlooChannel:
         backend sometimes waits until an operation times out.
         """
         backend, self._backend = self._backend, None
-        return _start_abort([backend])
+        self._waiter.stop()
+        return _start_abort([backend], self._in_flight)

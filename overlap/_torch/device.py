@@ -10,12 +10,14 @@ __all__ = ["current_stream", "has_streams", "hold"]
 
 def has_streams(device: torch.device) -> bool:
     """Whether work on ``device`` is queued on streams while the host runs ahead, as on accelerators but not the CPU."""
-    return device.type not in ("cpu", "meta")
+    return device.type != "cpu"
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The current stream of ``device``; ``None`` where there are none."""
-    return torch.get_device_module(device).current_stream(device) if has_streams(device) else None
+    if device.type in ("cpu", "meta"):
+        return None
+    return torch.get_device_module(device).current_stream(device)
 
 
 def hold(tensor: Tensor) -> Tensor:

@@ -11,6 +11,9 @@ from overlap.hooks.wires.chunks import ChunkWire, Grid
 
 __all__ = ["Int4", "Int8"]
 
+# Of the noise of stochastic rounding.
+_NOISE_LEVELS = 2**16
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Int8(ChunkWire):
@@ -91,6 +94,6 @@ def _rounded(values: Tensor, top: float, generator: torch.Generator | None) -> T
     """``values``, at most ``top`` in magnitude, as integers, in place: to nearest (ties to even), or up or down."""
     if generator is None:
         return values.round_()
-    noise = torch.empty_like(values).uniform_(generator=generator)
-    # top + noise can round up to top + 1 in fp32.
-    return values.add_(noise).floor_().clamp_(max=top)
+    # No finer than fp32 is there, so that whole numbers stay what they are.
+    noise = torch.empty_like(values).random_(0, _NOISE_LEVELS, generator=generator).div_(_NOISE_LEVELS)
+    return values.add_(noise).floor_().clamp_(-top, top)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.autograd import version
 from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.optim.zero.parameter_groups import check_same_on_all_ranks, device_of, is_narrower, names_of
@@ -140,7 +139,6 @@ class Shard:
             view = self.shaped(self.views[rank]).detach()
             self.own = view.to(master_dtype) if self.has_master else view
             self.own.requires_grad_(parameter.requires_grad)
-        self._seen_version = version(parameter)
         self.published: Tensor | None = None
         """What the parameter held of this rank's part when the update last wrote it; ``None`` unless :meth:`keep_true`
         was called."""
@@ -196,10 +194,10 @@ class Shard:
             self.own.requires_grad_(self.parameter.requires_grad)
         if self.published is not None:
             self._follow_edits(self.published)
-        elif self.has_master and version(self.parameter) != self._seen_version and self.own is not None:
-            # An element that the master still rounds to was not changed, and the master is more exact.
+        elif self.has_master and self.own is not None:
+            # An element that the master still rounds to was not changed, and the master is more exact. By value, since
+            # not every edit raises a version.
             self._follow_edits(self.own.to(self.parameter.dtype))
-            self._seen_version = version(self.parameter)
 
     def _follow_edits(self, before: Tensor) -> None:
         """Take over into the master the elements of the parameter that are not what they were ``before``."""
@@ -253,7 +251,6 @@ class Shard:
 
     def note_written(self) -> None:
         """The update itself has written the parameter."""
-        self._seen_version = version(self.parameter)
         if self.published is not None:
             self.published.copy_(self.shaped(self.views[self.rank]))
 
