@@ -81,6 +81,8 @@ class ShardedNorm:
 
     def __init__(self, clipping: Clipping, gradients: Sequence[Tensor], device: torch.device) -> None:
         self._clipping = clipping
+        is_double = any(gradient.dtype in (torch.float64, torch.complex128) for gradient in gradients)
+        self._dtype = torch.float64 if is_double else torch.float32
         # An empty part has no maximum.
         self._gradients = [gradient for gradient in gradients if gradient.numel()]
         self._is_max = clipping.norm_type == float("inf")
@@ -96,7 +98,7 @@ class ShardedNorm:
     @property
     def total(self) -> Tensor:
         """The global norm, after :attr:`partial` was all-reduced."""
-        return (self.partial if self._is_max else self.partial.pow(1 / self._clipping.norm_type)).float()
+        return (self.partial if self._is_max else self.partial.pow(1 / self._clipping.norm_type)).to(self._dtype)
 
     def clip_(self) -> Tensor:
         """Scale the gradients in place, after :attr:`partial` was all-reduced; returns the global norm."""

@@ -26,7 +26,9 @@ class LargestElements:
         """Take note of ``gradients``."""
         present = [gradient for gradient in gradients if gradient.numel()]
         if present:
-            self._largest.extend(norm.float() for norm in norms(present, float("inf")))
+            # What float64 holds may be infinite as float32.
+            each = norms(present, float("inf"))
+            self._largest.extend(norm if norm.dtype == torch.float64 else norm.float() for norm in each)
 
     def found_inf(self, device: torch.device) -> Tensor:
         """1.0 if a gradient that was noted has an element that is not finite, else 0.0; 0-dimensional."""

@@ -112,10 +112,10 @@ class BackwardPass:
     def _parts(self, bucket: Bucket) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
         """The label and the coroutine of each stage of the chain."""
         stages = self._stage.sequence
-        first = next(place for place, stage in enumerate(stages) if stage.role is not Role.TRANSFORM)
         if self.regrouping is None:
             yield from _run_each(stages, bucket)
             return
+        first = next(place for place, stage in enumerate(stages) if stage.role is not Role.TRANSFORM)
         yield from _run_each(stages[:first], bucket)
         yield repr(stages[first]), self.regrouping.run(bucket, functools.partial(_run_each, stages[first:]))
 

@@ -14,14 +14,13 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.bypass import bypass_from
 from overlap.hooks.collectives import all_reduce
 from overlap.hooks.context import StageContext
-from overlap.hooks.cut import SavedCut
 from overlap.hooks.stage import Stage
-from overlap.hooks.wires import ErrorFeedback, Int4, Int8, QuantizedSum, RoundingGenerator, Wire, redistribute
-from overlap.hooks.wires.feedback import check_errors
+from overlap.hooks.wires import Int4, Int8, QuantizedSum, Wire, redistribute
+from overlap.hooks.wires.memory import WireMemory
 
 __all__ = ["Quantize"]
 
-_KEYS = {"error", "generator", "buckets", "rank", "ranks", "bypass"}
+_BYPASS = "bypass"
 
 
 class Quantize(Stage):
@@ -68,11 +67,8 @@ class Quantize(Stage):
     ) -> None:
         self.wire = _wire(wire, bits, {"chunk": chunk, "rounding": rounding})
         self.error_feedback = error_feedback
-        self._feedback = ErrorFeedback() if error_feedback else None
-        self._generator = RoundingGenerator(self.wire)
-        self._saved_by: tuple[int, int] | None = None
-        self._context: StageContext | None = None
-        self._cut = SavedCut()
+        self._memory = WireMemory(self, error_feedback=error_feedback, wires=[self.wire])
+        self._is_attached = False
         self._bypass = bypass_from(
             bypass, "Quantize", compress=self._reduce, sample=self._reduce_sample, send=self._send
         )
@@ -82,29 +78,26 @@ class Quantize(Stage):
         return () if self._bypass is None else (self._bypass,)
 
     def attach(self, context: StageContext) -> None:
-        if self._feedback is not None and self._context is not None:
+        if self.error_feedback and self._is_attached:
             raise RegistrationError(
                 f"{self!r} remembers one model's errors already; give each model a stage of its own"
             )
-        self._check(context, self._saved_by, {} if self._feedback is None else self._feedback.errors)
-        self._context = context
-        self._cut.attach(context.cut)
+        self._memory.attach(context)
+        self._is_attached = True
 
     def detach(self) -> None:
-        self._context = None
-        self._cut.detach()
+        self._memory.detach()
+        self._is_attached = False
 
     def before_backward(self, *, is_replay: bool) -> None:
-        if self._feedback is not None:
-            self._feedback.begin()
+        self._memory.begin()
 
     def note_result(self, result: Tensor) -> None:
-        if self._feedback is not None:
-            self._feedback.note(result)
+        if (feedback := self._memory.feedback) is not None:
+            feedback.note(result)
 
     def after_backward(self, *, failed: bool) -> str | None:
-        if self._feedback is not None:
-            self._feedback.settle(failed=failed)
+        self._memory.settle(failed=failed)
         return None
 
     async def __call__(self, bucket: Bucket) -> None:
@@ -117,41 +110,41 @@ class Quantize(Stage):
     async def _reduce(self, bucket: Bucket) -> None:
         # As in DDP, each rank divides before the sum.
         mean = bucket.buffer.float().mul_(1 / bucket.divisor)
-        if self._feedback is None:
+        if (feedback := self._memory.feedback) is None:
             await self._sum(bucket, mean, out=mean)
             bucket.buffer.copy_(mean)
             return
         own = bucket.with_buffer(mean.clone())
-        self._feedback.add_to(own.names, own.gradients)
+        feedback.add_to(own.names, own.gradients)
         await self._sum(bucket, own.buffer, out=mean)
         bucket.buffer.copy_(mean)
         if bucket.buffer.dtype.itemsize < mean.dtype.itemsize:
             # What rounding the mean loses is not delivered either; each rank keeps its part of it.
             own.buffer.add_(mean.sub_(bucket.buffer), alpha=1 / bucket.group.size())
-        self._feedback.hold(own.names, own.gradients, bucket.buffer)
+        feedback.hold(own.names, own.gradients, bucket.buffer)
 
     async def _reduce_sample(self, bucket: Bucket) -> None:
         """The work of :meth:`_reduce`, which leaves no trace in the memory."""
-        before = self._generator.state()
-        mean = bucket.buffer.float().mul_(1 / bucket.divisor)
-        await self._sum(bucket, mean if self._feedback is None else mean.clone(), out=mean)
-        bucket.buffer.copy_(mean)
-        self._generator.load(before)
+        with self._memory.same_random_numbers():
+            mean = bucket.buffer.float().mul_(1 / bucket.divisor)
+            await self._sum(bucket, mean.clone() if self.error_feedback else mean, out=mean)
+            bucket.buffer.copy_(mean)
 
     async def _send(self, bucket: Bucket) -> None:
         """The exact mean, of what earlier passes have left out, too."""
-        if self._feedback is None or self._feedback.errors.keys().isdisjoint(bucket.names):
+        feedback = self._memory.feedback
+        if feedback is None or feedback.errors.keys().isdisjoint(bucket.names):
             await AllReduce()(bucket)
             return
         owed = bucket.with_buffer(torch.zeros_like(bucket.buffer, dtype=torch.float32))
-        self._feedback.add_to(owed.names, owed.gradients)
+        feedback.add_to(owed.names, owed.gradients)
         bucket.buffer.mul_(1 / bucket.divisor).add_(owed.buffer)
         await all_reduce(bucket.buffer, group=bucket.group)
-        self._feedback.release(owed.names, bucket.buffer)
+        feedback.release(owed.names, bucket.buffer)
 
     async def _sum(self, bucket: Bucket, values: Tensor, *, out: Tensor) -> None:
         """Sum ``values`` over ranks into ``out``, and leave in ``values`` the errors, if it is another tensor."""
-        generator = self._generator.of(bucket.group.rank(), values.device)
+        generator = self._memory.generator_for(self.wire, bucket.group.rank(), values.device)
         exchange = QuantizedSum.of(values.numel(), wire=self.wire, generator=generator, group=bucket.group)
         await exchange(values, out=out)
 
@@ -161,19 +154,9 @@ class Quantize(Stage):
         ``error`` by parameter's name, the rounding's ``generator``, the ``buckets`` of the last pass, in which a run
         that resumes reduces its first one, and the ``rank`` and number of ``ranks`` that it belongs to.
         """
-        state: dict[str, Any] = {}
-        if self._feedback is not None:
-            state["error"] = self._feedback.state_dict()
-        if (generator := self._generator.state()) is not None:
-            state["generator"] = generator
-        if (buckets := self._cut.state()) is not None:
-            state["buckets"] = buckets
-        if self._bypass is not None:
-            state["bypass"] = self._bypass.state_dict()
-        saved_by = self._saved_by if self._context is None else _place(self._context)
-        if state and saved_by is not None:
-            state["rank"], state["ranks"] = saved_by
-        return state
+        if self._bypass is None:
+            return self._memory.state_dict()
+        return self._memory.state_dict(also={_BYPASS: self._bypass.state_dict()})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned on this rank, before or after registering.
@@ -183,42 +166,15 @@ class Quantize(Stage):
                 another model's or another rank's; for another number of ranks, see :meth:`redistribute`. If the stage
                 is not yet registered, registering raises the latter.
         """
-        if unknown := sorted(set(state_dict) - _KEYS):
-            raise ConfigurationError(f"{self!r} has no state {unknown}")
-        errors = state_dict.get("error", {})
-        if self._feedback is None and errors:
-            raise ConfigurationError(
-                f"the state has error feedback, but {self!r} has none: make it with error_feedback=True"
-            )
-        if self._bypass is None and "bypass" in state_dict:
+        if self._bypass is None and _BYPASS in state_dict:
             raise ConfigurationError(
                 f'the state says which buckets are bypassed, but {self!r} bypasses none: make it with bypass="auto"'
             )
-        saved_by = (state_dict["rank"], state_dict["ranks"]) if {"rank", "ranks"} <= set(state_dict) else None
-        if self._context is not None:
-            self._check(self._context, saved_by, errors)
-        self._saved_by = saved_by
-        if self._feedback is not None:
-            self._feedback.load_state_dict(errors)
+        self._memory.load_state_dict({key: value for key, value in state_dict.items() if key != _BYPASS})
         if self._bypass is not None:
-            self._bypass.load_state_dict(state_dict.get("bypass", {}))
-        self._generator.load(state_dict.get("generator"))
-        self._cut.load(state_dict.get("buckets"))
+            self._bypass.load_state_dict(state_dict.get(_BYPASS, {}))
 
     redistribute = staticmethod(redistribute)
-
-    def _check(self, context: StageContext, saved_by: tuple[int, int] | None, errors: Mapping[str, Tensor]) -> None:
-        """Raises: ConfigurationError: what was loaded is another rank's or another model's."""
-        here = _place(context)
-        is_own = self._feedback is not None or self.wire.is_stochastic
-        if saved_by is not None and saved_by != here and is_own:
-            raise ConfigurationError(
-                f"the state was saved by rank {saved_by[0]} of {saved_by[1]}, but this is rank {here[0]} of {here[1]}, "
-                f"and each rank has its own errors: load this rank's file, or make its state with "
-                f"Quantize.redistribute(states, rank={here[0]}, ranks={here[1]})"
-            )
-        if context.names is not None:
-            check_errors(errors, {name: parameter for parameter, name in context.names.items()})
 
     @property
     def signature(self) -> str:
@@ -252,7 +208,3 @@ def _wire(wire: object, bits: int | None, options: Mapping[str, Any]) -> Wire:
     if bits is not None or isinstance(wire, int):
         raise ConfigurationError(f"bits is {number!r}: give 4 or 8")
     raise ConfigurationError(f"the wire is {wire!r}: give one such as Int8() or TopK(0.01)")
-
-
-def _place(context: StageContext) -> tuple[int, int]:
-    return context.group.rank(), context.group.size()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from overlap.errors import ConfigurationError
 from overlap.hooks.context import StageContext
 from overlap.hooks.cut import SavedCut
+from overlap.hooks.stage import Stage
 from overlap.hooks.wires.feedback import ErrorFeedback, check_errors
 from overlap.hooks.wires.rounding import RoundingGenerator
 from overlap.hooks.wires.wire import Wire
@@ -24,12 +26,12 @@ class WireMemory:
     """The memory of one stage, which may be loaded before the stage is registered.
 
     Args:
-        owner: what messages call the stage.
+        owner: the stage, which messages name.
         error_feedback: whether the stage adds what a step left out to the next step's values.
         wires: those of the stage, at least one; stochastic ones draw from one generator.
     """
 
-    def __init__(self, owner: str, *, error_feedback: bool, wires: Sequence[Wire]) -> None:
+    def __init__(self, owner: Stage, *, error_feedback: bool, wires: Sequence[Wire]) -> None:
         self._owner = owner
         self.feedback = ErrorFeedback() if error_feedback else None
         stochastic = [wire for wire in wires if wire.is_stochastic]
@@ -43,14 +45,8 @@ class WireMemory:
         """Serve the model of ``context``.
 
         Raises:
-            ConfigurationError: what was loaded is another rank's or another model's, or errors need names of
-                parameters and those are not known.
+            ConfigurationError: what was loaded is another rank's or another model's.
         """
-        if self.feedback is not None and context.names is None:
-            raise ConfigurationError(
-                f"{self._owner} remembers errors by the parameters' names, which are not known to a hook registered "
-                "with ddp.register_comm_hook: use chain(...).register(ddp), or error_feedback=False"
-            )
         self._check(context, self._saved_by, {} if self.feedback is None else self.feedback.errors)
         self._context = context
         self._cut.attach(context.cut)
@@ -73,13 +69,21 @@ class WireMemory:
         if self.feedback is not None:
             self.feedback.settle(failed=failed)
 
-    def generator_for(self, wire: Wire, device: torch.device) -> torch.Generator | None:
-        """What ``wire`` rounds with on this rank; ``None`` if it rounds to nearest."""
-        assert self._context is not None, "asked while the stage is attached"
-        return self._generator.of(self._context.group.rank(), device) if wire.is_stochastic else None
+    def generator_for(self, wire: Wire, rank: int, device: torch.device) -> torch.Generator | None:
+        """What ``wire`` rounds with on this ``rank``; ``None`` if it rounds to nearest."""
+        return self._generator.of(rank, device) if wire.is_stochastic else None
 
-    def state_dict(self) -> dict[str, Any]:
-        """A snapshot of this rank's memory; empty before the first pass.
+    @contextmanager
+    def same_random_numbers(self) -> Iterator[None]:
+        """What is rounded inside changes nothing for what is rounded afterwards."""
+        before = self._generator.state()
+        try:
+            yield
+        finally:
+            self._generator.load(before)
+
+    def state_dict(self, also: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """A snapshot of this rank's memory, and of what else the stage remembers; empty before the first pass.
 
         ``error`` by parameter's name, the rounding's ``generator``, the ``buckets`` of the last pass, in which a run
         that resumes reduces its first one, and the ``rank`` and number of ``ranks`` that it belongs to.
@@ -91,6 +95,7 @@ class WireMemory:
             state["generator"] = generator
         if (buckets := self._cut.state()) is not None:
             state["buckets"] = buckets
+        state.update(also or {})
         saved_by = self._saved_by if self._context is None else _place(self._context)
         if state and saved_by is not None:
             state["rank"], state["ranks"] = saved_by
@@ -104,11 +109,11 @@ class WireMemory:
                 model's or another rank's.
         """
         if unknown := sorted(set(state_dict) - _KEYS):
-            raise ConfigurationError(f"{self._owner} has no state {unknown}")
+            raise ConfigurationError(f"{self._owner!r} has no state {unknown}")
         errors = state_dict.get("error", {})
         if self.feedback is None and errors:
             raise ConfigurationError(
-                f"the state has error feedback, but {self._owner} has none: make it with error_feedback=True"
+                f"the state has error feedback, but {self._owner!r} has none: make it with error_feedback=True"
             )
         saved_by = (state_dict["rank"], state_dict["ranks"]) if {"rank", "ranks"} <= set(state_dict) else None
         if self._context is not None:
@@ -126,7 +131,7 @@ class WireMemory:
             raise ConfigurationError(
                 f"the state was saved by rank {saved_by[0]} of {saved_by[1]}, but this is rank {here[0]} of {here[1]}, "
                 "and each rank has its own errors: load this rank's file, or make its state with "
-                f"{self._owner}.redistribute(states, rank={here[0]}, ranks={here[1]})"
+                f"{type(self._owner).__name__}.redistribute(states, rank={here[0]}, ranks={here[1]})"
             )
         if context.names is not None:
             check_errors(errors, {name: parameter for parameter, name in context.names.items()})

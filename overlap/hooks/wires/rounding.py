@@ -35,4 +35,5 @@ class RoundingGenerator:
 
     def load(self, state: Tensor | None) -> None:
         """Go on where the generator was that gave ``state``; anew where it is ``None``."""
-        self._state, self._generator = state, None
+        # A checkpoint may have been loaded to an accelerator.
+        self._state, self._generator = None if state is None else state.cpu(), None

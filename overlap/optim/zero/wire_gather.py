@@ -44,7 +44,7 @@ class WireGather:
         messages = space.split_with_sizes(lengths)
         own = messages[shards.rank]
         if (codec := codecs[shards.rank]) is not None:
-            generator = self.memory.generator_for(self.wire, device)
+            generator = self.memory.generator_for(self.wire, shards.rank, device)
             codec.encode(_differences(shards, codec.numel, device), own, generator)
         if shards.layout.is_even and not sends_directly:
             await all_gather(space, own, group=group)

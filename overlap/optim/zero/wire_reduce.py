@@ -65,7 +65,7 @@ class WireReduce:
         """The sum of this rank's part, fp32, packed; with error feedback the other parts of ``pieces``, which are given
         by rank, become what was left out of them."""
         device, rank = bucket.buffer.device, shards.rank
-        generator = self.memory.generator_for(self.wire, device)
+        generator = self.memory.generator_for(self.wire, rank, device)
         codecs = [self.wire.codec(numel) if numel else None for numel in shards.layout.owned_numels]
         # Starting with the next rank spreads the senders over the receivers.
         peers = [(rank + distance) % len(codecs) for distance in range(1, len(codecs))]

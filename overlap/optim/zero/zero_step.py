@@ -132,7 +132,7 @@ class ZeroStep(UpdateStage):
         self.zero = zero
         self.reduce_wire, self.gather_wire, self.error_feedback = reduce_wire, gather_wire, error_feedback
         wires = [wire for wire in (reduce_wire, gather_wire) if wire is not None]
-        self._memory = WireMemory("ZeroStep", error_feedback=error_feedback, wires=wires) if wires else None
+        self._memory = WireMemory(self, error_feedback=error_feedback, wires=wires) if wires else None
         self.exchange = zero.exchange
         """How ranks exchange gradients and parameters."""
         if self._memory is not None:
@@ -211,6 +211,11 @@ class ZeroStep(UpdateStage):
         shards = zero.shards.values()
         if context.names is not None:
             check_covered(context.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
+        if self.error_feedback and context.names is None:
+            raise ConfigurationError(
+                f"{self!r} remembers errors by the parameters' names, which are not known to a hook registered with "
+                "ddp.register_comm_hook: use chain(...).register(ddp), or error_feedback=False"
+            )
         zero.follow_strides()
         super().attach(context)
         if self._memory is not None:

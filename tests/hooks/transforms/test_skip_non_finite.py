@@ -24,6 +24,7 @@ from overlap import (
     ZeroStep,
     chain,
 )
+from overlap.hooks.finite import LargestElements
 
 from .by_hand import ADAMW, ADAMW_OPTIONS, backward_alone
 
@@ -262,3 +263,11 @@ def _skip_update_after(rank: int, world_size: int) -> None:
 
 def test_what_was_found_holds_as_long_as_its_gradients() -> None:
     run_ranks(_skip_update_after, 2)
+
+
+def test_what_only_float64_holds_is_finite() -> None:
+    largest = LargestElements()
+    largest.look([torch.tensor([1e300], dtype=torch.float64), torch.ones(2)])
+    assert largest.found_inf(torch.device("cpu")) == 0
+    largest.look([torch.tensor([float("nan")], dtype=torch.bfloat16)])
+    assert largest.found_inf(torch.device("cpu")) == 1

@@ -27,6 +27,7 @@ from overlap import (
     chain,
 )
 from overlap.hooks import Role, all_reduce
+from overlap.hooks.clipping import Clipping, ShardedNorm
 
 from . import by_hand
 from .by_hand import TRANSFORMS, after_reducer, before_reducer, reference, with_step, with_zero
@@ -289,3 +290,9 @@ def _accumulated(rank: int, world_size: int) -> None:
 
 def test_accumulated_gradients_are_clipped_once() -> None:
     run_ranks(_accumulated, 2)
+
+
+def test_the_norm_of_parts_in_float64_is_not_rounded() -> None:
+    part = torch.full((3,), 1 / 3, dtype=torch.float64)
+    norm = ShardedNorm(Clipping(0.1), [part, part[:0]], part.device)
+    torch.testing.assert_close(norm.total, part.norm(), rtol=1e-15, atol=0)
