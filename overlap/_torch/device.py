@@ -17,7 +17,8 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     """The current stream of ``device``; ``None`` where there are none."""
     if device.type in ("cpu", "meta"):
         return None
-    return torch.get_device_module(device).current_stream(device)
+    stream: torch.Stream = torch.get_device_module(device).current_stream(device)
+    return stream
 
 
 def hold(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -124,8 +125,19 @@ class Memory:
         for place in exact:
             if (residual := slots[place].residual) is not None:
                 bucket.gradients[place].add_(hold(residual))
-                slots[place].residual = None
             slots[place].factor = None
+
+    def settle_released(self, bucket: Bucket, exact: Iterable[int], keys: tuple[str, ...]) -> None:
+        """Drop what :meth:`release` added, where the outcome, the same on all ranks, is finite."""
+        slots = self.slots_of(keys)
+        for place in exact:
+            if (residual := slots[place].residual) is None:
+                continue
+            is_finite = bucket.gradients[place].isfinite().all()
+            if is_finite.device.type == "cpu":
+                slots[place].residual = None if bool(is_finite) else residual
+            else:
+                slots[place].residual = torch.where(is_finite, torch.zeros_like(residual), hold(residual))
 
     def wired_mean(self, wire: Wire | None) -> WiredMean | None:
         """The mean by ``wire``, whose random numbers, if it rounds with such, are remembered."""
@@ -159,7 +171,8 @@ class Memory:
             velocities={key: slot.velocity for key, slot in self.slots.items() if slot.velocity is not None},
             factors={key: f for key, slot in self.slots.items() if (f := slot.factor_by_shape) is not None},
             bucket_factors={key: slot.factor for key, slot in self.bucket_slots.items() if slot.factor is not None},
-            is_left=any(slot.is_left for slot in self.slots.values()),
+            is_left=any(slot.is_left for slot in self.slots.values() if slot.factor is not None)
+            or any(slot.is_left for slot in self.bucket_slots.values() if slot.factor is not None),
             steps=self.steps,
             bypassed=self.bypassed,
             numel=(self.statistics.numel_before, self.statistics.numel_after),

@@ -197,6 +197,7 @@ class PowerSGD(Stage):
         self._this_pass.append((bucket, keys, layout))
         self._memory.release(bucket, layout.exact, keys)
         compressed = await self._reduce(bucket, layout, keys, self._memory)
+        self._memory.settle_released(bucket, layout.exact, keys)
         self._memory.statistics.count(layout.numel, compressed.sent_numel if compressed else layout.numel)
         is_undecided = self.config.bypass == "auto" and self._memory.bypassed is None
         if bucket.is_last and is_undecided and self._step >= _MEASURED_STEP:

@@ -70,6 +70,11 @@ class Exchange:
         copy_all(shards.own_of(pieces), shards.own_of(packed_pieces))
         self.workspace.give(packed)
 
+    async def average(self, bucket: Bucket) -> None:
+        """Make ``bucket.buffer``, of parameters that are not sharded, the mean on every rank."""
+        bucket.buffer.mul_(1 / bucket.divisor)
+        await all_reduce(bucket.buffer, group=bucket.group)
+
     async def gather(self, shards: BucketShards, group: dist.ProcessGroup) -> None:
         """Send what each rank owns of the parameters to all ranks. Changes the parameters."""
         if shards.layout.packed_numel == 0:

@@ -8,7 +8,7 @@ from typing import Protocol
 from overlap._checks import described
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce
+from overlap.hooks import Bucket, Role, Stage, StageContext
 from overlap.hooks.wires import Wire
 from overlap.optim.zero.bucket_shards import ShardsByBucket, in_elements, reduced
 from overlap.optim.zero.exchange import Exchange
@@ -110,9 +110,8 @@ class ReduceScatter(Stage):
         shards = self._shards.of(bucket)
         if shards is not None:
             await self.exchange.reduce(bucket, shards)
-            return
-        bucket.buffer.mul_(1 / bucket.divisor)
-        await all_reduce(bucket.buffer, group=bucket.group)
+        else:
+            await self.exchange.average(bucket)
 
     def passed(self, bucket: Bucket) -> Bucket:
         return reduced(bucket, self._shards.of(bucket))

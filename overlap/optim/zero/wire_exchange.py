@@ -44,6 +44,13 @@ class WireExchange(Exchange):
             return
         await self.wire_reduce(bucket, shards)
         await sum_rest(bucket, shards)
+        for mean in shards.rest(bucket.buffer):
+            self.wire_reduce.note(mean)
+
+    async def average(self, bucket: Bucket) -> None:
+        await super().average(bucket)
+        if self.wire_reduce is not None:
+            self.wire_reduce.note(bucket.buffer)
 
     async def gather(self, shards: BucketShards, group: dist.ProcessGroup) -> None:
         if self.wire_gather is None:

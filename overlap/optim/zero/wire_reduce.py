@@ -61,6 +61,12 @@ class WireReduce:
             subtract_from_(pieces[shards.rank], beginning(mean, own))
             await _hold(feedback, bucket, names, errors, own)
 
+    def note(self, mean: Tensor) -> None:
+        """Gradients that do not go through the wire came out as ``mean``: a pass in which they are not finite is not
+        applied either, so it may not change the memory."""
+        if self.memory.feedback is not None:
+            self.memory.feedback.note(mean)
+
     async def _sum(self, bucket: Bucket, shards: BucketShards, pieces: Sequence[Sequence[Tensor]]) -> Tensor:
         """The sum of this rank's part, fp32, packed; with error feedback the other parts of ``pieces``, which are given
         by rank, become what was left out of them."""

@@ -325,8 +325,7 @@ class ZeroStep(UpdateStage):
             self._gathers.append(Gather(index=bucket.index, step=bucket.step, shards=shards))
             await self._exchange_gradients(bucket, shards)
         elif not bucket.is_mean:
-            bucket.buffer.mul_(1 / bucket.divisor)
-            await all_reduce(bucket.buffer, group=bucket.group)
+            await self.exchange.average(bucket)
         if self.leaves_update:
             if not self._has_whole_mean:
                 await self._vote.cast(bucket)
