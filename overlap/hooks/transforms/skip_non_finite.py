@@ -27,10 +27,12 @@ class SkipNonFinite(WholePassTransform):
     or in ``step()``, which the loop calls as always. Gradients stay as they are until the next forward clears them. It
     waits for all buckets, so updates run when backward has computed everything.
 
-    On the CPU the update is not made, and its step hooks do not run. On an accelerator the host does not wait to know:
-    the optimizer is told by ``found_inf``, as ``GradScaler`` does, which needs ``fused=True`` (and SGD without
-    momentum); its step hooks run in any case. Other transforms, also those after the update, run in every pass. What a
-    reducer remembers, such as error feedback, is not protected.
+    On the CPU the update is not made, and step hooks of ``Step``'s optimizer do not run (those of a
+    ``ZeroRedundancyOptimizer`` do). On an accelerator the host does not wait to know: the optimizer is told by
+    ``found_inf``, as ``GradScaler`` does, which needs ``fused=True`` (and SGD without momentum); step hooks run in any
+    case, and a ``gather_wire`` sends what rounding has left. Other transforms, also those after the update, run in
+    every pass. Error feedback of wires stays as it was; ``PowerSGD`` keeps the residuals of matrices that are not
+    finite, but counts the others as delivered.
 
     Issues: one all-reduce of a number per backward. Changes: nothing.
 
