@@ -65,6 +65,7 @@ NAMES = {
         "batched_powerSGD_hook",
         "bf16_compress_hook",
         "bf16_compress_wrapper",
+        "by_ndim",
         "chain",
         "checkpoint_wrapper",
         "fp16_compress_hook",

@@ -13,7 +13,7 @@ from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from harness.spy import bucket_calls
 from overlap import AllReduce, Cast, ConfigurationError, Hierarchical, PowerSGD, Quantize, chain, register, route
-from overlap.hooks import measure
+from overlap.hooks import GatherQuantized, measure
 
 from .runs import run
 
@@ -27,6 +27,7 @@ REDUCERS: dict[str, Callable[..., Any]] = {
     "Hierarchical": lambda **bypass: Hierarchical(outer=Cast(torch.bfloat16), machine_size=1, **bypass),
     "between machines": lambda **bypass: Hierarchical(outer=Quantize(bits=4, **bypass), machine_size=1),
     "route": lambda **bypass: route({"*.bias": AllReduce(), "*": Quantize(bits=8, **bypass)}),
+    "GatherQuantized": lambda **bypass: GatherQuantized(64, **bypass),
     # None of these parameters is in the last bucket.
     "route, PowerSGD": lambda **bypass: route(
         {"4.*": PowerSGD(rank=1, min_compression_rate=0, **bypass), "*": AllReduce()}

@@ -1,8 +1,9 @@
-"""Parity on small models that Hypothesis draws: tied, frozen and unused parameters, odd shapes and dtypes."""
+"""Parity on small models that Hypothesis draws, of odd shapes and dtypes, tied, frozen and unused; and on chains."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from harness import assert_parity, overlapped_step, run_threads, train, wrap
 from harness.models import Batch
-from overlap import AllReduce, OverlappedOptimizer, Step, chain
+from overlap import AllReduce, Centralize, ClipValue, OverlappedOptimizer, Scale, Stage, Step, chain, route
+from overlap.hooks import by_ndim
 
 
 @dataclass(frozen=True)
@@ -100,3 +102,87 @@ def _both(rank: int, world_size: int, layers: list[Layer], maker: str, deferred:
 )
 def test_drawn_models_equal_plain_ddp(layers: list[Layer], maker: str, deferred: bool, view: bool) -> None:
     run_threads(_both, 2, layers, maker, deferred, view)
+
+
+# Chains that Hypothesis draws: transforms, routes and two updates, beside the same by hand.
+
+
+def _centralize(gradient: Tensor) -> None:
+    if gradient.ndim > 1:
+        gradient.sub_(gradient.mean(dim=tuple(range(1, gradient.ndim)), keepdim=True))
+
+
+BY_HAND: dict[str, tuple[Callable[[], Stage], Callable[[Tensor], Any]]] = {
+    "scale": (lambda: Scale(0.5), lambda gradient: gradient.mul_(0.5)),
+    "clip": (lambda: ClipValue(0.3), lambda gradient: gradient.clamp_(-0.3, 0.3)),
+    "centralize": (Centralize, _centralize),
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chain: what is scaled before the reducer, how it reduces, transforms of the mean, and the updates."""
+
+    is_scaled: bool
+    is_routed: bool
+    transforms: tuple[str, ...]
+    makers: tuple[str, ...]
+    deferred: tuple[bool, bool]
+
+
+DRAWINGS = st.builds(
+    Drawing,
+    is_scaled=st.booleans(),
+    is_routed=st.booleans(),
+    transforms=st.lists(st.sampled_from(sorted(BY_HAND)), max_size=3).map(tuple),
+    makers=st.lists(st.sampled_from(sorted(MAKERS)), min_size=1, max_size=2).map(tuple),
+    deferred=st.tuples(st.booleans(), st.booleans()),
+)
+
+
+def _optimizers(ddp: nn.Module, makers: tuple[str, ...]) -> list[torch.optim.Optimizer]:
+    """The first has the first parameter and, if there are two, every second one."""
+    trained = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+    parts = [trained] if len(makers) == 1 or len(trained) < 2 else [trained[::2], trained[1::2]]
+    return [MAKERS[maker](part) for maker, part in zip(makers, parts, strict=False)]
+
+
+def _registered(ddp: Any, drawing: Drawing) -> list[Any]:
+    optimizers = [OverlappedOptimizer(optimizer) for optimizer in _optimizers(ddp, drawing.makers)]
+    has_matrix = any(parameter.ndim > 1 and parameter.requires_grad for parameter in ddp.parameters())
+    is_routed = drawing.is_routed and has_matrix
+    chain(
+        *([Scale(0.5)] if drawing.is_scaled else []),
+        route({by_ndim(least=2): AllReduce(), "*": AllReduce()}) if is_routed else AllReduce(),
+        *(BY_HAND[name][0]() for name in drawing.transforms),
+        *(Step(one, deferred=late) for one, late in zip(optimizers, drawing.deferred, strict=False)),
+    ).register(ddp)
+    return optimizers
+
+
+def _both_chains(rank: int, world_size: int, layers: list[Layer], drawing: Drawing) -> None:
+    options: dict[str, Any] = {
+        "find_unused_parameters": any(layer.use != "always" for layer in layers),
+        "bucket_cap_mb": 100 / 2**20,
+    }
+    plain, ddp = wrap(Drawn(layers), **options), wrap(Drawn(layers), **options)
+    by_hand, overlapped = _optimizers(plain, drawing.makers), _registered(ddp, drawing)
+    edits = [*(["scale"] if drawing.is_scaled else []), *drawing.transforms]
+    for step in range(4):
+        plain(step, rank).backward()
+        for parameter in plain.parameters():
+            for name in edits if parameter.grad is not None else ():
+                BY_HAND[name][1](parameter.grad)
+        ddp(step, rank).backward()
+        for optimizer in [*by_hand, *overlapped]:
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [[one.state_dict() for one in optimizers] for optimizers in (overlapped, by_hand)]
+        assert_parity(dict(ddp.named_parameters()), dict(plain.named_parameters()), what=f"parameters, step {step}")
+        assert_parity(*states, what=f"states, step {step}")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(layers=st.lists(LAYERS, min_size=1, max_size=6), drawing=DRAWINGS)
+def test_drawn_chains_equal_the_same_by_hand(layers: list[Layer], drawing: Drawing) -> None:
+    run_threads(_both_chains, 2, layers, drawing)

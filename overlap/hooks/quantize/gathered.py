@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.bypass import bypass_from
 from overlap.hooks.collectives import all_gather
 from overlap.hooks.stage import Stage
 from overlap.hooks.wires.affine import Affine8
@@ -22,17 +26,27 @@ class GatherQuantized(Stage):
 
     Args:
         chunk: how many values share a scale; the whole bucket where ``None``.
+        bypass: ``"auto"`` measures in the third pass whether encoding and gathering a bucket takes longer than
+            reducing it as it is, and if so does the latter from then on.
 
     Issues: one all-gather of ``numel`` bytes, padded to whole chunks, and 8 bytes per scale. Changes:
     ``bucket.buffer``.
     """
 
-    def __init__(self, chunk: int | None) -> None:
+    def __init__(self, chunk: int | None, *, bypass: Literal["auto"] | None = None) -> None:
         if chunk is not None and (not isinstance(chunk, int) or chunk <= 0):
             raise ConfigurationError(f"bucket_size is {chunk!r}: give a positive number of values, such as 512")
         self.chunk = chunk
+        self._bypass = bypass_from(bypass, "GatherQuantized", compress=self._reduce)
+
+    @property
+    def children(self) -> tuple[Stage, ...]:
+        return () if self._bypass is None else (self._bypass,)
 
     async def __call__(self, bucket: Bucket) -> None:
+        await (self._reduce(bucket) if self._bypass is None else self._bypass(bucket))
+
+    async def _reduce(self, bucket: Bucket) -> None:
         buffer = bucket.buffer
         if not buffer.is_floating_point():
             raise UnsupportedError(f"{self!r} cannot keep {buffer.dtype} gradients; use AllReduce()")
@@ -55,9 +69,22 @@ class GatherQuantized(Stage):
             codec.decode(one, total, add)
         buffer.copy_(total[: buffer.numel()])
 
+    def state_dict(self) -> dict[str, Any]:
+        """With a ``bypass``, what was decided."""
+        return {} if self._bypass is None else self._bypass.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        if self._bypass is None:
+            super().load_state_dict(state_dict)
+        else:
+            self._bypass.load_state_dict(state_dict)
+
     @property
     def signature(self) -> str:
-        return repr(self)
+        bypass = "" if self._bypass is None else f", {self._bypass.signature}"
+        return f"GatherQuantized({self.chunk}{bypass})"
 
     def __repr__(self) -> str:
-        return f"GatherQuantized({self.chunk or ''})"
+        bypass = "" if self._bypass is None else f", {self._bypass!r}"
+        return f"GatherQuantized({self.chunk}{bypass})"

@@ -66,7 +66,7 @@ class ErrorFeedback:
     def settle(self, *, failed: bool) -> None:
         """The pass is over: keep what was held, if all results are finite."""
         if self._are_finite and not failed:
-            self._keep(torch.stack(self._are_finite).all())
+            self._keep(torch.stack([hold(one) for one in self._are_finite]).all())
         self.begin()
 
     def _keep(self, are_finite: Tensor) -> None:
