@@ -119,7 +119,8 @@ def _local_sgd(ddp: DistributedDataParallel, settings: Settings, period: int, re
     if settings.wire is not None:
         options = {"wire": _WIRES[settings.wire], "error_feedback": _leaves_out_much(settings.wire)}
     if settings.diloco:
-        options["outer"] = lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+        # DiLoCo's momentum of 0.9 is for hundreds of rounds; in the dozen of 5 epochs it overshoots.
+        options["outer"] = lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.5, nesterov=True)
     local = LocalSGD(ddp, optimizer, period, start_step=steps_per_epoch, reducer=reducer, **options)
     return Recipe(repr(local), local, exact=False, zero_grad=True, finish=local.synchronize)
 
