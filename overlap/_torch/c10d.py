@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import functools
-import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -38,6 +36,7 @@ __all__ = [
 ]
 
 _LOOKING_S = 0.02
+_IDLE_S = 0.05
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -239,26 +238,30 @@ class _Messages:
 
 
 class _Waiter:
-    """A thread that waits, in the order of submission; it ends with its connections."""
+    """A thread that waits, in the order of submission. It ends when nothing has come for a while, so that nobody has to
+    end it, and a worker that still finishes its work when a script ends has one, too."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._waits: collections.deque[Callable[[], None]] = collections.deque()
         self._is_running = False
 
     def submit(self, wait: Callable[[], None]) -> None:
-        if not self._is_running:
-            self._is_running = True
-            start(functools.partial(_run_until_none, self._queue), "overlap-messages", stop=self.stop)
-        self._queue.put(wait)
+        with self._changed:
+            self._waits.append(wait)
+            self._changed.notify()
+            is_running, self._is_running = self._is_running, True
+        if not is_running:
+            start(self._run, "overlap-messages")
 
-    def stop(self) -> None:
-        """Let the thread end when what was submitted is over."""
-        self._queue.put(None)
-
-
-def _run_until_none(waits: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (wait := waits.get()) is not None:
-        wait()
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waits and not self._changed.wait_for(lambda: self._waits, _IDLE_S):
+                    self._is_running = False
+                    return
+                wait = self._waits.popleft()
+            wait()
 
 
 class GlooChannel:
@@ -276,7 +279,6 @@ class GlooChannel:
         self._store = PrefixStore(f"overlap/{key}", group_store(group))
         self._waiter = _Waiter()
         self._in_flight: list[dist.Work] = []
-        weakref.finalize(self, self._waiter.stop)
         timeout = group_timeout(group, torch.device("cpu"))
         try:
             # Any: the type stubs lack a backend's collectives.
@@ -346,5 +348,4 @@ class GlooChannel:
         backend sometimes waits until an operation times out.
         """
         backend, self._backend = self._backend, None
-        self._waiter.stop()
         return _start_abort([backend], self._in_flight)
