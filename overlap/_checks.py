@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from numbers import Integral, Real
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from overlap._torch.compiled import uncompiled
-from overlap.errors import ConfigurationError
+from overlap._torch.device import is_capturing
+from overlap.errors import ConfigurationError, UnsupportedError
 
-__all__ = ["check_ddp", "check_group", "check_number", "check_whole_number", "described"]
+__all__ = ["check_ddp", "check_group", "check_number", "check_whole_number", "described", "refuse_capture"]
 
 
 def check_ddp(model: object, *, error: type[Exception] = ConfigurationError) -> DistributedDataParallel:
@@ -87,6 +89,20 @@ def check_number(name: str, value: object, *, above: float | None = None) -> flo
     if above is not None and not number > above:
         raise ConfigurationError(f"{name} must be greater than {above:g}, got {value!r}")
     return number
+
+
+def refuse_capture(what: str, instead: str, device: torch.device | None = None) -> None:
+    """Called where ``what`` begins that is not the same in every step; ``instead`` says what to do.
+
+    Raises:
+        UnsupportedError: a CUDA graph is being captured on the current stream of ``device``, the accelerator where
+            ``None``.
+    """
+    if is_capturing(device):
+        raise UnsupportedError(
+            f"a CUDA graph is being captured, and {what} cannot be in it: a graph repeats the kernels of one step, and "
+            f"this acts on the host in each step anew; {instead}"
+        )
 
 
 def described(value: object) -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -15,28 +12,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 # The package exports these at run time, but not to type checkers.
-from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
+from torch._C._distributed_c10d import AllgatherOptions, GradBucket, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from overlap._threads import start
-from overlap.errors import CollectiveError
-
 __all__ = [
+    "AllgatherOptions",
     "Channel",
-    "GlooChannel",
     "GradBucket",
     "GroupChannel",
     "PrefixStore",
+    "Store",
     "backend_name",
     "bucket_gradients",
+    "group_exists",
     "group_store",
     "group_timeout",
     "is_future",
     "issued",
 ]
-
-_LOOKING_S = 0.02
-_IDLE_S = 0.05
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -106,6 +99,11 @@ def issued(group: dist.ProcessGroup) -> int | None:
         return None
 
 
+def group_exists(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` has not been destroyed. Private: ``torch.distributed`` has no public way to ask."""
+    return group in distributed_c10d._world.pg_map
+
+
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """The timeout of collectives on ``group``."""
     try:
@@ -141,7 +139,13 @@ class Channel(Protocol):
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
     ) -> Sequence[dist.Work]: ...
 
-    def abort(self) -> threading.Thread | None: ...
+    def abort(self) -> threading.Thread | None:
+        """Abandon what is in flight; returns the thread that does it, if it takes one."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the channel is made of; nothing is in flight, or it may block until that is so."""
+        ...
 
 
 class GroupChannel:
@@ -183,169 +187,5 @@ class GroupChannel:
     def abort(self) -> None:
         """Does nothing: the group is the user's."""
 
-
-def _abort(backend: Any) -> None:
-    with contextlib.suppress(RuntimeError):
-        backend.abort()
-
-
-def _start_abort(backends: list[Any], in_flight: Sequence[dist.Work]) -> threading.Thread:
-    def run() -> None:
-        _abort(backends[0])
-        # Gloo's destructor waits for what is in flight, and holds the interpreter's lock meanwhile.
-        while not all(work.is_completed() for work in in_flight):
-            time.sleep(_LOOKING_S)
-        backends.clear()
-
-    return start(run, "overlap-abort")
-
-
-class _Messages:
-    """The works of messages between two ranks on Gloo, as one that can be waited for with a timeout.
-
-    A wait of their own with a timeout would close the connection when it times out, and they always say that they are
-    completed. So ``waiter`` waits for them without one, and whoever waits here can look meanwhile whether another rank
-    has failed, which will send nothing.
-    """
-
-    def __init__(self, works: Sequence[dist.Work], waiter: _Waiter) -> None:
-        self._works = works
-        self._waiter = waiter
-        self._is_submitted = False
-        self._is_over = threading.Event()
-        self._error: Exception | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self._is_submitted:
-            self._is_submitted = True
-            self._waiter.submit(self._wait)
-        if not self._is_over.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("no message has come yet")
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def is_completed(self) -> bool:
-        return self._is_over.is_set()
-
-    def _wait(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-        except Exception as error:
-            self._error = error
-        self._is_over.set()
-
-
-class _Waiter:
-    """A thread that waits, in the order of submission. It ends when nothing has come for a while, so that nobody has to
-    end it, and a worker that still finishes its work when a script ends has one, too."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waits: collections.deque[Callable[[], None]] = collections.deque()
-        self._is_running = False
-
-    def submit(self, wait: Callable[[], None]) -> None:
-        with self._changed:
-            self._waits.append(wait)
-            self._changed.notify()
-            is_running, self._is_running = self._is_running, True
-        if not is_running:
-            start(self._run, "overlap-messages")
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waits and not self._changed.wait_for(lambda: self._waits, _IDLE_S):
-                    self._is_running = False
-                    return
-                wait = self._waits.popleft()
-            wait()
-
-
-class GlooChannel:
-    """A Gloo backend for the ranks of ``group``, over separate connections; every rank makes it, with the same ``key``.
-
-    Made directly and not with ``new_group(use_local_synchronization=True)``: that names a group after the number of
-    groups that the rank is in, so ranks in different numbers of groups would wait for each other forever. The functions
-    of ``torch.distributed`` accept only groups that it made, so the backend's own methods are called, as those
-    functions call them.
-    """
-
-    scatters_by_messages = True
-
-    def __init__(self, group: dist.ProcessGroup, key: str) -> None:
-        self._store = PrefixStore(f"overlap/{key}", group_store(group))
-        self._waiter = _Waiter()
-        self._in_flight: list[dist.Work] = []
-        timeout = group_timeout(group, torch.device("cpu"))
-        try:
-            # Any: the type stubs lack a backend's collectives.
-            self._backend: Any = self._connected(group, timeout)
-        except RuntimeError as error:
-            missing = self._missing(group)
-            raise CollectiveError(
-                f"rank {group.rank()} could not connect with the other ranks in {timeout.total_seconds():.0f} s: "
-                + (f"ranks {missing} did not come; " if missing else "all came, but one has ended since; ")
-                + "every rank of the model's process group must register the same stages and run backward"
-            ) from error
-
-    def _connected(self, group: dist.ProcessGroup, timeout: timedelta) -> Any:
-        self._store.set(f"came/{group.rank()}", "")
-        backend = dist.ProcessGroupGloo(self._store, group.rank(), group.size(), timeout=timeout)
-        # Gloo returns while others still connect: they would fail if this rank ended before they are done.
-        if self._store.add("connected", 1) == group.size():
-            self._store.set("all connected", "")
-        self._store.wait(["all connected"], timeout)
-        return backend
-
-    def _missing(self, group: dist.ProcessGroup) -> list[int]:
-        try:
-            return [rank for rank in range(group.size()) if not self._store.check([f"came/{rank}"])]
-        except RuntimeError:
-            return []  # The rank that hosts the store has ended.
-
-    def size(self) -> int:
-        return int(self._backend.size())
-
-    def rank(self) -> int:
-        return int(self._backend.rank())
-
-    def all_reduce(self, tensor: Tensor, op: Any) -> list[dist.Work]:
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
-        return self._noted(self._backend.allreduce([tensor], options))
-
-    def all_gather(self, output: Tensor, input: Tensor) -> list[dist.Work]:
-        return self._noted(self._backend._allgather_base(output, input))
-
-    def reduce_scatter(self, output: Tensor, input: Tensor) -> list[dist.Work]:
-        return self._noted(self._backend._reduce_scatter_base(output, input, dist.ReduceScatterOptions()))
-
-    def broadcast(self, tensor: Tensor, src: int) -> list[dist.Work]:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = src, 0
-        return self._noted(self._backend.broadcast([tensor], options))
-
-    def _noted(self, work: dist.Work) -> list[dist.Work]:
-        self._in_flight = [one for one in self._in_flight if not one.is_completed()]
-        self._in_flight.append(work)
-        return [work]
-
-    def send_recv(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
-    ) -> list[Any]:
-        # Receives first, so that a buffer is ready for what a peer sends.
-        works = [self._backend.recv([tensor], peer, tag) for tensor, peer in receives]
-        works += [self._backend.send([tensor], peer, tag) for tensor, peer in sends]
-        return [_Messages(works, self._waiter)] if works else []
-
-    def abort(self) -> threading.Thread:
-        """Abandon what is in flight and close the connections; the other ranks see theirs close.
-
-        Returns the thread that does it. Only that thread keeps the backend: with three or more ranks, destroying a Gloo
-        backend sometimes waits until an operation times out.
-        """
-        backend, self._backend = self._backend, None
-        return _start_abort([backend], self._in_flight)
+    def close(self) -> None:
+        """Does nothing: the group is the user's."""

@@ -13,11 +13,6 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.optim import Optimizer
 
-with warnings.catch_warnings():
-    # This package of PyTorch's scripts functional optimizers when it is imported, which PyTorch itself deprecates.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
 __all__ = [
     "HierarchicalModelAverager",
     "ModelAverager",
@@ -45,6 +40,7 @@ def _without_slots(cls: type) -> type:
 
 
 if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
     class PostLocalSGDOptimizer(Optimizer):
         """All that is public in it is defined by its subclass."""
@@ -57,7 +53,16 @@ if TYPE_CHECKING:
 
 else:
     from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
-    from torch.distributed.optim import PostLocalSGDOptimizer
 
     PostLocalSGDState = _without_slots(post_localSGD_hook.PostLocalSGDState)
     PowerSGDState = _without_slots(powerSGD_hook.PowerSGDState)
+
+    def __getattr__(name: str) -> Any:
+        """The optimizers: their package imports FSDP and scripts functional optimizers, which takes a second."""
+        if name not in ("PostLocalSGDOptimizer", "ZeroRedundancyOptimizer"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        with warnings.catch_warnings():
+            # PyTorch itself deprecates to script.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from torch.distributed import optim
+        return getattr(optim, name)

@@ -1,31 +1,202 @@
-"""Kinds of devices."""
+"""Devices, and the streams of those that have them.
+
+Everything about streams goes through this module, so that the tests can put simulated ones in the place of a device's
+(:func:`streams_replaced`) and run the code for accelerators on tensors of the CPU.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["current_stream", "has_streams", "hold"]
+__all__ = [
+    "DeviceStreams",
+    "current_stream",
+    "default_stream",
+    "future_for",
+    "has_streams",
+    "hold",
+    "host_buffer",
+    "is_capturing",
+    "new_event",
+    "new_stream",
+    "on_stream",
+    "recorded_event",
+    "stream_of",
+    "streams_replaced",
+    "synchronize",
+    "to_device",
+    "to_host",
+]
+
+
+class DeviceStreams:
+    """Streams, events and what goes with them, as PyTorch has them. Streams and events are PyTorch's own objects."""
+
+    def has_streams(self, device: torch.device) -> bool:
+        return device.type != "cpu"  # Those of "meta" tensors are never needed, but no value of one can be read.
+
+    def new_stream(self, device: torch.device, *, priority: int = 0) -> Any:
+        return torch.get_device_module(device).Stream(device=device, priority=priority)
+
+    def current_stream(self, device: torch.device) -> Any:
+        return torch.get_device_module(device).current_stream(device)
+
+    def default_stream(self, device: torch.device) -> Any:
+        find = getattr(torch.get_device_module(device), "default_stream", None)
+        return None if find is None else find(device)
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = torch.get_device_module(stream.device).stream(stream)
+        return context
+
+    def new_event(self, device: torch.device, *, is_timed: bool) -> Any:
+        module = torch.get_device_module(device)
+        return module.Event(enable_timing=True) if is_timed else module.Event()
+
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+        tensor.record_stream(stream)
+
+    def future_for(self, device: torch.device) -> torch.futures.Future[Any]:
+        return torch.futures.Future(devices=[device])
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", non_blocking=True)  # Into pinned memory.
+
+    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+        return tensor.pin_memory().to(device, non_blocking=True)  # From pageable memory the host would wait.
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def is_capturing(self, device: torch.device | None) -> bool:
+        device = device or torch.accelerator.current_accelerator()
+        if device is None or device.type in ("cpu", "meta"):
+            return False
+        module = torch.get_device_module(device)
+        # Not all accelerators have graphs. And a build of PyTorch for CUDA may be used on the CPU alone: there to ask
+        # would take memory of a GPU, or fail without one.
+        asked = getattr(module, "is_current_stream_capturing", None)
+        return asked is not None and module.is_initialized() and bool(asked())
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.get_device_module(device).synchronize(device)
+
+
+_Owned = weakref.WeakKeyDictionary[object, dict[tuple[torch.device, str], Any]]
+
+_streams = DeviceStreams()
+# Their side streams, by owner. See :func:`stream_of`.
+_owned: _Owned = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def streams_replaced(streams: DeviceStreams) -> Iterator[None]:
+    """Within it, ``streams`` stands for the streams of all devices."""
+    global _streams, _owned
+    before = _streams, _owned
+    _streams, _owned = streams, weakref.WeakKeyDictionary()
+    try:
+        yield
+    finally:
+        _streams, _owned = before
 
 
 def has_streams(device: torch.device) -> bool:
     """Whether work on ``device`` is queued on streams while the host runs ahead, as on accelerators but not the CPU."""
-    return device.type != "cpu"
+    return _streams.has_streams(device)
 
 
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """The current stream of ``device``; ``None`` where there are none."""
-    if device.type in ("cpu", "meta"):
-        return None
-    stream: torch.Stream = torch.get_device_module(device).current_stream(device)
-    return stream
+def new_stream(device: torch.device, *, priority: int = 0) -> Any:
+    """A stream of ``device``, which has them; one of lower ``priority`` (a number) goes before others."""
+    return _streams.new_stream(device, priority=priority)
 
 
-def hold(tensor: Tensor) -> Tensor:
-    """Keep the memory of ``tensor`` from being reused before the current stream has done with it.
+def stream_of(owner: object, device: torch.device, use: str = "", *, priority: int = 0) -> Any:
+    """The side stream of ``owner`` on ``device`` for ``use``, made on first use; it is forgotten with its owner.
 
-    For tensors that one bucket's stream has made and another's uses, as happens after DDP cuts its buckets anew.
+    What is made anew at each call keeps its stream here: PyTorch has 32 and hands them out in turn, and the caching
+    allocator keeps memory for each.
     """
-    if (stream := current_stream(tensor.device)) is not None:
-        tensor.record_stream(stream)
+    streams = _owned.setdefault(owner, {})
+    if (device, use) not in streams:
+        streams[device, use] = new_stream(device, priority=priority)
+    return streams[device, use]
+
+
+def current_stream(device: torch.device) -> Any:
+    """The current stream of ``device``; ``None`` where there are none."""
+    return _streams.current_stream(device) if has_streams(device) and device.type != "meta" else None
+
+
+def default_stream(device: torch.device) -> Any:
+    """The stream of ``device`` on which code runs that asks for none, and on which the current one is unless it was
+    changed; ``None`` where there is none, as on XPU, where kernels are always given a queue."""
+    return _streams.default_stream(device) if has_streams(device) and device.type != "meta" else None
+
+
+def on_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Within it ``stream`` is its device's current one."""
+    return _streams.on_stream(stream)
+
+
+def new_event(device: torch.device, *, is_timed: bool = False) -> Any:
+    """An event of ``device``, which has streams; with ``is_timed`` one that tells when it was reached."""
+    return _streams.new_event(device, is_timed=is_timed)
+
+
+def recorded_event(device: torch.device, *, is_timed: bool = False) -> Any:
+    """An event recorded on the current stream: it is there when the stream has done what is queued so far."""
+    event = new_event(device, is_timed=is_timed)
+    event.record(_streams.current_stream(device))
+    return event
+
+
+def hold(tensor: Tensor, stream: Any = None) -> Tensor:
+    """Keep the memory of ``tensor`` from being reused before ``stream``, the current one where ``None``, is done.
+
+    For tensors that one stream has made and another uses: the caching allocator knows the first alone.
+    """
+    if (user := current_stream(tensor.device) if stream is None else stream) is not None:
+        _streams.record_stream(tensor, user)
     return tensor
+
+
+def future_for(device: torch.device) -> torch.futures.Future[Any]:
+    """A future of tensors on ``device``: where there are streams, to wait for it is to make the current one wait."""
+    return _streams.future_for(device) if has_streams(device) else torch.futures.Future()
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """``tensor`` in the CPU's memory; where there are streams a copy, which is there when the current stream is."""
+    return _streams.to_host(tensor) if has_streams(tensor.device) else tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on ``device`` of ``tensor``, which is in the CPU's memory; the host does not wait for it."""
+    return _streams.to_device(tensor, device) if has_streams(device) else tensor.to(device)
+
+
+def host_buffer(nbytes: int, device: torch.device) -> Tensor:
+    """Bytes in the CPU's memory, shape ``(nbytes,)``, that ``device`` can copy from and to by itself."""
+    if has_streams(device):
+        return _streams.host_buffer(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # Whatever the default device is.
+
+
+def is_capturing(device: torch.device | None = None) -> bool:
+    """Whether what is queued on the current stream of ``device``, the accelerator where ``None``, is not run now but
+    recorded, to be run again and again: a CUDA graph is being captured."""
+    return _streams.is_capturing(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Block the host until ``device`` has done what is queued on all of its streams."""
+    if has_streams(device):
+        _streams.synchronize(device)

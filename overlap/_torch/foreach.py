@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["add_all", "by_kind", "copy_all", "norms", "scale_", "subtract_from_"]
+__all__ = ["add_all", "by_kind", "copy_all", "flattened", "norms", "scale_", "subtract_from_"]
 
 
 def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
@@ -31,6 +31,12 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
     """Multiply each tensor by ``factor`` (0-dimensional), in place. Private: as :func:`norms`."""
     if tensors:
         torch._foreach_mul_(list(tensors), factor)
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """All tensors, of one dtype and device, one after the other in a 1-D tensor. Private: as :func:`norms`."""
+    flat: Tensor = torch._utils._flatten_dense_tensors(list(tensors))
+    return flat
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

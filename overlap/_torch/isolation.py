@@ -43,6 +43,10 @@ class _GlobalHooks:
         self._suspensions = 0
         self._kept: tuple[Any, Any] = (None, None)
 
+    @property
+    def is_suspended(self) -> bool:
+        return self._suspensions > 0
+
     def suspend(self) -> None:
         with self._lock:
             if not self._suspensions:
@@ -66,6 +70,9 @@ def global_step_hooks_suspended() -> Iterator[None]:
 
     A step on a part of the parameters, or on copies, is not a step of the training loop.
     """
+    if not (_global_hooks.is_suspended or base._global_optimizer_pre_hooks or base._global_optimizer_post_hooks):
+        yield
+        return
     _global_hooks.suspend()
     try:
         yield

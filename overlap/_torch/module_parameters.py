@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["is_compiled", "is_compiled_in_place", "notify_of_reads", "stop_notifying"]
+__all__ = ["is_compiled", "is_compiled_in_place", "notify_of_reads", "stop_notifying", "unread_parameters"]
 
 OnRead = Callable[[Iterable[Tensor | None]], None]
 
@@ -79,6 +79,12 @@ def stop_notifying(module: nn.Module, on_read: OnRead) -> None:
     parameters = vars(module).get("_parameters")
     if isinstance(parameters, _Parameters) and parameters.on_read == on_read:
         vars(module)["_parameters"] = parameters.plain()
+
+
+def unread_parameters(module: nn.Module) -> dict[str, Any]:
+    """The module's own parameters by name, without a read."""
+    parameters = module._parameters
+    return parameters.plain() if isinstance(parameters, _Parameters) else dict(parameters.items())
 
 
 def is_compiled(module: nn.Module) -> bool:

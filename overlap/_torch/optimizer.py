@@ -17,6 +17,7 @@ __all__ = [
     "drop_hooks",
     "global_pre_hooks",
     "has_post_hooks",
+    "hook_attributes",
     "mark_stepped",
     "own_step",
     "patch_step",
@@ -97,6 +98,17 @@ def patch_step(optimizer: Optimizer) -> None:
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tell LR schedulers that the optimizer was stepped; otherwise they warn. Private: there is no public way."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+hook_attributes = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+"""Where ``Optimizer`` keeps hooks, which no ``step`` changes."""
 
 
 def drop_hooks(twin: Optimizer) -> None:

@@ -1,0 +1,56 @@
+"""Where the parts of a flat buffer begin that are sent each on its own.
+
+[Note: segments]
+
+NCCL copies 16 bytes at a time where every address it is given is a multiple of 16, and an element at a time where one
+is not. Memory begins at such addresses, but the parts of it that a collective takes need not. So where a device has
+streams, each rank's part of a buffer has the room of a multiple of 16 elements, which is a multiple of 16 bytes in any
+dtype; and what begins elsewhere is copied before it is sent. Gloo copies bytes wherever they begin: on a CPU nothing is
+padded, and nothing is copied.
+
+How long segments are never reaches a checkpoint: state is kept by parameter name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from overlap._torch.device import has_streams
+
+__all__ = ["ALIGNMENT", "can_be_sent", "cut_segments", "room_for", "round_up", "segment_multiple"]
+
+ALIGNMENT = 16
+
+
+def round_up(number: int, multiple: int = ALIGNMENT) -> int:
+    """The smallest multiple that is not less.
+
+    >>> round_up(17), round_up(32), round_up(0)
+    (32, 32, 0)
+    """
+    return math.ceil(number / multiple) * multiple
+
+
+def segment_multiple(device: torch.device) -> int:
+    """What the lengths of segments on ``device`` are multiples of, in elements."""
+    return ALIGNMENT if has_streams(device) else 1
+
+
+def room_for(numels: Sequence[int], device: torch.device) -> int:
+    """The elements of a buffer on ``device`` with a segment for each of ``numels`` elements."""
+    return sum(round_up(numel, segment_multiple(device)) for numel in numels)
+
+
+def cut_segments(flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
+    """Views of a buffer with :func:`room_for` so many elements, of just these lengths."""
+    rooms = [round_up(numel, segment_multiple(flat.device)) for numel in numels]
+    return [room[:numel] for room, numel in zip(flat.split_with_sizes(rooms), numels, strict=True)]
+
+
+def can_be_sent(flat: Tensor) -> bool:
+    """Whether ``flat`` begins where a collective takes it at full speed."""
+    return not has_streams(flat.device) or flat.data_ptr() % ALIGNMENT == 0
