@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_gather, all_reduce
+from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.stage import Stage
 
 __all__ = ["AllGather", "AllReduce", "NoReduction"]
@@ -38,11 +40,13 @@ class AllGather(Stage):
     """
 
     async def __call__(self, bucket: Bucket) -> None:
-        ranks = bucket.group.size()
-        gathered = torch.empty(ranks * bucket.buffer.numel(), dtype=bucket.buffer.dtype, device=bucket.buffer.device)
-        await all_gather(gathered, bucket.buffer, group=bucket.group)
-        torch.sum(gathered.view(ranks, bucket.buffer.numel()), dim=0, out=bucket.buffer)
-        bucket.buffer.mul_(1 / bucket.divisor)
+        buffer, ranks = bucket.buffer, bucket.group.size()
+        numel = round_up(buffer.numel(), segment_multiple(buffer.device))
+        own = buffer if buffer.numel() == numel else pad(buffer, (0, numel - buffer.numel()))
+        gathered = torch.empty(ranks, numel, dtype=buffer.dtype, device=buffer.device)
+        await all_gather(gathered.view(-1), own, group=bucket.group)
+        torch.sum(gathered[:, : buffer.numel()], dim=0, out=buffer)
+        buffer.mul_(1 / bucket.divisor)
 
 
 class NoReduction(Stage):

@@ -59,6 +59,9 @@ class Operation:
     def finish(self, wait: Callable[[dist.Work], None]) -> Any:
         """Block until it is done and return the result; ``wait`` blocks the thread or makes its stream wait."""
 
+    def abandon(self, wait: Callable[[dist.Work], None]) -> None:
+        """After the launch: wait for what is in flight, as :meth:`finish`, but for nothing that would follow."""
+
     def when_done(self, callback: Callable[[], None]) -> None:
         """After the launch: have ``callback`` called on any thread when part of it is done, if that can be observed."""
 
@@ -104,6 +107,10 @@ class Collective(Operation):
         if self._then is not None:
             self._then()
 
+    def abandon(self, wait: Callable[[dist.Work], None]) -> None:
+        for work in self._works:
+            wait(work)
+
     def when_done(self, callback: Callable[[], None]) -> None:
         for work in self._works:
             try:
@@ -124,6 +131,10 @@ class FutureResult(Operation):
 
     def finish(self, wait: Callable[[dist.Work], None]) -> Any:
         return self._future.wait()
+
+    def abandon(self, wait: Callable[[dist.Work], None]) -> None:
+        if self._future.done():  # Otherwise the host would wait.
+            self._future.wait()
 
     def when_done(self, callback: Callable[[], None]) -> None:
         self._future.then(lambda _: callback())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,9 +50,20 @@ class StageContext:
     """The model itself; ``None`` where only a hook is registered."""
     is_joining: Callable[[], bool] = lambda: False
     """Whether the model is inside of a ``Join``, overlap's or PyTorch's; not known where only a hook is registered."""
+    look_for_failures: Callable[[], None] = lambda: None
+    """Raises ``CollectiveError`` where this rank has been told that another one has failed, once; does not wait."""
     cut: BucketCut | None = None
     """How gradients are cut into buckets, for reducers whose rounding depends on it; never ``None`` in
     :meth:`Stage.attach` of a registered stage."""
     background: Background | None = None
     """Runs work outside of a backward pass, on the same connections and after all work begun before; never ``None`` in
     :meth:`Stage.attach`."""
+
+    @property
+    def model_in_words(self) -> str:
+        """The same text on every rank, if the model's parameters are the same."""
+        if self.names is None:
+            return "a model"
+        layout = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in self.names.items()]
+        digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
+        return f"a model of {len(layout)} parameters (names, shapes and dtypes: {digest})"

@@ -151,11 +151,11 @@ class Hierarchical(Stage):
         own = rows[machines.inside.rank()]
         if self._rows > 1:
             await reduce_scatter(own, rows.view(-1), group=machines.inside)
-        part = own.to(buffer.dtype)
+        part = own[: layout.numel].to(buffer.dtype)
         between = replace(bucket, buffer=part, raw=None, views=layout.views, group=machines.between, divisor=1)
         await self.outer(between)
-        if part is not own:
-            own.copy_(part)
+        if part.dtype != own.dtype:
+            own[: layout.numel].copy_(part)
         if self._rows > 1:
             await all_gather(rows.view(-1), own, group=machines.inside)
         layout.unpack(rows, buffer)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from overlap._torch.device import has_streams
+from overlap._torch.device import current_stream, has_streams
 from overlap.hooks.collectives import all_reduce
 
 __all__ = ["Measurement", "Trial", "measure"]
@@ -85,5 +85,5 @@ async def _best_ms(run: Callable[[], Awaitable[None]], device: torch.device) -> 
 
 def _now_s(device: torch.device) -> float:
     if has_streams(device):
-        torch.accelerator.current_stream(device).synchronize()
+        current_stream(device).synchronize()
     return time.perf_counter()

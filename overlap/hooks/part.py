@@ -10,6 +10,7 @@ from torch import Tensor
 
 from overlap._torch.foreach import copy_all
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.segments import can_be_sent
 
 __all__ = ["Part"]
 
@@ -18,7 +19,8 @@ __all__ = ["Part"]
 class Part:
     """A bucket of some parameters of another one.
 
-    Where their gradients lie in one run, it is a view of that run; where they lie in several, a copy of them.
+    Where their gradients lie in one run, it is a view of that run; where they lie in several, or where the run begins
+    is no place to send from (see [Note: segments] in :mod:`overlap.hooks.segments`), a copy of them.
     """
 
     bucket: Bucket
@@ -41,15 +43,16 @@ class Part:
                 starts.append((offset, numel))
             end += numel
         runs = tuple(whole.buffer.narrow(0, start, numel) for start, numel in starts)
+        is_copied = len(runs) > 1 or not all(map(can_be_sent, runs))
         bucket = replace(
             whole,
-            buffer=torch.cat(runs) if len(runs) > 1 else runs[0] if runs else whole.buffer[:0],
+            buffer=torch.cat(runs) if is_copied else runs[0] if runs else whole.buffer[:0],
             parameters=tuple(whole.parameters[place] for place in places),
             fqns=None if whole.fqns is None else tuple(whole.fqns[place] for place in places),
             raw=None,
             views=tuple(own),
         )
-        return cls(bucket, runs if len(runs) > 1 else None)
+        return cls(bucket, runs if is_copied else None)
 
     def put_back(self) -> None:
         """Copy what the bucket holds to where it was taken from, unless it is there."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from overlap._torch.foreach import copy_all
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.segments import round_up, segment_multiple
 
 __all__ = ["Rows", "part_numel"]
 
@@ -48,14 +49,19 @@ class Rows:
         return tuple(-(-numel // self.count) for _, numel in self.extents)
 
     @property
+    def numel(self) -> int:
+        """The elements of a row, without its padding at the end."""
+        return sum(self.parts)
+
+    @property
     def views(self) -> tuple[tuple[torch.Size, tuple[int, ...], int], ...]:
         """The parts of a row as :attr:`Bucket.views`."""
         ends = itertools.accumulate(self.parts)
         return tuple((torch.Size([part]), (1,), end - part) for part, end in zip(self.parts, ends, strict=True))
 
     def pack(self, flat: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """The gradients of a bucket's buffer as rows, shape ``(count, n)``."""
-        numel = sum(self.parts)
+        """The gradients of a bucket's buffer as rows, shape ``(count, n)``; see [Note: segments]."""
+        numel = round_up(self.numel, segment_multiple(flat.device))
         is_full = self.count * numel == sum(numel for _, numel in self.extents)
         rows = (torch.empty if is_full else torch.zeros)((self.count, numel), dtype=dtype, device=flat.device)
         pairs = list(self._pairs(flat, rows))

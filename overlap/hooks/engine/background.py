@@ -10,13 +10,16 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from overlap._torch.device import has_streams
+from overlap._torch.device import current_stream, has_streams, recorded_event
 from overlap.hooks.collectives import Operation
-from overlap.hooks.engine.executors import BACKGROUND_LANES, Executor
+from overlap.hooks.engine.executors import Executor
 from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.task import Task
 
 __all__ = ["Completion", "Item", "run_and_wait", "run_items", "run_now"]
+
+# While one packs or unpacks, the other communicates; more would only take more memory.
+_IN_PROGRESS = 2
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,11 +47,11 @@ def run_items(items: Sequence[T], work: Work[T], executor: Executor) -> None:
     """
     active: deque[Task] = deque()
     try:
-        for place, item in enumerate(items):
-            task = Task(item, [("background", work(item))], executor, lambda: None, lane=place % BACKGROUND_LANES)
+        for item in items:
+            task = Task(item, [("background", work(item))], executor, lambda: None)
             active.append(task)
             task.advance()
-            if len(active) == BACKGROUND_LANES:
+            if len(active) == _IN_PROGRESS:
                 _finish(active)
         while active:
             _finish(active)
@@ -67,9 +70,11 @@ def _finish(active: deque[Task]) -> None:
 @torch.no_grad()
 def run_now(items: Sequence[T], work: Work[T], executor: Executor) -> None:
     """:func:`run_items` on the calling thread; the current stream may use the results."""
-    executor.begin_background()
-    run_items(items, work, executor)
-    executor.wait_for_pass()
+    executor.begin()
+    try:
+        run_items(items, work, executor)
+    finally:
+        executor.join()  # After a failure, too: what was queued before it uses the tensors.
 
 
 class Completion:
@@ -84,8 +89,7 @@ class Completion:
     def set(self) -> None:
         """The work is done; on an accelerator, when the current stream has finished what is queued so far."""
         if has_streams(self._device):
-            self._event = torch.get_device_module(self._device).Event()
-            self._event.record()
+            self._event = recorded_event(self._device)
         self._is_set.set()
 
     def fail(self, error: BaseException) -> None:
@@ -100,7 +104,7 @@ class Completion:
         if self._error is not None:
             raise self._error
         if self._event is not None:
-            torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
+            current_stream(self._device).wait_event(self._event)
 
 
 class _Background(Protocol):

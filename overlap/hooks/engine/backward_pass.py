@@ -51,7 +51,7 @@ class BackwardPass:
         """Reduces the pass in other buckets than DDP's; ``None``: in DDP's."""
         self.error: BaseException | None = None
         self._stage = stage
-        self._executor = executor
+        self.executor = executor
         self._wavefront = Wavefront()
         self._unfinished: dict[int, tuple[BucketFuture, torch.Tensor]] = {}
         # The worker may fail the pass while the training thread adds buckets to it.
@@ -65,7 +65,7 @@ class BackwardPass:
                 return None
             self._unfinished[bucket.index] = (future, bucket.buffer)
         index = bucket.index
-        task = Task(bucket, self._parts(bucket), self._executor, lambda: self._complete(index), lane=index)
+        task = Task(bucket, self._parts(bucket), self.executor, lambda: self._complete(index))
         if self._stage.starts_on_autograd_thread:
             task.start()
         return task
@@ -77,7 +77,7 @@ class BackwardPass:
             return
         try:
             # After a failure the ranks connect again in every pass, so that a second failure is reported too.
-            self._executor.channels.open()
+            self.executor.channels.open()
             if refusal is not None:
                 raise refusal
             self._wavefront.arrive(task, is_last=is_last)
@@ -97,17 +97,18 @@ class BackwardPass:
             unfinished, self._unfinished = self._unfinished, {}
         for task in self._wavefront.active:
             task.close()
-        self._executor.wait_for_pass()
-        self._executor.channels.fail(error)
+        self.executor.join()
+        self.executor.channels.fail(error)
         for future, buffer in unfinished.values():
             future.set_result(buffer)
 
     def wait(self) -> None:
-        """Block until every accepted bucket is done."""
+        """Block until every accepted bucket is done; on an accelerator the current stream waits, not the host."""
         with self._lock:
             futures = [future for future, _ in self._unfinished.values()]
         for future in futures:
             future.wait()
+        self.executor.join()  # Behind those, too, that were done before; in a backward, DDP waits for all.
 
     def _parts(self, bucket: Bucket) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
         """The label and the coroutine of each stage of the chain."""

@@ -12,19 +12,26 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from overlap._torch.c10d import Channel, GlooChannel, GroupChannel, backend_name
+from overlap._torch.c10d import Channel, GroupChannel, backend_name
+from overlap._torch.gloo import GlooChannel
 from overlap.errors import CollectiveError, ConfigurationError
 from overlap.join.failures import FailureStore
 
-__all__ = ["GroupChannels", "PrivateChannels"]
+__all__ = ["GroupChannels", "PrivateChannels", "new_key"]
 
 _SETTLING_S = 1.0
 # Messages on the model's own group have tags far from those of other users of the group.
 _FIRST_TAG = 1 << 20
 
-# How many channels this process has made on each group. Ranks register and fail together, so the count is the same on
-# all of them and can serve as the key under which they meet.
 _made: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+
+
+def new_key(group: dist.ProcessGroup) -> str:
+    """A key under which the ranks of ``group`` can meet.
+
+    It counts how often this process has asked. Ranks register and fail together, so the count is the same on all.
+    """
+    return str(next(_made.setdefault(group, itertools.count())))
 
 
 class GroupChannels:
@@ -48,10 +55,19 @@ class GroupChannels:
     def open(self) -> None:
         pass
 
+    def failure(self) -> CollectiveError | None:
+        return None
+
+    def raise_failure(self) -> None:
+        pass
+
     def fail(self, error: BaseException) -> None:
         pass
 
     def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def settle(self) -> None:
@@ -87,16 +103,18 @@ class PrivateChannels:
         """
         group = self._group if group is None else group
         channel = self._channels.get(group)
-        if channel is None:
-            if not self.can_serve(group):
-                raise ConfigurationError(
-                    f"a stage on CPU tensors uses a process group of backend "
-                    f"{backend_name(group, torch.device('cpu'))!r}; it needs one that has Gloo for the CPU"
-                )
-            key = str(next(_made.setdefault(group, itertools.count())))
-            channel = self._channels[group] = GlooChannel(group, key)
-            if group is self._group:
-                self.failures = FailureStore(group, key)
+        return self._connected(group) if channel is None else channel
+
+    def _connected(self, group: dist.ProcessGroup) -> Channel:
+        if not self.can_serve(group):
+            raise ConfigurationError(
+                f"a stage on CPU tensors uses a process group of backend "
+                f"{backend_name(group, torch.device('cpu'))!r}; it needs one that has Gloo for the CPU"
+            )
+        key = new_key(group)
+        channel = self._channels[group] = GlooChannel(group, key)
+        if group is self._group:
+            self.failures = FailureStore(group, key)
         return channel
 
     def next_tag(self) -> int:
@@ -106,15 +124,29 @@ class PrivateChannels:
         """Connect to the other ranks of the model's group now, unless connected."""
         self.of(None)
 
+    def failure(self) -> CollectiveError | None:
+        """What has made collectives fail, where this rank has learnt of it without waiting for one."""
+        return None
+
+    def raise_failure(self) -> None:
+        """Raise :meth:`failure` where there is one, and be ready to begin anew; called outside of a backward."""
+        if (error := self.failure()) is not None:
+            self.fail(error)
+            self.settle()
+            raise error
+
     def fail(self, error: BaseException) -> None:
         """Report ``error`` to the other ranks, then close the connections, so that nobody waits for a timeout."""
-        # A failure that another rank caused is reported by that rank.
-        if not isinstance(error, CollectiveError):
+        if self._is_to_be_told(error):
             with contextlib.suppress(Exception):
                 self.open()  # If the last pass failed too, the ranks have not connected again yet.
             if self.failures is not None:
                 self.failures.report(error)
         self.abort()
+
+    def _is_to_be_told(self, error: BaseException) -> bool:
+        # A failure that another rank caused is reported by that rank, or shows where the connections close.
+        return not isinstance(error, CollectiveError)
 
     def abort(self) -> None:
         """Abandon what is in flight; the other ranks see their connections close. The next use connects again."""
@@ -124,6 +156,10 @@ class PrivateChannels:
         self._channels.clear()
         self._tags = itertools.count()
         self.failures = None
+
+    def close(self) -> None:
+        """Close the connections; nothing is in flight any more."""
+        self.abort()
 
     def settle(self) -> None:
         """Wait until nothing that was aborted can still write to its tensors, before they are used again.

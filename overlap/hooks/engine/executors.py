@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -10,49 +11,56 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlap._torch.device import has_streams
+from overlap._checks import refuse_capture
+from overlap._torch.communicators import can_have_communicator
+from overlap._torch.device import current_stream, has_streams, on_stream, stream_of
 from overlap.errors import CollectiveError, PeerError
+from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
+from overlap.hooks.engine.device_channels import DeviceChannels
 from overlap.hooks.engine.observer import Observer
 
-__all__ = ["BACKGROUND_LANES", "Executor", "HostExecutor", "executor_for"]
+__all__ = ["Executor", "Executors", "HostExecutor", "StreamExecutor", "executor_for"]
 
-BACKGROUND_LANES = 2
-"""While one packs or unpacks, the other communicates; more lanes would only take more memory."""
+# Others wait for what runs here, while what the training stream computes meanwhile has time: a message leaves earlier
+# if it need not be encoded behind the blocks of a large kernel. FSDP2's streams of copies have the same.
+_PRIORITY = -1
 
 # How long a thread waits for a collective before it checks whether another rank has reported a failure.
 _PATIENCE = timedelta(seconds=1)
 
 
 class Executor:
-    """Runs code in lanes, side by side on accelerators; here, what was called is done when it returns."""
+    """A place where code runs, one piece after another; here, that is where it is called."""
 
     def __init__(self, channels: GroupChannels | PrivateChannels) -> None:
         self.channels = channels
         self.observer: Observer | None = None
 
-    def begin(self, lane: int) -> None:
-        """Let ``lane`` start after what the caller has done so far."""
+    def begin(self) -> None:
+        """Let what follows in the scope start after what the caller has done so far."""
 
-    def begin_background(self) -> None:
-        """Let the lanes of background work start after what the caller has done so far."""
-        for lane in range(BACKGROUND_LANES):
-            self.begin(lane)
-
-    def scope(self, lane: int) -> AbstractContextManager[Any]:
-        """The context for the code of a task in ``lane``."""
+    def scope(self) -> AbstractContextManager[Any]:
+        """The context for the code that runs here."""
         return nullcontext()
 
     def wait(self, work: dist.Work) -> None:
         """Make what follows in the scope wait for ``work``."""
         work.wait()
 
-    def wait_for_pass(self) -> None:
-        """Make what follows in the scope wait for what has run in all other scopes so far."""
+    def leave(self, operation: Operation) -> None:
+        """Make what follows in the scope wait for an operation in flight of which nobody wants the result."""
+        # This is for the buffers alone: an operation that has failed is done with them.
+        with contextlib.suppress(RuntimeError):
+            operation.abandon(self.wait)
+
+    def join(self) -> None:
+        """Make what the caller does next wait for what has run in the scope so far."""
 
     def explained(self, error: Exception) -> Exception:
         """``error``, with which a collective could not be launched, or another rank's failure that it is due to."""
-        return error
+        failure = self.channels.failure() if isinstance(error, RuntimeError) else None
+        return error if failure is None or type(error) is type(failure) else failure
 
 
 class HostExecutor(Executor):
@@ -79,6 +87,9 @@ class HostExecutor(Executor):
                         f"a rank's process has ended, or hangs: {error}"
                     ) from error
 
+    def leave(self, operation: Operation) -> None:
+        """Does nothing: another rank may not come. The connections are closed, which ends what is in flight."""
+
     def explained(self, error: Exception) -> Exception:
         failures = self.channels.failures
         failure = failures.read() if failures is not None and isinstance(error, RuntimeError) else None
@@ -90,37 +101,100 @@ def _peer_error(failure: str) -> PeerError:
 
 
 class StreamExecutor(Executor):
-    """For accelerator tensors: each lane is a side stream; to wait is to make that stream wait, never the host.
+    """For accelerator tensors: a side stream; to wait is to make that stream wait, never the host.
 
-    Collectives are launched and waited for with the lane's stream current, so events order it and the process group's
-    own stream. What a stage allocates belongs to the lane's stream, and a work keeps its tensors alive until it is
-    waited for; bucket buffers and parameters outlive the pass.
+    [Note: one stream]
+
+    All stages of a model run on one stream, in the order in which the scheduler calls them, and so wait for each other
+    without events. Nothing comes too late by that. Collectives of one communicator run in the order of their launch,
+    and the scheduler waits for them in that order, for each only when the next one has been launched: while the stream
+    waits for one or works on its result, the network has the next. What a stage allocates belongs to the stream, and a
+    work keeps its tensors alive until it is waited for; bucket buffers and parameters outlive the pass. What runs
+    between passes has a stream of its own, since a bucket must not wait for it. More in ``docs/notes/streams.md``.
+
+    Args:
+        channels: what carries the collectives.
+        device: that of the tensors.
+        owner: whose side stream it is; this executor's own where ``None``. It is made on first use.
     """
 
-    def __init__(self, channels: GroupChannels, device: torch.device) -> None:
+    def __init__(
+        self, channels: GroupChannels | PrivateChannels, device: torch.device, *, owner: object | None = None
+    ) -> None:
         super().__init__(channels)
         self._device = device
-        self._module: Any = torch.get_device_module(device)
-        self._streams: list[Any] = []
+        self._owner = self if owner is None else owner
+        self._stream: Any | None = None
 
-    def begin(self, lane: int) -> None:
-        """Let the lane's stream start after what the current stream has queued: in backward, the gradients."""
-        while len(self._streams) <= lane:
-            self._streams.append(self._module.Stream(device=self._device))
-        self._streams[lane].wait_stream(self._module.current_stream(self._device))
+    def begin(self) -> None:
+        """Let the stream go on after what the current stream has queued: in backward, the gradients."""
+        if self._stream is None:
+            self._stream = stream_of(self._owner, self._device, priority=_PRIORITY)
+        self._stream.wait_stream(current_stream(self._device))
 
-    def scope(self, lane: int) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self._module.stream(self._streams[lane])
-        return context
+    def scope(self) -> AbstractContextManager[Any]:
+        return on_stream(self._stream)
 
-    def wait_for_pass(self) -> None:
-        current = self._module.current_stream(self._device)
-        for stream in self._streams:
-            if stream != current:
-                current.wait_stream(stream)
+    def join(self) -> None:
+        if self._stream is not None:
+            current_stream(self._device).wait_stream(self._stream)
 
 
 def executor_for(group: dist.ProcessGroup, device: torch.device) -> Executor:
-    """An executor whose collectives run on ``group`` itself, for code on the calling thread."""
+    """An executor whose collectives run on ``group`` itself, for one call on the calling thread.
+
+    On an accelerator all calls on one group share a stream, on which they run in order.
+
+    Raises:
+        UnsupportedError: a CUDA graph is being captured.
+    """
+    refuse_capture("an average or another call of several collectives", "call it outside of the capture", device)
     channels = GroupChannels(group)
-    return StreamExecutor(channels, device) if has_streams(device) else HostExecutor(channels)
+    if not has_streams(device):
+        return HostExecutor(channels)
+    return StreamExecutor(channels, device, owner=group)
+
+
+class Executors:
+    """Where what belongs to one model runs: all in one place on the host, on streams on an accelerator.
+
+    [Note: the first pass]
+
+    In DDP's first pass one bucket has the gradients of the whole model (one for each dtype); the second pass has the
+    others. A side stream would keep workspace as large as the model, since the caching allocator has a pool for each
+    stream. So the first pass, and gathers that belong to it, run on the stream that they are called on: its pool serves
+    the next forward.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, own_communicators: bool = True) -> None:
+        self.channels: GroupChannels | PrivateChannels
+        self._for_stages: Executor
+        self._between_passes: Executor
+        self._for_caller: Executor
+        if has_streams(device):
+            is_private = own_communicators and can_have_communicator(group, device)
+            self.channels = DeviceChannels(group, device) if is_private else GroupChannels(group)
+            self._for_stages = StreamExecutor(self.channels, device)
+            self._between_passes = StreamExecutor(self.channels, device)
+            self._for_caller = Executor(self.channels)
+        else:
+            self.channels = PrivateChannels(group) if PrivateChannels.can_serve(group) else GroupChannels(group)
+            self._for_stages = self._between_passes = self._for_caller = HostExecutor(self.channels)
+
+    def of_pass(self, step: int) -> Executor:
+        """For the stages of backward pass number ``step``. See [Note: the first pass]."""
+        return self._for_caller if step == 0 else self._for_stages
+
+    def between_passes(self, step: int) -> Executor:
+        """For what is begun between passes and belongs to pass number ``step``; -1 where it belongs to none."""
+        return self._for_caller if step == 0 else self._between_passes
+
+    @property
+    def observer(self) -> Observer | None:
+        """Is told of everything that runs, if set."""
+        return self._for_stages.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        for executor in (self._for_stages, self._between_passes, self._for_caller):
+            executor.observer = observer

@@ -62,24 +62,21 @@ class _BeforeForward:
     """Runs before each forward of a model; does nothing in a copy of the model."""
 
     def __init__(self, runtime: Runtime | None = None) -> None:
-        self._runtime = runtime
+        # What stages do there does not belong to a compiled forward.
+        self._before = None if runtime is None else torch.compiler.disable(runtime.before_forward)
 
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._runtime is None or not torch.is_grad_enabled():
+        if self._before is None or not torch.is_grad_enabled():
             return
         if isinstance(module, DistributedDataParallel) and torch_join_divides_by_count(module):
             raise UnsupportedError(
                 "divide_by_initial_world_size=False does nothing under PyTorch's Join once a hook is registered; use "
                 "`with overlap.Join([ddp], divide_by_initial_world_size=False)`"
             )
-        _before_forward(self._runtime)
+        self._before()
 
     def __reduce__(self) -> Any:
         return _BeforeForward, ()
-
-
-# What stages do there does not belong to a compiled forward.
-_before_forward: Callable[[Runtime], None] = torch.compiler.disable(Runtime.before_forward)
 
 
 class Registration:
@@ -95,11 +92,11 @@ class Registration:
     @property
     def observer(self) -> Observer | None:
         """Is told of everything that happens in a backward pass, if set."""
-        return self.runtime.executor.observer
+        return self.runtime.executors.observer
 
     @observer.setter
     def observer(self, observer: Observer | None) -> None:
-        self.runtime.executor.observer = observer
+        self.runtime.executors.observer = observer
 
     @property
     def is_active(self) -> bool:
@@ -118,16 +115,26 @@ class Registration:
         return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}{self.runtime.division}>"
 
 
-def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], state: Any = None) -> Registration:
+def register(
+    ddp: DistributedDataParallel,
+    stage: Stage | Callable[..., Any],
+    state: Any = None,
+    *,
+    own_communicators: bool = True,
+) -> Registration:
     """Run ``stage`` on the gradients of ``ddp``, in place of DDP's own all-reduce.
 
     Every rank of the model's process group must call this, before a backward and in the same order with its other
-    collective calls. On CPU tensors with Gloo it opens separate connections to the ranks of the group.
+    collective calls. On CPU tensors with Gloo it opens separate connections to the ranks of the group; on an
+    accelerator with NCCL it makes a communicator at the first collective on a group.
 
     Args:
         ddp: the wrapped model, or what ``torch.compile`` returned for it.
         stage: a stage or chain, a function of a bucket, or a hook ``(state, bucket) -> Future[Tensor]``.
         state: the first argument of a hook; ``None`` for a stage.
+        own_communicators: on accelerators: whether collectives of stages have communicators of their own, as far as the
+            backend is NCCL. They let a rank's failure reach the others, and DDP's buffers do not wait behind them; each
+            takes some of the device's memory, as much as the group's own. ``False``: the groups themselves are used.
 
     Returns:
         The registration. It lasts as long as the model and need not be kept.
@@ -164,7 +171,9 @@ def register(ddp: DistributedDataParallel, stage: Stage | Callable[..., Any], st
         if (model := alive()) is not None:
             ddp_state.forget_unfinished_backward(model)
 
-    runtime = Runtime(made, context, forget_unfinished_backward=forget_unfinished_backward)
+    runtime = Runtime(
+        made, context, forget_unfinished_backward=forget_unfinished_backward, own_communicators=own_communicators
+    )
     try:
         runtime.open()
     except BaseException:

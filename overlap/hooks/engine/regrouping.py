@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlap._torch.device import has_streams
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, whole_pass
 from overlap.hooks.cut import BucketCut, Buckets
@@ -53,20 +52,15 @@ class Regrouping:
         self._is_cut_anew = homes is not None
         buckets = iter(arrived) if homes is None else self._cut_anew(arrived[0], homes)
         wavefront = Wavefront()
-        kept = []
         try:
             for bucket in buckets:
-                if has_streams(bucket.buffer.device):
-                    kept.append(bucket)  # Its memory is this lane's, and other lanes use it until the last line.
-                self.executor.begin(bucket.index)
                 back = _Back(bucket, homes, self.cut.keys_of(bucket))
-                task = Task(bucket, parts(bucket), self.executor, back, lane=bucket.index)
+                task = Task(bucket, parts(bucket), self.executor, back)
                 wavefront.arrive(task, is_last=bucket.is_last)
         except BaseException:
             for task in wavefront.active:
                 task.close()
             raise
-        self.executor.wait_for_pass()
 
     def _homes(self, arrived: Sequence[Bucket]) -> dict[str, tuple[Tensor, Tensor]] | None:
         """Each parameter with its gradient in DDP's bucket; ``None`` where they cannot be cut as ``wanted``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
@@ -11,9 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from overlap._checks import refuse_capture
 from overlap._torch.autograd import after_backward, backward_id, if_abandoned, in_backward
 from overlap._torch.c10d import GradBucket
-from overlap._torch.device import has_streams
+from overlap._torch.device import future_for
 from overlap.errors import CollectiveError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
@@ -22,8 +22,9 @@ from overlap.hooks.cut import BucketCut
 from overlap.hooks.engine.background import run_items
 from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardPass, BucketFuture
 from overlap.hooks.engine.channels import PrivateChannels
+from overlap.hooks.engine.device_channels import DeviceChannels
 from overlap.hooks.engine.division import Division
-from overlap.hooks.engine.executors import Executor, HostExecutor, executor_for
+from overlap.hooks.engine.executors import Executor, Executors
 from overlap.hooks.engine.memory_format import MemoryFormats
 from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.regrouping import Regrouping
@@ -35,6 +36,11 @@ from overlap.join import gradient_divisor
 __all__ = ["Runtime"]
 
 T = TypeVar("T", bound=Subject)
+
+_INSTEAD_OF_CAPTURE = (
+    "capture the model alone, by torch.cuda.make_graphed_callables before DistributedDataParallel wraps it or "
+    "torch.compile(mode='reduce-overhead'), or leave the registration out"
+)
 
 
 class Runtime:
@@ -51,13 +57,18 @@ class Runtime:
         context: StageContext,
         *,
         forget_unfinished_backward: Callable[[], None] = lambda: None,
+        own_communicators: bool = True,
     ) -> None:
         self.stage = stage
         self._forget_unfinished_backward = forget_unfinished_backward
         self._has_unfinished_backward = False
         self._watched = -1
         self._cut = BucketCut()
-        self._context = replace(context, background=self.background, cut=self._cut)
+        self.executors = Executors(context.group, context.device, own_communicators=own_communicators)
+        channels = self.executors.channels
+        self._context = replace(
+            context, background=self.background, look_for_failures=channels.raise_failure, cut=self._cut
+        )
         self._pass: BackwardPass | None = None
         self._steps = 0
         self._is_open = False
@@ -68,14 +79,11 @@ class Runtime:
         # The parameters of each bucket of this pass.
         self._buckets: list[tuple[str, ...]] = []
         self._worker: Worker | None = None
-        self.executor: Executor
-        if not has_streams(context.device) and PrivateChannels.can_serve(context.group):
-            channels = PrivateChannels(context.group)
-            self.executor = HostExecutor(channels)
+        if isinstance(channels, DeviceChannels):
+            weakref.finalize(self, channels.close)
+        elif isinstance(channels, PrivateChannels):
             self._worker = Worker(f"overlap-{id(self):x}", abandon=channels.abort)
             self._stop_worker = weakref.finalize(self, self._worker.stop)
-        else:
-            self.executor = executor_for(context.group, context.device)
 
     def open(self) -> None:
         """Attach the stages, connect to the other ranks and check that they run the same stages.
@@ -92,11 +100,11 @@ class Runtime:
             stage.check_together(self.stage.sequence)
         self.division = Division.of(self.stage.sequence, self._context.names)
         self._is_open = True
-        channels = self.executor.channels
+        channels = self.executors.channels
         channels.open()
         if (failures := channels.failures) is None:
             return
-        signature = f"{self.stage.signature} for {_model_in_words(self._context)}{self.division.signature}"
+        signature = f"{self.stage.signature} for {self._context.model_in_words}{self.division.signature}"
         if (other := failures.agree(signature)) is not None:
             error = CollectiveError(
                 f"rank {self._context.group.rank()} registers {signature}, but rank 0 registers {other}; "
@@ -111,14 +119,21 @@ class Runtime:
             stage.detach()
         self._attached.clear()
         if self._worker is None:
-            self.executor.channels.abort()
+            self.executors.channels.close()
             return
         # After the jobs of a backward that ended before all buckets had come: they use the connections, too.
-        self._worker.submit(self.executor.channels.abort)
+        self._worker.submit(self.executors.channels.abort)
         self._stop_worker()
 
     def before_forward(self) -> None:
-        """Called before a forward that records gradients."""
+        """Called before a forward that records gradients.
+
+        Raises:
+            UnsupportedError: a CUDA graph is being captured.
+            CollectiveError: another rank has failed since the last backward, or the device does not get on.
+        """
+        self._refuse_capture()
+        self.executors.channels.raise_failure()
         if self._has_unfinished_backward:
             self._has_unfinished_backward = False
             self._forget_unfinished_backward()
@@ -137,11 +152,10 @@ class Runtime:
             if_abandoned(lambda: self._abandon(current))
         bucket = self._bucket(raw, step=current.step, is_replay=is_replay)
         self._buckets.append(self._cut.keys_of(bucket))
-        device = self._context.device
-        future: BucketFuture = torch.futures.Future(devices=[device] if has_streams(device) else None)
-        if (observer := self.executor.observer) is not None:
+        future: BucketFuture = future_for(self._context.device)
+        if (observer := self.executors.observer) is not None:
             observer.arrived(bucket)
-        self.executor.begin(bucket.index)
+        current.executor.begin()
         if bucket.is_last and not is_replay:
             after_backward(lambda: self._finish(current))
         refusal = None if is_replay else self._formats.refusal(bucket)
@@ -164,13 +178,15 @@ class Runtime:
 
         Called on the training thread between backward passes, at the same place on every rank.
         """
-        self.executor.begin_background()
+        executor = self.executors.between_passes(items[0].step if items else -1)
+        executor.begin()
 
         def job() -> None:
             try:
-                run_items(items, work, self.executor)
+                run_items(items, work, executor)
             except BaseException as error:
-                self.executor.channels.fail(error)
+                executor.join()  # What was queued before the failure uses tensors that may now be freed or changed.
+                executor.channels.fail(error)
                 on_failure(error)
 
         self._submit(job)
@@ -187,15 +203,17 @@ class Runtime:
             stale = self._pass
             self._submit(lambda: stale.fail(RuntimeError("a new backward began before all buckets had come")))
             stale.wait()
-        begun = BackwardPass(self._steps, self.stage, self.executor)
+        executor = self.executors.of_pass(self._steps)
+        begun = BackwardPass(self._steps, self.stage, executor)
         self._steps += 1
         self._buckets.clear()
         try:
+            self._refuse_capture()  # Registered as a hook, it is not called before forwards.
             if not self._is_open:  # Registered as a hook: the model was not known before its first bucket.
                 self.open()
             if self.division.is_of_several:  # The loop may have added parameters to an optimizer.
                 self.division = Division.of(self.stage.sequence, self._context.names)
-            begun.regrouping = self._regrouping()
+            begun.regrouping = self._regrouping(executor)
             for stage in walk(self.stage):
                 stage.before_backward(is_replay=is_replay)
             check_pass(self.stage.sequence)
@@ -204,15 +222,20 @@ class Runtime:
             begun.fail(error)
         return begun
 
-    def _regrouping(self) -> Regrouping | None:
+    def _refuse_capture(self) -> None:
+        refuse_capture(repr(self.stage), _INSTEAD_OF_CAPTURE, self._context.device)
+
+    def _regrouping(self, executor: Executor) -> Regrouping | None:
         wanted = self._cut.wanted
         # A hook's code runs when its bucket comes.
         if wanted is None or self.stage.starts_on_autograd_thread:
             return None
-        return Regrouping(wanted, self._cut, self.executor)
+        return Regrouping(wanted, self._cut, executor)
 
     def _finish(self, finished: BackwardPass) -> None:
         """Called on the training thread when DDP has set the gradients; raises the error of a failed pass."""
+        if (failure := self.executors.channels.failure()) is not None:
+            finished.fail(failure)
         error = self._end(finished)
         if error is not None:
             raise error
@@ -234,7 +257,7 @@ class Runtime:
             if note and error is not None:
                 error.add_note(note)
         if finished.error is not None:
-            self.executor.channels.settle()
+            self.executors.channels.settle()
         self._has_unfinished_backward = AbandonedBackwardError.caused(error)
         return error
 
@@ -247,7 +270,7 @@ class Runtime:
             return
         error = AbandonedBackwardError()
         # The worker may itself wait for another rank, and looks here meanwhile.
-        if (failures := self.executor.channels.failures) is not None:
+        if self._worker is not None and (failures := self.executors.channels.failures) is not None:
             failures.report(error)
         is_over = threading.Event()
 
@@ -275,12 +298,3 @@ class Runtime:
             raw=raw,
             fqns=None if names is None else tuple(names.get(parameter, "unknown") for parameter in parameters),
         )
-
-
-def _model_in_words(context: StageContext) -> str:
-    """The same text on every rank, if the model's parameters are the same."""
-    if context.names is None:
-        return "a model"
-    layout = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in context.names.items()]
-    digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
-    return f"a model of {len(layout)} parameters (names, shapes and dtypes: {digest})"

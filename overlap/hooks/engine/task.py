@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from torch.autograd.profiler import record_function
-
+from overlap._torch.profiling import labelled
 from overlap.hooks.collectives import Operation, WholePass
 from overlap.hooks.engine.executors import Executor
 from overlap.hooks.engine.observer import Subject
@@ -22,7 +21,6 @@ class Task:
         parts: the label and the coroutine of each stage, in order; each is taken when the one before is done.
         executor: where they run.
         on_done: called when the last one is done.
-        lane: on an accelerator, tasks in different lanes may run side by side; tasks in one lane run in order.
     """
 
     def __init__(
@@ -31,13 +29,10 @@ class Task:
         parts: Iterable[tuple[str, Coroutine[Operation, Any, None]]],
         executor: Executor,
         on_done: Callable[[], None],
-        *,
-        lane: int,
     ) -> None:
         self.subject = subject
         self.is_done = False
         self._parts = iter(parts)
-        self._lane = lane
         self._label, self._coroutine = next(self._parts)
         self._executor = executor
         self._on_done = on_done
@@ -56,7 +51,7 @@ class Task:
         If the stage raises, :meth:`advance` raises it: only the thread that runs the stages may end the pass.
         """
         try:
-            with self._executor.scope(self._lane):
+            with self._executor.scope():
                 self._resume(None)
         except Exception as error:
             self._start_error = error
@@ -65,7 +60,7 @@ class Task:
         """Wait for what is in flight, run to the next operation, launch it."""
         if self._start_error is not None:
             raise self._start_error
-        with self._executor.scope(self._lane):
+        with self._executor.scope():
             # After start(), the stage may already be done, or have an operation that is not launched yet.
             if not self.is_done and (self._pending is None or self._is_launched):
                 self._resume(self._outcome())
@@ -75,9 +70,15 @@ class Task:
                 self._on_done()
 
     def close(self) -> None:
-        """Abandon the coroutine: its ``finally`` blocks run."""
+        """Abandon the coroutine: its ``finally`` blocks run.
+
+        On a stream what it has in flight is waited for: the buffers go back to whoever owns them.
+        """
         self.is_done = True
-        self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None and self._is_launched:
+            with self._executor.scope():
+                self._executor.leave(pending)
         self._coroutine.close()
 
     def _resume(self, value: Any) -> None:
@@ -110,7 +111,7 @@ class Task:
         if (observer := self._executor.observer) is not None:
             observer.running(self.subject, self._label)
         try:
-            with record_function(f"overlap::{self._label}[bucket {self.subject.index}]"):
+            with labelled(f"overlap::{self._label}[bucket {self.subject.index}]"):
                 if isinstance(value, Exception):
                     return self._coroutine.throw(value)
                 return self._coroutine.send(value)
@@ -143,9 +144,7 @@ class Task:
         if (observer := self._executor.observer) is not None:
             observer.waiting(self.subject, operation)
         try:
-            with record_function(f"overlap::{operation.label}[bucket {self.subject.index}]"):
-                if isinstance(operation, WholePass):
-                    self._executor.wait_for_pass()
+            with labelled(f"overlap::{operation.label}[bucket {self.subject.index}]"):
                 result = operation.finish(self._executor.wait)
         except Exception as error:
             return error
