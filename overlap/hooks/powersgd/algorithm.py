@@ -33,6 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from overlap._torch.device import has_streams
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
 from overlap.hooks.powersgd.bases import Bases
@@ -185,7 +186,7 @@ class PowerIteration:
         A non-finite element makes its whole row of products non-finite. The factors are already the same on all ranks,
         and so is the answer. All that follows can work with zeros.
         """
-        if flat.device.type == "cpu" and bool(torch.isfinite(flat).all()):
+        if not has_streams(flat.device) and bool(torch.isfinite(flat).all()):
             return None
         found = []
         for each in self.matrices:

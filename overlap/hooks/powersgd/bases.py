@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from overlap._torch.device import current_stream, hold
+from overlap._torch.device import hold
 from overlap.hooks.powersgd.layout import FactorBatch
 from overlap.hooks.powersgd.matrices import Matrices
 
@@ -17,8 +17,7 @@ __all__ = ["Bases", "Directions"]
 class Directions:
     """Random directions, the same on every rank: they follow from the seed, the shape and the step alone.
 
-    Those of a warm start do not depend on the step and are kept, one set per shape (on an accelerator also per stream,
-    since streams do not wait for each other); the others are drawn at each step.
+    Those of a warm start do not depend on the step and are kept, one set per shape; the others are drawn at each step.
     """
 
     def __init__(self, seed: int) -> None:
@@ -33,9 +32,9 @@ class Directions:
         self, rank: int, length: int, *, dtype: torch.dtype, device: torch.device, step: int | None = None
     ) -> Tensor:
         """Rows of a random matrix, ``(rank, length)``."""
-        key = (rank, length, dtype, device, current_stream(device))
+        key = (rank, length, dtype, device)
         if step is None and key in self._kept:
-            return self._kept[key]
+            return hold(self._kept[key])
         # Seeding a generator of its own leaves the user's alone, and on an accelerator it costs no synchronization.
         generator = torch.Generator(device=device)
         generator.manual_seed(_mix(self._seed, rank, length, 0 if step is None else step + 1))

@@ -19,6 +19,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
+from overlap._torch.device import has_streams
 from overlap._torch.foreach import add_all, copy_all
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.checkpoint import within_range
@@ -168,7 +169,7 @@ class PerParameter:
             ranks=ranks,
             min_compression_rate=config.min_compression_rate,
             exact=exact,
-            batch_numel=_CPU_BATCH_NUMEL if bucket.buffer.device.type == "cpu" else math.inf,
+            batch_numel=math.inf if has_streams(bucket.buffer.device) else _CPU_BATCH_NUMEL,
         )
 
     def matrices(
@@ -180,7 +181,7 @@ class PerParameter:
         for batch in layout.batches:
             gradients = [bucket.gradients[place] for place in batch.places]
             first = gradients[0]
-            is_large = first.device.type == "cpu" and first.numel() > _BLOCK_NUMEL and len(gradients) == 1
+            is_large = not has_streams(first.device) and first.numel() > _BLOCK_NUMEL and len(gradients) == 1
             fits = first.dtype == dtypes.compute and dtypes.residual in (None, dtypes.compute)
             kind = LargeMatrix if is_large and fits else StackedMatrices
             found.append(kind(batch, gradients, [slots[place] for place in batch.places], dtypes))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.device import hold
+from overlap._torch.device import has_streams, hold
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cut import BucketCut, SavedCut
@@ -134,7 +134,7 @@ class Memory:
             if (residual := slots[place].residual) is None:
                 continue
             is_finite = bucket.gradients[place].isfinite().all()
-            if is_finite.device.type == "cpu":
+            if not has_streams(is_finite.device):
                 slots[place].residual = None if bool(is_finite) else residual
             else:
                 slots[place].residual = torch.where(is_finite, torch.zeros_like(residual), hold(residual))

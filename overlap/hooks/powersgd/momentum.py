@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._torch.device import hold
+from overlap._torch.device import has_streams, hold
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.algorithm import Compressed
@@ -93,7 +93,7 @@ class Momentum:
                 for place, basis in zip(batch.places, rows.unbind(), strict=True):
                     _remove(as_matrix(found[place]), basis, is_left=sent.is_left)
         # The outcome is the same on all ranks, and so is the answer.
-        if bucket.buffer.device.type == "cpu" and bool(bucket.buffer.isfinite().all()):
+        if not has_streams(bucket.buffer.device) and bool(bucket.buffer.isfinite().all()):
             for slot, velocity in zip(slots, found, strict=True):
                 slot.velocity = velocity
             return

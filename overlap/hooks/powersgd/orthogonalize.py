@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from overlap._torch.device import has_streams
+
 __all__ = ["cholesky_qr", "gram_schmidt", "householder", "orthonormalize"]
 
 # Below these ranks the loop of Gram-Schmidt is fewer kernels than Cholesky-QR.
@@ -30,7 +32,7 @@ def orthonormalize(rows: Tensor, spare: Callable[[], Tensor], *, epsilon: float 
         epsilon: each direction is scaled by ``d / (d + epsilon)``, where ``d`` is the length that its row
             adds to the span of the ones before it.
     """
-    if rows.device.type == "cpu" or (rows.dtype == torch.float64 and rows.shape[1] > _GRAM_SCHMIDT_RANK):
+    if not has_streams(rows.device) or (rows.dtype == torch.float64 and rows.shape[1] > _GRAM_SCHMIDT_RANK):
         basis, lengths = householder(rows)
     elif rows.shape[1] <= _GRAM_SCHMIDT_RANK:
         basis, lengths = gram_schmidt(rows, spare())

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
@@ -60,13 +59,8 @@ class GatherQuantized(Stage):
         gathered = torch.empty(ranks * message.numel(), dtype=torch.uint8, device=buffer.device)
         await all_gather(gathered, message, group=bucket.group)
         total = torch.zeros_like(values)
-
-        def add(summed: Tensor, summand: Tensor) -> Tensor:
-            # Divided before the sum, so that a sum of large values does not overflow.
-            return summed.add_(summand, alpha=1 / bucket.divisor)
-
-        for one in gathered.view(ranks, -1):
-            codec.decode(one, total, add)
+        # Divided before the sum, so that a sum of large values does not overflow.
+        codec.add_rows(gathered.view(ranks, -1), total, alpha=1 / bucket.divisor)
         buffer.copy_(total[: buffer.numel()])
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.clipping import check_norm_type
 from overlap.hooks.collectives import all_reduce
 from overlap.hooks.context import StageContext
+from overlap.hooks.late_reads import LateReads
 from overlap.hooks.transforms.transform import Place, Transform
 
 __all__ = ["Log"]
@@ -155,29 +155,26 @@ class _Logger:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._pending: deque[tuple[int, list[str], Tensor, Any]] = deque()
+        self._late: LateReads[tuple[int, list[str]]] = LateReads()
 
     def __call__(self, step: int, norms: dict[str, Tensor]) -> None:
         if not _logger.isEnabledFor(logging.INFO):
             return
         values = torch.stack([norm.float() for norm in norms.values()])
-        event = None
-        if has_streams(values.device):
-            event = torch.get_device_module(values.device).Event()
-            values = values.to("cpu", non_blocking=True)
-            event.record()
-        self._pending.append((step, list(norms), values, event))
-        while self._pending and (self._pending[0][3] is None or self._pending[0][3].query()):
-            self._write()
+        if not has_streams(values.device):
+            self._write(step, list(norms), values)
+            return
+        self._late.send((step, list(norms)), values)
+        self._write_late()
 
     def flush(self) -> None:
         """Wait for what has not been written, and write it."""
-        while self._pending:
-            if (event := self._pending[0][3]) is not None:
-                event.synchronize()
-            self._write()
+        self._write_late(waits=True)
 
-    def _write(self) -> None:
-        step, names, values, _ = self._pending.popleft()
+    def _write_late(self, *, waits: bool = False) -> None:
+        for (step, names), values in self._late.read(waits=waits):
+            self._write(step, names, values)
+
+    def _write(self, step: int, names: list[str], values: Tensor) -> None:
         listed = ", ".join(f"{name} {value:.4g}" for name, value in zip(names, values.tolist(), strict=True))
         _logger.info("norms of %s, step %d: %s", self._what, step, listed)

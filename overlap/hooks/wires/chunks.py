@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from overlap.errors import ConfigurationError
-from overlap.hooks.wires.wire import Codec, Combine, RoundingWire, aligned, at_a_time
+from overlap.hooks.wires.blocks import BlockCodec, Field
+from overlap.hooks.wires.kernels import RowKernels, kernels_for
+from overlap.hooks.wires.wire import RoundingWire
 
 __all__ = ["ChunkCodec", "ChunkWire", "Grid", "check_chunk", "cut"]
 
 # Chunks are multiples of it, in values: in 4 bits its halves share bytes.
 _MULTIPLE = 8
-_STEP_BYTES = 4
 
 
 class Grid(ABC):
@@ -34,17 +34,22 @@ class Grid(ABC):
     """Of a number."""
     top: float
     """The largest; a chunk's largest magnitude is sent as it."""
+    is_float: bool
+    """Whether they are numbers of ``float8_e4m3fn``; otherwise they are integers, in 4 bits two to a byte: one of the
+    first half of their chunk and one of the second."""
+    noise_levels: int
+    """Of the noise of stochastic rounding, which is a whole number below it, divided by it."""
 
     @abstractmethod
     def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
-        """Write ``values``, shape ``(n, chunk_numel)``, rounded, to ``payload``, int8 of shape ``(n, bytes)``.
+        """Write ``values``, shape ``(..., chunk_numel)``, rounded, to ``payload``, int8 of shape ``(..., bytes)``.
 
         ``values`` may be overwritten. At most ``top`` in magnitude, or not finite, and then anything may be written.
         """
 
     @abstractmethod
     def read(self, payload: Tensor, out: Tensor) -> None:
-        """Write the numbers that ``payload`` holds to ``out``, fp32 of shape ``(n, chunk_numel)``."""
+        """Write the numbers that ``payload`` holds to ``out``, fp32 of shape ``(..., chunk_numel)``."""
 
 
 def check_chunk(chunk: object, *, largest: int | None = None) -> None:
@@ -85,7 +90,7 @@ class ChunkWire(RoundingWire):
 
 
 @dataclass(frozen=True)
-class ChunkCodec(Codec):
+class ChunkCodec(BlockCodec):
     """A message holds the step of each chunk in fp32, then the chunks' numbers."""
 
     grid: Grid
@@ -93,52 +98,26 @@ class ChunkCodec(Codec):
     chunk_numel: int
 
     @property
-    def numel(self) -> int:
-        return self.chunks * self.chunk_numel
+    def fields(self) -> tuple[Field, ...]:
+        return Field(torch.float32, 1), Field(torch.int8, self.chunk_numel * self.grid.bits // 8)
 
-    @property
-    def message_bytes(self) -> int:
-        return aligned(self._step_bytes + self._payload_bytes)
+    def kernels(self, values: Tensor) -> RowKernels | None:
+        return kernels_for(self, values)
 
-    def encode(self, values: Tensor, message: Tensor, generator: torch.Generator | None = None) -> None:
+    def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
+        step, payload = fields
         top = self.grid.top
-        for chunk_values, step, payload in self._blocks(values, message):
-            scratch = chunk_values.abs()
-            peak = scratch.amax(dim=1, keepdim=True)
-            torch.div(peak, top, out=step)
-            # If the step were rounded up, the largest numbers would be decoded as infinity.
-            step.copy_(torch.where(step * top > peak, step.nextafter(torch.zeros_like(step)), step))
-            # A peak of zero, or of a denormal number, must not give an infinite factor.
-            steps = (top / peak).clamp_(max=torch.finfo(torch.float32).max)
-            self.grid.write(torch.mul(chunk_values, steps, out=scratch), payload, generator)
+        scratch = values.abs()
+        peak = scratch.amax(dim=-1, keepdim=True)
+        # Divided by a tensor: by a number, some devices multiply by its inverse, which rounds twice.
+        torch.div(peak, peak.new_full((), top), out=step)
+        # If the step were rounded up, the largest numbers would be decoded as infinity.
+        step.copy_(torch.where(step * top > peak, step.nextafter(torch.zeros_like(step)), step))
+        # A peak of zero, or of a denormal number, must not give an infinite factor.
+        steps = (top / peak).clamp_(max=torch.finfo(torch.float32).max)
+        self.grid.write(torch.mul(values, steps, out=scratch), payload, generator)
 
-    def decode(self, message: Tensor, out: Tensor, combine: Combine | None = None) -> None:
-        for chunk_values, step, payload in self._blocks(out, message):
-            decoded = chunk_values if combine is None else torch.empty_like(chunk_values)
-            self.grid.read(payload, decoded)
-            decoded.mul_(step)
-            if combine is not None:
-                combine(chunk_values, decoded)
-
-    @property
-    def _step_bytes(self) -> int:
-        return self.chunks * _STEP_BYTES
-
-    @property
-    def _payload_bytes(self) -> int:
-        return self.numel * self.grid.bits // 8
-
-    def _blocks(self, values: Tensor, message: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Views of a few chunks at a time: values ``(n, chunk_numel)``, steps ``(n, 1)``, numbers ``(n, bytes)``."""
-        if self.chunks == 0:
-            return
-        steps, payload, _padding = message.split(
-            [self._step_bytes, self._payload_bytes, self.message_bytes - self._step_bytes - self._payload_bytes]
-        )
-        views = (
-            values.view(self.chunks, self.chunk_numel),
-            steps.view(torch.float32).view(self.chunks, 1),
-            payload.view(torch.int8).view(self.chunks, -1),
-        )
-        rows = at_a_time(self.chunks, self.chunk_numel, values.device)
-        yield from zip(*(view.split(rows) for view in views), strict=True)
+    def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
+        step, payload = fields
+        self.grid.read(payload, out)
+        out.mul_(step)

@@ -7,8 +7,8 @@ all-reduce, ``2 (W-1)/W`` of them, and their scales.
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,43 +56,62 @@ class QuantizedSum:
                 values.zero_()
             return
         ranks, rank = self.group.size(), self.group.rank()
-        parts = self._parts(values)
+        parts = _Parts.of(values, self.codec.numel, ranks)
         messages = torch.empty(ranks, self.codec.message_bytes, dtype=torch.uint8, device=values.device)
         received = torch.empty_like(messages)
         # Starting with the next rank spreads the senders over the receivers.
         peers = [(rank + distance) % ranks for distance in range(1, ranks)]
-        for peer in peers:
-            self.codec.encode(parts[peer], messages[peer], self.generator)
-            if missing:
-                self.codec.decode(messages[peer], parts[peer], Tensor.sub_)
+        encode = self.codec.subtract_rows if missing else self.codec.encode_rows
+        others = [slice(rank + 1, ranks), slice(0, rank)]
+        for own, theirs in parts.at(others):
+            encode(own, messages[theirs], self.generator)
         await send_recv(
             [(messages[peer], peer) for peer in peers], [(received[peer], peer) for peer in peers], group=self.group
         )
-        own = parts[rank]
-        for peer in peers:
-            self.codec.decode(received[peer], own, Tensor.add_)
-        self.codec.encode(own, messages[rank], self.generator)
-        if missing:
-            self.codec.decode(messages[rank], own, Tensor.sub_)
+        total = parts.of_rank(rank)
+        for theirs in others:
+            self.codec.add_rows(received[theirs], total)
+        encode(total[None], messages[rank : rank + 1], self.generator)
         await all_gather(received.view(-1), messages[rank], group=self.group)
-        results = self._parts(out) if missing else parts
-        for message, part in zip(received, results, strict=True):
-            self.codec.decode(message, part)
-        self._put_back(results, out)
+        results = _Parts.of(out, self.codec.numel, ranks) if missing else parts
+        for rows, theirs in results.at([slice(0, ranks)]):
+            self.codec.decode_rows(received[theirs], rows)
+        results.put_back()
         if missing:
-            self._put_back(parts, values)
+            parts.put_back()
 
-    def _parts(self, values: Tensor) -> list[Tensor]:
-        """``values`` by rank: views of it, or copies padded with zeros where a part is not full."""
-        numel = self.codec.numel
-        return [view if view.numel() == numel else pad(view, (0, numel - view.numel())) for view in self._views(values)]
 
-    def _put_back(self, parts: list[Tensor], values: Tensor) -> None:
-        """Copy back to ``values`` those ``parts`` that are copies."""
-        for view, part in zip(self._views(values), parts, strict=True):
-            if view.numel() < part.numel():
-                view.copy_(part[: view.numel()])
+@dataclass(frozen=True)
+class _Parts:
+    """Values by rank, a row for each rank."""
 
-    def _views(self, values: Tensor) -> list[Tensor]:
-        ends = [min(rank * self.codec.numel, values.numel()) for rank in range(self.group.size() + 1)]
-        return [values[start:end] for start, end in itertools.pairwise(ends)]
+    full: Tensor
+    """Views of the first ranks' parts, shape ``(n, part)``."""
+    rest: Tensor
+    """Copies of the other ranks' parts, which are padded with zeros, shape ``(W - n, part)``."""
+    tail: Tensor
+    """What they are copies of."""
+
+    @classmethod
+    def of(cls, values: Tensor, part_numel: int, ranks: int) -> _Parts:
+        full = values.numel() // part_numel
+        head, tail = values.tensor_split([full * part_numel])
+        rest = pad(tail, (0, (ranks - full) * part_numel - tail.numel())) if full < ranks else tail
+        return cls(head.view(full, part_numel), rest.view(ranks - full, part_numel), tail)
+
+    def of_rank(self, rank: int) -> Tensor:
+        full = len(self.full)
+        return self.full[rank] if rank < full else self.rest[rank - full]
+
+    def at(self, ranks: Sequence[slice]) -> Iterator[tuple[Tensor, slice]]:
+        """The rows of ``ranks``, in runs, and the ranks of each run."""
+        full, count = len(self.full), len(self.full) + len(self.rest)
+        for some in ranks:
+            for rows, first, end in ((self.full, 0, full), (self.rest, full, count)):
+                start, stop = max(some.start, first), min(some.stop, end)
+                if start < stop:
+                    yield rows[start - first : stop - first], slice(start, stop)
+
+    def put_back(self) -> None:
+        """Copy back to the values what is a copy."""
+        self.tail.copy_(self.rest.view(-1)[: self.tail.numel()])

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from overlap._torch.device import hold
+from overlap._torch.device import has_streams, hold
+from overlap._torch.foreach import add_all
 from overlap.errors import ConfigurationError
 
 __all__ = ["ErrorFeedback", "check_errors", "check_shape"]
@@ -39,6 +40,7 @@ class ErrorFeedback:
         Raises:
             ConfigurationError: a loaded error does not have the shape of the value.
         """
+        changed, errors = [], []
         for name, value in zip(names, values, strict=True):
             error = self.errors.get(name)
             if error is None:
@@ -46,7 +48,9 @@ class ErrorFeedback:
             check_shape(name, error, value)
             if error.device != value.device:
                 error = self.errors[name] = error.to(value.device)
-            value.add_(hold(error))
+            changed.append(value)
+            errors.append(hold(error))
+        add_all(changed, errors)
 
     def hold(self, names: Sequence[str], errors: Sequence[Tensor], result: Tensor) -> None:
         """Hold ``errors``, in fp32, as what this pass left out where ``result`` came out, the same on all ranks."""
@@ -70,7 +74,7 @@ class ErrorFeedback:
         self.begin()
 
     def _keep(self, are_finite: Tensor) -> None:
-        if are_finite.device.type == "cpu":
+        if not has_streams(are_finite.device):
             if bool(are_finite):
                 self.errors.update(self._held)
                 self.errors = {name: error for name, error in self.errors.items() if name not in self._released}

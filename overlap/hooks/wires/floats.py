@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from overlap.hooks.wires.wire import Codec, Combine, RoundingWire, aligned, at_a_time
+from overlap.hooks.wires.blocks import BlockCodec, Field
+from overlap.hooks.wires.wire import RoundingWire
 
-__all__ = ["BFloat16", "CastCodec", "CastWire", "Float16", "cast"]
+__all__ = ["BFloat16", "CastCodec", "CastWire", "Float16", "cast", "noise_levels"]
 
 
 def cast(values: Tensor, out: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Write ``values`` to ``out`` in its dtype, rounded to nearest, or with a ``generator`` stochastically."""
     return out.copy_(values if generator is None else _between_neighbours(values, out.dtype, generator))
+
+
+def noise_levels(dtype: torch.dtype) -> int:
+    """Of the noise that values are rounded to ``dtype`` with, which is a whole number below it, divided by it.
+
+    As fine as fp32 is where their sum lies, so that it is exact and a number of the dtype stays what it is.
+    """
+    return int(torch.finfo(dtype).eps / torch.finfo(torch.float32).eps)
 
 
 def _between_neighbours(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -27,9 +35,8 @@ def _between_neighbours(values: Tensor, dtype: torch.dtype, generator: torch.Gen
     # Below its smallest normal number the numbers of a dtype lie evenly. Infinity over infinity would be NaN.
     smallest = max(of_dtype.tiny, of_fp32.tiny / of_dtype.eps)
     spacing = powers.clamp_(min=smallest, max=2.0**127).mul_(of_dtype.eps)
-    # As fine as fp32 is where the sum lies, so that the sum is exact and a number of the dtype stays what it is.
-    fineness = int(of_dtype.eps / of_fp32.eps)
-    noise = torch.empty_like(values).random_(0, fineness, generator=generator).div_(fineness)
+    levels = noise_levels(dtype)
+    noise = torch.empty_like(values).random_(0, levels, generator=generator).div_(levels)
     return noise.add_(values / spacing).floor_().mul_(spacing)
 
 
@@ -94,36 +101,20 @@ class BFloat16(CastWire):
         return torch.bfloat16
 
 
-class CastCodec(Codec):
+@dataclass(frozen=True)
+class CastCodec(BlockCodec):
     """A message holds the values one after another."""
 
-    def __init__(self, dtype: torch.dtype, numel: int) -> None:
-        self.dtype = dtype
-        self._numel = numel
+    dtype: torch.dtype
+    chunks: int
+    chunk_numel: int = 1
 
     @property
-    def numel(self) -> int:
-        return self._numel
+    def fields(self) -> tuple[Field, ...]:
+        return (Field(self.dtype, 1),)
 
-    @property
-    def message_bytes(self) -> int:
-        return aligned(self._numel * self.dtype.itemsize)
+    def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
+        cast(values, fields[0], generator)
 
-    def encode(self, values: Tensor, message: Tensor, generator: torch.Generator | None = None) -> None:
-        for block, sent in self._blocks(values, message):
-            cast(block, sent, generator)
-
-    def decode(self, message: Tensor, out: Tensor, combine: Combine | None = None) -> None:
-        for block, sent in self._blocks(out, message):
-            if combine is None:
-                block.copy_(sent)
-            else:
-                combine(block, sent.float())
-
-    def _blocks(self, values: Tensor, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of some values at a time, and of their places in the message."""
-        if self._numel == 0:
-            return
-        sent = message[: self._numel * self.dtype.itemsize].view(self.dtype)
-        numel = at_a_time(self._numel, 1, values.device)
-        yield from zip(values.split(numel), sent.split(numel), strict=True)
+    def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
+        out.copy_(fields[0])

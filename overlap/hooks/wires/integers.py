@@ -65,6 +65,8 @@ class Int4(ChunkWire):
 class _EightBits(Grid):
     bits = 8
     top = 127
+    is_float = False
+    noise_levels = _NOISE_LEVELS
 
     def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
         payload.copy_(_rounded(values, self.top, generator))
@@ -75,17 +77,17 @@ class _EightBits(Grid):
 
 @dataclass(frozen=True)
 class _FourBits(Grid):
-    """Each byte holds one value of the first half of its chunk and one of the second half."""
-
     bits = 4
     top = 7
+    is_float = False
+    noise_levels = _NOISE_LEVELS
 
     def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
-        low, high = _rounded(values, self.top, generator).to(torch.int8).chunk(2, dim=1)
+        low, high = _rounded(values, self.top, generator).to(torch.int8).chunk(2, dim=-1)
         torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=payload)
 
     def read(self, payload: Tensor, out: Tensor) -> None:
-        low, high = out.chunk(2, dim=1)
+        low, high = out.chunk(2, dim=-1)
         low.copy_((payload << 4).bitwise_right_shift_(4))
         high.copy_(payload >> 4)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from numbers import Real
 
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor
 
 from overlap.errors import ConfigurationError
+from overlap.hooks.wires.blocks import BlockCodec, Field
 from overlap.hooks.wires.chunks import check_chunk, cut
 from overlap.hooks.wires.floats import cast
-from overlap.hooks.wires.wire import Codec, Combine, RoundingWire, aligned, at_a_time
+from overlap.hooks.wires.wire import RoundingWire
 
 __all__ = ["TopK", "TopKCodec"]
 
@@ -64,7 +64,7 @@ class TopK(RoundingWire):
 
 
 @dataclass(frozen=True)
-class TopKCodec(Codec):
+class TopKCodec(BlockCodec):
     """A message holds the values that each chunk sends, then their places in their chunks."""
 
     chunks: int
@@ -73,39 +73,15 @@ class TopKCodec(Codec):
     """Of each chunk."""
 
     @property
-    def numel(self) -> int:
-        return self.chunks * self.chunk_numel
+    def fields(self) -> tuple[Field, ...]:
+        return Field(torch.bfloat16, self.kept), Field(torch.int16, self.kept)
 
-    @property
-    def message_bytes(self) -> int:
-        return aligned(2 * self._half_bytes)
+    def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
+        sent, places = fields
+        largest = values.abs().topk(self.kept, dim=-1, sorted=False).indices
+        cast(values.gather(-1, largest), sent, generator)
+        places.copy_(largest)
 
-    def encode(self, values: Tensor, message: Tensor, generator: torch.Generator | None = None) -> None:
-        for chunk_values, sent, places in self._blocks(values, message):
-            largest = chunk_values.abs().topk(self.kept, dim=1, sorted=False).indices
-            cast(chunk_values.gather(1, largest), sent, generator)
-            places.copy_(largest)
-
-    def decode(self, message: Tensor, out: Tensor, combine: Combine | None = None) -> None:
-        for chunk_values, sent, places in self._blocks(out, message):
-            decoded = chunk_values if combine is None else torch.empty_like(chunk_values)
-            decoded.zero_().scatter_(1, places.long(), sent.float())
-            if combine is not None:
-                combine(chunk_values, decoded)
-
-    @property
-    def _half_bytes(self) -> int:
-        """Of the values, or of their places."""
-        return self.chunks * self.kept * torch.bfloat16.itemsize
-
-    def _blocks(self, values: Tensor, message: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Views of a few chunks at a time: values ``(n, chunk_numel)``, those sent and their places ``(n, kept)``."""
-        if self.chunks == 0:
-            return
-        views = (
-            values.view(self.chunks, self.chunk_numel),
-            message[: self._half_bytes].view(torch.bfloat16).view(self.chunks, self.kept),
-            message[self._half_bytes : 2 * self._half_bytes].view(torch.int16).view(self.chunks, self.kept),
-        )
-        rows = at_a_time(self.chunks, self.chunk_numel, values.device)
-        yield from zip(*(view.split(rows) for view in views), strict=True)
+    def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
+        sent, places = fields
+        out.zero_().scatter_(-1, places.long(), sent.float())

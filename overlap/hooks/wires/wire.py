@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,15 +13,10 @@ from torch import Tensor
 
 from overlap.errors import ConfigurationError
 
-__all__ = ["Codec", "Combine", "RoundingWire", "Wire", "aligned", "at_a_time"]
+__all__ = ["Codec", "Combine", "RoundingWire", "Wire"]
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 """Applies the second tensor to the first in place, as ``Tensor.add_`` does."""
-
-# Of messages, in bytes: those that follow each other begin where any dtype can, and where NCCL copies fastest.
-_ALIGNMENT = 16
-# Values at a time on a CPU, so that they stay in the cache between two passes over them.
-_BLOCK_NUMEL = 256 * 1024
 
 
 class Wire(ABC):
@@ -99,12 +93,29 @@ class Codec(ABC):
     def decode(self, message: Tensor, out: Tensor, combine: Combine | None = None) -> None:
         """Write what ``message`` holds to ``out``, fp32 of shape ``(numel,)``, or combine it with ``out`` in place."""
 
+    def encode_rows(self, values: Tensor, messages: Tensor, generator: torch.Generator | None = None) -> None:
+        """Write each row of ``values``, shape ``(n, numel)``, into one of ``messages``, ``(n, message_bytes)``.
 
-def aligned(message_bytes: int) -> int:
-    """The length of a message that has room for so many bytes."""
-    return math.ceil(message_bytes / _ALIGNMENT) * _ALIGNMENT
+        The messages are those of :meth:`encode`, called row by row.
+        """
+        for row, message in zip(values, messages, strict=True):
+            self.encode(row, message, generator)
 
+    def subtract_rows(self, values: Tensor, messages: Tensor, generator: torch.Generator | None = None) -> None:
+        """As :meth:`encode_rows`, and leave in ``values`` what the messages do not hold of them."""
+        self.encode_rows(values, messages, generator)
+        self.decode_rows(messages, values, Tensor.sub_)
 
-def at_a_time(rows: int, row_numel: int, device: torch.device) -> int:
-    """How many of ``rows`` to encode or decode at once."""
-    return max(1, _BLOCK_NUMEL // row_numel) if device.type == "cpu" else max(1, rows)
+    def decode_rows(self, messages: Tensor, out: Tensor, combine: Combine | None = None) -> None:
+        """Write what each of ``messages``, ``(n, message_bytes)``, holds to a row of ``out``, ``(n, numel)``, or
+        combine it with that row."""
+        for message, row in zip(messages, out, strict=True):
+            self.decode(message, row, combine)
+
+    def add_rows(self, messages: Tensor, total: Tensor, *, alpha: float = 1.0) -> None:
+        """Add ``alpha`` times what each of ``messages``, ``(n, message_bytes)``, holds to ``total``, ``(numel,)``.
+
+        On a CPU in their order; where there are streams, they may be added up first.
+        """
+        for message in messages:
+            self.decode(message, total, lambda summed, summand: summed.add_(summand, alpha=alpha))
