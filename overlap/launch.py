@@ -160,10 +160,22 @@ def choose_device(device: str, *, local_rank: int, local_ranks: int) -> torch.de
     return torch.device("cuda", local_rank % gpus)
 
 
-def shared_gpu_env(rank: int) -> dict[str, str]:
-    """Variables that let NCCL's ranks share one GPU, over sockets."""
-    # NCCL refuses two ranks on one GPU by comparing host and bus: if the hosts seem to differ, it uses sockets.
-    return {"NCCL_HOSTID": f"overlap-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+def shared_gpu_env(rank: int, *, interface: str = "lo") -> dict[str, str]:
+    """Variables that keep NCCL's ranks to sockets over `interface`, so that several can share one GPU.
+
+    They must be set in a rank before it makes its first NCCL communicator.
+    """
+    return {
+        # NCCL refuses two ranks on one GPU by comparing host and bus: each seems to be on a host of its own.
+        "NCCL_HOSTID": f"overlap-rank-{rank}",
+        # Between hosts NCCL takes the best network that it finds, a cluster's plugin or InfiniBand included.
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": interface,
+        # What could still see that it is one host: memory of the GPU, of the machine, or of an NVLink domain.
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_MNNVL_ENABLE": "0",
+    }
 
 
 @dataclass(frozen=True)

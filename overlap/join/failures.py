@@ -33,17 +33,25 @@ class FailureStore:
     def first(self) -> str | None:
         """The first failure that a rank reported here, with the number of the rank."""
         with contextlib.suppress(Exception):
-            if self._store.check(["failure/1"]):
-                return self._store.get("failure/1").decode()
+            return self._first()
         return None
 
     def read(self) -> str | None:
         """As :meth:`first`; where there is none, the first in the group's active Join."""
-        if (failure := self.first()) is not None:
+        with contextlib.suppress(Exception):
+            return self.look()
+        return None
+
+    def look(self) -> str | None:
+        """As :meth:`read`, but it raises where the store cannot be read."""
+        if (failure := self._first()) is not None:
             return failure
         group = self._group()
         join = None if group is None else active_join(group)
         return None if join is None else join.failure()
+
+    def _first(self) -> str | None:
+        return self._store.get("failure/1").decode() if self._store.check(["failure/1"]) else None
 
     def agree(self, signature: str) -> str | None:
         """Compare ``signature`` with rank 0's: ``None`` where they are equal, else rank 0's."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from overlap._torch.device import has_streams
+from overlap._torch.device import has_streams, on_stream, recorded_event, stream_of, to_host
 from overlap.errors import TrainingLoopError
 
 __all__ = ["KnownParticipation", "Participation", "PolledParticipation"]
@@ -120,30 +121,27 @@ def _present(counts: Sequence[int]) -> list[int]:
 
 
 class _Poll:
-    """An all-reduce under way, in which each rank fills in its own number."""
+    """An all-reduce under way, in which each rank fills in its own number.
+
+    On an accelerator it has a stream of its own: the host, which waits for the result, must not wait for a backward.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, number: int) -> None:
-        self._numbers = torch.zeros(group.size(), dtype=torch.int64)
-        self._numbers[group.rank()] = number
-        self._on_device = self._numbers.to(device)
-        work = dist.all_reduce(self._on_device, group=group, async_op=True)
-        assert work is not None
-        self._work = work
         self._copied: Any = None
-        if has_streams(device):
-            self._copy(torch.get_device_module(device), device)
-
-    def _copy(self, module: Any, device: torch.device) -> None:
-        """Copy the result to the host on a stream of its own: the host must not wait for a backward."""
-        stream = module.Stream(device=device)
-        with module.stream(stream):
-            self._work.wait()
-            self._numbers = self._on_device.to("cpu", non_blocking=True)
-            self._copied = stream.record_event()
+        with on_stream(stream_of(group, device, "polls")) if has_streams(device) else nullcontext():
+            self._numbers = torch.zeros(group.size(), dtype=torch.int64, device=device)
+            self._numbers[group.rank()].fill_(number)
+            work = dist.all_reduce(self._numbers, group=group, async_op=True)
+            assert work is not None
+            self._work = work
+            if has_streams(device):
+                work.wait()
+                self._numbers = to_host(self._numbers)
+                self._copied = recorded_event(device)
 
     def result(self) -> list[int]:
         if self._copied is not None:
             self._copied.synchronize()
-            return [int(number) for number in self._numbers.tolist()]
-        self._work.wait()
-        return [int(number) for number in self._on_device.tolist()]
+        else:
+            self._work.wait()
+        return [int(number) for number in self._numbers.tolist()]

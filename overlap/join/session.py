@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from overlap._checks import refuse_capture
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.join.event_log import EventKind
 from overlap.join.iterations import Iterations, Phase
@@ -102,7 +103,9 @@ class JoinSession:
         Raises:
             TrainingLoopError: this rank said that it would run fewer iterations.
             ConfigurationError: an option needs ``join.iterate``.
+            UnsupportedError: a CUDA graph is being captured.
         """
+        refuse_capture("an iteration under Join", "leave the block first")
         if self._has_joined:
             return
         shadows = self.options.on_exhausted == "shadow"

@@ -1,34 +1,75 @@
 """How parameters change: the update stage, the optimizer of the training loop, functional optimizers."""
 
-from overlap.optim.functional import (
-    FunctionalAdadelta,
-    FunctionalAdagrad,
-    FunctionalAdam,
-    FunctionalAdamax,
-    FunctionalAdamW,
-    FunctionalOptimizer,
-    FunctionalRMSprop,
-    FunctionalRprop,
-    FunctionalSGD,
-)
-from overlap.optim.local_sgd import (
-    Average,
-    HierarchicalModelAverager,
-    LocalSGD,
-    ModelAverager,
-    PeriodicModelAverager,
-    PostLocalSGDOptimizer,
-    average_parameters,
-)
-from overlap.optim.overlapped import OverlappedOptimizer
-from overlap.optim.step import Step
-from overlap.optim.zero import (
-    ReduceScatter,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-)
+from typing import TYPE_CHECKING
+
+from overlap._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from overlap.optim.functional import (
+        FunctionalAdadelta,
+        FunctionalAdagrad,
+        FunctionalAdam,
+        FunctionalAdamax,
+        FunctionalAdamW,
+        FunctionalOptimizer,
+        FunctionalRMSprop,
+        FunctionalRprop,
+        FunctionalSGD,
+    )
+    from overlap.optim.local_sgd import (
+        Average,
+        HierarchicalModelAverager,
+        LocalSGD,
+        ModelAverager,
+        PeriodicModelAverager,
+        PostLocalSGDOptimizer,
+        average_parameters,
+    )
+    from overlap.optim.overlapped import OverlappedOptimizer
+    from overlap.optim.step import Step
+    from overlap.optim.update_stream import uses_current_stream
+    from overlap.optim.zero import (
+        ReduceScatter,
+        ZeroRedundancyOptimizer,
+        ZeroStep,
+        hook_with_zero_step,
+        hook_with_zero_step_interleaved,
+    )
+else:
+    # Where each name is from; see overlap._lazy.
+    _PARTS = {
+        "functional": (
+            "FunctionalAdadelta",
+            "FunctionalAdagrad",
+            "FunctionalAdam",
+            "FunctionalAdamax",
+            "FunctionalAdamW",
+            "FunctionalOptimizer",
+            "FunctionalRMSprop",
+            "FunctionalRprop",
+            "FunctionalSGD",
+        ),
+        "local_sgd": (
+            "Average",
+            "HierarchicalModelAverager",
+            "LocalSGD",
+            "ModelAverager",
+            "PeriodicModelAverager",
+            "PostLocalSGDOptimizer",
+            "average_parameters",
+        ),
+        "overlapped": ("OverlappedOptimizer",),
+        "step": ("Step",),
+        "update_stream": ("uses_current_stream",),
+        "zero": (
+            "ReduceScatter",
+            "ZeroRedundancyOptimizer",
+            "ZeroStep",
+            "hook_with_zero_step",
+            "hook_with_zero_step_interleaved",
+        ),
+    }
+    __getattr__, __dir__ = lazy_names(__name__, _PARTS)
 
 __all__ = [
     "Average",
@@ -54,4 +95,5 @@ __all__ = [
     "average_parameters",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "uses_current_stream",
 ]

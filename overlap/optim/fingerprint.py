@@ -18,24 +18,38 @@ permutation, is not seen. On an accelerator nothing waits for the sum: the verdi
 
 from __future__ import annotations
 
-from functools import cache
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["fingerprint", "is_sampled"]
+from overlap._torch.device import current_stream, to_device
+from overlap._torch.foreach import flattened
+
+__all__ = ["fingerprint", "fingerprints", "is_sampled", "prepare_fingerprints"]
 
 _FIRST_SAMPLES = 16
 _SAMPLE_EVERY = 64
 
 _WORD_BYTES = 8
 _SMALL = 8192
+_TINY = 2048
+# Of ways in which tiny tensors follow each other; each is 8 bytes an element. A loop has a few, or always others.
+_SEGMENTS_KEPT = 8
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def is_sampled(passes: int) -> bool:
     """Whether in this pass, counted from 1, values are compared even where no version has moved."""
     return passes <= _FIRST_SAMPLES or passes % _SAMPLE_EVERY == 0
+
+
+def prepare_fingerprints(device: torch.device) -> None:
+    """Copy to ``device`` what :func:`fingerprint` needs there, for which the host waits once."""
+    _weights(device)
 
 
 @torch.no_grad()
@@ -52,6 +66,36 @@ def fingerprint(tensor: Tensor) -> Tensor:
         integers = integers.clone()  # A view as longer integers must begin at a multiple of their length.
     end = integers.numel() // per_word * per_word
     return integers[:end].view(torch.int64).sum() + integers[end:].sum(dtype=torch.int64)
+
+
+@torch.no_grad()
+def fingerprints(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`fingerprint` of each of ``tensors``; those of tiny ones take a few operations for all of them."""
+    found = [torch.Tensor()] * len(tensors)
+    tiny: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for place, tensor in enumerate(tensors):
+        if 0 < tensor.numel() <= _TINY and not tensor.is_complex():
+            tiny[tensor.device, tensor.dtype].append(place)
+        else:
+            found[place] = fingerprint(tensor)
+    for (device, dtype), places in tiny.items():
+        elements = [_in_memory_order(tensors[place].detach()) for place in places]
+        integers = flattened(elements).view(_INTEGERS[dtype.itemsize])
+        lengths = tuple(each.numel() * max(1, dtype.itemsize // 4) for each in elements)
+        weights, ends = _segments(lengths, device, current_stream(device))
+        # The sums wrap, and so do their differences.
+        sums = (integers * weights).cumsum(0)[ends]
+        sums[1:] -= sums[:-1].clone()
+        for place, value in zip(places, sums.unbind(), strict=True):
+            found[place] = value
+    return found
+
+
+@lru_cache(maxsize=_SEGMENTS_KEPT)
+def _segments(lengths: tuple[int, ...], device: torch.device, stream: Any) -> tuple[Tensor, Tensor]:
+    """The weights of segments that follow each other, and the place of the last element of each; for one stream."""
+    weights = torch.cat([_weights(device)[:length] for length in lengths])
+    return weights, to_device(torch.tensor(lengths, device="cpu").cumsum(0).sub_(1), device)
 
 
 @cache

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
+from overlap._torch.device import has_streams
 from overlap._torch.foreach import scale_
 
-__all__ = ["LossScale"]
+__all__ = ["LossScale", "skips_by_itself"]
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,15 @@ class LossScale:
         """Whether there is a scaler."""
         return self.found_inf is not None
 
-    def skips_step(self) -> bool:
-        """Whether the step is to be skipped; the host waits for the verdict."""
-        return self.found_inf is not None and bool(self.found_inf.item())
+    def verdict_for(self, optimizer: Optimizer) -> Tensor | None:
+        """The verdict, if it is left to the kernel of ``optimizer``, so that the host need not wait for the device."""
+        is_left = self.found_inf is not None and has_streams(self.found_inf.device) and skips_by_itself(optimizer)
+        return self.found_inf if is_left else None
+
+    def skips_step(self, optimizer: Optimizer) -> bool:
+        """Whether the step of ``optimizer`` is to be skipped; the host waits for what it does not leave to the kernel,
+        see :meth:`verdict_for`."""
+        return self.found_inf is not None and self.verdict_for(optimizer) is None and bool(self.found_inf.item())
 
     def unscale_(self, gradients: Sequence[Tensor]) -> None:
         """Divide gradients by the scale, in place."""
@@ -58,3 +65,10 @@ class LossScale:
             yield
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def skips_by_itself(optimizer: Optimizer) -> bool:
+    """Whether the kernel of ``optimizer`` can be told to change nothing; that of SGD does not initialize its momentum
+    then."""
+    is_told = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return is_told and not any(group.get("momentum") for group in optimizer.param_groups)

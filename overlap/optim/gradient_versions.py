@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from overlap._torch.autograd import version
 from overlap._torch.device import has_streams
-from overlap.optim.fingerprint import fingerprint
+from overlap.hooks.late_reads import LateReads
+from overlap.optim.fingerprint import fingerprints
 
 __all__ = ["GradientVersions", "LateVerdicts"]
 
@@ -25,8 +26,11 @@ class _Note:
     values: Tensor
 
     @classmethod
-    def of(cls, gradient: Tensor) -> _Note:
-        return cls(weakref.ref(gradient), version(gradient), fingerprint(gradient))
+    def of_each(cls, gradients: Sequence[Tensor]) -> list[_Note]:
+        return [
+            cls(weakref.ref(gradient), version(gradient), values)
+            for gradient, values in zip(gradients, fingerprints(gradients), strict=True)
+        ]
 
     def is_of(self, gradient: Tensor) -> bool:
         """Whether it is that tensor, with nothing done to it that raises its version."""
@@ -44,11 +48,16 @@ class GradientVersions:
     def __init__(self, parameters: Iterable[Tensor] = (), *, known: GradientVersions | None = None) -> None:
         before = {} if known is None else known._notes
         self._notes: dict[int, _Note] = {}
+        fresh: dict[int, Tensor] = {}
         for parameter in parameters:
             if (gradient := parameter.grad) is None:
                 continue
             note = before.get(id(parameter))
-            self._notes[id(parameter)] = note if note is not None and note.is_of(gradient) else _Note.of(gradient)
+            if note is not None and note.is_of(gradient):
+                self._notes[id(parameter)] = note
+            else:
+                fresh[id(parameter)] = gradient
+        self._notes.update(zip(fresh, _Note.of_each(list(fresh.values())), strict=True))
 
     def hold(self, parameter: Tensor) -> bool:
         """Whether ``parameter.grad`` is the tensor that it was, by its version, or ``None`` as it was."""
@@ -73,25 +82,30 @@ class GradientVersions:
             samples: compare values even where no version has moved.
             ignores_zeros: whether a gradient that was cleared or set to zero counts as it was.
         """
-        changed, doubtful = [], []
+        changed: list[Tensor] = []
+        doubtful: list[tuple[Tensor, Tensor, Tensor | None]] = []
         for parameter in parameters:
             note, gradient = self._notes.get(id(parameter)), parameter.grad
             if gradient is None:
                 changed += [parameter] if note is not None and not ignores_zeros else []
             elif note is None:
-                doubtful += [(parameter, gradient, ~torch.zeros_like(fingerprint(gradient)))]
+                doubtful += [(parameter, gradient, None)]
             elif samples or not note.is_of(gradient):
                 doubtful += [(parameter, gradient, note.values)]
-        for parameter, gradient, values in doubtful:
-            now = fingerprint(gradient)
-            is_other = now != values
+        if not doubtful:
+            return changed
+        notes = _Note.of_each([gradient for _, gradient, _ in doubtful])
+        for (parameter, gradient, before), note in zip(doubtful, notes, strict=True):
+            is_other = torch.ones_like(note.values, dtype=torch.bool) if before is None else note.values != before
             if has_streams(gradient.device):
                 late.add(parameter, is_other & gradient.any() if ignores_zeros else is_other)
             elif is_other:
                 if not ignores_zeros or gradient.any():
                     changed.append(parameter)
                 continue  # What the loop has set to zero is its own.
-            self._notes[id(parameter)] = _Note(weakref.ref(gradient), version(gradient), now)
+            elif ignores_zeros and not self.hold(parameter) and not gradient.any():
+                continue  # Likewise zeros that it has set to zero once more.
+            self._notes[id(parameter)] = note
         late.send()
         return changed
 
@@ -101,7 +115,7 @@ class LateVerdicts:
 
     def __init__(self) -> None:
         self._asked: list[tuple[Tensor, Tensor]] = []
-        self._under_way: list[tuple[list[Tensor], Tensor, torch.Event]] = []
+        self._sent: LateReads[list[Tensor]] = LateReads()
 
     def add(self, parameter: Tensor, is_changed: Tensor) -> None:
         """Ask about ``parameter``."""
@@ -113,21 +127,14 @@ class LateVerdicts:
         for parameter, is_changed in self._asked:
             by_device.setdefault(is_changed.device, []).append((parameter, is_changed))
         self._asked = []
-        for device, asked in by_device.items():
-            answers = torch.stack([is_changed for _, is_changed in asked]).to("cpu", non_blocking=True)
-            event = torch.get_device_module(device).Event()
-            event.record(torch.get_device_module(device).current_stream(device))
-            self._under_way.append(([parameter for parameter, _ in asked], answers, event))
+        for asked in by_device.values():
+            self._sent.send([parameter for parameter, _ in asked], torch.stack([answer for _, answer in asked]))
 
     def read(self) -> list[Tensor]:
         """The parameters whose gradients had been changed, as far as the device has told by now."""
-        count = 0
-        while count < len(self._under_way) and self._under_way[count][2].query():
-            count += 1
-        told, self._under_way = self._under_way[:count], self._under_way[count:]
         return [
             parameter
-            for parameters, answers, _ in told
+            for parameters, answers in self._sent.read()
             for parameter, is_changed in zip(parameters, answers.tolist(), strict=True)
             if is_changed
         ]

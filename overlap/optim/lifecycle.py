@@ -26,7 +26,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from overlap.errors import TrainingLoopError
+from overlap.errors import CollectiveError, TrainingLoopError
 from overlap.optim.pass_gradients import PassGradients
 from overlap.optim.phases import (
     ADDED_TO_APPLIED,
@@ -72,6 +72,8 @@ class UpdateLifecycle:
         """Whether :meth:`on_forward` is called; a hook that is registered with DDP itself is not told of forwards."""
         self.is_joining: Callable[[], bool] = lambda: False
         """Whether ranks that have run out of inputs make the updates of others as they are reduced."""
+        self.look_for_failures: Callable[[], None] = lambda: None
+        """Raises what another rank has told since backward."""
         self.veto = Veto()
         """Whether the update of the last backward is to change nothing."""
         self.gradients = PassGradients(clears)
@@ -200,8 +202,13 @@ class UpdateLifecycle:
 
     def check_step(self) -> None:
         """Raises: TrainingLoopError: ``step()`` cannot be called now, or a gradient that was applied, or a value that
-        the update used, has been changed since."""
+        the update used, has been changed since. CollectiveError: another rank has failed."""
         self.check(Event.STEP)
+        try:
+            self.look_for_failures()
+        except CollectiveError:
+            self.on_failure()
+            raise
         self._refuse_edits(keeps_new_tensors=False)
         marks, self._marks = self._marks, None  # It is told once.
         if marks is not None and self.phase is Phase.APPLIED:

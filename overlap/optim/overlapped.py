@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from overlap._checks import refuse_capture
 from overlap._torch.optimizer import (
     mark_stepped,
     run_post_hooks,
@@ -98,7 +99,9 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             TrainingLoopError: a gradient has not been reduced (no stage was ever registered with this optimizer, the
                 backward ran under ``no_sync``, or did not reach every parameter), or was changed after an interleaved
                 update had applied it (clipping, ``GradScaler``); or the last backward raised.
+            UnsupportedError: a CUDA graph is being captured.
         """
+        refuse_capture("OverlappedOptimizer.step()", "call it outside of the capture")
         Join.notify_join_context(self)
         loss = None
         if closure is not None:
@@ -195,14 +198,15 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             with loss_scale.passed_to(self.optimizer):
                 self._step(pending, arguments)
             return
-        if loss_scale.skips_step():
+        if loss_scale.skips_step(self.optimizer):
             return
         gradients = [parameter.grad for parameter in pending if parameter.grad is not None]
         with torch.no_grad():
             loss_scale.unscale_(gradients)
             if gradients and clipped is not None and clipped.clipping is not None and clipped.norms is not None:
                 clipped.clipping.scale_(gradients, clipped.norms.of(pending))
-        self._step(pending, arguments)
+        with Veto(loss_scale.verdict_for(self.optimizer)).passed_to(self.optimizer):
+            self._step(pending, arguments)
 
     def _step(self, pending: list[Tensor], arguments: dict[str, Any]) -> None:
         """One whole step, which any optimizer can do; what has been applied is hidden from it."""

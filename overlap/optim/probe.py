@@ -49,6 +49,7 @@ from overlap._torch.optimizer import unhooked_step
 from overlap.optim.miniature import WHOLE, CannotCopyError, Miniature, MiniatureMaker, piece_of
 from overlap.optim.snapshot import Snapshot, difference
 from overlap.optim.subset import CoupledError, SubsetStepper
+from overlap.optim.update_stream import ordered_after_gradients
 from overlap.optim.wrappers import why_not_in_parts
 
 __all__ = ["Finding", "Separability", "Verdict", "probe"]
@@ -202,7 +203,8 @@ class _Experiment:
     def _step_with(self, one: Miniature, gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(one.parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
-        self._step(one.optimizer)
+        with ordered_after_gradients(one.optimizer, one.parameters):
+            self._step(one.optimizer)
 
 
 def _tried(trial: Callable[[list[Snapshot]], Finding], histories: list[Snapshot]) -> Finding:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from overlap.optim.probe import probe
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.step_guard import StepGuard, check_one_model, guarded_by
 from overlap.optim.subset import grads_replaced, raise_versions, step_whole
-from overlap.optim.unused import used_on_any_rank
+from overlap.optim.unused import tell_used, used_on_any_rank
 from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.update_stage import UpdateStage
 
@@ -212,12 +211,13 @@ class Step(UpdateStage):
     def marks_of(self, updated: list[Tensor], samples: bool) -> UpdateMarks:
         optimizer, names = self.optimizer, self.lifecycle.names
         named = {parameter: names.get(parameter, "a parameter") for parameter in updated}
-
-        def tables() -> list[tuple[str, Mapping[Any, Any]]]:
-            groups = [(f"parameter group {place}", group) for place, group in enumerate(optimizer.param_groups)]
-            return [*groups, *((f"the state of {name}", optimizer.state.get(p, {})) for p, name in named.items())]
-
-        return UpdateMarks(tables, named, samples=samples)
+        return UpdateMarks(
+            lambda: optimizer.param_groups,
+            lambda: [optimizer.state.get(parameter, {}) for parameter in updated],
+            list(named.values()),
+            named,
+            samples=samples,
+        )
 
     def before_forward(self) -> None:
         self.optimizer.outside.on_forward()
@@ -269,7 +269,11 @@ class Step(UpdateStage):
                 "PyTorch's Join with find_unused_parameters does not tell a rank without inputs which parameters the "
                 "others used; use `with overlap.Join([ddp, optimizer])`, or the interleaved update"
             )
-        used = await used_on_any_rank(bucket, [parameter for parameter, _ in mine], self._finds_unused)
+        parameters = [parameter for parameter, _ in mine]
+        if self.leaves_update and not bucket.is_replay and self._finds_unused:
+            await tell_used(bucket, parameters)
+            return
+        used = await used_on_any_rank(bucket, parameters, self._finds_unused)
         if self.leaves_update and not bucket.is_replay:
             return
         kept = [pair for pair, is_used in zip(mine, used, strict=True) if is_used]

@@ -19,6 +19,7 @@ as is a look at the other parameters' version counters in the first steps.
 from __future__ import annotations
 
 import inspect
+import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,9 +32,10 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from overlap._checks import described
 from overlap._torch.autograd import version
 from overlap._torch.isolation import global_step_hooks_suspended
-from overlap._torch.optimizer import drop_hooks, unhooked_step
+from overlap._torch.optimizer import drop_hooks, hook_attributes, unhooked_step
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.step_guard import guards_lifted
+from overlap.optim.update_stream import ordered_after_gradients
 
 __all__ = ["CoupledError", "SubsetStepper", "check_optimizer", "grads_replaced", "raise_versions", "step_whole"]
 
@@ -84,6 +86,9 @@ class SubsetStepper:
         self._places: dict[int, int] = {}
         self._layout: tuple[tuple[int, ...], ...] = ()
         self._splits: dict[tuple[int, ...], list[tuple[int, list[Tensor]]]] = {}
+        self._known_state: Mapping[Any, Any] | None = None
+        self._known_entries = 0
+        self._beside_keys: list[Any] = []
         self.refresh()
 
     def __reduce__(self) -> Any:
@@ -128,12 +133,16 @@ class SubsetStepper:
         if is_whole:
             split = [(place, dict(split).get(place, [])) for place in range(len(self._optimizer.param_groups))]
         twin = self._twin(split)
-        attributes = _Snapshot(twin.__dict__, skipped=("param_groups", "state", "defaults"))
-        shared = _Snapshot({key: value for key, value in twin.state.items() if not isinstance(key, Tensor)})
-        groups = [_Snapshot(group, skipped=("params", "param_names")) for group in twin.param_groups]
+        attributes = _Snapshot(twin.__dict__, skipped=_SHARED)
+        shared = _Snapshot(self._beside(twin.state))
+        groups = [_Snapshot(group, skipped=_MEMBERS) for group in twin.param_groups]
         others = self._others(parameters) if self._steps <= _WATCHED_STEPS else []
         versions = [version(parameter) for parameter in others]
-        with grads_replaced(parameters, gradients), global_step_hooks_suspended():
+        with (
+            grads_replaced(parameters, gradients),
+            global_step_hooks_suspended(),
+            ordered_after_gradients(self._optimizer, parameters or self._others(parameters)),
+        ):
             unhooked_step(type(self._optimizer))(twin, **arguments)
         if any(version(parameter) != before for parameter, before in zip(others, versions, strict=True)):
             self._refuse_reach()
@@ -144,7 +153,7 @@ class SubsetStepper:
         for key in attributes.changed(twin.__dict__):
             self._note_write(key, None)
             self._optimizer.__dict__[key] = twin.__dict__[key]
-        for key in shared.changed({key: value for key, value in twin.state.items() if not isinstance(key, Tensor)}):
+        for key in shared.changed(self._beside(twin.state)):
             self._note_write(key, None)
         raise_versions(parameters, twin.param_groups)
 
@@ -155,6 +164,13 @@ class SubsetStepper:
         twin.param_groups = [_reduced(self._optimizer.param_groups[place], parameters) for place, parameters in split]
         drop_hooks(twin)
         return twin
+
+    def _beside(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+        """What ``state`` holds of no parameter; looked for anew only where entries have come or gone."""
+        if state is not self._known_state or len(state) != self._known_entries:
+            self._known_state, self._known_entries = state, len(state)
+            self._beside_keys = [key for key in state if not isinstance(key, Tensor)]
+        return {key: state[key] for key in self._beside_keys if key in state}
 
     def _others(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         stepped = set(map(id, parameters))
@@ -218,7 +234,8 @@ def raise_versions(parameters: Sequence[Tensor], groups: Sequence[Mapping[str, A
 
 def step_whole(optimizer: Optimizer, **arguments: Any) -> None:
     """One ``step(**arguments)`` of ``optimizer`` itself, hooks and all, with what is in ``.grad``; any can do that."""
-    with guards_lifted(optimizer):
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    with guards_lifted(optimizer), ordered_after_gradients(optimizer, parameters):
         optimizer.step(**arguments)
 
 
@@ -228,23 +245,29 @@ _ABSENT = object()
 class _Snapshot:
     """Values before a step, to tell which of them it changed: those replaced, and those changed in place."""
 
-    def __init__(self, values: Mapping[Any, Any], *, skipped: tuple[str, ...] = ()) -> None:
+    def __init__(self, values: Mapping[Any, Any], *, skipped: frozenset[str] = frozenset()) -> None:
         self._skipped = skipped
-        self._before = {key: (value, _contents(value)) for key, value in values.items() if key not in skipped}
+        self._before = dict(values)
+        self._contents = [
+            (key, value, _contents(value))
+            for key, value in values.items()
+            if type(value) not in _ATOMS and key not in skipped
+        ]
 
     def changed(self, values: Mapping[Any, Any]) -> list[Any]:
         """The keys whose values are not what they were."""
-        return [
+        before = self._before
+        changed = [
+            key for key, value, contents in self._contents if key in values and not _is_same(contents, _contents(value))
+        ]
+        if len(before) == len(values) and all(map(operator.is_, before.values(), values.values())):
+            return changed  # As in nearly every step: all objects are the same ones, in the same order.
+        others = [
             key
             for key, value in values.items()
-            if key not in self._skipped and not self._is_unchanged(value, *self._before.get(key, (_ABSENT, None)))
+            if key not in self._skipped and key not in changed and not _is_same(before.get(key, _ABSENT), value)
         ]
-
-    @staticmethod
-    def _is_unchanged(value: Any, before: Any, contents: Any) -> bool:
-        if value is before:
-            return _is_same(contents, _contents(value))
-        return _is_same(before, value)
+        return [*changed, *others]
 
 
 def _contents(value: Any) -> Any:
@@ -259,6 +282,9 @@ def _contents(value: Any) -> Any:
 
 
 _PLAIN = (bool, int, float, str)
+_ATOMS = frozenset({*_PLAIN, type(None)})
+_SHARED = frozenset({"param_groups", "state", "defaults", *hook_attributes})
+_MEMBERS = frozenset({"params", "param_names"})
 
 
 def _is_same(before: Any, after: Any) -> bool:

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap._torch.device import to_device
 from overlap.errors import UnsupportedError
 from overlap.hooks import Bucket, all_reduce
 
-__all__ = ["used_on_any_rank"]
+__all__ = ["tell_used", "used_on_any_rank"]
 
 
 async def used_on_any_rank(
@@ -21,6 +22,8 @@ async def used_on_any_rank(
 
     ``used_before`` are the parameters, by ``id``, that a rank which replays counts as its own: DDP takes what any rank
     used in the pass before, and whether a gradient is zero or none is told from that.
+
+    The host waits for the answer, on an accelerator for all that it computes before that.
 
     Issues: one all-reduce of a byte a parameter where DDP looks for unused parameters (``finds_unused``), and nothing
     where it does not, since every parameter then has a gradient.
@@ -41,6 +44,20 @@ async def used_on_any_rank(
                 "told whether that is meant; register with overlap.register(ddp, hook)"
             )
         return [True] * len(parameters)
-    flags = torch.tensor(local, dtype=torch.uint8, device=bucket.buffer.device)
+    return [bool(flag) for flag in (await _over_ranks(bucket, local)).tolist()]
+
+
+async def tell_used(bucket: Bucket, parameters: Sequence[Tensor]) -> None:
+    """Take part in :func:`used_on_any_rank` of ranks that replay, where this rank's own ``.grad`` will tell it what
+    they ask; DDP looks for unused parameters. The host does not wait.
+
+    Issues: one all-reduce of a byte a parameter.
+    """
+    if parameters:
+        await _over_ranks(bucket, [parameter.grad is not None for parameter in parameters])
+
+
+async def _over_ranks(bucket: Bucket, local: Sequence[bool]) -> Tensor:
+    flags = to_device(torch.tensor(local, dtype=torch.uint8), bucket.buffer.device)
     await all_reduce(flags, op=dist.ReduceOp.MAX, group=bucket.group)
-    return [bool(flag) for flag in flags.tolist()]
+    return flags

@@ -6,9 +6,8 @@ weight decay by hand, a state that is set to zero. An update that was made in ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,24 +25,29 @@ class UpdateMarks:
     """Parameters, hyperparameters and state as an update in backward left them.
 
     Args:
-        tables: gives hyperparameters and state as they are: what messages call each, and its values by name. Asked
-            again in ``step()``, since the loop may put another dictionary in the place of one.
+        groups: gives the parameter groups as they are. Asked again in ``step()``, since the loop may put another
+            dictionary in the place of one.
+        states: likewise the state of each parameter of ``owners``, in their order.
+        owners: what messages call the parameters that have state.
         parameters: what was updated, with the name of each.
         samples: note the parameters' values, too, to see a change through ``.data``.
     """
 
     def __init__(
         self,
-        tables: Callable[[], Iterable[tuple[str, Mapping[Any, Any]]]],
+        groups: Callable[[], Sequence[Mapping[str, Any]]],
+        states: Callable[[], Sequence[Mapping[Any, Any]]],
+        owners: Sequence[str],
         parameters: Mapping[Tensor, str],
         *,
         samples: bool,
     ) -> None:
-        self._tables = tables
-        self._values = {
-            label: {key: _Value(value) for key, value in table.items() if key != "params"} for label, table in tables()
-        }
-        self._members = {label: list(table["params"]) for label, table in tables() if "params" in table}
+        self._groups = groups
+        self._states = states
+        self._owners = owners
+        self._members = [list(group["params"]) for group in groups()]
+        self._hyperparameters = [_noted(group) for group in groups()]
+        self._state = [_noted(state) for state in states()]
         self._parameters = [
             (p, name, version(p), fingerprint(p) if samples and not has_streams(p.device) else None)
             for p, name in parameters.items()
@@ -51,24 +55,20 @@ class UpdateMarks:
 
     def refuse_changes(self, *, step: str, deferred: str) -> None:
         """Raises: TrainingLoopError: something has changed since."""
-        now_by_label = dict(self._tables())
-        for label, members in self._members.items():
-            kept = set(map(id, now_by_label.get(label, {}).get("params", ())))
+        groups = self._groups()
+        for place, members in enumerate(self._members):
+            kept = set(map(id, _at(groups, place).get("params", ())))
             if any(id(parameter) not in kept for parameter in members):
                 raise TrainingLoopError(
-                    f"parameters were taken out of {label} between backward and {step}, but the update had been made "
-                    f"in backward: take them out before the backward or after {step}, or use {deferred}"
+                    f"parameters were taken out of parameter group {place} between backward and {step}, but the update "
+                    f"had been made in backward: take them out before the backward or after {step}, or use {deferred}"
                 )
-        for label, values in self._values.items():
-            table = now_by_label.get(label, {})
-            for key, value in values.items():
-                if not value.is_still(table.get(key)):
-                    now = _in_words_now(table.get(key))
-                    raise TrainingLoopError(
-                        f"{key!r} of {label} was changed from {value} to {now} between backward "
-                        f"and {step}, but the update had been made in backward with {value}: change it before "
-                        f"the backward or after {step}, or use {deferred}"
-                    )
+        for place, noted in enumerate(self._hyperparameters):
+            if (found := _changed(noted, _at(groups, place))) is not None:
+                raise _error(f"parameter group {place}", found, step, deferred)
+        for owner, noted, state in zip(self._owners, self._state, self._states(), strict=True):
+            if (found := _changed(noted, state)) is not None:
+                raise _error(f"the state of {owner}", found, step, deferred)
         changed = [name for p, name, before, values in self._parameters if _has_changed(p, before, values)]
         if changed:
             raise TrainingLoopError(
@@ -84,8 +84,35 @@ def _has_changed(parameter: Tensor, before: int, values: Tensor | None) -> bool:
     return version(parameter) != before
 
 
+def _at(groups: Sequence[Mapping[str, Any]], place: int) -> Mapping[str, Any]:
+    return groups[place] if place < len(groups) else {}
+
+
+def _noted(values: Mapping[Any, Any]) -> dict[Any, _Value]:
+    return {key: _Value(value) for key, value in values.items() if key != "params"}
+
+
+def _changed(noted: dict[Any, _Value], now: Mapping[Any, Any]) -> tuple[Any, _Value, Any] | None:
+    """The first key of which the value is another one: the key, the value that was noted and the one there is now."""
+    for key, value in noted.items():
+        if not value.is_still(now.get(key)):
+            return key, value, now.get(key)
+    return None
+
+
+def _error(whose: str, found: tuple[Any, _Value, Any], step: str, deferred: str) -> TrainingLoopError:
+    key, before, now = found
+    return TrainingLoopError(
+        f"{key!r} of {whose} was changed from {before} to {_in_words_now(now)} between backward and {step}, but the "
+        f"update had been made in backward with {before}: change it before the backward or after {step}, or use "
+        f"{deferred}"
+    )
+
+
 class _Value:
     """A hyperparameter or an entry of the state, at one moment."""
+
+    __slots__ = ("_contents", "_value")
 
     def __init__(self, value: Any) -> None:
         self._value = value  # Kept, so that no other object takes its id.
@@ -100,8 +127,7 @@ class _Value:
         return _in_words(self._contents)
 
 
-@dataclass(frozen=True)
-class _Opaque:
+class _Opaque(NamedTuple):
     """What only its identity and version tell from another value."""
 
     identity: int

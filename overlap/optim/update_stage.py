@@ -14,11 +14,12 @@ from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Role, Stage, StageContext
 from overlap.hooks.clipping import Clipping
+from overlap.optim.fingerprint import prepare_fingerprints
+from overlap.optim.grad_scaler import skips_by_itself
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.phases import Form, Phase
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.update_marks import UpdateMarks
-from overlap.optim.veto import supports_veto
 
 __all__ = ["UpdateStage", "check_unscaled", "without_adding_up"]
 
@@ -128,7 +129,7 @@ class UpdateStage(Stage):
         """The optimizer whose kernels make the update."""
 
     def check_skippable(self, context: StageContext) -> None:
-        if has_streams(context.device) and not supports_veto(self.stepped):
+        if has_streams(context.device) and not skips_by_itself(self.stepped):
             raise UnsupportedError(
                 f"on {context.device.type} the host would have to wait to know whether {self!r} is to be left out, "
                 f"unless the kernel of {type(self.stepped).__name__} is told: use fused=True (Adam, AdamW, SGD without "
@@ -150,10 +151,12 @@ class UpdateStage(Stage):
                 "with find_unused_parameters or static_graph an update in backward would stop the host to learn which "
                 f"parameters no rank used; use {self.lifecycle.form.deferred}"
             )
+        prepare_fingerprints(context.device)
         self.context = context
         self.lifecycle.names = context.names or {}
         self.lifecycle.sees_forwards = context.names is not None
         self.lifecycle.is_joining = context.is_joining
+        self.lifecycle.look_for_failures = context.look_for_failures
 
     def check_together(self, stages: Sequence[Stage]) -> None:
         form, is_alone = self._form, sum(isinstance(stage, UpdateStage) for stage in stages) == 1

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from overlap._torch.device import has_streams
 from overlap.optim.grad_scaler import LossScale
 
-__all__ = ["Veto", "supports_veto"]
+__all__ = ["Veto"]
 
 
 class Veto:
@@ -43,11 +43,5 @@ class Veto:
     @classmethod
     def of_any(cls, vetoes: Iterable[Veto]) -> Veto:
         """One that stops where any of ``vetoes`` does."""
-        found = [veto.found_inf for veto in vetoes if veto.found_inf is not None]
+        found = [veto.found_inf.reshape(()) for veto in vetoes if veto.found_inf is not None]
         return cls(torch.stack(found).amax() if len(found) > 1 else found[0] if found else None)
-
-
-def supports_veto(optimizer: Optimizer) -> bool:
-    """Whether the kernel of ``optimizer`` can be told; that of SGD does not initialize its momentum then."""
-    is_told = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-    return is_told and not any(group.get("momentum") for group in optimizer.param_groups)

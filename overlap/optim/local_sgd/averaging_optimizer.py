@@ -59,7 +59,7 @@ class AveragingOptimizer(OptimizerProxy):
         if loss_scale.is_supported_by(self.optimizer):
             with loss_scale.passed_to(self.optimizer):
                 return self._step(closure)
-        if loss_scale.skips_step():
+        if loss_scale.skips_step(self.optimizer):
             return None
         loss_scale.unscale_([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
         return self._step(closure)

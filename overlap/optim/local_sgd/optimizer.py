@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overlap._checks import check_ddp
+from overlap._checks import check_ddp, refuse_capture
 from overlap._torch.ddp import GradientSync
 from overlap.errors import ConfigurationError, OverlapError, TrainingLoopError
 from overlap.hooks import Stage, StageContext, chain
@@ -201,7 +201,9 @@ class LocalSGD(AveragingOptimizer, Joinable):
             RegistrationError: :meth:`remove` was called.
             TrainingLoopError: the last backward raised, or did not reach every parameter.
             ConfigurationError: ``period`` returned an impossible length, or ranks differ in the state to average.
+            UnsupportedError: a CUDA graph is being captured.
         """
+        refuse_capture("LocalSGD.step()", "call it outside of the capture")
         Join.notify_join_context(self)
         _ = self.context  # Raises once it is removed.
         loss = self._update(closure)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overlap._torch.device import hold
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks import StageContext, all_reduce
@@ -108,6 +109,7 @@ class PendingAverage:
             self._compressed = compressed
 
         async def work(piece: _Piece) -> None:
+            hold(piece.mean)  # The average may be dropped before it is there.
             if piece.is_compressed:
                 assert compressed is not None and anchors is not None, "changes are sent through a wire"
                 await compressed.mean(piece.mean, piece.names, piece.part, anchors, ranks, weight)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, SkipNonFinite, Stage, StageContext
 from overlap.hooks.adapters import stage_from
+from overlap.optim.fingerprint import prepare_fingerprints
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.local_sgd.several import SeveralOptimizers, name_of
 from overlap.optim.local_sgd.torch_names import ModelAverager
@@ -150,6 +151,7 @@ class LocalSGDStage(Stage):
     def attach(self, context: StageContext) -> None:
         self._context = context
         if self._lifecycle is not None:
+            prepare_fingerprints(context.device)
             self._lifecycle.names = context.names or {}
             self._lifecycle.sees_forwards = context.names is not None
 

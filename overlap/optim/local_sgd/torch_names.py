@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from overlap._checks import check_group, check_whole_number, described
+from overlap._checks import check_group, check_whole_number, described, refuse_capture
 from overlap._torch import classes
 from overlap.errors import ConfigurationError
 from overlap.hooks.wires import Wire
@@ -115,6 +115,7 @@ class PeriodicModelAverager(_ThroughAWire):
 
     def average_parameters(self, params: Params) -> None:
         """Average ``params``, parameters or groups of them, if it is time; counts the call."""
+        refuse_capture(f"{type(self).__name__}.average_parameters()", "call it outside of the capture")
         if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
             self._wired.average(params, self._ranks)
         self.step += 1
@@ -169,6 +170,7 @@ class HierarchicalModelAverager(_ThroughAWire):
 
     def average_parameters(self, params: Params) -> None:
         """Average ``params``, parameters or groups of them, if it is time; counts the call."""
+        refuse_capture(f"{type(self).__name__}.average_parameters()", "call it outside of the capture")
         if self.step >= self.warmup_steps:
             group = due_group(self.period_process_group_dict, self.step)
             if group is self.process_group:
@@ -205,7 +207,12 @@ class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
         self.averager = averager
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update, then average if it is time; returns the closure's result."""
+        """Update, then average if it is time; returns the closure's result.
+
+        Raises:
+            UnsupportedError: a CUDA graph is being captured.
+        """
+        refuse_capture("PostLocalSGDOptimizer.step()", "call it outside of the capture")
         loss = self.step_wrapped(closure)
         self.averager.average_parameters(self.param_groups)
         return loss

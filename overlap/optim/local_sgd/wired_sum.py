@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from overlap.hooks import all_gather, reduce_scatter
+from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.wires import QuantizedSum, Wire
 
 __all__ = ["Ranks", "wired_sum"]
@@ -49,7 +50,7 @@ async def wired_sum(
         await sum_over(values, out=out)
         return
     size, place = ranks.within.size(), ranks.within.rank()
-    part_numel = math.ceil(values.numel() / size)
+    part_numel = round_up(math.ceil(values.numel() / size), segment_multiple(values.device))
     padded = pad(values, (0, part_numel * size - values.numel()))
     part = torch.empty(part_numel, dtype=values.dtype, device=values.device)
     await reduce_scatter(part, padded, group=ranks.within)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from overlap.hooks import Bucket
+from overlap.hooks.segments import segment_multiple
 from overlap.optim.zero.partition import Layout
 from overlap.optim.zero.sharding import Ownership, Shard
 
-__all__ = ["BucketShards", "ShardsByBucket", "beginning", "in_elements", "reduced", "shards_of_bucket"]
+__all__ = ["BucketShards", "ShardsByBucket", "beginning", "beginnings", "in_elements", "reduced", "shards_of_bucket"]
 
 
 class BucketShards:
@@ -121,6 +123,7 @@ def shards_of_bucket(parameters: Sequence[Tensor], ownerships: Sequence[Ownershi
         ranges=tuple(None if shard is None else shard.ranges for shard in found),
         numels=tuple(parameter.numel() for parameter in parameters),
         is_even=not any(shard is not None and shard.is_whole for shard in found),
+        segment_multiple=segment_multiple(parameters[0].device),
     )
     return BucketShards(layout, found, ownerships[0].group.rank())
 
@@ -176,5 +179,15 @@ def _cut(buffer: Tensor, cuts: tuple[tuple[int, ...], tuple[int, ...]]) -> list[
 
 def beginning(flat: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
     """The beginning of ``flat``, which may be longer, in parts of the lengths of ``pieces``."""
-    numels = [piece.numel() for piece in pieces]
-    return flat.split_with_sizes([*numels, flat.numel() - sum(numels)])[:-1]
+    return beginnings(flat[None], [pieces])
+
+
+def beginnings(rows: Tensor, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The :func:`beginning` of each of ``rows``, which are contiguous, one after another."""
+    lengths: list[int] = []
+    for own in pieces:
+        numels = [piece.numel() for piece in own]
+        lengths += [*numels, rows.size(1) - sum(numels)]
+    ends = set(itertools.accumulate(len(own) + 1 for own in pieces))
+    parts = rows.view(-1).split_with_sizes(lengths)
+    return [part for place, part in enumerate(parts, start=1) if place not in ends]

@@ -17,9 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.zero.kinds import Kind, StateValue
@@ -106,21 +103,30 @@ class _Entry:
 
     def target(self) -> Any:
         """The tensor to read into."""
-        if isinstance(self.metadata, TensorStorageMetadata):
+        if _is_tensor(self.metadata):
             return torch.empty(self.metadata.size, dtype=self.metadata.properties.dtype)
         return None
 
 
+def _is_tensor(metadata: Any) -> bool:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    return isinstance(metadata, TensorStorageMetadata)
+
+
 def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
     """Read the state of what this rank owns now, saved by any number of ranks."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
     prefix = f"{key}." if key else ""
     try:
-        saved = reader.read_metadata().state_dict_metadata
+        saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     except FileNotFoundError as error:
         raise ConfigurationError(f"{checkpoint} is not a checkpoint saved by torch.distributed.checkpoint") from error
     place = saved.get(prefix + _MANIFEST)
-    if not isinstance(place, TensorStorageMetadata):
+    if place is None or not _is_tensor(place):
         raise ConfigurationError(
             f"{checkpoint} has no {prefix + _MANIFEST!r}: no sharded_state_dict() was saved under key={key!r}"
         )

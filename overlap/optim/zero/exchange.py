@@ -9,7 +9,9 @@ rank may send more than another.
 A large piece is sent from the memory it is in and, in the gather, received in the memory where it belongs, so it is
 never copied: on a CPU, computing, packing and the network's own copies compete for memory bandwidth, and workspace
 would cost more than dividing the state saves. Small pieces share one message, since each message has a cost of its own.
-Sender and receiver use the same order: large pieces first, then the small ones.
+Sender and receiver use the same order: large pieces first, then the small ones. Where the device has streams, all
+pieces for a rank are one message: copying is cheap there next to sending, and pieces begin anywhere (see
+[Note: segments] in :mod:`overlap.hooks.segments`).
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap._torch.device import has_streams
 from overlap._torch.foreach import add_all, copy_all
 from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_recv
 from overlap.hooks.engine.background import Item
+from overlap.hooks.segments import cut_segments, room_for
 from overlap.optim.zero.bucket_shards import BucketShards
 
 __all__ = ["Exchange", "Gather", "Workspace", "sum_rest"]
@@ -108,8 +112,8 @@ class _Transfer:
     """The pieces that one rank sends to another, as messages."""
 
     def __init__(self, pieces: Sequence[Tensor]) -> None:
-        self.large = [piece for piece in pieces if piece.numel() >= _LARGE_NUMEL]
-        self.small = [piece for piece in pieces if piece.numel() < _LARGE_NUMEL]
+        self.large = [piece for piece in pieces if _is_sent_in_place(piece)]
+        self.small = [piece for piece in pieces if not _is_sent_in_place(piece)]
         self.small_numel = sum(piece.numel() for piece in self.small)
         self.numel = sum(piece.numel() for piece in self.large) + self.small_numel
 
@@ -131,6 +135,10 @@ class _Transfer:
         copy_all(self.small, _cut_like(packed, self.small))
 
 
+def _is_sent_in_place(piece: Tensor) -> bool:
+    return piece.numel() >= _LARGE_NUMEL and not has_streams(piece.device)
+
+
 def _cut_like(flat: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
     return flat.split_with_sizes([piece.numel() for piece in pieces])
 
@@ -143,10 +151,11 @@ async def _reduce_by_messages(bucket: Bucket, shards: BucketShards, workspace: W
     transfers = [_Transfer(pieces) for pieces in shards.by_rank(shards.cut_flat(bucket.buffer))]
     own = transfers[shards.rank]
     others = [(rank, transfer) for rank, transfer in enumerate(transfers) if rank != shards.rank]
-    outgoing = workspace.take(sum(transfer.small_numel for _, transfer in others), bucket.buffer)
-    incoming = workspace.take(own.numel * len(others), bucket.buffer)
-    outboxes = outgoing.split_with_sizes([transfer.small_numel for _, transfer in others])
-    inboxes = incoming.split_with_sizes([own.numel for _ in others])
+    outgoing_numels = [transfer.small_numel for _, transfer in others]
+    incoming_numels = [own.numel] * len(others)
+    outgoing = workspace.take(room_for(outgoing_numels, bucket.buffer.device), bucket.buffer)
+    incoming = workspace.take(room_for(incoming_numels, bucket.buffer.device), bucket.buffer)
+    outboxes, inboxes = cut_segments(outgoing, outgoing_numels), cut_segments(incoming, incoming_numels)
     sends: list[tuple[Tensor, int]] = []
     receives: list[tuple[Tensor, int]] = []
     for (rank, transfer), outbox, inbox in zip(others, outboxes, inboxes, strict=True):
@@ -165,8 +174,9 @@ async def _gather_by_messages(shards: BucketShards, group: dist.ProcessGroup, wo
     """Send what this rank owns of the parameters to the other ranks, and receive what they own."""
     transfers = [_Transfer(pieces) for pieces in shards.by_rank(shards.parameter_pieces)]
     own = transfers[shards.rank]
-    space = workspace.take(sum(transfer.small_numel for transfer in transfers), shards.parameter_pieces[0])
-    boxes = space.split_with_sizes([transfer.small_numel for transfer in transfers])
+    numels = [transfer.small_numel for transfer in transfers]
+    space = workspace.take(room_for(numels, shards.parameter_pieces[0].device), shards.parameter_pieces[0])
+    boxes = cut_segments(space, numels)
     own.pack(boxes[shards.rank])
     others = [
         (rank, transfer, box)
@@ -198,7 +208,7 @@ class Workspace:
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         """A flat tensor of ``numel`` elements with undefined values, of the dtype and device of ``like``."""
-        if like.device.type != "cpu":
+        if has_streams(like.device):
             return torch.empty(numel, dtype=like.dtype, device=like.device)
         same = sorted((kept for kept in self._free if kept.dtype == like.dtype), key=Tensor.numel)
         whole = next((kept for kept in same if kept.numel() >= numel), None)
@@ -213,7 +223,7 @@ class Workspace:
 
     def give(self, part: Tensor) -> None:
         """Take back what :meth:`take` gave."""
-        if part.device.type == "cpu":
+        if not has_streams(part.device):
             self._free.append(self._lent.pop(id(part))[1])
 
     def trim(self) -> None:

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from overlap._checks import check_group
+from overlap._checks import check_group, refuse_capture
 from overlap._torch import classes
 from overlap._torch.c10d import backend_name
 from overlap._torch.checkpoint import is_in_checkpointing, is_in_loading
+from overlap._torch.device import has_streams
 from overlap._torch.optimizer import has_post_hooks
 from overlap._torch.state_dict_hooks import (
     after_load_state_dict,
@@ -164,7 +165,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
         self._stepper = SubsetStepper(self.optim)
         sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
-        self.exchange = Exchange(sends_directly and self.ownership.device.type == "cpu", Workspace())
+        self.exchange = Exchange(sends_directly and not has_streams(self.ownership.device), Workspace())
         self._without_hooks = UpdateWithoutHooks(self.ownership, self.exchange)
         self._step_arguments: dict[str, Any] = {}
         self._state_sizes: dict[int, int] = {}
@@ -279,7 +280,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RegistrationError: ``overlap_with_ddp=True``, and no stage is registered.
             TrainingLoopError: a gradient has not been reduced, or ``GradScaler`` or ``arguments`` are used with
                 interleaved updates.
+            UnsupportedError: a CUDA graph is being captured.
         """
+        refuse_capture("ZeroRedundancyOptimizer.step()", "call it outside of the capture")
         if is_in_checkpointing():
             self._make_state()
             return None
@@ -328,7 +331,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _step_without_hooks(self, loss_scale: LossScale, *, is_joined: bool = False) -> None:
         self.follow_strides()
         self.begin()
-        self._without_hooks.step(self.update, loss_scale, is_joining=self.is_joining, is_joined=is_joined)
+        self._without_hooks.step(self.optim, self.update, loss_scale, is_joining=self.is_joining, is_joined=is_joined)
 
     @torch.no_grad()
     def _make_state(self) -> None:

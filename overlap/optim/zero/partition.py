@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from overlap.hooks.segments import round_up
+
 __all__ = ["ByElement", "ByParameter", "Extent", "Layout", "Partition", "Piece", "Range"]
 
 _BLOCK_BYTES = 128
@@ -141,13 +143,15 @@ class Layout:
     """The parameters of a bucket in the two orders that a sharded update needs.
 
     *Flat*: parameter after parameter, as in DDP's bucket. *Packed*: rank after rank, so that what a rank owns is one
-    segment that a collective can send; segments are padded to one length if ``is_even``.
+    segment that a collective can send; segments are padded to one length if ``is_even``, a multiple of
+    ``segment_multiple`` elements.
     """
 
     ranges: tuple[tuple[Range, ...] | None, ...]
     """The ranges of each parameter; ``None`` for one that is not sharded, which the packed order leaves out."""
     numels: tuple[int, ...]
     is_even: bool
+    segment_multiple: int = 1
 
     @cached_property
     def ranks(self) -> int:
@@ -174,9 +178,15 @@ class Layout:
         return tuple(sum(piece.numel for piece in self.pieces if piece.rank == rank) for rank in range(self.ranks))
 
     @cached_property
+    def gathered_numels(self) -> tuple[int, ...]:
+        """How many elements each rank sends in a gather: as many as the others if ``is_even``."""
+        return (max(self.owned_numels),) * self.ranks if self.is_even else self.owned_numels
+
+    @cached_property
     def segment_numels(self) -> tuple[int, ...]:
         """The length of each rank's segment, padding included."""
-        return tuple([max(self.owned_numels)] * self.ranks if self.is_even else self.owned_numels)
+        multiple = self.segment_multiple if self.is_even else 1
+        return tuple(round_up(numel, multiple) for numel in self.gathered_numels)
 
     def segment(self, rank: int) -> slice:
         """Where the segment of ``rank`` is in a packed buffer."""

@@ -12,19 +12,30 @@ nearest module above it that is called waits for its parameters. In evaluation a
 it, since fast paths read them.
 
 Nothing else waits, such as a list of parameters that was made before: call ``zero.wait()``.
+
+Where a gather has failed, each of them raises its error, until the parameters are loaded: ``load_state_dict()`` only
+waits for what it overwrites.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from overlap._torch.module_parameters import is_compiled, is_compiled_in_place, notify_of_reads, stop_notifying
+from overlap._torch.device import current_stream, hold
+from overlap._torch.module_parameters import (
+    is_compiled,
+    is_compiled_in_place,
+    notify_of_reads,
+    stop_notifying,
+    unread_parameters,
+)
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import StageContext
 from overlap.hooks.engine.background import Completion
@@ -39,6 +50,8 @@ class ParameterPrefetch:
     def __init__(self) -> None:
         self._completions: dict[int, Completion] = {}
         self._hooks: _ModuleHooks | None = None
+        # Where the memory of parameters is, by their ``id`` and the stream that it is kept for.
+        self._held: dict[tuple[int, Any], int] = {}
 
     def begin(self, context: StageContext, gathers: Sequence[Gather], exchange: Exchange) -> None:
         """Launch ``gathers``, in this order, after all earlier work."""
@@ -49,6 +62,7 @@ class ParameterPrefetch:
             self._completions.update((id(shard.parameter), completion) for shard in gather.shards)
 
         async def work(gather: Gather) -> None:
+            self._hold(gather, current_stream(context.device))
             await exchange.gather(gather.shards, context.group)
             completions[gather].set()
 
@@ -58,6 +72,14 @@ class ParameterPrefetch:
 
         assert context.background is not None, "the runtime gives it to every stage that it attaches"
         context.background(gathers, work, on_failure=fail)
+
+    def _hold(self, gather: Gather, stream: Any | None) -> None:
+        """Keep the parameters' memory for ``stream``: if the model is dropped, nobody waits for the gather."""
+        for shard in gather.shards if stream is not None else ():
+            key, address = (id(shard.parameter), stream), shard.parameter.data_ptr()
+            if self._held.get(key) != address:
+                self._held[key] = address
+                hold(shard.parameter, stream)
 
     def wait(self) -> None:
         """Wait for all gathers."""
@@ -70,6 +92,13 @@ class ParameterPrefetch:
         if self._completions:
             for completion in dict.fromkeys(map(self._completions.get, parameters)):
                 if completion is not None:
+                    completion.wait()
+
+    def forget(self, parameters: Iterable[int]) -> None:
+        """Some parameters, given by ``id``, get other values: wait for their gathers, whether or not they failed."""
+        for parameter in parameters:
+            if (completion := self._completions.pop(parameter, None)) is not None:
+                with contextlib.suppress(Exception):
                     completion.wait()
 
     def attach(self, context: StageContext) -> None:
@@ -124,6 +153,7 @@ class _ModuleHooks:
             below = tuple(map(id, module.parameters()))
             hook = _Hook(partial(self.before_forward, name, below))
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            self._handles.append(module.register_load_state_dict_pre_hook(_Hook(self.before_load)))
         self.follow()
 
     def follow(self) -> None:
@@ -138,13 +168,18 @@ class _ModuleHooks:
     def _on_read(self, parameters: Iterable[Tensor | None]) -> None:
         self._prefetch.wait_for(map(id, parameters))
 
+    def before_load(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        """Called before the module's own parameters are loaded, so before they are read."""
+        found = unread_parameters(module)
+        self._prefetch.forget(id(one) for name, one in found.items() if f"{prefix}{name}" in state_dict)
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         for module in self._modules():
             stop_notifying(module, self._on_read)
 
-    def before_forward(self, name: str, below: tuple[int, ...], module: nn.Module) -> None:
+    def before_forward(self, name: str, below: tuple[int, ...], module: nn.Module, *_: Any) -> None:
         """Wait for the parameters that the forward of `module` reads."""
         if is_compiled_in_place(module):
             raise _is_compiled(name)
@@ -171,17 +206,21 @@ class _ModuleHooks:
 
 
 class _Hook:
-    """A module's hook that calls ``function`` with the module; does nothing in a copy of the module."""
+    """A module's hook that calls ``function``; does nothing in a copy of the module."""
 
-    def __init__(self, function: Callable[[nn.Module], None] | None = None) -> None:
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
         self._function = function
+        _leave_untraced()
 
-    def call(self, module: nn.Module, *_: Any) -> None:
+    def __call__(self, *arguments: Any) -> None:
         if self._function is not None:
-            self._function(module)
-
-    # A compiled forward does not include the wait.
-    __call__: Callable[..., None] = torch.compiler.disable(call)
+            self._function(*arguments)
 
     def __reduce__(self) -> Any:
         return _Hook, ()
+
+
+@cache
+def _leave_untraced() -> None:
+    """A compiled forward does not include the wait. Not at import, where the compiler would be imported, too."""
+    _Hook.__call__ = torch.compiler.disable(_Hook.__call__)  # type: ignore[method-assign]

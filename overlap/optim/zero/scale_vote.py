@@ -8,7 +8,8 @@ is right on the part that is applied. So the ranks compare factors, parameter by
 which its own lies, as far as rounding lets it be known, and these must have a point in common. A rank abstains where
 it cannot tell: the change was not a scaling, or all magnitudes were equal or zero, so that a cut would look the same,
 or all became zero, which is right on any part. In half precision one parameter's factor is not known well; that of all
-parameters together is, and is compared as one more.
+parameters together is, and is compared as one more. On an accelerator nothing waits for the answer: it is read in a
+later step, and the error says that the update was made.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from overlap._torch.autograd import version
 from overlap._torch.device import has_streams
 from overlap.errors import TrainingLoopError
+from overlap.hooks.late_reads import LateReads
 from overlap.optim.zero.sharding import Shard, flatten
 
 __all__ = ["ScaleVote"]
@@ -39,6 +41,7 @@ class ScaleVote:
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int]] = {}
         self._magnitudes: dict[int, Tensor] = {}
+        self._late: LateReads[Sequence[Shard]] = LateReads()
 
     @torch.no_grad()
     def note(self, shards: Iterable[Shard]) -> None:
@@ -55,22 +58,17 @@ class ScaleVote:
 
         Raises:
             TrainingLoopError: gradients were scaled, on some rank otherwise than on another; on all ranks, but on an
-                accelerator on those alone that have changed a gradient, since the host of others does not wait.
+                accelerator in a later step.
         """
         has_changed = any(id(shard) in self._seen and self._seen[id(shard)] != _seen(shard) for shard in shards)
         bounds = self._bounds(shards, device) if has_changed else _unscaled(len(shards) + 1, device)
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-        if not has_changed and has_streams(device):
-            return  # The host would wait in every step.
-        low, high = bounds[0].tolist(), (-bounds[1]).tolist()
-        names = [*(shard.name for shard in shards), "all parameters"]
-        for name, smallest, largest in zip(names, high, low, strict=True):
-            if smallest < largest:
-                raise TrainingLoopError(
-                    f"after backward .grad of {name} was scaled by {smallest:.6g} on one rank and by {largest:.6g} on "
-                    "another, as by torch.nn.utils.clip_grad_norm_: each rank has the mean of its own part alone; use "
-                    "zero.clip_grad_norm_(max_norm), or ZeroStep(zero, clip_grad_norm=max_norm)"
-                )
+        if not has_streams(device):
+            _refuse_differences(shards, bounds, is_late=False)
+            return
+        self._late.send(shards, bounds)
+        for then, told in self._late.read():
+            _refuse_differences(then, told, is_late=True)
 
     def _bounds(self, shards: Sequence[Shard], device: torch.device) -> Tensor:
         """Between what the factor of each parameter lies, and that of all; shape ``(2, parameters + 1)``, the upper
@@ -83,7 +81,7 @@ class ScaleVote:
             eps = max(torch.finfo(then.dtype).eps, torch.finfo(now.dtype).eps)
             step = max(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps for dtype in (then.dtype, now.dtype))
             places.append(torch.full((now.numel(),), place, device=device))
-            precision.append(torch.tensor([[eps], [step]], dtype=torch.float64, device=device).expand(2, now.numel()))
+            precision.append(torch.stack([torch.full_like(now, one, dtype=torch.float64) for one in (eps, step)]))
             before.append(then.double())
             after.append(now.double())
         abstained = torch.full((2, len(shards) + 1), -torch.inf, dtype=torch.float64, device=device)
@@ -92,6 +90,19 @@ class ScaleVote:
         of_all = torch.full((sum(map(len, places)),), len(shards), device=device)
         twice, precisions = torch.cat([*places, of_all]), torch.cat([*precision, *precision], dim=1)
         return _intervals(torch.cat([*before, *before]), torch.cat([*after, *after]), twice, precisions, abstained)
+
+
+def _refuse_differences(shards: Sequence[Shard], bounds: Tensor, *, is_late: bool) -> None:
+    """Raises: TrainingLoopError: the factors of some parameter have nothing in common."""
+    names = [*(shard.name for shard in shards), "all parameters"]
+    for name, largest, negative in zip(names, *bounds.tolist(), strict=True):
+        if (smallest := -negative) < largest:
+            when, remedy = ("in an earlier step, after", "load a checkpoint, and use") if is_late else ("after", "use")
+            raise TrainingLoopError(
+                f"{when} backward .grad of {name} was scaled by {smallest:.6g} on one rank and by {largest:.6g} on "
+                "another, as by torch.nn.utils.clip_grad_norm_: each rank has the mean of its own part alone; "
+                f"{remedy} zero.clip_grad_norm_(max_norm), or ZeroStep(zero, clip_grad_norm=max_norm)"
+            )
 
 
 def _intervals(before: Tensor, after: Tensor, place: Tensor, precisions: Tensor, abstained: Tensor) -> Tensor:

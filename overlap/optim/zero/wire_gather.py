@@ -10,6 +10,7 @@ all ranks bit for bit, and what rounding leaves out of one difference is in the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,9 @@ from torch import Tensor
 from overlap._torch.foreach import add_all
 from overlap.hooks import all_gather, send_recv
 from overlap.hooks.wires import Wire
+from overlap.hooks.wires.blocks import codecs_in_runs
 from overlap.hooks.wires.memory import WireMemory
-from overlap.optim.zero.bucket_shards import BucketShards, beginning
+from overlap.optim.zero.bucket_shards import BucketShards, beginning, beginnings
 
 __all__ = ["WireGather"]
 
@@ -38,7 +40,7 @@ class WireGather:
         unequal lengths; else one all-gather.
         """
         device = shards.parameter_pieces[0].device
-        codecs = [self.wire.codec(numel) if numel else None for numel in shards.layout.segment_numels]
+        codecs = [self.wire.codec(numel) if numel else None for numel in shards.layout.gathered_numels]
         lengths = [0 if codec is None else codec.message_bytes for codec in codecs]
         space = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
         messages = space.split_with_sizes(lengths)
@@ -55,11 +57,13 @@ class WireGather:
                 [(message, rank) for message, rank in others if message.numel()],
                 group=group,
             )
-        for codec, message, pieces in zip(codecs, messages, shards.by_rank(shards.parameter_pieces), strict=True):
-            if codec is not None:
-                decoded = torch.empty(codec.numel, dtype=torch.float32, device=device)
-                codec.decode(message, decoded)
-                add_all(pieces, beginning(decoded, pieces))
+        pieces = shards.by_rank(shards.parameter_pieces)
+        for codec, alike in codecs_in_runs(codecs, range(len(codecs)), device):
+            start, end = sum(lengths[: alike[0]]), sum(lengths[: alike[-1] + 1])
+            decoded = torch.empty(len(alike), codec.numel, dtype=torch.float32, device=device)
+            codec.decode_rows(space[start:end].view(len(alike), -1), decoded)
+            changed = [pieces[rank] for rank in alike]
+            add_all(list(chain.from_iterable(changed)), beginnings(decoded, changed))
 
 
 def _differences(shards: BucketShards, numel: int, device: torch.device) -> Tensor:

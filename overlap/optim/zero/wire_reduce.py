@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,9 @@ from torch import Tensor
 from overlap._torch.foreach import copy_all, subtract_from_
 from overlap.hooks import Bucket, all_reduce, send_recv
 from overlap.hooks.wires import ErrorFeedback, Wire
+from overlap.hooks.wires.blocks import codecs_in_runs
 from overlap.hooks.wires.memory import WireMemory
-from overlap.optim.zero.bucket_shards import BucketShards, beginning
+from overlap.optim.zero.bucket_shards import BucketShards, beginning, beginnings
 
 __all__ = ["WireReduce"]
 
@@ -76,29 +77,30 @@ class WireReduce:
         # Starting with the next rank spreads the senders over the receivers.
         peers = [(rank + distance) % len(codecs) for distance in range(1, len(codecs))]
         sends: list[tuple[Tensor, int]] = []
-        for peer in peers:
-            if (codec := codecs[peer]) is None:
-                continue
-            message = torch.empty(codec.message_bytes, dtype=torch.uint8, device=device)
-            summand = _packed(pieces[peer], codec.numel)
-            codec.encode(summand, message, generator)
-            sends.append((message, peer))
-            if self.memory.feedback is not None:
-                codec.decode(message, summand, Tensor.sub_)
-                copy_all(pieces[peer], beginning(summand, pieces[peer]))
+        for codec, alike in codecs_in_runs(codecs, peers, device):
+            messages = torch.empty(len(alike), codec.message_bytes, dtype=torch.uint8, device=device)
+            parts = [pieces[peer] for peer in alike]
+            summands = _packed(parts, codec.numel, device)
+            sends += zip(messages, alike, strict=True)
+            if self.memory.feedback is None:
+                codec.encode_rows(summands, messages, generator)
+            else:
+                codec.subtract_rows(summands, messages, generator)
+                copy_all(list(chain.from_iterable(parts)), beginnings(summands, parts))
         own_codec = codecs[rank]
         if own_codec is None:
             await send_recv(sends, [], group=bucket.group)
             return torch.empty(0, device=device)
         received = torch.empty(len(codecs), own_codec.message_bytes, dtype=torch.uint8, device=device)
         await send_recv(sends, [(received[peer], peer) for peer in peers], group=bucket.group)
-        own = _packed(pieces[rank], own_codec.numel)
-        total = torch.empty_like(own) if rank else own
-        for source in range(len(codecs)):
-            if source != rank:
-                own_codec.decode(received[source], total, Tensor.add_ if source else None)
-            elif rank:
-                total.add_(own)
+        own = _packed([pieces[rank]], own_codec.numel, device)[0]
+        total = own
+        if rank:
+            total = torch.empty_like(own)
+            own_codec.decode(received[0], total)
+            own_codec.add_rows(received[1:rank], total)
+            total.add_(own)
+        own_codec.add_rows(received[rank + 1 :], total)
         return total
 
 
@@ -120,9 +122,9 @@ async def _hold(
     feedback.hold(names, errors, verdict)
 
 
-def _packed(pieces: Sequence[Tensor], numel: int) -> Tensor:
-    """``pieces``, at least one, one after another in ``numel`` values, with zeros at the end."""
-    values = torch.empty(numel, dtype=torch.float32, device=pieces[0].device)
-    copy_all(beginning(values, pieces), pieces)
-    values[sum(piece.numel() for piece in pieces) :].zero_()
-    return values
+def _packed(pieces: Sequence[Sequence[Tensor]], numel: int, device: torch.device) -> Tensor:
+    """A row of ``numel`` values for each of ``pieces``: one after another, with zeros at the end."""
+    rows = torch.empty(len(pieces), numel, dtype=torch.float32, device=device)
+    rows[:, min(sum(piece.numel() for piece in own) for own in pieces) :].zero_()
+    copy_all(beginnings(rows, pieces), list(chain.from_iterable(pieces)))
+    return rows

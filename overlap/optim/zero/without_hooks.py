@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from overlap.hooks.engine.background import run_now
 from overlap.hooks.engine.executors import executor_for
 from overlap.join.active import active_join
 from overlap.optim.grad_scaler import LossScale
+from overlap.optim.veto import Veto
 from overlap.optim.zero.bucket_shards import BucketShards, shards_of_bucket
 from overlap.optim.zero.exchange import Exchange, Gather
 from overlap.optim.zero.sharding import Ownership, Shard, flatten
@@ -31,14 +33,21 @@ class UpdateWithoutHooks:
     def __init__(self, ownership: Ownership, exchange: Exchange) -> None:
         self._ownership = ownership
         self._exchange = exchange
-        # One for all steps: each has streams of its own, on which the allocator keeps memory.
         self._executor = executor_for(ownership.group, ownership.device)
         self._buckets: list[BucketShards] = []
         self._layout: tuple[int, ...] = ()
 
     @torch.no_grad()
-    def step(self, update: Update, loss_scale: LossScale, *, is_joining: bool, is_joined: bool = False) -> None:
-        """Call ``update`` with this rank's parts of ``.grad``, then gather the parameters.
+    def step(
+        self,
+        optimizer: Optimizer,
+        update: Update,
+        loss_scale: LossScale,
+        *,
+        is_joining: bool,
+        is_joined: bool = False,
+    ) -> None:
+        """Call ``update``, which steps ``optimizer``, with this rank's parts of ``.grad``; then gather the parameters.
 
         ``is_joining`` says that a ``Join`` is in force, ``is_joined`` that this rank has run out of inputs. PyTorch's
         ``Join`` leaves no ``.grad`` on such a rank, so another rank lends its own; overlap's ``Join`` leaves the mean.
@@ -50,11 +59,12 @@ class UpdateWithoutHooks:
         gradients = [shard.gradient() for shard in pending]
         if is_joining and active_join(self._ownership.group) is None:
             pending, gradients = _lend_gradients(self._ownership, is_joined=is_joined)
-        if loss_scale.skips_step():
+        if loss_scale.skips_step(optimizer):
             return
         owned = [(shard, part) for shard, part in zip(pending, gradients, strict=True) if shard.own is not None]
         loss_scale.unscale_([part for _, part in owned])
-        update(owned)
+        with Veto(loss_scale.verdict_for(optimizer)).passed_to(optimizer):
+            update(owned)
         self._gather(pending)
 
     def _gather(self, stepped: Sequence[Shard]) -> None:

@@ -22,9 +22,9 @@ from overlap.join.active import active_join
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.phases import SCALED_UNDER_JOIN, Phase
 from overlap.optim.skipping import SkippedUpdates
-from overlap.optim.unused import used_on_any_rank
 from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.update_stage import UpdateStage
+from overlap.optim.veto import Veto
 from overlap.optim.zero.bucket_shards import BucketShards, ShardsByBucket, in_elements, reduced
 from overlap.optim.zero.division import check_steps_in_turn
 from overlap.optim.zero.exchange import Gather
@@ -35,6 +35,7 @@ from overlap.optim.zero.reduce_scatter import ReduceScatter
 from overlap.optim.zero.scale_vote import ScaleVote
 from overlap.optim.zero.sharded_gradients import FiniteVote
 from overlap.optim.zero.sharding import Shard
+from overlap.optim.zero.used_shards import UsedShards
 from overlap.optim.zero.wire_exchange import WireExchange
 from overlap.optim.zero.wire_options import check_real, check_wires
 
@@ -145,7 +146,7 @@ class ZeroStep(UpdateStage):
         self._scales = ScaleVote()
         # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
         self._shards = ShardsByBucket([zero.ownership], before_new=zero.exchange.workspace.trim)
-        self._used: set[int] = set()
+        self._used = UsedShards()
         # Of the last backward: its buckets in their order, and what is to be applied to the shards of each.
         self._gathers: list[Gather] = []
         self._held: dict[int, Pairs] = {}
@@ -279,20 +280,20 @@ class ZeroStep(UpdateStage):
     def marks_of(self, updated: list[Tensor], samples: bool) -> UpdateMarks:
         zero, names = self.zero, self.lifecycle.names
         named = {parameter: names.get(parameter, "a parameter") for parameter in updated}
-        owned = [(zero.shards[id(parameter)].own, name) for parameter, name in named.items()]
-
-        def tables() -> list[tuple[str, Mapping[Any, Any]]]:
-            groups = [(f"parameter group {place}", group) for place, group in enumerate(zero.param_groups)]
-            state = zero.optim.state
-            return [*groups, *((f"the state of {name}", state.get(own, {})) for own, name in owned if own is not None)]
-
+        owned = {own: name for parameter, name in named.items() if (own := zero.shards[id(parameter)].own) is not None}
         if self._prefetch is not None:
             # Gathers that run during the next forward move versions until then, but not the values of this rank's part,
             # unless they are gathers of differences.
             sees_values = samples and not (has_streams(zero.ownership.device) or self.gathers_differences)
             shards = [(zero.shards[id(parameter)], name) for parameter, name in named.items()] if sees_values else []
             named = {shard.views[zero.rank]: name for shard, name in shards if shard.own is not None}
-        return UpdateMarks(tables, named, samples=samples)
+        return UpdateMarks(
+            lambda: zero.param_groups,
+            lambda: [zero.optim.state.get(own, {}) for own in owned],
+            list(owned.values()),
+            named,
+            samples=samples,
+        )
 
     def before_backward(self, *, is_replay: bool) -> None:
         self.wait()
@@ -333,7 +334,7 @@ class ZeroStep(UpdateStage):
         if self.is_deferred:
             await self._update_together(bucket)
         else:
-            self._update(self._held.pop(bucket.index, []))
+            self._update(self._held.pop(bucket.index, []), self.lifecycle.veto)
         if shards is not None:
             self.lifecycle.gradients.note_applied(shard.parameter for shard in shards)
             # There is nothing new after a step that was left out; through a wire, rounding of earlier ones would go.
@@ -343,14 +344,14 @@ class ZeroStep(UpdateStage):
     async def _exchange_gradients(self, bucket: Bucket, shards: BucketShards) -> None:
         if not bucket.is_mean:
             await self.exchange.reduce(bucket, shards)
-        finds_unused = None if self.context is None else self.context.finds_unused
-        parameters = [shard.parameter for shard in shards]
-        # Under PyTorch's Join a joined rank counts what the pass before used; overlap's Join counts nothing there.
-        used_before = self._used if active_join(bucket.group) is None else ()
-        used = await used_on_any_rank(bucket, parameters, finds_unused, used_before=used_before)
+        used = await self._used.of(
+            bucket,
+            shards,
+            None if self.context is None else self.context.finds_unused,
+            in_step=self.leaves_update,
+            is_joining=self.lifecycle.is_joining(),
+        )
         kept = {id(shard) for shard, is_used in zip(shards, used, strict=True) if is_used}
-        self._used.difference_update(map(id, parameters))
-        self._used.update(id(shard.parameter) for shard in shards if id(shard) in kept)
         gradients = shards.gradients(bucket.buffer)
         pairs = [pair for pair in zip(shards.owned, gradients, strict=True) if id(pair[0]) in kept]
         if self.leaves_update:
@@ -367,11 +368,10 @@ class ZeroStep(UpdateStage):
                 norm = ShardedNorm(self.clipping, [gradient for _, gradient in pairs], bucket.buffer.device)
                 await all_reduce(norm.partial, op=norm.op, group=bucket.group)
                 norm.clip_()
-            self._update(pairs)
+            self._update(pairs, self.lifecycle.veto)
         await whole_pass()
 
-    def _update(self, pairs: Pairs) -> None:
-        veto = self.lifecycle.veto
+    def _update(self, pairs: Pairs, veto: Veto) -> None:
         if not veto.stops:
             with veto.passed_to(self.stepped):
                 self.zero.update(pairs)
@@ -391,6 +391,8 @@ class ZeroStep(UpdateStage):
         if self.leaves_update:
             self._vote.tell(self.zero.shards.values())
             self.lifecycle.on_reduced()
+            if not (self.lifecycle.is_replay or self.lifecycle.is_joining()):
+                self._used.note_gradients(self._reduced_shards())
             if not (self._has_whole_mean or self.lifecycle.is_replay):
                 self._scales.note(self._reduced_shards())
             return None
@@ -430,7 +432,7 @@ class ZeroStep(UpdateStage):
         pending = [p for p in parameters if p.grad is not None and not lifecycle.gradients.has_applied(p)]
         lifecycle.check_reduced(pending, applies_what_the_user_set=False)
         lifecycle.check_once()
-        if lifecycle.phase is Phase.REDUCED and not loss_scale.skips_step():
+        if lifecycle.phase is Phase.REDUCED and not loss_scale.skips_step(self.stepped):
             self._update_in_step(loss_scale)
         lifecycle.on_step(parameters)
 
@@ -496,7 +498,7 @@ class ZeroStep(UpdateStage):
                 norm = ShardedNorm(self.clipping, gradients, self.zero.join_device)
                 dist.all_reduce(norm.partial, op=norm.op, group=self.zero.process_group)
                 norm.clip_()
-            self._update(pairs)
+            self._update(pairs, Veto.of_any([self.lifecycle.veto, Veto(loss_scale.verdict_for(self.stepped))]))
             self._gather()
         except BaseException:
             self.lifecycle.on_update_failure()
