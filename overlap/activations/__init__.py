@@ -4,6 +4,7 @@ from overlap.activations.apply import apply_activation_checkpointing
 from overlap.activations.checkpoint import Checkpointed, checkpoint_wrapper
 from overlap.activations.offload import (
     Offloaded,
+    limit_offload_in_flight,
     limit_offload_pool,
     offload_wrapper,
     offloaded_bytes,
@@ -15,6 +16,7 @@ __all__ = [
     "Offloaded",
     "apply_activation_checkpointing",
     "checkpoint_wrapper",
+    "limit_offload_in_flight",
     "limit_offload_pool",
     "offload_wrapper",
     "offloaded_bytes",

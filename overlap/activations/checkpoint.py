@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from overlap.activations.offload import NOT_TRACED, offloading
+from overlap.activations.offload import offloading
 from overlap.activations.recompute import run_again
 from overlap.activations.shared_module import SharedModule, shared_module
 from overlap.errors import ConfigurationError
@@ -33,6 +33,7 @@ class Checkpointed(SharedModule):
     """The class of what :func:`checkpoint_wrapper` returns, besides the module's own class."""
 
     options_name = "_checkpoint_options"
+    untraced = ("_save_offloaded",)
     _checkpoint_options: _Options
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +59,6 @@ class Checkpointed(SharedModule):
             **extra,
         )
 
-    @torch.compiler.disable(reason=NOT_TRACED)  # type: ignore[untyped-decorator]
     def _save_offloaded(self, run: Callable[..., Any], *values: Any, **options: Any) -> Any:
         with offloading(self, values):
             return checkpoint(run, *values, **options)

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from overlap._checks import check_whole_number
+from overlap._checks import check_whole_number, refuse_capture
 from overlap.activations.shared_module import SharedModule, shared_module
 from overlap.activations.store import Stored, store_of, stores
 from overlap.errors import ConfigurationError
 
 __all__ = [
     "Offloaded",
+    "limit_offload_in_flight",
     "limit_offload_pool",
     "offload_wrapper",
     "offloaded_bytes",
@@ -25,16 +26,15 @@ __all__ = [
 ]
 
 _LEAST_BYTES = 1024
-NOT_TRACED = "what overlap offloads to the CPU goes through hooks on saved tensors, which are not traced"
 
 
 class Offloaded(SharedModule):
     """The class of what :func:`offload_wrapper` returns, besides the module's own class."""
 
     options_name = "_offload_min_bytes"
+    untraced = ("forward",)
     _offload_min_bytes: int
 
-    @torch.compiler.disable(reason=NOT_TRACED)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, with what autograd saves for backward moved to the CPU."""
         plain: Callable[..., Any] = super().forward  # type: ignore[misc]
@@ -51,7 +51,9 @@ def offload_wrapper(module: nn.Module, *, min_bytes: int = _LEAST_BYTES) -> nn.M
     back, which saves nothing and shows that it works. What is returned is as transparent as what
     :func:`checkpoint_wrapper` returns.
 
-    As with all hooks on saved tensors, autograd does not see that a saved tensor is changed in place before backward.
+    As with all hooks on saved tensors, autograd does not see that a saved tensor is changed in place before backward:
+    gradients are then those of the values that were saved. On an accelerator a change while the tensor is on its way
+    to the CPU makes backward raise a :class:`TrainingLoopError`.
 
     Args:
         module: takes and returns anything; wrapped before DDP. Under ``torch.compile`` it runs as it is, uncompiled.
@@ -97,6 +99,23 @@ def limit_offload_pool(nbytes: int, device: torch.device | str | None = None) ->
     store_of(_device(device)).limit(check_whole_number("nbytes", nbytes, least=0))
 
 
+def limit_offload_in_flight(nbytes: int, device: torch.device | str | None = None) -> None:
+    """Hold at most ``nbytes`` of the memory of ``device`` for copies to the CPU, and as much for what is fetched ahead.
+
+    When more would be on its way to the CPU, the device's computation waits for the oldest copies; the host does not.
+    One tensor may be on its way in each direction, however large it is. Without a call it is 256 MB. It changes nothing
+    for activations of the CPU, which are copied at once.
+
+    Args:
+        nbytes: a larger number lets forward run further ahead of the copies; 0 lets one tensor be on its way.
+        device: the current accelerator, or the CPU without one, where ``None``.
+
+    Raises:
+        ConfigurationError: ``nbytes`` is not a whole number of at least 0.
+    """
+    store_of(_device(device)).in_flight_bytes = check_whole_number("nbytes", nbytes, least=0)
+
+
 def _device(device: torch.device | str | None) -> torch.device:
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -110,10 +129,12 @@ def offloading(module: Any, values: Iterable[Any], *, min_bytes: int = _LEAST_BY
     resident = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers(), *given)}
 
     def pack(tensor: Tensor) -> Tensor | Stored:
-        if tensor.nbytes < max(min_bytes, 1) or not _is_plain(tensor):
+        # The layout first: a sparse tensor has no number of bytes.
+        if not _is_plain(tensor) or tensor.nbytes < max(min_bytes, 1):
             return tensor
         if tensor.untyped_storage().data_ptr() in resident:
             return tensor
+        refuse_capture("offload_wrapper", "capture the module without it", tensor.device)
         return store_of(tensor.device).put(tensor)
 
     def unpack(packed: Tensor | Stored) -> Tensor:

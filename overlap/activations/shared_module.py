@@ -25,12 +25,16 @@ from overlap.errors import ConfigurationError, UnsupportedError
 
 __all__ = ["SharedModule", "has_forward", "shared_module"]
 
+_NOT_TRACED = "what overlap offloads to the CPU goes through hooks on saved tensors, which are not traced"
+
 
 class SharedModule:
     """What the class of a shared module derives from, ahead of the module's own class; ``forward`` is overridden."""
 
     options_name: ClassVar[str]
     """The class attribute that holds the options; each wrapper has its own, since a module can be wrapped by both."""
+    untraced: ClassVar[tuple[str, ...]]
+    """Methods that ``torch.compile`` leaves alone."""
     _plain_class: ClassVar[type[nn.Module]]
     _layers: ClassVar[tuple[tuple[type[SharedModule], Any], ...]] = ()
     """Wrappers and their options, the innermost first."""
@@ -102,6 +106,8 @@ def _shared_class(base: Any, kind: Any, options: Any) -> Any:
         "_plain_class": base._plain_class if is_shared else base,
         "_layers": (*(base._layers if is_shared else ()), (kind, options)),
     }
+    # Here and not on ``kind``: that would import the compiler with this module.
+    contents.update({name: torch.compiler.disable(getattr(kind, name), reason=_NOT_TRACED) for name in kind.untraced})
     name = f"{kind.__name__}{base.__name__}"
     return types.new_class(name, (kind, base), exec_body=lambda namespace: namespace.update(contents))
 

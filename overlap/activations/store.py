@@ -4,10 +4,24 @@
 
 All copies between a device and the buffers go through one stream, in the order in which they are asked for. So a buffer
 may be used again as soon as its last copy has been asked for: the next copy into it comes behind. A copy out starts
-behind what the computation has queued so far (the values are there) and the computation goes on beside it; the caching
-allocator is told that the copy reads the tensor (`record_stream`), so its memory is not given away before. A copy back
+behind what the computation has queued so far (the values are there) and the computation goes on beside it. A copy back
 in goes to memory of the computation's stream, behind all that was queued there before, and the computation waits for it
 where the tensor is used.
+
+Each copy is one `cudaMemcpyAsync`, to or from pinned memory: both sides have the same dtype and the same strides, of a
+dense tensor. PyTorch copies anything else by way of pageable memory, which waits for the device; and from a conjugated
+or negated view it copies what lies in memory and changes the sign on the CPU at once, before it has arrived. Such
+tensors are made dense and plain on the device first, by the computation's stream.
+
+[Note: memory in flight]
+
+Out of the device's memory, at most `in_flight_bytes` are held for copies to the CPU: when there is more, the
+computation waits for the oldest of them. At most as much is fetched ahead of backward. One tensor may be on its way in
+either direction, however large it is. Neither blocks the host.
+
+What backward needs while it is still on its way out is used where it is, without a copy back. A tensor that was changed
+in place meanwhile is an error, as it is in autograd, since the copy may have read either value; a change after the
+computation has waited for the copy does no harm.
 """
 
 from __future__ import annotations
@@ -20,16 +34,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlap._torch.device import has_streams
+from overlap._torch.device import current_stream, has_streams, host_buffer, new_stream, on_stream
+from overlap.activations.transfers import Transfer, Transfers
+from overlap.errors import TrainingLoopError
 
 __all__ = ["Store", "Stored", "store_of", "stores"]
 
 _BUFFER_GRAIN_BYTES = 512
 # Pinning memory is slow, getting it is not: on a device that copies by itself the default is all that a step needs.
 _CPU_POOL_BYTES = 64 * 2**20
+_IN_FLIGHT_BYTES = 256 * 2**20
 
 
 _stores: dict[tuple[str, int], Store] = {}
+# Reentrant, and one for all stores: a buffer comes back when the collector finds it, which can be anywhere.
+_lock = threading.RLock()
 
 
 def store_of(device: torch.device) -> Store:
@@ -57,83 +76,141 @@ class Store:
         self.free_bytes = 0
         self.pool_bytes = float("inf") if has_streams(device) else _CPU_POOL_BYTES
         """At most so much is kept that is not lent."""
+        self.in_flight_bytes = _IN_FLIGHT_BYTES
+        """At most so much of the device's memory is held in each direction. See [Note: memory in flight]."""
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
-        # Reentrant: a buffer comes back when the collector finds it, which can be anywhere.
-        self._lock = threading.RLock()
-        self._copies: Any = torch.get_device_module(device).Stream(device=device) if has_streams(device) else None
+        self._copies: Any = new_stream(device) if has_streams(device) else None
+        self.leaving = Transfers(self._copies)
+        self.returning = Transfers(self._copies)
+        self._changed: set[int] = set()
+        self._count = 0
         self._last: weakref.ref[Stored] | None = None
+        self._next: weakref.ref[Stored] | None = None
+        """What is to be fetched ahead next."""
 
     def put(self, tensor: Tensor) -> Stored:
-        """Start to copy ``tensor`` here; it may be freed at once, and must not be changed by other streams."""
-        buffer = self._take(tensor.nbytes)
+        """Start to copy ``tensor`` here; it may be freed at once, and must not be changed by other streams.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory to make it dense on its device.
+            RuntimeError: there is no memory on the CPU.
+        """
         # Those of a dense tensor, whatever their order, or of a contiguous one.
         stride = torch.empty_like(tensor, device="meta").stride()
-        with self._lock:
-            stored = Stored(self, buffer, tensor.size(), stride, tensor.dtype, self._last)
+        if self._copies is not None and (tensor.stride() != stride or tensor.is_conj() or tensor.is_neg()):
+            tensor = tensor.clone()
+            stride = tensor.stride()
+        with _lock:
+            self._count += 1
+            buffer = self._take(tensor.nbytes)
+            stored = Stored(self, self._count, buffer, tensor.size(), stride, tensor.dtype, self._last)
             self._last = weakref.ref(stored)
         if self._copies is None:
             stored.host.copy_(tensor)
             return stored
-        module = torch.get_device_module(self.device)
-        self._copies.wait_stream(module.current_stream(self.device))
-        with module.stream(self._copies):
+        self._copies.wait_stream(current_stream(self.device))
+        with on_stream(self._copies):
             stored.host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._copies)
+            transfer = Transfer.queued(stored.number, tensor)
+        with _lock:
+            self.leaving.add(transfer)
+            self._bound_leaving()
         return stored
 
-    def copy_back(self, stored: Stored) -> tuple[Tensor, Any]:
-        """Start to copy what is stored to its device; returns the tensor and the event to wait for."""
-        out = torch.empty_strided(stored.size, stored.stride, dtype=stored.dtype, device=self.device)
+    def fetch(self, stored: Stored) -> Tensor:
+        """What is stored, on its device, for the current stream.
+
+        Raises:
+            TrainingLoopError: the tensor was changed in place while it was copied out.
+        """
         if self._copies is None:
-            return out.copy_(stored.host), None
-        module = torch.get_device_module(self.device)
-        # The memory may have been another tensor's, which the computation still reads.
-        self._copies.wait_stream(module.current_stream(self.device))
-        with module.stream(self._copies):
-            out.copy_(stored.host, non_blocking=True)
-            arrived = self._copies.record_event()
-        # One that was fetched ahead may be dropped without ever being waited for.
-        out.record_stream(self._copies)
-        return out, arrived
+            return self._empty(stored).copy_(stored.host)
+        with _lock:
+            here = self.leaving.get(stored.number)
+            if stored.number in self._changed or (here is not None and here.is_changed):
+                raise TrainingLoopError(
+                    f"a tensor of shape {tuple(stored.size)} that backward needs was changed in place after it was "
+                    f"saved, while it was on its way to the CPU: change a copy of it, or do not offload the module"
+                )
+            if here is not None:
+                tensor = here.tensor
+            else:
+                tensor = (self.returning.take(stored.number) or self._copy_back(stored)).wait()
+            # Backward goes the other way: what was stored before this comes next.
+            if not stored.is_expected:
+                stored.is_expected = True
+                self._next = stored.before
+            self._fetch_ahead()
+        return tensor
 
-    def wait_for(self, arrived: Any) -> None:
-        """Let the current stream go on only behind a copy."""
-        if arrived is not None:
-            torch.get_device_module(self.device).current_stream(self.device).wait_event(arrived)
-
-    def _take(self, nbytes: int) -> Tensor:
-        size = -(-nbytes // _BUFFER_GRAIN_BYTES) * _BUFFER_GRAIN_BYTES
-        with self._lock:
-            self.lent_bytes += size
-            if self._free[size]:
-                self.free_bytes -= size
-                return self._free[size].pop()
-            if self.free_bytes > self.lent_bytes:
-                # Buffers of sizes that are no longer asked for, or most would be in use: the shapes have changed.
-                self.release()
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._copies is not None)
-
-    def give(self, buffer: Tensor) -> None:
-        """Take a buffer back."""
-        with self._lock:
-            self.lent_bytes -= buffer.numel()
-            if self.free_bytes + buffer.numel() <= self.pool_bytes:
-                self.free_bytes += buffer.numel()
-                self._free[buffer.numel()].append(buffer)
+    def forget(self, stored: Stored) -> None:
+        """Nobody will fetch it: take its buffer back."""
+        with _lock:
+            for transfers in (self.leaving, self.returning):
+                transfers.drop(stored.number)
+            self._changed.discard(stored.number)
+            nbytes = stored.buffer.numel()
+            self.lent_bytes -= nbytes
+            if self.free_bytes + nbytes <= self.pool_bytes:
+                self.free_bytes += nbytes
+                self._free[nbytes].append(stored.buffer)
 
     def limit(self, pool_bytes: float) -> None:
         """Keep at most so much that is not lent, from now on."""
-        with self._lock:
+        with _lock:
             self.pool_bytes = pool_bytes
             if self.free_bytes > pool_bytes:
                 self.release()
 
     def release(self) -> int:
         """Give back all memory that is not lent; returns how many bytes that were."""
-        with self._lock:
+        with _lock:
             released, self.free_bytes = self.free_bytes, 0
             self._free.clear()
         return released
+
+    def _take(self, nbytes: int) -> Tensor:
+        size = -(-nbytes // _BUFFER_GRAIN_BYTES) * _BUFFER_GRAIN_BYTES
+        if self._free[size]:
+            buffer = self._free[size].pop()
+            self.free_bytes -= size
+        else:
+            if self.free_bytes > self.lent_bytes + size:
+                # Buffers of sizes that are no longer asked for, or most would be in use: the shapes have changed.
+                self.release()
+            buffer = host_buffer(size, self.device)
+        self.lent_bytes += size
+        return buffer
+
+    def _empty(self, stored: Stored) -> Tensor:
+        return torch.empty_strided(stored.size, stored.stride, dtype=stored.dtype, device=self.device)
+
+    def _copy_back(self, stored: Stored) -> Transfer:
+        tensor = self._empty(stored)
+        # The memory may have been another tensor's, which the computation still reads.
+        self._copies.wait_stream(current_stream(self.device))
+        with on_stream(self._copies):
+            tensor.copy_(stored.host, non_blocking=True)
+            return Transfer.queued(stored.number, tensor)
+
+    def _bound_leaving(self) -> None:
+        while self.leaving.held_bytes > self.in_flight_bytes and len(self.leaving) > 1:
+            oldest = self.leaving.take_oldest()
+            if oldest.is_changed:
+                self._changed.add(oldest.number)
+            oldest.wait()
+
+    def _fetch_ahead(self) -> None:
+        while self._next is not None and (stored := self._next()) is not None:
+            if not stored.is_expected and self.leaving.get(stored.number) is None:
+                if len(self.returning) and self.returning.held_bytes + stored.nbytes > self.in_flight_bytes:
+                    return
+                try:
+                    self.returning.add(self._copy_back(stored))
+                except torch.OutOfMemoryError:
+                    return  # It is not needed yet; what is freed meanwhile may be enough.
+            stored.is_expected = True
+            self._next = stored.before
 
 
 class Stored:
@@ -142,41 +219,35 @@ class Stored:
     def __init__(
         self,
         store: Store,
+        number: int,
         buffer: Tensor,
         size: torch.Size,
         stride: tuple[int, ...],
         dtype: torch.dtype,
         before: weakref.ref[Stored] | None,
     ) -> None:
+        self.store = store
+        self.number = number
+        self.buffer = buffer
         self.size = size
         self.stride = stride
         self.dtype = dtype
-        self._store = store
-        self._buffer = buffer
-        self._before = before
-        self._ahead: tuple[Tensor, Any] | None = None
+        self.before = before
+        self.is_expected = False
+        """Whether it has been fetched, or will be without having to be fetched ahead."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.size.numel() * self.dtype.itemsize
 
     @property
     def host(self) -> Tensor:
         """The tensor in the CPU's memory."""
-        nbytes = self.size.numel() * self.dtype.itemsize
-        return self._buffer[:nbytes].view(self.dtype).as_strided(self.size, self.stride)
+        return self.buffer[: self.nbytes].view(self.dtype).as_strided(self.size, self.stride)
 
     def fetch(self) -> Tensor:
-        """The tensor on its device, a new one at each call."""
-        tensor, arrived = self._ahead or self._store.copy_back(self)
-        self._ahead = None
-        self._store.wait_for(arrived)
-        # Backward goes the other way: what was stored before this comes next.
-        before = self._before() if self._before is not None else None
-        if before is not None:
-            before.fetch_ahead()
-        return tensor
-
-    def fetch_ahead(self) -> None:
-        """Start to copy, where that goes on beside the computation."""
-        if self._ahead is None and has_streams(self._store.device):
-            self._ahead = self._store.copy_back(self)
+        """The tensor on its device: a copy, or the tensor itself while it is on its way to the CPU."""
+        return self.store.fetch(self)
 
     def __del__(self) -> None:
-        self._store.give(self._buffer)
+        self.store.forget(self)

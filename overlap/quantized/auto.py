@@ -98,7 +98,7 @@ def auto_quantize(
         )
         coroutine, outputs = make(exchange, *bound.arguments.values())
         device = outputs[0].device
-        work = QuantizedWork(outputs, name, device)
+        work = QuantizedWork(outputs, name, device, used=tuple(bound.arguments.values()))
         run(coroutine, work, used, device)
         if async_op:
             return work

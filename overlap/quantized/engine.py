@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.device import has_streams
+from overlap._torch.device import future_for, has_streams
 from overlap.errors import CollectiveError, QuantizationOverflowError
 from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.executors import Executor, HostExecutor, executor_for
@@ -26,12 +26,12 @@ __all__ = ["QuantizedWork", "run"]
 class QuantizedWork:
     """A collective in progress: what ``async_op=True`` returns."""
 
-    def __init__(self, outputs: Sequence[Tensor], what: str, device: torch.device) -> None:
+    def __init__(self, outputs: Sequence[Tensor], what: str, device: torch.device, *, used: Sequence[object]) -> None:
         self._outputs = list(outputs)
+        # Arguments of the call. A caller may drop tensors at once, and their memory must not be given away meanwhile.
+        self._used = used
         self._what = what
-        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
-            devices=[device] if has_streams(device) else None
-        )
+        self._future: torch.futures.Future[list[Tensor]] = future_for(device)
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._overflowed = False
@@ -51,6 +51,7 @@ class QuantizedWork:
         if self._error is not None:
             raise self._error
         self._future.wait()
+        self._used = ()
         if self._overflowed:
             self._overflowed = False
             message = f"{self._what}: values too large for the type that is sent were saturated"
@@ -103,7 +104,7 @@ def run(collective: Collective, work: QuantizedWork, group: dist.ProcessGroup, d
     """Start ``collective``; ``work`` tells when it is done.
 
     On CPU tensors with Gloo a thread drives it, one for each group, in the order of calls. Elsewhere it is queued at
-    once, on a CUDA device on a stream of its own.
+    once, on a CUDA device on a side stream, one for each group, in the order of calls.
     """
     if not has_streams(device) and PrivateChannels.can_serve(group):
         if group not in _engines:
@@ -111,8 +112,8 @@ def run(collective: Collective, work: QuantizedWork, group: dist.ProcessGroup, d
         _engines[group].submit(collective, work)
         return
     executor = executor_for(group, device)
-    executor.begin(0)
-    with executor.scope(0):
+    executor.begin()
+    with executor.scope():
         _drive(collective, work, executor)
 
 
