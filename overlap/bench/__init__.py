@@ -11,7 +11,7 @@ timing      variants timed together, taking turns
 variant     what a variant is;  variants: all of them, the one place to add a row;  registry: which ones to run
 training_setup   what a variant is built from;  workload: the models and their data
 wire        bytes sent, read from the interface or the sockets
-collectives, simulated   bytes counted at the collective, and a link that only exists in arithmetic
+collectives  bytes counted at the collective;  simulated, transfers: a link that only exists in arithmetic
 memory      peak memory;  proc: values from /proc;  floor: the least time that a step can take
 results     the rows;  report: the table;  plot: the picture
 """

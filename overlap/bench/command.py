@@ -64,8 +64,6 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
         return run_rank(options.run_config)
     require_extra("bench", "rich", "tqdm", *(("matplotlib",) if options.plot else ()))
-    if options.model.startswith("resnet"):
-        require_extra("demo", "torchvision")
     if options.show is not None:
         return _show(options)
     if options.device == "auto":

@@ -23,6 +23,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from overlap.errors import ConfigurationError, OverlapError
+from overlap.launch import shared_gpu_env
 
 INTERFACE = "eth0"
 _PREFIX = "overlap"
@@ -100,12 +101,9 @@ class ShapedLink:
         """What tells the backends of `rank` which interface and address to use."""
         return {
             "GLOO_SOCKET_IFNAME": INTERFACE,
-            "NCCL_SOCKET_IFNAME": INTERFACE,
             "MASTER_ADDR": self.address(0),
             # Otherwise NCCL sees that the ranks are on one host, and does not use the link.
-            "NCCL_HOSTID": self.namespace(rank),
-            "NCCL_P2P_DISABLE": "1",
-            "NCCL_SHM_DISABLE": "1",
+            **shared_gpu_env(rank, interface=INTERFACE),
         }
 
     def __enter__(self) -> Self:

@@ -3,7 +3,8 @@
 On the CPU that is how far the peak of the process's resident set rises above where it stood before the variant was
 built: weights, gradients, buckets, optimizer state, activations and the backend's buffers, as the kernel counts them.
 The C library is told to give memory back as soon as it is freed, or the peak would include what it keeps. On CUDA it
-is the allocator's own peak.
+is the allocator's own peak of what was in use, including blocks that were freed while another stream might still use
+them (`record_stream`): they are of no use to others until that stream is done.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class MemoryMeter:
 
     def peak_bytes(self) -> int:
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+            return int(torch.cuda.memory_stats(self._device)["active_bytes.all.peak"])
         return proc_bytes("/proc/self/status", "VmHWM") - self._before_bytes
 
 

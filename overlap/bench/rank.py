@@ -18,7 +18,6 @@ from typing import IO, Any
 
 import tqdm
 
-from overlap._torchvision import load_torchvision
 from overlap.bench.file_exchange import FileExchange
 from overlap.bench.job import die_with_parent, first_failure, run_job
 from overlap.bench.measurements import Measurements
@@ -40,7 +39,7 @@ def run_rank(config_path: str) -> int:
     config = RunConfig.load(config_path)
     # Its monitor is a thread, and a process that forks should have none.
     tqdm.tqdm.monitor_interval = 0
-    _preload(config)
+    _preload()
     rank = int(os.environ["RANK"])
     measurements = _Supervisor(config, rank).run()
     if rank == 0:
@@ -152,7 +151,7 @@ def _slowest(by_rank: list[dict[str, list[float]]]) -> dict[str, list[float]]:
     return {name: [max(times) for times in zip(*(one[name] for one in by_rank), strict=True)] for name in first}
 
 
-def _preload(config: RunConfig) -> None:
+def _preload() -> None:
     """Imports here what every child would otherwise import for itself, seconds each."""
     wanted = [
         "torch._dynamo",
@@ -164,5 +163,3 @@ def _preload(config: RunConfig) -> None:
         # What cannot be imported fails again in the variant that needs it, and is reported there.
         with suppress(ImportError):
             importlib.import_module(name)
-    if config.settings.model.startswith("resnet"):
-        load_torchvision()

@@ -10,7 +10,7 @@ from typing import Literal
 from overlap.bench.link import parse_bandwidth
 from overlap.errors import ConfigurationError
 
-MODELS = ("resnet18", "resnet50", "transformer", "mlp", "mlp-batchnorm")
+MODELS = ("resnet18", "resnet50", "transformer", "gpt-350m", "mlp", "mlp-batchnorm")
 OPTIMIZERS = ("sgd", "sgd-fused", "adamw", "adamw-fused")
 LinkKind = Literal["namespaces", "loopback", "simulated", "direct"]
 # Where results are saved; not part of what was run.

@@ -1,157 +1,237 @@
 """A link that only exists in arithmetic: one process stands for all ranks, and collectives take the time they would.
 
-Each collective waits on a side channel for `bytes / bandwidth + latency`, one after the other as on a real link, while
-the computation goes on: on CUDA the channel is a stream that spins, on the CPU a thread that sleeps. Every simulated
-rank has this process's data, so sums are multiplied and gathers repeat it. Its numbers are called simulated.
+Each collective takes `bytes / bandwidth + latency`, one after the other as on a real link (`transfers`), while the
+computation goes on. Every simulated rank has this process's data, so sums are multiplied and gathers repeat it. But
+what this process sends to another rank in a message is what that rank keeps, so what comes from there cannot be known:
+it is zeros. Its numbers are called simulated.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
-from overlap._torch.custom_group import FutureWork, spin
-from overlap.bench.collectives import CountingGroup, Kind, sent_bytes
+from overlap._torch.custom_group import CustomGroup, FutureWork
+from overlap.bench.collectives import count, flatten
+from overlap.bench.transfers import transfer_queue
 
 SIMULATED_BACKEND = "overlap-simulated"
 
 
-class SimulatedGroup(CountingGroup):
-    """A process group of `size` ranks in one process; see the module's docstring."""
+@dataclass(kw_only=True)
+class SimulatedLink:
+    """How fast the link between simulated ranks is; a change holds from the next collective on."""
 
-    def __init__(self, size: int, *, bandwidth_bytes_per_s: float, latency_s: float) -> None:
+    bandwidth_bytes_per_s: float
+    # Of each collective, or of all messages that are started together.
+    latency_s: float = 0.0
+
+
+class SimulatedGroup(CustomGroup):  # type: ignore[misc]
+    """A process group of `size` ranks in one process; see the module's docstring.
+
+    The methods are those that `ProcessGroup` dispatches to from C++ (DDP's reducer) and from `torch.distributed`.
+    Operations between `_start_coalescing` and `_end_coalescing` share one latency and one `Work`.
+    """
+
+    def __init__(self, size: int, link: SimulatedLink) -> None:
         super().__init__(0, size)
-        self._bandwidth_bytes_per_s = bandwidth_bytes_per_s
-        self._latency_s = latency_s
+        self._size = size
+        self._link = link
+        self._coalesced: list[_Transfer] | None = None
+
+    def size(self) -> int:
+        return self._size
 
     def getBackendName(self) -> str:  # noqa: N802 - the name that C++ looks up
         return SIMULATED_BACKEND
 
-    def perform(self, name: str, kind: Kind, payload_bytes: int, *args: Any) -> Any:
-        duration_s = sent_bytes(kind, payload_bytes, self._size) / self._bandwidth_bytes_per_s + self._latency_s
-        result = args[0] if isinstance(args[0], list) else [args[0]] if isinstance(args[0], Tensor) else []
-        device = next((tensor.device for tensor in _flatten(result)), torch.device("cpu"))
-        channel = _cuda_channel(device) if device.type == "cuda" else _cpu_channel()
-        return FutureWork(channel.put(duration_s, partial(self._act, name, *args), result))
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self._perform("allreduce", partial(self._reduce, opts), tensors)
 
-    def _act(self, name: str, *args: Any) -> None:
-        """What the collective does to its tensors, given that every rank holds the same."""
-        if name in ("allreduce", "allreduce_coalesced"):
-            for tensor in args[0]:
-                self._reduce(tensor, args[-1])
-        elif name == "allgather":
-            for outputs, tensor in zip(args[0], args[1], strict=True):
-                for output in outputs:
-                    output.copy_(tensor)
-        elif name == "_allgather_base":
-            args[0].view(self._size, -1).copy_(args[1].reshape(1, -1).expand(self._size, -1))
-        elif name == "_reduce_scatter_base":
-            args[0].view(-1).copy_(args[1].reshape(self._size, -1)[0])
-            self._reduce(args[0], args[-1])
-        elif name == "reduce_scatter":
-            for output, parts in zip(args[0], args[1], strict=True):
-                output.copy_(parts[0])
-                self._reduce(output, args[-1])
-        elif name not in ("broadcast", "barrier"):
-            raise NotImplementedError(f"a simulated link has no {name}: it stands for ranks with equal data")
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self._perform("allreduce_coalesced", partial(self._reduce, opts), tensors)
 
-    def _reduce(self, tensor: Tensor, opts: Any) -> None:
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        # On the ranks that do not receive the sum, a tensor may hold anything: here it holds the sum.
+        return self._perform("reduce", partial(self._reduce, opts), tensors)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self._perform("broadcast", _nothing, tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        return self._perform("allgather", _fill_each, outputs, inputs)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        return self._perform("allgather_coalesced", _fill_by_rank, outputs, inputs)
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        return self._perform("allgather_into_tensor_coalesced", self._repeat, outputs, inputs)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self._perform("_allgather_base", self._repeat, [output], [input])
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        return self._perform("reduce_scatter", partial(self._reduce_first, opts), outputs, inputs)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        return self._perform("reduce_scatter_tensor_coalesced", partial(self._reduce_chunk, opts), outputs, inputs)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self._perform("_reduce_scatter_base", partial(self._reduce_chunk, opts), [output], [input])
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        return self._perform("alltoall", _fill_from_first, outputs, inputs)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Any:
+        rows = input_sizes[0] if input_sizes else len(input) // self._size
+        return self._perform("alltoall_base", partial(_fill_rows, rows), [output], [input])
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        return self._perform("gather", _fill_each, outputs, inputs)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        return self._perform("scatter", _take_first, outputs, inputs)
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
+        return self._perform("send", _nothing, tensors)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
+        return self._perform("recv", _clear, tensors)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
+        return self._perform("recv", _clear, tensors)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._perform("barrier", _nothing, [])
+
+    # PyTorch 2.13 renamed these; both names are dispatched to.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        transfers, self._coalesced = self._coalesced or [], None
+        return self._put(transfers)
+
+    def _perform(self, name: str, act: Callable[..., None], results: Sequence[Any], *others: Sequence[Any]) -> Any:
+        """Count and send what the collective sends; then `act` does to its tensors what it does where every rank has
+        the same. `results` are what its `Work` returns."""
+        transfer = _Transfer(
+            duration_s=count(name, (results, *others), self._size) / self._link.bandwidth_bytes_per_s,
+            # What a peer sends takes its time on that peer's link.
+            latency_s=0.0 if name == "recv" else self._link.latency_s,
+            act=partial(act, results, *others),
+            results=list(results),
+            tensors=flatten([results, *others]),
+        )
+        if self._coalesced is None:
+            return self._put([transfer])
+        self._coalesced.append(transfer)
+        return None
+
+    def _put(self, transfers: Sequence[_Transfer]) -> FutureWork:
+        duration_s = sum(one.duration_s for one in transfers) + max((one.latency_s for one in transfers), default=0.0)
+        tensors = [tensor for one in transfers for tensor in one.tensors]
+        results = [result for one in transfers for result in one.results]
+
+        @torch.no_grad()
+        def act() -> None:
+            for one in transfers:
+                one.act()
+
+        return FutureWork(transfer_queue(tensors).put(duration_s, act, tensors, results))
+
+    def _reduce(self, opts: Any, tensors: list[Tensor]) -> None:
         operation = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-        if operation == dist.ReduceOp.SUM:
-            tensor.mul_(self._size)
-            return
         # Not `in`: an operation of a call's options is equal to a name only when it stands on the left.
-        if not any(operation == one for one in (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)):
+        if operation == dist.ReduceOp.SUM:
+            for tensor in tensors:
+                tensor.mul_(self._size)
+        elif not any(operation == one for one in (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)):
             raise NotImplementedError("a simulated link cannot reduce so: it knows SUM, AVG, MIN and MAX")
 
+    def _reduce_first(self, opts: Any, outputs: list[Tensor], inputs: list[list[Tensor]]) -> None:
+        _take_first(outputs, inputs)
+        self._reduce(opts, outputs)
 
-class _CpuChannel:
-    """A thread that sleeps through one transfer after the other."""
+    def _reduce_chunk(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            output.view(-1).copy_(tensor.reshape(self._size, -1)[0])
+        self._reduce(opts, outputs)
 
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[float, float, Any, Future[Any], Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="simulated-link", daemon=True).start()
-
-    def put(self, duration_s: float, effect: Any, result: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._jobs.put((time.monotonic(), duration_s, effect, future, result))
-        return future
-
-    def _run(self) -> None:
-        free_at = 0.0
-        while True:
-            issued_at, duration_s, effect, future, result = self._jobs.get()
-            # Against the clock, not by adding sleeps: a late wake-up must not slow the link down.
-            free_at = max(free_at, issued_at) + duration_s
-            time.sleep(max(0.0, free_at - time.monotonic()))
-            try:
-                effect()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+    def _repeat(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            output.view(self._size, -1).copy_(tensor.reshape(1, -1).expand(self._size, -1))
 
 
-class _CudaChannel:
-    """A stream that spins through one transfer after the other; the host never waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._cycles_per_s = _spin_cycles_per_s(device)
-
-    def put(self, duration_s: float, effect: Any, result: Any) -> Future[Any]:
-        future: Future[Any] = Future(devices=[self._device])
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            spin(int(duration_s * self._cycles_per_s))
-            effect()
-            for tensor in _flatten(result):
-                # The caching allocator must not hand this memory out again before the side stream is done.
-                tensor.record_stream(self._stream)
-            # Completed on the side stream: whoever waits makes its own stream wait for this point.
-            future.set_result(result)
-        return future
+@dataclass(frozen=True, kw_only=True)
+class _Transfer:
+    duration_s: float
+    latency_s: float
+    act: Callable[[], None]
+    results: list[Any]
+    tensors: list[Tensor]
 
 
-def _spin_cycles_per_s(device: torch.device) -> float:
-    """How fast this device counts the cycles that `spin` is given in."""
-    cycles = 50_000_000
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.device(device):
-        spin(cycles)  # the clock rises under load
-        start.record()
-        spin(cycles)
-        end.record()
-        end.synchronize()
-    elapsed_ms: float = start.elapsed_time(end)
-    return 1000 * cycles / elapsed_ms
+def _nothing(*_: Any) -> None:
+    """The ranks have equal data: there is nothing to change."""
 
 
-# All groups of a process share its one link, as they share a network card.
-_cpu_channel = cache(_CpuChannel)
-_cuda_channel = cache(_CudaChannel)
+def _clear(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.zero_()
 
 
-def _flatten(tensors: Any) -> list[Tensor]:
-    if isinstance(tensors, Tensor):
-        return [tensors]
-    return [tensor for entry in tensors for tensor in _flatten(entry)]
+def _fill(outputs: list[Tensor], tensor: Tensor) -> None:
+    for output in outputs:
+        output.copy_(tensor)
 
 
-def register_simulated_backend(*, bandwidth_bytes_per_s: float, latency_s: float) -> None:
-    """Make `init_process_group(SIMULATED_BACKEND, rank=0)` join ranks, all of them this process, by such a link."""
+def _fill_each(outputs: list[list[Tensor]], inputs: list[Tensor]) -> None:
+    for copies, tensor in zip(outputs, inputs, strict=True):
+        _fill(copies, tensor)
+
+
+def _fill_by_rank(outputs: list[list[Tensor]], inputs: list[Tensor]) -> None:
+    for of_rank in outputs:
+        for output, tensor in zip(of_rank, inputs, strict=True):
+            output.copy_(tensor)
+
+
+def _take_first(outputs: list[Tensor], inputs: list[list[Tensor]]) -> None:
+    for output, parts in zip(outputs, inputs, strict=True):
+        output.copy_(parts[0])
+
+
+def _fill_from_first(outputs: list[Tensor], inputs: list[Tensor]) -> None:
+    """What every rank has for this one is what this one has for itself."""
+    _fill(outputs, inputs[0])
+
+
+def _fill_rows(rows: int, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+    for output, tensor in zip(outputs, inputs, strict=True):
+        output.view(-1, *tensor[:rows].shape).copy_(tensor[:rows].unsqueeze(0))
+
+
+def register_simulated_backend(link: SimulatedLink) -> None:
+    """Make `init_process_group(SIMULATED_BACKEND, rank=0)` join ranks, all of them this process, by `link`."""
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
-        return SimulatedGroup(size, bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)
+        return SimulatedGroup(size, link)
 
     dist.Backend.register_backend(SIMULATED_BACKEND, create, devices=["cpu", "cuda"])

@@ -41,6 +41,8 @@ class TrainingSetup:
     workload: Workload
     device: torch.device
     group: dist.ProcessGroup
+    # Whether this process stands for all ranks.
+    is_simulated: bool
     # The variant's own, or that of `--optimizer`.
     optimizer_name: str
     _batch: tuple[Tensor, Tensor] = field(init=False)
@@ -65,7 +67,9 @@ class TrainingSetup:
     def loss(self, module: nn.Module) -> Tensor:
         """Forward on this rank's batch."""
         inputs, target = self._batch
-        return nn.functional.cross_entropy(module(inputs), target)
+        dtype = self.workload.autocast
+        with torch.autocast(self.device.type, dtype, enabled=dtype is not None and self.device.type != "cpu"):
+            return nn.functional.cross_entropy(module(inputs), target)
 
     def optimizer(self, parameters: Iterable[Tensor], name: str | None = None) -> torch.optim.Optimizer:
         """The variant's optimizer, or `name`; a small step keeps random labels from blowing up the weights."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from overlap.bench.collectives import counting
 from overlap.bench.floor import StepProfile
 from overlap.bench.measurements import ModelProfile, Trial
 from overlap.bench.memory import MemoryMeter, available_bytes
@@ -26,7 +28,7 @@ _PROFILED_STEPS = 3
 def try_variant(config: RunConfig, rank: int, name: str) -> Trial:
     """Runs variant `name` for a few steps; meant for a process of its own, which it may crash."""
     one = registry()[name]
-    with open_world(config, rank, name, count=True) as world:
+    with open_world(config, rank, name) as world:
         meter = MemoryMeter(world.device)
         loop = one.build(world.training_setup(one.optimizer))
         sent_bytes = sent_bytes_counter(config.link)
@@ -40,9 +42,11 @@ def try_variant(config: RunConfig, rank: int, name: str) -> Trial:
             # A rank may be done while its last packets wait to leave: only when every rank is here is all of it sent.
             world.wait_for_ranks("warm")
             before_bytes = sent_bytes()
-            for _ in range(steps):
-                loop.step()
-            loop.finish()
+            # Where a link has neither an interface nor sockets of ours to look at.
+            with counting() if config.link == "direct" else nullcontext():
+                for _ in range(steps):
+                    loop.step()
+                loop.finish()
             world.synchronize()
             world.wait_for_ranks("counted")
             sent = sent_bytes() - before_bytes
@@ -127,5 +131,5 @@ def _link_speed(world: BenchWorld) -> float:
 def _elapsed_ms(clock: Clock, marks: list[Any]) -> list[float]:
     """From the first mark to each of the others."""
     clock.settle()
-    start_ms, *rest_ms = map(clock.read_ms, marks)
-    return [moment_ms - start_ms for moment_ms in rest_ms]
+    start, *rest = marks
+    return [clock.elapsed_ms(start, mark) for mark in rest]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+
+from overlap.bench.gpt import GPT, GPT_350M, GPTConfig
+from overlap.bench.resnet import ResNet
 
 _CLASSES = 10
 _IMAGE = (3, 64, 64)
@@ -21,6 +25,8 @@ class Workload:
 
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[int], tuple[Tensor, Tensor]]
+    # What autocast computes in on a GPU; None computes in fp32.
+    autocast: torch.dtype | None = None
 
 
 class LanguageModel(nn.Module):
@@ -48,7 +54,19 @@ def workload(name: str) -> Workload:
         return Workload(make_model=_mlp_with_batch_norm, make_batch=_feature_batch)
     if name == "transformer":
         return Workload(make_model=LanguageModel, make_batch=_token_batch)
-    return Workload(make_model=lambda: _resnet(name), make_batch=_image_batch)
+    if name == "gpt-350m":
+        return gpt_workload(GPT_350M)
+    return Workload(make_model=partial(ResNet, name), make_batch=_image_batch)
+
+
+def gpt_workload(config: GPTConfig) -> Workload:
+    """A language model on random sequences."""
+
+    def make_batch(size: int) -> tuple[Tensor, Tensor]:
+        shape = size, config.tokens
+        return torch.randint(config.vocabulary, shape), torch.randint(config.vocabulary, shape).flatten()
+
+    return Workload(make_model=partial(GPT, config), make_batch=make_batch, autocast=torch.bfloat16)
 
 
 def _mlp() -> nn.Module:
@@ -69,12 +87,6 @@ def _mlp_with_batch_norm() -> nn.Module:
         for layer in (nn.Linear(_FEATURES, _FEATURES), nn.BatchNorm1d(_FEATURES), nn.ReLU())
     ]  # fmt: skip
     return nn.Sequential(*layers, nn.Linear(_FEATURES, _CLASSES))
-
-
-def _resnet(name: str) -> nn.Module:
-    from overlap._torchvision import load_torchvision
-
-    return getattr(load_torchvision().models, name)()  # type: ignore[no-any-return]
 
 
 def _feature_batch(size: int) -> tuple[Tensor, Tensor]:

@@ -8,16 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from overlap._torch.custom_group import FileStore
-from overlap.bench.collectives import COUNTED_BACKEND, register_counted_backend
 from overlap.bench.file_exchange import FileExchange
 from overlap.bench.settings import RunConfig
-from overlap.bench.simulated import SIMULATED_BACKEND, register_simulated_backend
+from overlap.bench.simulated import SIMULATED_BACKEND, SimulatedLink, register_simulated_backend
 from overlap.bench.training_setup import TrainingSetup
 from overlap.bench.workload import Workload, workload
 
@@ -39,6 +37,7 @@ class BenchWorld:
             workload=self.workload,
             device=self.device,
             group=dist.new_group(),
+            is_simulated=self.config.link == "simulated",
             optimizer_name=optimizer or self.config.settings.optimizer,
         )
 
@@ -59,11 +58,8 @@ def timeout_s(config: RunConfig) -> float:
 
 
 @contextmanager
-def open_world(config: RunConfig, rank: int, name: str, *, count: bool = False) -> Iterator[BenchWorld]:
-    """Opens the process group called `name` among the run's processes.
-
-    With `count`, NCCL's collectives are counted as they are issued; Gloo's traffic is counted on its sockets.
-    """
+def open_world(config: RunConfig, rank: int, name: str) -> Iterator[BenchWorld]:
+    """Opens the process group called `name` among the run's processes."""
     settings = config.settings
     device = torch.device("cpu")
     if settings.device == "cuda":
@@ -73,13 +69,9 @@ def open_world(config: RunConfig, rank: int, name: str, *, count: bool = False) 
     backend = "gloo" if device.type == "cpu" else "nccl"
     if config.link == "simulated":
         assert settings.bandwidth_bytes_per_s is not None
-        register_simulated_backend(
-            bandwidth_bytes_per_s=settings.bandwidth_bytes_per_s, latency_s=settings.latency_us / 1e6
-        )
+        link = SimulatedLink(bandwidth_bytes_per_s=settings.bandwidth_bytes_per_s, latency_s=settings.latency_us / 1e6)
+        register_simulated_backend(link)
         backend = SIMULATED_BACKEND
-    elif count and backend == "nccl" and config.link == "direct":
-        register_counted_backend(_nccl)
-        backend = COUNTED_BACKEND
     dist.init_process_group(
         backend,
         store=FileStore(str(Path(config.folder) / f"{name}.store"), config.processes),
@@ -92,9 +84,3 @@ def open_world(config: RunConfig, rank: int, name: str, *, count: bool = False) 
     yield BenchWorld(config=config, name=name, device=device, files=files, workload=workload(settings.model))
     # Not closed after an error: the others would report a closed connection in place of what went wrong here.
     dist.destroy_process_group()
-
-
-def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -37,5 +37,5 @@ class StepClock:
         steps_ms: list[float] = []
         for clock, marks in self._epochs:
             clock.settle()
-            steps_ms += [after - before for before, after in pairwise(map(clock.read_ms, marks))]
+            steps_ms += [clock.elapsed_ms(before, after) for before, after in pairwise(marks)]
         return statistics.median(steps_ms)

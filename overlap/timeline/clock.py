@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from overlap._torch.device import has_streams
+from overlap._torch.device import has_streams, recorded_event, synchronize
 
 __all__ = ["Clock", "EventClock", "HostClock", "clock_for"]
 
@@ -26,8 +26,12 @@ class Clock(Protocol):
         """Wait until every mark can be read."""
         ...
 
-    def read_ms(self, mark: Any) -> float:
-        """The time of a mark, in ms since the Unix epoch."""
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """From one mark to another; the closer they are, the finer it is."""
+        ...
+
+    def calendar_ms(self, mark: Any) -> float:
+        """The time of a mark, in ms since the Unix epoch. The distance of two marks is :meth:`elapsed_ms`."""
         ...
 
 
@@ -45,7 +49,10 @@ class HostClock:
     def settle(self) -> None:
         """Every mark is a number already."""
 
-    def read_ms(self, mark: int) -> float:
+    def elapsed_ms(self, start: int, end: int) -> float:
+        return (end - start) / 1e6
+
+    def calendar_ms(self, mark: int) -> float:
         return (mark + self._epoch_ns) / 1e6
 
 
@@ -56,23 +63,24 @@ class EventClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module: Any = torch.get_device_module(device)
         self._origin = self.now()
         # The one wait of the recording, before its first step: it ties the device's time to the host's.
         self._origin.synchronize()
         self._origin_ms = time.time_ns() / 1e6
 
     def now(self) -> Any:
-        event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self._device))
-        return event
+        return recorded_event(self._device, is_timed=True)
 
     def settle(self) -> None:
-        self._module.synchronize(self._device)
+        synchronize(self._device)
 
-    def read_ms(self, mark: Any) -> float:
-        elapsed_ms: float = self._origin.elapsed_time(mark)
-        return self._origin_ms + elapsed_ms
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        # A float32: in steps of 0.00003 ms within half a second, and of 0.06 ms over ten minutes.
+        elapsed: float = start.elapsed_time(end)
+        return elapsed
+
+    def calendar_ms(self, mark: Any) -> float:
+        return self._origin_ms + self.elapsed_ms(self._origin, mark)
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from overlap.hooks import Chain, Role, Stage
@@ -33,10 +34,19 @@ def read_steps(
     clock.settle()
     # A recording that was broken off inside a step has no end of it.
     return tuple(
-        _read_step(record, number, clock, roles, rank)
-        for number, record in enumerate(records)
+        _read_step(record, number, start_ms, clock, roles, rank)
+        for number, (record, start_ms) in enumerate(zip(records, _starts_ms(records, clock), strict=True))
         if record.end is not None
     )
+
+
+def _starts_ms(records: Sequence[StepRecord], clock: Clock) -> list[float]:
+    """When each step started: step by step, since a clock may measure a long time less finely."""
+    if not records:
+        return []
+    first_ms = clock.calendar_ms(records[0].start)
+    between_ms = (clock.elapsed_ms(before.start, record.start) for before, record in pairwise(records))
+    return [first_ms + since_ms for since_ms in accumulate(between_ms, initial=0.0)]
 
 
 def synchronized(ranks: Sequence[tuple[StepReport, ...]]) -> tuple[tuple[StepReport, ...], ...]:
@@ -45,17 +55,18 @@ def synchronized(ranks: Sequence[tuple[StepReport, ...]]) -> tuple[tuple[StepRep
     return tuple(tuple(replace(step, start_ms=step.start_ms - origin_ms) for step in steps) for steps in ranks)
 
 
-def _read_step(record: StepRecord, number: int, clock: Clock, roles: Mapping[str, Role], rank: int) -> StepReport:
-    origin_ms = clock.read_ms(record.start)
-    length_ms = clock.read_ms(record.end) - origin_ms
+def _read_step(
+    record: StepRecord, number: int, start_ms: float, clock: Clock, roles: Mapping[str, Role], rank: int
+) -> StepReport:
+    length_ms = clock.elapsed_ms(record.start, record.end)
 
     def read(mark: Any) -> float:
-        return length_ms if mark is None else clock.read_ms(mark) - origin_ms
+        return length_ms if mark is None else clock.elapsed_ms(record.start, mark)
 
     return StepReport(
         rank=rank,
         step=number,
-        start_ms=origin_ms,
+        start_ms=start_ms,
         step_ms=length_ms,
         phases=tuple(Phase(read(start), read(end), name) for name, start, end in record.phases),  # type: ignore[arg-type]
         buckets=tuple(_read_bucket(bucket, read, roles) for bucket in record.buckets),

@@ -33,7 +33,7 @@ def overlap_join_unknown(setup: TrainingSetup) -> TrainingLoop:
 
 def _joined(setup: TrainingSetup, *, lengths_known: bool) -> TrainingLoop:
     """The plain loop over a loader that knows its length, or over a stream that does not."""
-    if setup.settings.simulate:
+    if setup.is_simulated:
         raise UnsupportedError("Join talks to every rank when its block begins, and a simulated link has one process")
     ddp = setup.ddp()
     plain = setup.plain_loop(ddp)

@@ -35,11 +35,16 @@ def overlap_step_adamw(setup: TrainingSetup) -> TrainingLoop:
     return update_in_backward(setup, AllReduce())
 
 
-def update_in_backward(setup: TrainingSetup, reducer: Stage) -> TrainingLoop:
+@variant("overlap-step-adamw-deferred", optimizer="adamw-fused")
+def overlap_step_adamw_deferred(setup: TrainingSetup) -> TrainingLoop:
+    return update_in_backward(setup, AllReduce(), deferred=True)
+
+
+def update_in_backward(setup: TrainingSetup, reducer: Stage, **options: Any) -> TrainingLoop:
     """One of our reducers, with the update in backward."""
     ddp = setup.ddp()
     overlapped = OverlappedOptimizer(setup.optimizer(ddp.parameters()))
-    chain(reducer, Step(overlapped)).register(ddp)
+    chain(reducer, Step(overlapped, **options)).register(ddp)
 
     def step() -> None:
         setup.loss(ddp).backward()
