@@ -17,6 +17,7 @@ ENDS = (
     "an exception in backward",
     "sys.exit",
     "auto_quantize",
+    "device, an exception on one rank",
 )
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from overlap import launch
-from overlap.launch import init_ranks, run_ranks, under_launcher
+from overlap.launch import init_ranks, run_ranks, shared_gpu_env, under_launcher
 
 # A rank that starts a child and notes both.
 START = """
@@ -244,3 +244,9 @@ def _wait_for(happened: Callable[[], bool]) -> None:
     while not happened():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.02)
+
+
+def test_ranks_that_share_a_gpu_differ_in_their_host_alone_and_use_sockets() -> None:
+    one, other = shared_gpu_env(0), shared_gpu_env(1)
+    assert {name for name, value in one.items() if other[name] != value} == {"NCCL_HOSTID"}
+    assert one["NCCL_NET"] == "Socket" and one["NCCL_SOCKET_IFNAME"] == "lo"

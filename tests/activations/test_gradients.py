@@ -163,7 +163,7 @@ def _on_gpu(rank: int, world_size: int) -> list[int]:
             plain.zero_grad()
             torch.cuda.reset_peak_memory_stats()
             model(x).square().mean().backward()
-            peak = torch.cuda.max_memory_allocated()
+            peak = torch.cuda.memory_stats()["active_bytes.all.peak"]
             got = [p.grad.clone() for p in plain.parameters()]
             if not reference:
                 reference = got

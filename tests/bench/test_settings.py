@@ -20,7 +20,7 @@ def test_a_run_config_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"model": "vgg"}, "model='vgg' is not one of resnet18, resnet50, transformer, mlp, mlp-batchnorm"),
+        ({"model": "vgg"}, "model='vgg' is not one of resnet18, resnet50, transformer, gpt-350m, mlp"),
         ({"ranks": 1}, "ranks=1 is too small: at least 2"),
         ({"warmup_steps": 1}, "warmup_steps=1 is too small: at least 3"),
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb=0.0"),

@@ -63,14 +63,6 @@ def _assert_ranks_equal(ddp: Any, what: str) -> None:
     assert torch.equal(flat, of_rank_0), f"{what}: ranks differ by up to {(flat - of_rank_0).abs().max():g}"
 
 
-def _assert_as_by_hand(ddp: Any, plain: Any, sentence: Sentence, what: str) -> None:
-    pair = list(ddp.parameters()), list(plain.parameters())
-    if sentence.tolerance is None:
-        assert_parity(*pair, what=what)
-    else:
-        assert_parity(*pair, what=what, exact=False, reason="squares are summed rank by rank", **sentence.tolerance)
-
-
 # Situations: each plays one sentence on one rank and raises if it does not hold.
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from overlap import checkpoint_wrapper
@@ -123,16 +124,17 @@ class WithScalars(nn.Module):
 
 
 class Unused(nn.Module):
-    """A branch that is used by turns."""
+    """Two branches that are used by turns, the first one once in ``every`` forwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 2) -> None:
         super().__init__()
+        self.every = every
         self.first, self.left, self.right = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return (self.left if self.calls % 2 else self.right)(self.first(x))
+        return (self.left if self.calls % self.every == 1 else self.right)(self.first(x))
 
 
 STILL_NEEDED = limit(
@@ -198,6 +200,22 @@ variant(
     ddp={"find_unused_parameters": True},
     optimizer=_ADAMW,
 )
+
+
+@loop(
+    "a branch used now and then, the model's zero_grad(set_to_none=False)",
+    HOOK_IS_NOT_TOLD,
+    model=partial(Unused, every=3),
+    ddp={"find_unused_parameters": True},
+    optimizer=_ADAMW,
+)
+def now_and_then_from_zeros(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        ddp.zero_grad(set_to_none=False)
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
 
 
 @loop("a model turned channels_last in mid-run", RESTRIDED, model=convolutional, inputs=images, optimizer=_ADAMW)

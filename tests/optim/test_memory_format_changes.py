@@ -44,10 +44,6 @@ def _zero(ddp: Any, *, partition: str = "element", dtype: Any = None, **options:
     return zero, ZeroStep(zero, **options)
 
 
-def _zero_alone(ddp: Any) -> Made:
-    return _zero(ddp)[0], None
-
-
 MAKES: dict[str, Callable[[Any], Made]] = {
     "interleaved": _stepped,
     "deferred": functools.partial(_stepped, deferred=True),

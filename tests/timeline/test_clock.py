@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,8 @@ from harness.models import MLP
 from overlap import AllReduce, OverlappedOptimizer, Step, Timeline, chain
 from overlap.timeline import clock
 from overlap.timeline.clock import EventClock, HostClock, clock_for
+from overlap.timeline.reading import read_steps
+from overlap.timeline.recording import Recorder, StepRecord
 
 
 class FakeEvent:
@@ -33,7 +36,7 @@ class FakeEvent:
 
     def elapsed_time(self, other: FakeEvent) -> float:
         assert self.waits[-1] == "device", "read too early"
-        return other.at_ms - self.at_ms
+        return float(np.float32(other.at_ms - self.at_ms))  # As CUDA gives it.
 
 
 class FakeModule:
@@ -53,14 +56,33 @@ def test_marks_of_a_device_wait_for_it_once_at_the_start_and_once_at_the_end(mon
     marks = [events.now() for _ in range(3)]
     assert FakeEvent.waits == ["event"], "before the first step"
     events.settle()
-    times_ms = [events.read_ms(mark) for mark in marks]
-    assert [later - times_ms[0] for later in times_ms] == [0.0, 2.5, 5.0]
-    assert abs(times_ms[0] - HostClock().read_ms(HostClock().now())) < 60_000
+    assert [events.elapsed_ms(marks[0], mark) for mark in marks] == [0.0, 2.5, 5.0]
+    assert abs(events.calendar_ms(marks[0]) - HostClock().calendar_ms(HostClock().now())) < 60_000
 
 
 def test_marks_of_the_host_are_comparable_between_clocks() -> None:
     one, other = clock_for(torch.device("cpu")), HostClock()
-    assert one.read_ms(one.now()) == pytest.approx(other.read_ms(other.now()), abs=5)
+    assert one.calendar_ms(one.now()) == pytest.approx(other.calendar_ms(other.now()), abs=5)
+
+
+def test_a_step_after_an_hour_is_measured_as_finely_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock.torch, "get_device_module", lambda device: FakeModule())
+    steps_at_ms = [hour * 3_600_000 + number * 200.003 for hour in (0, 1) for number in range(20)]
+    at_ms = [0.0, *(at + since for at in steps_at_ms for since in (0.0, 0.007, 100.001))]
+    monkeypatch.setattr(FakeEvent, "device_ms", iter(at_ms))
+    monkeypatch.setattr(FakeEvent, "waits", ["device"])
+    recorder = Recorder(events := clock_for(torch.device("cuda:3")))
+    for _ in steps_at_ms:
+        start, mark, end = events.now(), events.now(), events.now()
+        recorder.steps.append(StepRecord(start, end, phases=[("forward", start, mark)]))
+    steps = read_steps(recorder.steps, events, {}, rank=0)
+    for step, own_ms in zip(steps, steps_at_ms, strict=True):
+        assert step.step_ms == pytest.approx(100.001, abs=1e-4)
+        assert step.phases[0].end_ms == pytest.approx(0.007, abs=1e-4)
+        # Across the hour less finely, and within it as finely as the calendar's number is.
+        first, first_ms = (steps[0], steps_at_ms[0]) if step.step < 20 else (steps[20], steps_at_ms[20])
+        assert step.start_ms - first.start_ms == pytest.approx(own_ms - first_ms, abs=1e-3)
+    assert steps[20].start_ms - steps[0].start_ms == pytest.approx(3_600_000, abs=0.25)
 
 
 def _records_on_cuda(rank: int, world_size: int) -> None:

@@ -72,3 +72,19 @@ def test_every_collective_runs_once_and_in_its_buckets_order(plans: list[list[st
     log = _run(plans)
     for name, plan in zip("abcdefgh", plans, strict=False):
         assert [entry[1:] for entry in log if entry[0] == name] == [*plan, "."]
+
+
+@given(st.lists(st.lists(st.just("1"), min_size=1, max_size=4), min_size=1, max_size=8))
+def test_who_waits_leaves_the_network_something_to_do(plans: list[list[str]]) -> None:
+    # So that one stream for all buckets is enough. See [Note: one stream].
+    in_flight: list[str] = []
+    unfinished = set("abcdefgh"[: len(plans)])
+    for entry in _run(plans):
+        name = entry[0]
+        if name in in_flight:
+            assert in_flight.pop(0) == name, "the network is done with what was launched first"
+            assert in_flight or unfinished == {name}
+        if entry[1] == ".":
+            unfinished.remove(name)
+        else:
+            in_flight.append(name)

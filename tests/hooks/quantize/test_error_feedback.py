@@ -132,11 +132,11 @@ def _untouched(rank: int, world_size: int) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise ValueError("the codec broke")
 
-    intact, codec = ChunkCodec.decode, ChunkCodec
-    codec.decode = fail  # type: ignore[method-assign]
+    intact, codec = ChunkCodec.read, ChunkCodec
+    codec.read = fail  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="the codec broke"):
         reduced(ddp, of_ranks(world_size, SIZES, 1)[rank])
-    codec.decode = intact  # type: ignore[method-assign]
+    codec.read = intact  # type: ignore[method-assign]
     assert_parity(stage.state_dict()["error"], before, what="the memory after a pass that failed")
     assert all(result.isfinite().all() for result in reduced(ddp, of_ranks(world_size, SIZES, 1)[rank]))
 

@@ -196,8 +196,8 @@ def _never_samples(passes: int) -> bool:
     return False
 
 
-def _never_the_same(tensor: Any) -> Any:
-    return torch.randint(2**60, ())
+def _never_the_same(tensors: Any) -> Any:
+    return [torch.randint(2**60, ()) for _ in tensors]
 
 
 METHODS: dict[str, Mutant] = {
@@ -259,7 +259,7 @@ METHODS: dict[str, Mutant] = {
     ),
     "a clip that changes nothing taken for an edit": Mutant(
         INTERLEAVED,
-        lambda: [mock.patch("overlap.optim.gradient_versions.fingerprint", _never_the_same)],
+        lambda: [mock.patch("overlap.optim.gradient_versions.fingerprints", _never_the_same)],
         "forward backward inert_clip step",
     ),
     "zeros set after a forward forgotten": Mutant(

@@ -248,15 +248,15 @@ def _not_applied(rank: int, world_size: int) -> None:
             handle.remove()
         zero.zero_grad()
         check(ddp, zero, stage, reference, what=f"after a pass whose element {element} is not finite on rank 0")
-    intact = ChunkCodec.decode
+    intact = ChunkCodec.read
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise ValueError("the codec broke")
 
-    ChunkCodec.decode = fail  # type: ignore[method-assign]
+    ChunkCodec.read = fail  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="the codec broke"):
         mean_squared_error(ddp, MLP.batch(2, rank)).backward()
-    ChunkCodec.decode = intact  # type: ignore[method-assign]
+    ChunkCodec.read = intact  # type: ignore[method-assign]
     zero.zero_grad()
     check(ddp, zero, stage, reference, what="after a pass that failed")
     cuts.passes[2:] = []

@@ -1,0 +1,3 @@
+"""A part of `make gpu` that cannot be imported."""
+
+raise ImportError("no such library")

@@ -1,0 +1,74 @@
+"""The model that all scenarios train, and its data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from overlap import checkpoint_wrapper, offload_wrapper
+
+__all__ = ["Net", "Offloading", "Unused", "batch", "matrices", "rest", "wrapped"]
+
+_WIDTH = 16
+
+
+class Net(nn.Module):
+    """Every kind of parameter that rules tell apart, and buffers, which DDP sends in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, _WIDTH)
+        self.layers = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.BatchNorm1d(_WIDTH), nn.Linear(_WIDTH, _WIDTH))
+        self.head = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layers(self.embedding(tokens).mean(dim=1)).tanh())
+        return out
+
+
+class Offloading(Net):
+    """Keeps what backward needs on the host, or computes it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(offload_wrapper(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()), min_bytes=0) for _ in range(3)),
+            checkpoint_wrapper(nn.Linear(_WIDTH, _WIDTH)),
+        )
+
+
+class Unused(Net):
+    """Leaves out its head in every other forward, on each rank in another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        out = self.layers(self.embedding(tokens).mean(dim=1))
+        return out if self.calls % 2 else self.head(out)
+
+
+def wrapped(build: type[Net] = Net, **options: Any) -> DistributedDataParallel:
+    """A new model with the same weights each time, in buckets of one matrix."""
+    torch.manual_seed(0)
+    return DistributedDataParallel(build(), bucket_cap_mb=1024 / 2**20, **options)
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, 32, (4, 6), generator=generator), torch.randn(4, _WIDTH, generator=generator)
+
+
+def matrices(ddp: nn.Module) -> list[Tensor]:
+    """What Muon takes: hidden matrices."""
+    return [p for name, p in ddp.named_parameters() if p.ndim == 2 and "embedding" not in name and "head" not in name]
+
+
+def rest(ddp: nn.Module) -> list[Tensor]:
+    taken = {id(parameter) for parameter in matrices(ddp)}
+    return [parameter for parameter in ddp.parameters() if id(parameter) not in taken]

@@ -1,0 +1,211 @@
+"""Faults in how the library uses streams, each of which a scenario must find.
+
+A mutant is a piece of the library's source, what stands in its place, and the scenario that finds it. Where the piece
+is no longer there, the mutant says so: give it the line that does the same now, or drop it.
+"""
+
+from __future__ import annotations
+import __future__
+
+import contextlib
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+from unittest import mock
+
+__all__ = ["MUTANTS", "Mutant", "mutated"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """In the function or method ``where`` (``module:Class.method``) every ``before`` becomes ``after``."""
+
+    where: str
+    before: str
+    after: str
+    scenario: str
+    found_as: str = "race"
+    in_ranks: bool = False
+    """Whether it takes two ranks that differ."""
+
+
+@contextlib.contextmanager
+def mutated(mutant: Mutant) -> Iterator[None]:
+    """Within it the library has the fault."""
+    module, _, path = mutant.where.partition(":")
+    *owners, name = path.split(".")
+    owner: Any = importlib.import_module(f"overlap.{module}")
+    for each in owners:
+        owner = getattr(owner, each)
+    with mock.patch.object(owner, name, _rewritten(vars(owner)[name], mutant)):
+        yield
+
+
+def _rewritten(found: Any, mutant: Mutant) -> Any:
+    function: FunctionType = inspect.unwrap(found.fget if isinstance(found, property) else found)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert mutant.before in source, f"{mutant.where} has no {mutant.before!r} any longer"
+    # On the lines of the original, so that reports name them.
+    padded = "\n" * (function.__code__.co_firstlineno - 1) + source.replace(mutant.before, mutant.after)
+    code = compile(
+        padded, function.__code__.co_filename, "exec", __future__.annotations.compiler_flag, dont_inherit=True
+    )
+    namespace: dict[str, Any] = {}
+    exec(code, function.__globals__, namespace)
+    return namespace[function.__name__]
+
+
+def _without(where: str, line: str, scenario: str, found_as: str = "race", *, in_ranks: bool = False) -> Mutant:
+    return Mutant(where, line, "pass", scenario, found_as, in_ranks)
+
+
+def _waiting(where: str, asks: str, answer: str, scenario: str) -> Mutant:
+    """The host is made to wait, as it may on the CPU."""
+    return Mutant(where, asks, answer, scenario, "the host waits")
+
+
+_FREED = "use after free"
+_FORWARD = "sharded, in the next forward"
+_FEEDBACK = "4 bits, feedback, interleaved"
+_BEGIN = "self._stream.wait_stream(current_stream(self._device))"
+_JOIN = "current_stream(self._device).wait_stream(self._stream)"
+_COPIES_WAIT = "self._copies.wait_stream(current_stream(self.device))"
+_ENGINE, _OPTIM = "hooks.engine", "optim"
+
+MUTANTS: dict[str, Mutant] = {
+    # The engine.
+    "stages do not wait for gradients": _without(
+        f"{_ENGINE}.executors:StreamExecutor.begin", _BEGIN, "all-reduce, interleaved"
+    ),
+    "what is begun between passes waits for nothing": Mutant(
+        f"{_ENGINE}.runtime:Runtime.background",
+        "executor.begin()",
+        "getattr(executor, '_stream', None) or executor.begin()",
+        _FORWARD,
+    ),
+    "nobody waits for what is run at once": _without(f"{_ENGINE}.executors:StreamExecutor.join", _JOIN, "local"),
+    "a replay ends before its stages": _without(
+        f"{_ENGINE}.backward_pass:BackwardPass.wait", "self.executor.join()", "joins, 4 bits", in_ranks=True
+    ),
+    "a failed pass ends before its stages": _without(
+        f"{_ENGINE}.backward_pass:BackwardPass.fail", "self.executor.join()", "fails in a stage"
+    ),
+    "a collective is not waited for": _without(
+        f"{_ENGINE}.executors:Executor.wait", "work.wait()", "all-reduce, interleaved"
+    ),
+    "DDP's future has no device": Mutant(
+        f"{_ENGINE}.runtime:Runtime.on_bucket",
+        "future_for(self._context.device)",
+        "__import__('torch').futures.Future()",
+        "all-reduce, no update",
+    ),
+    "a hook's future is not waited for": Mutant(
+        "hooks.collectives:FutureResult.finish", "self._future.wait()", "self._future.value()", "a hook, no update"
+    ),
+    "a private communicator's work is not waited for": _without(
+        "_torch.communicators:CommunicatorChannel.wait",
+        "self._communicators.wait(work)",
+        "all-reduce, interleaved",
+        in_ranks=True,
+    ),
+    # Gathers that ride into the next forward, averages that ride beside steps.
+    "background work records no event": _without(
+        f"{_ENGINE}.background:Completion.set", "self._event = recorded_event(self._device)", _FORWARD
+    ),
+    "nobody waits for background work": _without(
+        f"{_ENGINE}.background:Completion.wait",
+        "current_stream(self._device).wait_event(self._event)",
+        "local, overlapped",
+    ),
+    "readers do not wait for a gather": _without(
+        f"{_OPTIM}.zero.prefetch:ParameterPrefetch.wait_for", "completion.wait()", _FORWARD
+    ),
+    "what is left of the gathers is not waited for": _without(
+        f"{_OPTIM}.zero.prefetch:ParameterPrefetch.wait", "completion.wait()", _FORWARD
+    ),
+    "an average lands before it is there": _without(
+        f"{_OPTIM}.local_sgd.pending:PendingAverage.wait", "piece.completion.wait()", "local, overlapped"
+    ),
+    # Optimizers that launch on the default stream.
+    "the default stream does not wait for gradients": _without(
+        f"{_OPTIM}.subset:ordered_after_gradients", "default.wait_stream(current)", "on the default stream"
+    ),
+    "nobody waits for the default stream": _without(
+        f"{_OPTIM}.subset:ordered_after_gradients",
+        "stack.callback(current.wait_stream, default)",
+        "on the default stream, sharded",
+    ),
+    "an update launches where it likes": Mutant(
+        f"{_OPTIM}.subset:ordered_after_gradients", "_is_known(optimizer)", "True", "on the default stream"
+    ),
+    # What the host reads late.
+    "norms are read before they are there": Mutant(
+        "hooks.late_reads:LateReads.read", "not event.query()", "False", "norms written"
+    ),
+    "the last norms are read before they are there": _without(
+        "hooks.late_reads:LateReads.read", "event.synchronize()", "norms written"
+    ),
+    "an event before the copy": Mutant(
+        "hooks.late_reads:LateReads.send",
+        "(about, to_host(values), recorded_event(values.device))",
+        "(about, *reversed((recorded_event(values.device), to_host(values))))",
+        "norms written",
+    ),
+    "a poll is read before it is there": _without(
+        "join.participation:_Poll.result", "self._copied.synchronize()", "joins", in_ranks=True
+    ),
+    # Quantized collectives.
+    "what a quantized collective reads is not kept": _without(
+        "quantized.engine:QuantizedWork.__init__", "self._used = used", "quantized collectives", _FREED
+    ),
+    # Offloading.
+    "a copy out does not wait": _without("activations.store:Store.put", _COPIES_WAIT, "offload"),
+    "what is copied out is not held": _without(
+        "activations.store:Store.put", "self.leaving.add(transfer)", "offload", _FREED
+    ),
+    "a copy in does not wait": _without("activations.store:Store._copy_back", _COPIES_WAIT, "offload"),
+    "a copy is used before it is there": _without(
+        "activations.transfers:Transfer.wait",
+        "current_stream(self.tensor.device).wait_event(self.done)",
+        "offload",
+        _FREED,
+    ),
+    "what is fetched ahead and dropped is not held": _without(
+        "activations.transfers:Transfers.drop",
+        "hold(transfer.tensor, self._copies)",
+        "offload, dropped",
+        _FREED,
+    ),
+    # Waits of the host.
+    "the host looks whether feedback is finite": _waiting(
+        "hooks.wires.feedback:ErrorFeedback._keep", "not has_streams(are_finite.device)", "True", _FEEDBACK
+    ),
+    "the host looks whether factors are finite": _waiting(
+        "hooks.powersgd.algorithm:PowerIteration._zero_non_finite",
+        "not has_streams(flat.device) and ",
+        "",
+        "factors, interleaved",
+    ),
+    "the host looks whether velocities are finite": _waiting(
+        "hooks.powersgd.momentum:Momentum.keep",
+        "not has_streams(bucket.buffer.device) and ",
+        "",
+        "factors with momentum",
+    ),
+    "the host looks whether a step is left out": _waiting(
+        f"{_OPTIM}.veto:Veto.stops", "not has_streams(self.found_inf.device) and ", "", "log, skip"
+    ),
+    "the host looks whether shards are finite": _waiting(
+        f"{_OPTIM}.zero.sharded_gradients:FiniteVote.tell",
+        "not has_streams(verdict.device) and ",
+        "",
+        "sharded, deferred",
+    ),
+    "the host looks whether gradients are scaled alike": _waiting(
+        f"{_OPTIM}.zero.scale_vote:ScaleVote.check", "not has_streams(device)", "True", "sharded, deferred"
+    ),
+}

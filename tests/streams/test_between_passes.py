@@ -1,0 +1,92 @@
+"""What rides between passes, on streams: behind a failure, and where nobody waits for it any more."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import run_ranks
+from harness.streams import STREAMS_BACKEND, detecting
+from overlap import AllReduce, Bucket, LocalSGD, Stage, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap.hooks import StageContext, all_reduce
+from overlap.hooks.engine.background import Completion, Item
+from overlap.hooks.stage import Role
+
+from .model import batch, wrapped
+
+
+def _sharded(ddp: DistributedDataParallel) -> Any:
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    chain(ZeroStep(zero, gather="forward")).register(ddp)
+    return zero
+
+
+def _local(ddp: DistributedDataParallel) -> Any:
+    return LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=3, start_step=0, overlap=True)
+
+
+def _trained_and_dropped(rank: int, world_size: int, build: Callable[[DistributedDataParallel], Any]) -> None:
+    ddp = wrapped()
+    batches = [batch(step, rank) for step in range(3)]
+    with detecting() as detector:
+        optimizer = build(ddp)
+        for tokens, target in batches:
+            torch.nn.functional.mse_loss(ddp(tokens), target).backward()
+            optimizer.step()
+        del optimizer, ddp
+        gc.collect()
+        torch.ones(16, device=torch.device("cpu")).mul_(2)  # Such memory could be handed out for this.
+    detector.report.check()
+
+
+@pytest.mark.parametrize("build", [_sharded, _local], ids=["gathers", "averages"])
+def test_a_model_can_be_dropped_while_something_rides(build: Callable[[DistributedDataParallel], Any]) -> None:
+    run_ranks(_trained_and_dropped, 2, build, backend=STREAMS_BACKEND)
+
+
+class _Fails(Stage):
+    """Runs something between passes that reads the gradients and then fails."""
+
+    role = Role.TRANSFORM
+
+    def attach(self, context: StageContext) -> None:
+        self.context = context
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        self.buffers: list[torch.Tensor] = []
+
+    async def __call__(self, bucket: Bucket) -> None:
+        self.buffers.append(bucket.buffer)
+
+    async def _work(self, item: Item) -> None:
+        total = torch.stack([buffer.sum() for buffer in self.buffers])
+        await all_reduce(total)
+        raise RuntimeError("as it was told")
+
+    def after_backward(self, *, failed: bool) -> None:
+        self.completion = Completion(self.context.device)
+        assert self.context.background is not None
+        self.context.background([Item(index=0)], self._work, on_failure=self.completion.fail)
+
+
+def _failing(rank: int, world_size: int) -> None:
+    ddp = wrapped(gradient_as_bucket_view=True)
+    batches = [batch(step, rank) for step in range(3)]
+    with detecting() as detector:
+        stage = _Fails()
+        chain(AllReduce(), stage).register(ddp)
+        for tokens, target in batches:
+            torch.nn.functional.mse_loss(ddp(tokens), target).backward()
+            with pytest.raises(RuntimeError, match="as it was told"):
+                stage.completion.wait()
+            ddp.zero_grad(set_to_none=False)
+    detector.report.check()
+
+
+def test_gradients_can_be_changed_behind_a_failure_between_passes() -> None:
+    run_ranks(_failing, 2, backend=STREAMS_BACKEND)

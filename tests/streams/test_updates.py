@@ -1,0 +1,120 @@
+"""Updates on streams, on two ranks: no race, no wait of the host, and the values are those of plain DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import run_ranks
+from harness.streams import STREAMS_BACKEND, Detector, detecting
+from overlap import ConfigurationError, TrainingLoopError, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap._torch.device import on_stream, synchronize
+from overlap.optim import update_stream, uses_current_stream
+
+from .model import batch, wrapped
+from .play import outcome_of
+from .updates import UPDATES, OnDefaultStream
+
+CPU = torch.device("cpu")
+
+
+def _errors(rank: int, world_size: int, kind: str) -> list[str]:
+    errors = []
+    for name, scenario in UPDATES.items():
+        if name.startswith(kind):
+            outcome = outcome_of(scenario, rank)
+            dist.barrier()
+            errors += [f"{name}, rank {rank}: {outcome.error}"] if outcome.error else []
+    return errors
+
+
+@pytest.mark.parametrize("kind", ["default stream", "all transforms", "overflows", "edits", "unused"])
+def test_updates_on_streams(kind: str) -> None:
+    for errors in run_ranks(_errors, 2, kind, backend=STREAMS_BACKEND, timeout_s=170):
+        assert not errors, "\n\n".join(errors)
+
+
+@pytest.fixture
+def detector() -> Iterator[Detector]:
+    with detecting() as detector:
+        yield detector
+
+
+def _stream_of(optimizer: torch.optim.Optimizer, detector: Detector) -> str:
+    side = detector.new_stream("side")
+    with on_stream(side), update_stream.ordered_after_gradients(optimizer, [torch.zeros(1, device=CPU)]):
+        return detector.current_stream.name
+
+
+def test_the_optimizers_of_torch_stay_on_the_side_stream_and_what_is_derived_from_them_does_not(
+    detector: Detector,
+) -> None:
+    class Derived(torch.optim.AdamW):
+        pass
+
+    matrix = torch.nn.Parameter(torch.zeros(3, 3))
+    for cls in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Muon):
+        assert _stream_of(cls([matrix], lr=0.1), detector) == "side"
+    assert _stream_of(Derived([matrix]), detector) == "the default stream"
+    replaced = torch.optim.SGD([matrix], lr=0.1)
+    replaced.step = lambda: None  # type: ignore[method-assign, assignment]
+    assert _stream_of(replaced, detector) == "the default stream"
+
+
+def test_a_declared_class_stays_on_the_side_stream_but_not_those_derived_from_it(detector: Detector) -> None:
+    class Declared(OnDefaultStream):
+        pass
+
+    class Derived(Declared):
+        pass
+
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    assert _stream_of(Declared([parameter]), detector) == "the default stream"
+    assert uses_current_stream(Declared) is Declared
+    assert _stream_of(Declared([parameter]), detector) == "side"
+    assert _stream_of(Derived([parameter]), detector) == "the default stream"
+    with pytest.raises(ConfigurationError, match=r"give type\(optimizer\)"):
+        uses_current_stream(Declared([parameter]))  # type: ignore[type-var]
+
+
+def test_the_streams_wait_for_each_other_even_where_the_step_raises(detector: Detector) -> None:
+    side, value = detector.new_stream("side"), torch.zeros(3, device=CPU)
+    optimizer = OnDefaultStream([torch.nn.Parameter(torch.zeros(3))])
+
+    def step() -> None:
+        with update_stream.ordered_after_gradients(optimizer, [value]):
+            value.add_(1)
+            raise RuntimeError("out of memory")
+
+    side.wait_stream(detector.default_stream)
+    with on_stream(side):
+        value.add_(1)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            step()
+        value.add_(1)
+    assert detector.current_stream.name == "the default stream"
+    detector.report.check()
+
+
+def _clips_by_its_own_norm(rank: int, world_size: int) -> None:
+    ddp, batches = wrapped(), [batch(step, rank) for step in range(3)]
+    with detecting():
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, fused=True)
+        chain(ZeroStep(zero, deferred=True)).register(ddp)
+        for step, (tokens, target) in enumerate(batches):
+            torch.nn.functional.mse_loss(ddp(tokens), target).backward()
+            if step == 1:
+                for parameter in ddp.parameters():
+                    parameter.grad.mul_(0.1 * (rank + 1))  # As a clip by each rank's own norm.
+            zero.step()
+            synchronize(CPU)  # As a loop does that prints its loss.
+
+
+def test_on_streams_every_rank_is_told_later_that_gradients_were_scaled_otherwise() -> None:
+    outcomes = run_ranks(_clips_by_its_own_norm, 2, backend=STREAMS_BACKEND, return_exceptions=True)
+    for outcome in outcomes:
+        assert isinstance(outcome, TrainingLoopError), repr(outcome)
+        assert "in an earlier step" in str(outcome) and "load a checkpoint" in str(outcome)

@@ -1,0 +1,235 @@
+"""While a CUDA graph is being captured, what acts on the host in each step is refused; afterwards loops go on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import assert_parity, run_ranks
+from harness.models import MLP, mean_squared_error
+from overlap import (
+    AllReduce,
+    Join,
+    LocalSGD,
+    OverlappedOptimizer,
+    Step,
+    UnsupportedError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    as_hook,
+    chain,
+    offload_wrapper,
+)
+from overlap._torch.device import DeviceStreams, is_capturing, streams_replaced
+from overlap.optim import PeriodicModelAverager, PostLocalSGDOptimizer
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+class _Graphs(DeviceStreams):
+    """Says that a graph is being captured where :meth:`capture` says so."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+        self._is_capturing = False
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        self.captured += 1
+        self._is_capturing = True
+        try:
+            yield
+        finally:
+            self._is_capturing = False
+
+    def is_capturing(self, device: torch.device | None) -> bool:
+        return self._is_capturing
+
+
+Refused = Callable[[], Any]
+Loop = tuple[DistributedDataParallel, Any, Refused | None]
+"""A model, its optimizer, and what is refused after a backward; ``None`` for the forward."""
+
+
+def _model() -> DistributedDataParallel:
+    return DistributedDataParallel(MLP.model(), **MLP.ddp_options())
+
+
+def _interleaved() -> Loop:
+    ddp = _model()
+    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+    chain(AllReduce(), Step(optimizer)).register(ddp)
+    return ddp, optimizer, None
+
+
+def _deferred() -> Loop:
+    ddp = _model()
+    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+    chain(AllReduce(), Step(optimizer, deferred=True)).register(ddp)
+    return ddp, optimizer, optimizer.step
+
+
+def _zero() -> Loop:
+    ddp = _model()
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, overlap_with_ddp=True)
+    chain(ZeroStep(zero, gather="forward")).register(ddp)
+    return ddp, zero, None
+
+
+def _zero_without_hooks() -> Loop:
+    ddp = _model()
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    return ddp, zero, zero.step
+
+
+def _local() -> Loop:
+    ddp = _model()
+    local = LocalSGD(ddp, SGD(ddp.parameters()), period=2)
+    return ddp, local, local.step
+
+
+def _post_local() -> Loop:
+    ddp = _model()
+    optimizer = PostLocalSGDOptimizer(SGD(ddp.parameters()), PeriodicModelAverager(period=2))
+    return ddp, optimizer, optimizer.step
+
+
+def _averager() -> Loop:
+    ddp = _model()
+    averager = PeriodicModelAverager(period=2, warmup_steps=1)
+    optimizer = PostLocalSGDOptimizer(SGD(ddp.parameters()), averager)
+    return ddp, optimizer, lambda: averager.average_parameters(ddp.parameters())
+
+
+LOOPS = (_interleaved, _deferred, _zero, _zero_without_hooks, _local, _post_local, _averager)
+
+
+def _goes_on(rank: int, world_size: int, make: Callable[[], Loop]) -> None:
+    graphs = _Graphs()
+
+    def train(*, tries: bool) -> list[list[torch.Tensor]]:
+        ddp, optimizer, refused = make()
+        record = []
+        for step in range(5):
+            batch = MLP.batch(step, rank)
+            if tries and refused is None:
+                _refused(graphs, lambda: ddp(*batch.inputs))  # noqa: B023
+            optimizer.zero_grad()
+            mean_squared_error(ddp, batch).backward()
+            if tries and refused is not None:
+                _refused(graphs, refused)
+            optimizer.step()
+            record.append([parameter.detach().clone() for parameter in ddp.parameters()])
+        return record
+
+    with streams_replaced(graphs):
+        assert_parity(train(tries=True), train(tries=False), what=make.__name__)
+
+
+def _refused(graphs: _Graphs, function: Callable[[], Any]) -> None:
+    with pytest.raises(UnsupportedError, match="graph is being captured"), graphs.capture():
+        function()
+
+
+@pytest.mark.parametrize("make", LOOPS, ids=lambda make: make.__name__.strip("_"))
+def test_a_loop_goes_on_behind_a_capture_that_was_refused(make: Callable[[], Loop]) -> None:
+    run_ranks(_goes_on, 2, make)
+
+
+def _others(rank: int, world_size: int) -> None:
+    graphs = _Graphs()
+    batch = MLP.batch(0, rank)
+    with streams_replaced(graphs):
+        ddp = _model()
+        ddp.register_comm_hook(None, as_hook(AllReduce()))
+        _refused(graphs, lambda: mean_squared_error(ddp, batch).backward())
+        mean_squared_error(ddp, batch).backward()
+
+        with Join([ddp], lengths=1):
+            _refused(graphs, lambda: ddp(*batch.inputs))
+            mean_squared_error(ddp, batch).backward()
+
+        module = offload_wrapper(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), min_bytes=0)
+        x = torch.ones(64, 64)
+        _refused(graphs, lambda: module(x))
+        with torch.no_grad(), graphs.capture():
+            module(x)
+        module(x).sum().backward()
+    dist.barrier()
+
+
+def test_hooks_joins_and_offloading_are_refused_in_a_capture() -> None:
+    run_ranks(_others, 2)
+
+
+def _graphs_of_the_model(rank: int, world_size: int, sharded: bool) -> None:
+    """Captures what the compiler makes of the model, as ``mode="reduce-overhead"`` does."""
+    graphs = _Graphs()
+
+    def compiler(module: Any, inputs: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            with graphs.capture():
+                return module(*arguments)
+
+        return make_boxed_func(run)
+
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+
+    def train(*, overlapped: bool) -> list[list[torch.Tensor]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        # Large enough for several of the smallest buckets that the compiler's splitting takes.
+        module: Any = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))
+        ddp: Any = DistributedDataParallel(torch.compile(module, backend=backend), bucket_cap_mb=1)
+        if not overlapped:
+            optimizer: Any = SGD(ddp.parameters())
+        elif sharded:
+            optimizer = ZeroRedundancyOptimizer(
+                ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, overlap_with_ddp=True
+            )
+            chain(ZeroStep(optimizer)).register(ddp)
+        else:
+            optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+            chain(AllReduce(), Step(optimizer)).register(ddp)
+        record = []
+        for step in range(4):
+            optimizer.zero_grad()
+            ddp(torch.full((2, 600), step + rank + 1.0)).square().mean().backward()
+            optimizer.step()
+            record.append([parameter.detach().clone() for parameter in ddp.parameters()])
+        return record
+
+    with streams_replaced(graphs):
+        reference = train(overlapped=False)
+        graphs.captured = 0
+        assert_parity(train(overlapped=True), reference, what="graphs of the model's own parts")
+    assert graphs.captured >= 2 * 4
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["Step", "ZeroStep"])
+def test_graphs_of_the_models_own_parts_are_no_capture_of_a_chain(sharded: bool) -> None:
+    run_ranks(_graphs_of_the_model, 2, sharded)
+
+
+def test_a_device_that_is_not_in_use_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with PyTorch's build for CUDA on a machine without a GPU, where an answer is an error."""
+
+    def asked() -> bool:
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", asked)
+    assert not torch.cuda.is_initialized() and not is_capturing()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="driver"):
+        is_capturing()

@@ -1,0 +1,86 @@
+"""Importing the library costs next to nothing beside PyTorch, and its lazy names are as good as others."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import overlap
+import overlap.optim
+
+# What takes long to import, and what training without it must not pay for.
+SLOW = ("torch._dynamo", "torch._inductor", "torch.distributed.optim", "torch.distributed.fsdp", "sympy")
+EXTRAS = ("matplotlib", "torchvision", "sklearn", "rich")
+LAZY = pytest.mark.parametrize("package", [overlap, overlap.optim], ids=lambda package: package.__name__)
+
+
+def _added_by(statement: str) -> set[str]:
+    """The modules that ``statement`` imports after ``import torch``, in a process of its own."""
+    program = f"import sys, torch; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
+    shown = subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, capture_output=True, text=True)
+    return set(shown.stdout.split())
+
+
+def test_the_package_itself_imports_nothing() -> None:
+    assert _added_by("import overlap") == {"overlap", "overlap._lazy"}
+
+
+def test_a_chain_with_a_step_imports_no_compiler_and_nothing_that_only_commands_need() -> None:
+    added = _added_by("from overlap import AllReduce, OverlappedOptimizer, PowerSGD, Step, Timeline, chain")
+    assert not added & {*SLOW, *EXTRAS}
+    # Ours, and a dozen small ones of PyTorch's.
+    assert len([name for name in added if not name.startswith("overlap")]) < 40
+
+
+def test_help_of_the_command_line_does_without_pytorch() -> None:
+    program = (
+        "import sys; from overlap.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert shown.stdout.splitlines()[-1] == "False"
+
+
+@LAZY
+def test_lazy_names_are_those_that_type_checkers_see(package) -> None:
+    """The imports under ``TYPE_CHECKING``, the table and ``__all__`` agree, and lead to the same objects."""
+    (block,) = (node for node in ast.parse(inspect.getsource(package)).body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    listed = {name: f"{package.__name__}.{part}" for part, names in package._PARTS.items() for name in names}
+    assert listed == seen
+    assert sorted(listed) == sorted(package.__all__)
+    for name, module in listed.items():
+        assert getattr(package, name) is getattr(importlib.import_module(module), name)
+
+
+@LAZY
+def test_lazy_names_are_listed_starred_and_refused_as_others(package) -> None:
+    assert {*package.__all__, *package._PARTS, "__all__"} <= set(dir(package))
+    starred: dict[str, object] = {}
+    exec(f"from {package.__name__} import *", starred)
+    assert set(package.__all__) <= starred.keys()
+    assert all(inspect.ismodule(getattr(package, part)) for part in package._PARTS)
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'chian'"):
+        _ = package.chian
+    with pytest.raises(ImportError, match="cannot import name 'chian'"):
+        exec(f"from {package.__name__} import chian")
+
+
+def test_a_pickled_object_is_loaded_where_only_the_package_was_imported() -> None:
+    data = pickle.dumps([overlap.Int8(), overlap.ConfigurationError, overlap.ZeroStep])
+    program = f"import pickle, overlap; print(*pickle.loads({data!r}))"
+    shown = subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, capture_output=True, text=True)
+    assert shown.stdout.split() == [
+        "Int8()",
+        "<class",
+        "'overlap.errors.ConfigurationError'>",
+        "<class",
+        "'overlap.optim.zero.zero_step.ZeroStep'>",
+    ]
