@@ -3,14 +3,23 @@ PYTHON ?= python3.11
 VENV ?= .venv
 DEMO ?=
 BENCH ?=
+GPU ?=
+DEVICE ?= cuda
+OUT ?= .
 
 bin := $(VENV)/bin
+# `make gpu` runs where a GPU is, with the Python that is there and the torch that it has: it installs nothing.
+ifeq ($(origin PYTHON),file)
+gpu_python := $(if $(wildcard $(bin)/python),$(bin)/python,python3)
+else
+gpu_python := $(PYTHON)
+endif
 installed := $(VENV)/.installed
 pip := $(bin)/python -m pip --disable-pip-version-check
 install := $(pip) install -qq --retries 10 --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage check fmt bench clean
+.PHONY: help demo test coverage check fmt bench gpu clean
 
 help:
 	@echo "make demo      train ResNet-18 twice on two ranks, plainly and overlapped, and compare"
@@ -19,6 +28,8 @@ help:
 	@echo "make check     the same without the tests"
 	@echo "make fmt       format, and mend what the linter can"
 	@echo "make bench     step times beside PyTorch's own ways"
+	@echo "make gpu       all that needs a GPU, within eight minutes; a report in overlap-gpu (OUT=folder to put it elsewhere)"
+	@echo "               DEVICE=cpu is the dry run; PYTHON=python3 names the Python that has torch; it installs nothing"
 	@echo "make clean     remove what these made"
 
 demo: $(installed)
@@ -26,6 +37,9 @@ demo: $(installed)
 
 bench: $(installed)
 	$(bin)/python -m overlap bench $(BENCH)
+
+gpu:
+	$(gpu_python) -m benchmarks.gpu --device $(DEVICE) --folder "$(OUT)/overlap-gpu" $(GPU)
 
 check: $(installed)
 	$(bin)/ruff check .
@@ -47,7 +61,7 @@ fmt: $(installed)
 	$(bin)/ruff format .
 
 clean:
-	rm -rf $(VENV) .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache overlap-demo overlap-bench overlap-trace dist
+	rm -rf $(VENV) .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache overlap-demo overlap-bench overlap-trace overlap-gpu dist
 
 # Once, and again only when what is to be installed changes: nothing else here uses the network. torch comes first
 # and alone, so that pip takes the build that this machine offers, and torchvision without its wish for another.

@@ -1,0 +1,1 @@
+"""What is run: one module a part, each with ``cases(given)``, their names, and ``run(case, given)``."""
