@@ -12,7 +12,7 @@ from torch import Tensor
 
 from overlap._torch.device import has_streams
 from overlap.hooks.segments import round_up
-from overlap.hooks.wires.kernels import RowKernels
+from overlap.hooks.wires.row_kernels import RowKernels
 from overlap.hooks.wires.wire import Codec, Combine
 
 __all__ = ["BlockCodec", "Field", "codecs_in_runs"]

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from overlap.errors import ConfigurationError
 from overlap.hooks.wires.blocks import BlockCodec, Field
-from overlap.hooks.wires.kernels import RowKernels, kernels_for
+from overlap.hooks.wires.kernels import kernels_for
+from overlap.hooks.wires.row_kernels import RowKernels
 from overlap.hooks.wires.wire import RoundingWire
 
 __all__ = ["ChunkCodec", "ChunkWire", "Grid", "check_chunk", "cut"]
@@ -100,6 +101,9 @@ class ChunkCodec(BlockCodec):
     @property
     def fields(self) -> tuple[Field, ...]:
         return Field(torch.float32, 1), Field(torch.int8, self.chunk_numel * self.grid.bits // 8)
+
+    def resized(self, chunks: int, chunk_numel: int) -> ChunkCodec:
+        return ChunkCodec(self.grid, chunks, chunk_numel)
 
     def kernels(self, values: Tensor) -> RowKernels | None:
         return kernels_for(self, values)

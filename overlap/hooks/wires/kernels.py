@@ -21,31 +21,18 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from overlap.hooks.wires.chunks import ChunkCodec, Grid
+from overlap.hooks.wires.row_kernels import RowCodec, RowKernels
 
-__all__ = ["Form", "RowKernels", "in_form", "kernels_for"]
+__all__ = ["Form", "in_form", "kernels_for"]
 
 Form = Literal["auto", "plain", "triton"]
 
 _form: Form = "auto"
-
-
-class RowKernels(Protocol):
-    """Kernels for one codec; tensors are as for :class:`Codec`."""
-
-    def encode(
-        self, values: Tensor, messages: Tensor, generator: torch.Generator | None, *, subtracts: bool
-    ) -> None: ...
-
-    def decode(self, messages: Tensor, out: Tensor) -> None: ...
-
-    def add(self, messages: Tensor, total: Tensor) -> None: ...
 
 
 @contextlib.contextmanager
@@ -60,17 +47,17 @@ def in_form(form: Form) -> Iterator[None]:
         _form = before
 
 
-def kernels_for(codec: ChunkCodec, values: Tensor) -> RowKernels | None:
+def kernels_for(codec: RowCodec, values: Tensor) -> RowKernels | None:
     """Kernels that encode and decode ``values`` by ``codec``; ``None`` where PyTorch's operators do."""
     is_taken = values.dtype == torch.float32 and values.stride(-1) == 1
     if _form == "plain" or not is_taken or not _is_for_triton(values.device):
         return None
-    if _form == "auto" and not _are_right(codec.grid, values.device):
+    if _form == "auto" and not _are_right(codec.resized(chunks=5, chunk_numel=200), values.device):
         return None
     return _triton_kernels(codec)
 
 
-def _triton_kernels(codec: ChunkCodec) -> RowKernels | None:
+def _triton_kernels(codec: RowCodec) -> RowKernels | None:
     from overlap.hooks.wires.triton_kernels import TritonKernels
 
     return TritonKernels(codec) if TritonKernels.can_encode(codec) else None
@@ -88,10 +75,10 @@ def _is_for_triton(device: torch.device) -> bool:
 
 
 @functools.cache
-def _are_right(grid: Grid, device: torch.device) -> bool:
-    """Whether the kernels of ``grid`` can be compiled for ``device``, and are the operators bit for bit."""
+def _are_right(codec: RowCodec, device: torch.device) -> bool:
+    """Whether the kernels of ``codec`` can be compiled for ``device``, and are the operators bit for bit."""
     try:
-        differing = _differing(grid, device)
+        differing = _differing(codec, device)
     except Exception as error:
         warnings.warn(f"Triton's kernels for wires are not used on {device}: {error!r}", RuntimeWarning, stacklevel=2)
         return False
@@ -101,11 +88,8 @@ def _are_right(grid: Grid, device: torch.device) -> bool:
     return differing is None
 
 
-def _differing(grid: Grid, device: torch.device) -> str | None:
+def _differing(codec: RowCodec, device: torch.device) -> str | None:
     """The first result of Triton's kernels that is not that of PyTorch's operators. The host waits for the device."""
-    from overlap.hooks.wires.chunks import ChunkCodec
-
-    codec = ChunkCodec(grid, chunks=5, chunk_numel=200)
     kernels = _triton_kernels(codec)
     assert kernels is not None, "chunks are short"
     random = torch.Generator(device).manual_seed(0)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap.hooks.wires.chunks import ChunkCodec
+from overlap.hooks.wires.row_kernels import RowCodec
 
 __all__ = ["TritonKernels"]
 
@@ -187,12 +187,12 @@ def _decode(
 
 @dataclass(frozen=True)
 class TritonKernels:
-    """Implements :class:`overlap.hooks.wires.kernels.RowKernels`."""
+    """Implements :class:`overlap.hooks.wires.row_kernels.RowKernels`."""
 
-    codec: ChunkCodec
+    codec: RowCodec
 
     @staticmethod
-    def can_encode(codec: ChunkCodec) -> bool:
+    def can_encode(codec: RowCodec) -> bool:
         return codec.chunk_numel <= _LARGEST_CHUNK
 
     def encode(self, values: Tensor, messages: Tensor, generator: torch.Generator | None, *, subtracts: bool) -> None:
