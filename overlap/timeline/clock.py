@@ -30,8 +30,8 @@ class Clock(Protocol):
         """From one mark to another; the closer they are, the finer it is."""
         ...
 
-    def calendar_ms(self, mark: Any) -> float:
-        """The time of a mark, in ms since the Unix epoch. The distance of two marks is :meth:`elapsed_ms`."""
+    def calendar_ns(self, mark: Any) -> int:
+        """The time of a mark, in ns since the Unix epoch. The distance of two marks is :meth:`elapsed_ms`."""
         ...
 
 
@@ -52,8 +52,8 @@ class HostClock:
     def elapsed_ms(self, start: int, end: int) -> float:
         return (end - start) / 1e6
 
-    def calendar_ms(self, mark: int) -> float:
-        return (mark + self._epoch_ns) / 1e6
+    def calendar_ns(self, mark: int) -> int:
+        return mark + self._epoch_ns
 
 
 class EventClock:
@@ -66,7 +66,7 @@ class EventClock:
         self._origin = self.now()
         # The one wait of the recording, before its first step: it ties the device's time to the host's.
         self._origin.synchronize()
-        self._origin_ms = time.time_ns() / 1e6
+        self._origin_ns = time.time_ns()
 
     def now(self) -> Any:
         return recorded_event(self._device, is_timed=True)
@@ -79,8 +79,8 @@ class EventClock:
         elapsed: float = start.elapsed_time(end)
         return elapsed
 
-    def calendar_ms(self, mark: Any) -> float:
-        return self._origin_ms + self.elapsed_ms(self._origin, mark)
+    def calendar_ns(self, mark: Any) -> int:
+        return self._origin_ns + round(1e6 * self.elapsed_ms(self._origin, mark))
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 from overlap.hooks import Chain, Role, Stage
@@ -13,7 +13,7 @@ from overlap.timeline.clock import Clock
 from overlap.timeline.recording import BucketRecord, StepRecord
 from overlap.timeline.steps import Activity, BucketReport, Kind, Phase, StepReport
 
-__all__ = ["read_steps", "roles_of", "synchronized"]
+__all__ = ["read_start_ns", "read_steps", "roles_of", "synchronized"]
 
 # What an update issues before it has updated anything; all else that it sends are new parameters.
 _REDUCES = frozenset({"all_reduce", "reduce_scatter"})
@@ -30,7 +30,7 @@ def roles_of(root: Stage) -> dict[str, Role]:
 def read_steps(
     records: Sequence[StepRecord], clock: Clock, roles: Mapping[str, Role], *, rank: int
 ) -> tuple[StepReport, ...]:
-    """What was recorded, each step with times from its own start; ``start_ms`` is the calendar's."""
+    """What was recorded, each step with times from its own start; ``start_ms`` is from that of the first."""
     clock.settle()
     # A recording that was broken off inside a step has no end of it.
     return tuple(
@@ -40,19 +40,26 @@ def read_steps(
     )
 
 
-def _starts_ms(records: Sequence[StepRecord], clock: Clock) -> list[float]:
+def _starts_ms(records: Sequence[StepRecord], clock: Clock) -> Iterable[float]:
     """When each step started: step by step, since a clock may measure a long time less finely."""
-    if not records:
-        return []
-    first_ms = clock.calendar_ms(records[0].start)
     between_ms = (clock.elapsed_ms(before.start, record.start) for before, record in pairwise(records))
-    return [first_ms + since_ms for since_ms in accumulate(between_ms, initial=0.0)]
+    return islice(accumulate(between_ms, initial=0.0), len(records))
 
 
-def synchronized(ranks: Sequence[tuple[StepReport, ...]]) -> tuple[tuple[StepReport, ...], ...]:
-    """The same with ``start_ms`` counted from the first start of any rank."""
-    origin_ms = min((step.start_ms for steps in ranks for step in steps), default=0.0)
-    return tuple(tuple(replace(step, start_ms=step.start_ms - origin_ms) for step in steps) for steps in ranks)
+def read_start_ns(records: Sequence[StepRecord], clock: Clock) -> int | None:
+    """When the first step started, in ns since the Unix epoch (a float of it is no finer than 0.2 us)."""
+    return clock.calendar_ns(records[0].start) if records else None
+
+
+def synchronized(
+    ranks: Sequence[tuple[int | None, tuple[StepReport, ...]]],
+) -> tuple[tuple[StepReport, ...], ...]:
+    """The steps of each rank, which come with the start of its first, with ``start_ms`` from the first of any rank."""
+    origin_ns = min((start_ns for start_ns, _ in ranks if start_ns is not None), default=0)
+    return tuple(
+        tuple(replace(step, start_ms=step.start_ms + ((start_ns or 0) - origin_ns) / 1e6) for step in steps)
+        for start_ns, steps in ranks
+    )
 
 
 def _read_step(

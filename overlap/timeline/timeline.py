@@ -16,7 +16,7 @@ from overlap.hooks import AllReduce, Registration, Role, chain
 from overlap.hooks.engine.registration import registration_of
 from overlap.timeline.clock import clock_for
 from overlap.timeline.loop import watching
-from overlap.timeline.reading import read_steps, roles_of, synchronized
+from overlap.timeline.reading import read_start_ns, read_steps, roles_of, synchronized
 from overlap.timeline.recording import Recorder
 from overlap.timeline.report import Report
 from overlap.timeline.saving import check_path, save_reports
@@ -107,7 +107,7 @@ class Timeline:
 
     @property
     def steps(self) -> tuple[StepReport, ...]:
-        """This rank's own steps; issues nothing, and ``start_ms`` is the calendar's, in ms since the Unix epoch."""
+        """This rank's own steps; issues nothing, and ``start_ms`` is from the start of the first of them."""
         if self._recorder is None or self._is_recording:
             raise TrainingLoopError("a Timeline has its steps when its `with` block is over")
         return read_steps(self._recorder.steps, self._recorder.clock, self._roles, rank=self._ddp.process_group.rank())
@@ -123,7 +123,9 @@ class Timeline:
             TrainingLoopError: the block is not over.
         """
         if self._report is None:
-            own = self.steps
+            steps = self.steps
+            assert self._recorder is not None, "a Timeline that has steps has recorded"
+            own = read_start_ns(self._recorder.steps, self._recorder.clock), steps
             group = self._ddp.process_group
             everyone: list[Any] = [None] * group.size()
             dist.all_gather_object(everyone, own, group=group)

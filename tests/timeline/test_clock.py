@@ -14,7 +14,7 @@ from harness.models import MLP
 from overlap import AllReduce, OverlappedOptimizer, Step, Timeline, chain
 from overlap.timeline import clock
 from overlap.timeline.clock import EventClock, HostClock, clock_for
-from overlap.timeline.reading import read_steps
+from overlap.timeline.reading import read_steps, synchronized
 from overlap.timeline.recording import Recorder, StepRecord
 
 
@@ -57,12 +57,27 @@ def test_marks_of_a_device_wait_for_it_once_at_the_start_and_once_at_the_end(mon
     assert FakeEvent.waits == ["event"], "before the first step"
     events.settle()
     assert [events.elapsed_ms(marks[0], mark) for mark in marks] == [0.0, 2.5, 5.0]
-    assert abs(events.calendar_ms(marks[0]) - HostClock().calendar_ms(HostClock().now())) < 60_000
+    assert abs(events.calendar_ns(marks[0]) - HostClock().calendar_ns(HostClock().now())) < 60e9
 
 
 def test_marks_of_the_host_are_comparable_between_clocks() -> None:
     one, other = clock_for(torch.device("cpu")), HostClock()
-    assert one.calendar_ms(one.now()) == pytest.approx(other.calendar_ms(other.now()), abs=5)
+    assert one.calendar_ns(one.now()) == pytest.approx(other.calendar_ns(other.now()), abs=5e6)
+
+
+def test_steps_of_the_host_follow_each_other_to_the_nanosecond() -> None:
+    # In ms since the Unix epoch a float is no finer than 0.2 us: steps would overlap by as much.
+    ends_ns = [1_000_003 * number for number in range(8)]
+    records = [StepRecord(start, end) for start, end in itertools.pairwise(ends_ns)]
+    ranks = [
+        (ahead_ns + 1_700_000_000_123_456_789, read_steps(records, HostClock(), {}, rank=0)) for ahead_ns in (0, 7)
+    ]
+    for steps, ahead_ns in zip(synchronized(ranks), (0, 7), strict=True):
+        starts_ns = [1e6 * step.start_ms - ahead_ns for step in steps]
+        assert starts_ns == pytest.approx(ends_ns[:-1], abs=1e-3)
+        assert [1e6 * (step.start_ms + step.step_ms) - ahead_ns for step in steps] == pytest.approx(
+            ends_ns[1:], abs=1e-3
+        )
 
 
 def test_a_step_after_an_hour_is_measured_as_finely_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from overlap.bench.registry import registry
 from overlap.bench.simulated import SimulatedLink
 from overlap.bench.training_setup import LEARNING_RATE, TrainingSetup
 from overlap.timeline import Interval, Report, StepReport, save_reports
-from overlap.timeline.reading import synchronized
 from overlap.timeline.spans import intersection, length_ms, union, without
 
 _WARMUP_STEPS = 4
@@ -134,7 +133,7 @@ def _save(given: Given) -> None:
     for way in _WAYS:
         path = given.shared / f"{way}.timeline"
         if path.exists():
-            reports[way] = Report(title=way, ranks=synchronized([pickle.loads(path.read_bytes())]))
+            reports[way] = Report(title=way, ranks=(pickle.loads(path.read_bytes()),))
     save_reports(reports, given.folder / "timeline.json")
     given.file("timeline.json")
     if importlib.util.find_spec("matplotlib") is None:
