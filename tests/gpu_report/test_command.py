@@ -155,7 +155,13 @@ def test_an_option_that_cannot_be_is_an_error_in_a_line(
 
 
 def test_a_folder_may_have_a_space_in_its_name() -> None:
-    told = subprocess.run(["make", "-n", "gpu", "OUT=/a folder"], cwd=ROOT, capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        ["make", "-n", "--no-print-directory", "gpu", "OUT=/a folder"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert shlex.split(told.stdout)[-1] == "/a folder/overlap-gpu"
 
 

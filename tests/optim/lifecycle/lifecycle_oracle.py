@@ -388,7 +388,7 @@ class Oracle:
 
     def _ddp_zero_grad(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         for place, parameter in enumerate(self.parameters):
-            if parameter.grad is not None and (call.argument or parameter.grad.any()):
+            if parameter.grad is not None and (call.argument or parameter.grad.any() or self.phase == "stepped"):
                 self._note_change(place, "gone" if call.argument else "edited")
         self.ddp.zero_grad(call.argument)
         self.has_garbage = self.has_own = False
@@ -408,9 +408,10 @@ class Oracle:
                 gradient.data.mul_(0.5)
 
     def _inert_clip(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
-        """Changes nothing, but has the library compare."""
+        """Changes nothing, but has the library compare. After ``step()`` zeros that are written are the loop's own."""
         for place, mark in self.marks.items():
-            self.marks[place] = "edited" if mark == "hidden" else mark
+            writes_zeros = self.phase == "stepped" and mark == "as left" and not self._is_nonzero(place)
+            self.marks[place] = "edited" if mark == "hidden" or writes_zeros else mark
 
     def _own_gradient(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         self._note_added(call.argument)
