@@ -45,14 +45,17 @@ class BackwardPass:
     is over.
     """
 
-    def __init__(self, step: int, stage: Stage, executor: Executor) -> None:
+    def __init__(self, step: int, stage: Stage, executor: Executor, *, is_late: bool = False) -> None:
         self.step = step
+        self.is_late = is_late
+        """Whether the buckets go on only in :meth:`drain`. See [Note: nothing to hide]."""
         self.regrouping: Regrouping | None = None
         """Reduces the pass in other buckets than DDP's; ``None``: in DDP's."""
         self.error: BaseException | None = None
         self._stage = stage
         self.executor = executor
         self._wavefront = Wavefront()
+        self._labels = [(stage, repr(stage)) for stage in stage.sequence]
         self._unfinished: dict[int, tuple[BucketFuture, torch.Tensor]] = {}
         # The worker may fail the pass while the training thread adds buckets to it.
         self._lock = threading.Lock()
@@ -80,9 +83,22 @@ class BackwardPass:
             self.executor.channels.open()
             if refusal is not None:
                 raise refusal
-            self._wavefront.arrive(task, is_last=is_last)
+            if self.is_late:
+                self._wavefront.arrive_late(task)
+            else:
+                self._wavefront.arrive(task, is_last=is_last)
         except BaseException as error:
             task.close()
+            self.fail(error)
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Take all buckets of a late pass to their end."""
+        if self.error is not None:
+            return
+        try:
+            self._wavefront.drain()
+        except BaseException as error:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
@@ -112,13 +128,13 @@ class BackwardPass:
 
     def _parts(self, bucket: Bucket) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
         """The label and the coroutine of each stage of the chain."""
-        stages = self._stage.sequence
+        stages = self._labels
         if self.regrouping is None:
             yield from _run_each(stages, bucket)
             return
-        first = next(place for place, stage in enumerate(stages) if stage.role is not Role.TRANSFORM)
+        first = next(place for place, (stage, _) in enumerate(stages) if stage.role is not Role.TRANSFORM)
         yield from _run_each(stages[:first], bucket)
-        yield repr(stages[first]), self.regrouping.run(bucket, functools.partial(_run_each, stages[first:]))
+        yield stages[first][1], self.regrouping.run(bucket, functools.partial(_run_each, stages[first:]))
 
     def _complete(self, index: int) -> None:
         with self._lock:
@@ -126,9 +142,11 @@ class BackwardPass:
         future.set_result(buffer)
 
 
-def _run_each(stages: Sequence[Stage], bucket: Bucket) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
-    for stage in stages:
-        yield repr(stage), _run(stage, bucket)
+def _run_each(
+    stages: Sequence[tuple[Stage, str]], bucket: Bucket
+) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
+    for stage, label in stages:
+        yield label, _run(stage, bucket)
         bucket = stage.passed(bucket)
 
 

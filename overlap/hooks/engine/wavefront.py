@@ -18,7 +18,8 @@ collectives per bucket (a1, a2, b1, ...) and three buckets the order is
 
 so a bucket's second collective is launched after the next bucket's first, while that one is still in flight. What was
 launched first is waited for first: at the end of a pass c1 is waited for before b2, so that the code between c1 and c2
-runs while b2 is in flight.
+runs while b2 is in flight. In a late pass the older ones stand still until the last has come; see
+[Note: nothing to hide].
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ class Wavefront:
         """What has arrived and is not done, in the order in which it advances next."""
         return tuple(self._active)
 
+    def arrive_late(self, task: Task) -> None:
+        """Add the next bucket, which runs to its first collective; :meth:`drain` advances the older ones."""
+        self._active.append(task)
+        task.advance()
+
     def arrive(self, task: Task, *, is_last: bool) -> None:
         """Add the next bucket and advance the older ones; after the last one, advance all until they are done."""
         older = [other for other in self._active if not other.awaits_whole_pass]
@@ -46,9 +52,11 @@ class Wavefront:
         self._active = [*waiting, task, *older]
         self._advance([task, *older])
         if is_last:
-            self._drain()
+            self.drain()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Advance all until they are done."""
+        self._active = [task for task in self._active if not task.is_done]
         while self._active:
             moving = [task for task in self._active if not task.awaits_whole_pass]
             self._advance(moving or list(self._active))
