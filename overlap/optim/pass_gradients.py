@@ -33,6 +33,8 @@ class PassGradients:
         # The buckets of the last backward, where all of them were copied to .grad.
         self._copied: list[Bucket] = []
         self._are_copied = True
+        # Whether there is a gradient of each parameter, and a note of it.
+        self._are_noted = False
 
     @property
     def reduced(self) -> list[Tensor]:
@@ -74,6 +76,7 @@ class PassGradients:
         if own is None:
             own = {id(parameter): parameter for parameter in parameters if self._clears(parameter)}
         self._reduced.update(own)
+        self._are_noted = False
         if copied is None:
             self._are_copied = False
         else:
@@ -81,7 +84,9 @@ class PassGradients:
 
     def note_applied(self, parameters: Iterable[Tensor]) -> None:
         """The gradients of these parameters have been applied."""
-        self._applied.update((id(parameter), parameter) for parameter in parameters)
+        noted = list(parameters)
+        self._applied.update(zip(map(id, noted), noted, strict=True))
+        self._are_noted = False
 
     def begin_pass(self) -> None:
         """A backward begins."""
@@ -98,14 +103,17 @@ class PassGradients:
     def note_values(self, *, are_there: bool, are_new: bool = False) -> None:
         """What is in ``.grad`` now is as the library left it, if DDP has set ``.grad`` on this rank at all;
         ``are_new``: a moment ago, so that the buckets have the same values."""
+        if are_there and self._are_noted and self._versions is not None and self._versions.all_hold():
+            return
         everything = {**self._reduced, **self._applied}
         if not are_there:
             self._versions = None
         elif are_new and self._are_copied:
             buckets = tuple(self._copied)
             self._versions = GradientVersions(everything.values(), copies=lambda: _gradients_in(buckets))
-        elif self._versions is None or len(self._versions) != len(everything) or not self._versions.all_hold():
+        else:
             self._versions = GradientVersions(everything.values(), known=self._versions)
+        self._are_noted = self._versions is not None and len(self._versions) == len(everything)
 
     def accept_values(self) -> None:
         """The loop was told that its edits are lost, and is not told again."""
@@ -149,8 +157,7 @@ class PassGradients:
         assert self._versions is not None
         if ignores_cleared and all(parameter.grad is None for parameter in self._applied.values()):
             return True
-        is_noted = len(self._versions) == len(self._reduced.keys() | self._applied.keys())
-        return is_noted and not samples and self._versions.all_hold()
+        return self._are_noted and not samples and self._versions.all_hold()
 
     def release_new_tensors(self) -> None:
         """What is in ``.grad`` now, where it is another tensor, has not been applied."""

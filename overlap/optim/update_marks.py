@@ -75,7 +75,8 @@ class UpdateMarks:
         for place, noted in enumerate(self._hyperparameters):
             if (found := noted.changed_in(_at(groups, place))) is not None:
                 raise _error(f"parameter group {place}", found, step, deferred)
-        for owner, state_noted, state in zip(self._owners, self._state, self._states(), strict=True):
+        now_states = self._states() if any(self._state) else [{}] * len(self._state)
+        for owner, state_noted, state in zip(self._owners, self._state, now_states, strict=True):
             if state_noted is not None and (found := state_noted.changed_in(state)) is not None:
                 raise _error(f"the state of {owner}", found, step, deferred)
         if changed := [self._names[parameter] for parameter in self._changed()]:

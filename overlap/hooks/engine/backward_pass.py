@@ -45,16 +45,19 @@ class BackwardPass:
     is over.
     """
 
-    def __init__(self, step: int, stage: Stage, executor: Executor, *, is_late: bool = False) -> None:
+    def __init__(self, step: int, stage: Stage, executor: Executor, *, divisor: int, is_late: bool = False) -> None:
         self.step = step
+        self.divisor = divisor
+        """Of all buckets: who takes part does not change within a pass."""
         self.is_late = is_late
-        """Whether the buckets go on only in :meth:`drain`. See [Note: nothing to hide]."""
+        """Whether the buckets go on only when the last has come. See [Note: nothing to hide]."""
         self.regrouping: Regrouping | None = None
         """Reduces the pass in other buckets than DDP's; ``None``: in DDP's."""
         self.error: BaseException | None = None
         self._stage = stage
         self.executor = executor
-        self._wavefront = Wavefront()
+        self._wavefront = Wavefront(is_late=is_late)
+        self._starts_early = stage.starts_on_autograd_thread
         self._labels = [(stage, repr(stage)) for stage in stage.sequence]
         self._unfinished: dict[int, tuple[BucketFuture, torch.Tensor]] = {}
         # The worker may fail the pass while the training thread adds buckets to it.
@@ -69,7 +72,7 @@ class BackwardPass:
             self._unfinished[bucket.index] = (future, bucket.buffer)
         index = bucket.index
         task = Task(bucket, self._parts(bucket), self.executor, lambda: self._complete(index))
-        if self._stage.starts_on_autograd_thread:
+        if self._starts_early:
             task.start()
         return task
 
@@ -83,23 +86,18 @@ class BackwardPass:
             self.executor.channels.open()
             if refusal is not None:
                 raise refusal
-            if self.is_late:
-                self._wavefront.arrive_late(task)
-            else:
-                self._wavefront.arrive(task, is_last=is_last)
+            self._wavefront.arrive(task, is_last=is_last)
         except BaseException as error:
             task.close()
             self.fail(error)
 
-    @torch.no_grad()
-    def drain(self) -> None:
-        """Take all buckets of a late pass to their end."""
-        if self.error is not None:
-            return
-        try:
-            self._wavefront.drain()
-        except BaseException as error:
-            self.fail(error)
+    def drive_late(self, task: Task, *, is_last: bool, refusal: Exception | None = None) -> None:
+        """:meth:`drive`, on autograd's thread, where gradients are not recorded unless backward was asked to."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.drive(task, is_last=is_last, refusal=refusal)
+        else:
+            self.drive(task, is_last=is_last, refusal=refusal)
 
     def fail(self, error: BaseException) -> None:
         """End the pass: keep the first error, close what runs, return every bucket to DDP as it is.

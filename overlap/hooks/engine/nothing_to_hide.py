@@ -7,8 +7,7 @@ to thread for each bucket, and the interpreter's lock goes to and fro. Where a m
 less time than that, or has a single bucket, which comes when nothing is left to compute, such a pass is *late*:
 
 - each bucket runs to its first collective on autograd's thread, which launches it there;
-- when backward has computed its last gradient, and before DDP waits for the buckets, all of them go on, round after
-  round, in the order of the launches.
+- when the last has come, all of them go on there, round after round, in the order of the launches.
 
 The order of collectives still follows from arrivals alone, and is the same on every rank: whether a pass is late
 depends on the sizes of the model's parameters and on the number of buckets. What was given to the worker before is

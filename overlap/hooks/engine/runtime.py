@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from overlap._checks import refuse_capture
-from overlap._torch.autograd import after_backward, after_gradients, backward_id, if_abandoned, in_backward
+from overlap._torch.autograd import after_backward, backward_id, if_abandoned
 from overlap._torch.c10d import GradBucket
 from overlap._torch.device import future_for
 from overlap.errors import CollectiveError
@@ -147,16 +147,17 @@ class Runtime:
     def on_bucket(self, raw: GradBucket) -> BucketFuture:
         """The hook that DDP calls for each bucket, in order: on autograd's thread, or on the training thread when a
         rank without inputs takes part with zeros (a replay, outside of any backward)."""
-        is_replay = not in_backward()
+        graph = backward_id()
+        is_replay = graph == -1
         if self._pass is None or raw.index() == 0:
             self._pass = self._begin(is_replay=is_replay, is_only_bucket=raw.is_last())
         current = self._pass
-        if not is_replay and backward_id() != self._watched:
-            self._watched = backward_id()
+        if not is_replay and graph != self._watched:
+            self._watched = graph
             if_abandoned(lambda: self._abandon(current))
         bucket, known = self._known.bucket(
             raw,
-            divisor=gradient_divisor(self._context.group),
+            divisor=current.divisor,
             step=current.step,
             is_replay=is_replay,
             is_late=current.is_late,
@@ -167,8 +168,6 @@ class Runtime:
             observer.arrived(bucket)
         current.executor.begin()
         if bucket.is_last and not is_replay:
-            if current.is_late:
-                after_gradients(current.drain)
             after_backward(lambda: self._finish(current))
         refusal = None
         if not (is_replay or known.has_right_format):
@@ -176,13 +175,10 @@ class Runtime:
             known.has_right_format = refusal is None and self._formats.has_checked(bucket)
         task = current.admit(bucket, future)
         if task is not None and current.is_late:
-            with torch.no_grad():
-                current.drive(task, is_last=bucket.is_last, refusal=refusal)
+            current.drive_late(task, is_last=bucket.is_last, refusal=refusal)
         elif task is not None:
             self._submit(lambda: current.drive(task, is_last=bucket.is_last, refusal=refusal))
         if bucket.is_last and is_replay:
-            if current.is_late:
-                current.drain()
             current.wait()
             self._finish(current)
         return future
@@ -224,7 +220,13 @@ class Runtime:
             self._submit(lambda: stale.fail(RuntimeError("a new backward began before all buckets had come")))
             stale.wait()
         executor = self.executors.of_pass(self._steps)
-        begun = BackwardPass(self._steps, self.stage, executor, is_late=self._is_late(is_only_bucket))
+        begun = BackwardPass(
+            self._steps,
+            self.stage,
+            executor,
+            divisor=gradient_divisor(self._context.group),
+            is_late=self._is_late(is_only_bucket),
+        )
         self._steps += 1
         self._buckets.clear()
         try:

@@ -30,9 +30,14 @@ __all__ = ["Wavefront"]
 
 
 class Wavefront:
-    """The order in which the buckets of one backward pass advance. See [Note: one order of collectives]."""
+    """The order in which the buckets of one backward pass advance. See [Note: one order of collectives].
 
-    def __init__(self) -> None:
+    Args:
+        is_late: whether older buckets stand still until the last has come.
+    """
+
+    def __init__(self, *, is_late: bool = False) -> None:
+        self._is_late = is_late
         self._active: list[Task] = []
 
     @property
@@ -40,22 +45,23 @@ class Wavefront:
         """What has arrived and is not done, in the order in which it advances next."""
         return tuple(self._active)
 
-    def arrive_late(self, task: Task) -> None:
-        """Add the next bucket, which runs to its first collective; :meth:`drain` advances the older ones."""
-        self._active.append(task)
-        task.advance()
-
     def arrive(self, task: Task, *, is_last: bool) -> None:
         """Add the next bucket and advance the older ones; after the last one, advance all until they are done."""
+        if self._is_late:
+            self._active.append(task)
+            task.advance()
+        else:
+            self._arrive(task)
+        if is_last:
+            self._drain()
+
+    def _arrive(self, task: Task) -> None:
         older = [other for other in self._active if not other.awaits_whole_pass]
         waiting = [other for other in self._active if other.awaits_whole_pass]
         self._active = [*waiting, task, *older]
         self._advance([task, *older])
-        if is_last:
-            self.drain()
 
-    def drain(self) -> None:
-        """Advance all until they are done."""
+    def _drain(self) -> None:
         self._active = [task for task in self._active if not task.is_done]
         while self._active:
             moving = [task for task in self._active if not task.awaits_whole_pass]
