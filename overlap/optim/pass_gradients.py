@@ -84,7 +84,8 @@ class PassGradients:
 
     def note_applied(self, parameters: Iterable[Tensor]) -> None:
         """The gradients of these parameters have been applied."""
-        noted = list(parameters)
+        if not (noted := list(parameters)):
+            return
         self._applied.update(zip(map(id, noted), noted, strict=True))
         self._are_noted = False
 

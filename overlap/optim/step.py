@@ -268,11 +268,11 @@ class Step(UpdateStage):
 
     async def _interleave(self, bucket: Bucket, share: Share) -> None:
         parameters, gradients = share.parameters, share.gradients(bucket)
-        used = await used_on_any_rank(bucket, parameters, self._finds_unused)
+        if self._finds_unused is not False:
+            used = await used_on_any_rank(bucket, parameters, self._finds_unused)
+            parameters, gradients = list(compress(parameters, used)), list(compress(gradients, used))
         if self.leaves_update:
             return
-        if not all(used):
-            parameters, gradients = list(compress(parameters, used)), list(compress(gradients, used))
         if not (bucket.is_late and self._ends_chain):
             self._apply(parameters, gradients)
         elif (everything := self._late.with_all(bucket, parameters, gradients)) is not None:
