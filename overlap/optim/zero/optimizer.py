@@ -160,7 +160,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._whole_state = WholeState(self.rank)
         self.skipped = SkippedUpdates()
         """Where the loop says that a backward is not this optimizer's."""
-        chunks = self.ownership.add(groups, first_group=0, orthogonalizes=self._experiments.orthogonalizes(groups))
+        chunks = self.ownership.add(
+            groups,
+            first_group=0,
+            orthogonalizes=self._experiments.orthogonalizes(groups),
+            blocks=self._experiments.state_blocks(groups),
+        )
         self.optim = make_optimizer(cls, chunks, defaults)
         """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
         self._stepper = SubsetStepper(self.optim)
@@ -218,6 +223,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             groups,
             first_group=len(self.param_groups),
             orthogonalizes=self._experiments.orthogonalizes([*self.param_groups, group])[-1:],
+            blocks=self._experiments.state_blocks([*self.param_groups, group])[-1:],
         )
         self.optim.add_param_group(chunks)
         super().add_param_group(with_names(group))
