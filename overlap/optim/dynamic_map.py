@@ -100,8 +100,7 @@ def _tables(is_signed: bool) -> tuple[Tensor, Tensor]:
     values = (halves.double() / _UNIT).nan_to_num_(nan=0.0).clamp_(-1.0, 1.0)
     middles = (numbers[1:] + numbers[:-1]) / 2
     codes = code_of[torch.bucketize(values, middles)]
-    codes[halves.isnan()] = 0
-    return order.float(), codes
+    return order.float(), codes.masked_fill_(halves.isnan(), 0)
 
 
 @cache
