@@ -119,6 +119,14 @@ def _edits(game: Game) -> None:
             (parameter.data if number % 2 else parameter.detach()).mul_(0.5)
 
 
+def _overflows(game: Game) -> None:
+    """The second loss is infinite on one rank, and the step is left out on both."""
+    for number in range(4):
+        loss = game.loss()
+        (loss * float("inf") if number == 1 and game.rank == 0 else loss).backward()
+        game.update()
+
+
 _SMALL_BLOCKS = {"min_numel": 64, "block_numel": 64}
 _SHARED = {"host_syncs": WAITS, "plain": _plain}
 SCENARIOS: dict[str, Scenario] = {
@@ -132,9 +140,10 @@ SCENARIOS: dict[str, Scenario] = {
     "alone": Scenario(build=_alone, **_SHARED),
     "clipped": Scenario(build=_offloaded(clip_grad_norm=0.1), as_on_host=False, host_syncs=WAITS),
     "clips the norm": Scenario(build=_offloaded(lambda: ClipGradNorm(0.1)), as_on_host=False, host_syncs=WAITS),
-    "skips": Scenario(build=_offloaded(SkipNonFinite), plain=_plain, host_syncs=(*WAITS, VERDICT)),
+    # Compared with the same chain on the host, which leaves the step out.
+    "skips": Scenario(build=_offloaded(SkipNonFinite), loop=_overflows, host_syncs=(*WAITS, VERDICT)),
     "skips, deferred": Scenario(
-        build=_offloaded(SkipNonFinite, deferred=True), plain=_plain, host_syncs=(*WAITS, VERDICT)
+        build=_offloaded(SkipNonFinite, deferred=True), loop=_overflows, host_syncs=(*WAITS, VERDICT)
     ),
     # As without offload, the host reads the scaler's verdict where the kernel is not fused.
     "scaled": Scenario(

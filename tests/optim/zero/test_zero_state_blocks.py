@@ -85,6 +85,9 @@ def _divided(rank: int, world_size: int) -> None:
     assert zero.partition == "element"
     weight, bias = (zero.shards[id(parameter)] for parameter in model.parameters())
     assert weight.range == ((0, 8192), (8192, 16384))[rank] and bias.range == ((0, 32), (32, 64))[rank]
+    # Two parts would not both have 4,096 elements, from which on moments have blocks.
+    undivided = ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(5000))], AdamW8bit)
+    assert [shard.ranges for shard in undivided.shards.values()] == [((0, 5000), (5000, 5000))]
     model(torch.ones(1, 256)).sum().backward()
     zero.step()
     state = zero.state[model.weight]
