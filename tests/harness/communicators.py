@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap._threads import start
 from overlap._torch.c10d import PrefixStore, Store, group_timeout
 from overlap._torch.communicators import Communicators, communicators_replaced
 from overlap._torch.custom_group import CustomGroup
@@ -28,6 +30,16 @@ from overlap._torch.device import DeviceStreams, streams_replaced
 __all__ = ["HostStreams", "SimulatedCommunicators", "SimulatedGroup", "on_simulated_device"]
 
 _LOOKING_S = 0.001
+_issuing = ThreadPoolExecutor(1, "issue")
+
+
+def _issued(start: Callable[[], Any]) -> Any:
+    """The work that Gloo makes, without what belongs to a backward.
+
+    Every work keeps what is local to the thread that issued it, and in a backward PyTorch puts a Python object there.
+    Gloo's thread drops it when it is done with the work. If the script has ended by then, that aborts the process.
+    """
+    return _issuing.submit(start).result()
 
 
 class _Stream:
@@ -132,7 +144,7 @@ class _Message:
         self._is_over = threading.Event()
         self._error: RuntimeError | None = None
         self._work = work
-        threading.Thread(target=self._run, daemon=True).start()
+        start(self._run, "message")  # Waited for when the script ends: see [Note: the end of the interpreter].
 
     def _run(self) -> None:
         try:
@@ -164,7 +176,7 @@ class SimulatedGroup(CustomGroup):  # type: ignore[misc]
         if self.is_aborted:
             raise RuntimeError("communicator was aborted")
         self.log.append(what)
-        return _Work(self, [start()], what, then)
+        return _Work(self, [_issued(start)], what, then)
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
         return self._start("allreduce", lambda: self._gloo.allreduce(tensors, options))
@@ -188,11 +200,11 @@ class SimulatedGroup(CustomGroup):  # type: ignore[misc]
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> None:
         assert self._batch is not None, "two ranks that send before they receive would wait for each other"
-        self._batch.append(self._gloo.send(tensors, peer, tag))
+        self._batch.append(_issued(lambda: self._gloo.send(tensors, peer, tag)))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> None:
         assert self._batch is not None, "two ranks that send before they receive would wait for each other"
-        self._batch.append(self._gloo.recv(tensors, peer, tag))
+        self._batch.append(_issued(lambda: self._gloo.recv(tensors, peer, tag)))
 
     def _end_coalescing(self, device: torch.device) -> Any:
         batch, self._batch = self._batch or [], None

@@ -6,7 +6,9 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +28,7 @@ from .errors import RankDied, RankFailed, RankHung, WorldError
 _BLAME_S = 0.5
 _STACKS_S = 2.0
 _LEAVE_S = 10.0
+_DEBUGGER_S = 60.0
 _LOG_TAIL_CHARS = 4000
 _PEER_GONE = (
     "Connection closed by peer",
@@ -146,7 +149,9 @@ class _Rank:
             if self.reports
             else f"had no result after {self.spec.timeout_s:g} s"
         )
-        self.failure = RankHung(rank, f"rank {rank} {what}{self._stacks_section()}{self._log_section()}")
+        self.failure = RankHung(
+            rank, f"rank {rank} {what}{self._stacks_section()}{self._native_section()}{self._log_section()}"
+        )
         self.failed_at_s = time.monotonic()
 
     def ask_for_stacks(self) -> None:
@@ -170,6 +175,20 @@ class _Rank:
                 break
             time.sleep(0.05)
         return f"\n\n--- stacks of rank {self.spec.rank} ---\n{stacks.strip() or '(none came)'}"
+
+    def _native_section(self) -> str:
+        """Where a rank stands that runs no more Python: in a destructor, say. Only where a debugger is installed."""
+        debugger = shutil.which("gdb")
+        if not self.reports or debugger is None:
+            return ""
+        argv = [debugger, "-p", str(self.process.pid), "-batch", "-ex", "thread apply all backtrace 40"]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            found = subprocess.run(
+                argv, check=False, capture_output=True, text=True, errors="replace", timeout=_DEBUGGER_S
+            )
+            frames = [line for line in found.stdout.splitlines() if line.startswith(("#", "Thread"))]
+            return f"\n\n--- native stacks of rank {self.spec.rank} ---\n" + "\n".join(frames or [found.stderr.strip()])
+        return ""
 
 
 def _collect(world: list[_Rank], *, reports: int, deadline_s: float, until_failure: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -137,6 +138,30 @@ def test_a_hang_can_be_returned_beside_the_others_results() -> None:
     result, hung = run_ranks(one_sleeps, 2, return_exceptions=True, timeout_s=1.5)
     assert result == 0
     assert isinstance(hung, RankHung)
+
+
+class _Lingering:
+    """Is collected when the rank leaves, and then it takes long."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        time.sleep(30)
+
+
+def _leaves_late(rank: int, world_size: int) -> None:
+    if rank == 1:
+        _Lingering()
+
+
+def test_a_rank_that_does_not_leave_shows_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.ranks._LEAVE_S", 0.5)
+    with pytest.raises(RankHung, match=r"rank 1 had a result, but did not leave its group[\s\S]*__del__") as caught:
+        run_ranks(_leaves_late, 2, timeout_s=1)
+    if shutil.which("gdb") is not None:
+        _, shown = str(caught.value).split("--- native stacks of rank 1 ---")
+        assert "nanosleep" in shown or "ptrace" in shown.lower(), "where it may not look, it says so"
 
 
 class _Unpicklable(Exception):
