@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -56,14 +57,16 @@ class Format:
         messages = [torch.empty(0, dtype=torch.uint8, device=device)] * len(tensors)
         saturated = [torch.zeros((), dtype=torch.bool, device=device)]
         codecs = [self.wire.codec(tensor.numel()) if tensor.numel() else None for tensor in tensors]
-        for codec, places in codecs_in_runs(codecs, range(len(tensors)), device):
-            alike = [tensors[place] for place in places]
-            rows, are_saturated = self._fitting(torch.stack(alike) if len(alike) > 1 else alike[0][None])
-            encoded = torch.empty(len(alike), codec.message_bytes, dtype=torch.uint8, device=device)
-            codec.encode_rows(rows.float(), encoded, generator)
-            saturated += are_saturated
-            for place, message in zip(places, encoded, strict=True):
-                messages[place] = message
+        # Tensors of another length may have the same codec.
+        for _, neighbours in groupby(range(len(tensors)), key=lambda place: tensors[place].numel()):
+            for codec, places in codecs_in_runs(codecs, neighbours, device):
+                alike = [tensors[place] for place in places]
+                rows, are_saturated = self._fitting(torch.stack(alike) if len(alike) > 1 else alike[0][None])
+                encoded = torch.empty(len(alike), codec.message_bytes, dtype=torch.uint8, device=device)
+                codec.encode_rows(rows.float(), encoded, generator)
+                saturated += are_saturated
+                for place, message in zip(places, encoded, strict=True):
+                    messages[place] = message
         return messages, torch.stack(saturated).any()
 
     def read(self, messages: Tensor, numel: int) -> Tensor:

@@ -121,8 +121,9 @@ class BlockCodec(Codec):
     ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
         """Views ``(messages, chunks, n)`` of some chunks at a time: their values, their part of each field.
 
-        One row of ``values`` stands for a row for each message, all of them the same one. Where rows are short, the
-        chunks that are not whole are a copy; ``changes``: what becomes of it is copied back.
+        One row of ``values`` stands for a row for each message, all of them the same one. Where one row is short, the
+        chunks that are not whole are a copy, where several are, all chunks, so that rows come one after another;
+        ``changes``: what becomes of it is copied back.
         """
         count = len(messages)
         if self.chunks == 0 or count == 0:
@@ -134,7 +135,8 @@ class BlockCodec(Codec):
             start = end
         given = values.size(-1)
         # Where kernels are launched, one copy costs less than to launch them twice.
-        whole = given // self.chunk_numel if given == self.numel or not has_streams(values.device) else 0
+        is_in_place = given == self.numel or (len(values) == 1 and not has_streams(values.device))
+        whole = given // self.chunk_numel if is_in_place else 0
         head, tail = values.split_with_sizes([whole * self.chunk_numel, given - whole * self.chunk_numel], dim=-1)
         if whole:
             yield from self._cut(head, [field[:, :whole] for field in fields])
