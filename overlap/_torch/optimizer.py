@@ -19,6 +19,7 @@ __all__ = [
     "has_post_hooks",
     "hook_attributes",
     "mark_stepped",
+    "only_watches",
     "own_step",
     "patch_step",
     "pre_hooks",
@@ -30,6 +31,8 @@ __all__ = [
     "unwrapped",
     "without_init",
 ]
+
+_ONLY_WATCHES = "_overlap_only_watches"
 
 
 def unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
@@ -133,8 +136,15 @@ def post_hooks(optimizer: Optimizer) -> dict[int, Any]:
 
 
 def has_post_hooks(optimizer: Optimizer) -> bool:
-    """Whether anything runs after a ``step`` of ``optimizer``."""
-    return bool(post_hooks(optimizer) or base._global_optimizer_post_hooks)
+    """Whether anything runs after a ``step`` of ``optimizer`` that may read parameters."""
+    hooks = (*post_hooks(optimizer).values(), *base._global_optimizer_post_hooks.values())
+    return not all(getattr(hook, _ONLY_WATCHES, False) for hook in hooks)
+
+
+def only_watches(hook: Callable[..., None]) -> Callable[..., None]:
+    """Mark a step hook that reads no parameters: nothing need be waited for before it runs."""
+    setattr(hook, _ONLY_WATCHES, True)
+    return hook
 
 
 def global_pre_hooks() -> list[Any]:

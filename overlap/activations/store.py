@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
@@ -47,8 +47,47 @@ _IN_FLIGHT_BYTES = 256 * 2**20
 
 
 _stores: dict[tuple[str, int], Store] = {}
-# Reentrant, and one for all stores: a buffer comes back when the collector finds it, which can be anywhere.
-_lock = threading.RLock()
+
+
+class _Bookkeeping:
+    """``with _bookkeeping:`` only this thread changes what stores know. One for all stores.
+
+    [Note: buffers that come back]
+
+    A stored tensor gives its buffer back when nothing refers to it any longer. Python or its collector may find that at
+    any moment, on any thread, in the middle of bookkeeping, too, and a count that is changed between being read and
+    being written is wrong from then on. So a finalizer only says what has come back. It is taken in at once where
+    nobody is at the books, and otherwise by whoever is, at the end. No bookkeeping ever runs inside of another.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._came_back: deque[tuple[Store, int, Tensor]] = deque()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        self._take_in()
+
+    def give_back(self, store: Store, number: int, buffer: Tensor) -> None:
+        """Called by finalizers."""
+        self._came_back.append((store, number, buffer))
+        self._take_in()
+
+    def _take_in(self) -> None:
+        # What comes when the lock is held here is seen by the loop, and what comes after it is asked for once more.
+        while self._came_back and self._lock.acquire(blocking=False):
+            try:
+                while self._came_back:
+                    store, number, buffer = self._came_back.popleft()
+                    store.forget(number, buffer)
+            finally:
+                self._lock.release()
+
+
+_bookkeeping = _Bookkeeping()
 
 
 def store_of(device: torch.device) -> Store:
@@ -100,7 +139,7 @@ class Store:
         if self._copies is not None and (tensor.stride() != stride or tensor.is_conj() or tensor.is_neg()):
             tensor = tensor.clone()
             stride = tensor.stride()
-        with _lock:
+        with _bookkeeping:
             self._count += 1
             buffer = self._take(tensor.nbytes)
             stored = Stored(self, self._count, buffer, tensor.size(), stride, tensor.dtype, self._last)
@@ -112,7 +151,7 @@ class Store:
         with on_stream(self._copies):
             stored.host.copy_(tensor, non_blocking=True)
             transfer = Transfer.queued(stored.number, tensor)
-        with _lock:
+        with _bookkeeping:
             self.leaving.add(transfer)
             self._bound_leaving()
         return stored
@@ -125,7 +164,7 @@ class Store:
         """
         if self._copies is None:
             return self._empty(stored).copy_(stored.host)
-        with _lock:
+        with _bookkeeping:
             here = self.leaving.get(stored.number)
             if stored.number in self._changed or (here is not None and here.is_changed):
                 raise TrainingLoopError(
@@ -143,30 +182,32 @@ class Store:
             self._fetch_ahead()
         return tensor
 
-    def forget(self, stored: Stored) -> None:
-        """Nobody will fetch it: take its buffer back."""
-        with _lock:
-            for transfers in (self.leaving, self.returning):
-                transfers.drop(stored.number)
-            self._changed.discard(stored.number)
-            nbytes = stored.buffer.numel()
-            self.lent_bytes -= nbytes
-            if self.free_bytes + nbytes <= self.pool_bytes:
-                self.free_bytes += nbytes
-                self._free[nbytes].append(stored.buffer)
+    def forget(self, number: int, buffer: Tensor) -> None:
+        """Nobody will fetch what has this number: take its buffer back. Called in the bookkeeping."""
+        for transfers in (self.leaving, self.returning):
+            transfers.drop(number)
+        self._changed.discard(number)
+        nbytes = buffer.numel()
+        self.lent_bytes -= nbytes
+        if self.free_bytes + nbytes <= self.pool_bytes:
+            self.free_bytes += nbytes
+            self._free[nbytes].append(buffer)
 
     def limit(self, pool_bytes: float) -> None:
         """Keep at most so much that is not lent, from now on."""
-        with _lock:
+        with _bookkeeping:
             self.pool_bytes = pool_bytes
             if self.free_bytes > pool_bytes:
-                self.release()
+                self._release()
 
     def release(self) -> int:
         """Give back all memory that is not lent; returns how many bytes that were."""
-        with _lock:
-            released, self.free_bytes = self.free_bytes, 0
-            self._free.clear()
+        with _bookkeeping:
+            return self._release()
+
+    def _release(self) -> int:
+        released, self.free_bytes = self.free_bytes, 0
+        self._free.clear()
         return released
 
     def _take(self, nbytes: int) -> Tensor:
@@ -177,7 +218,7 @@ class Store:
         else:
             if self.free_bytes > self.lent_bytes + size:
                 # Buffers of sizes that are no longer asked for, or most would be in use: the shapes have changed.
-                self.release()
+                self._release()
             buffer = host_buffer(size, self.device)
         self.lent_bytes += size
         return buffer
@@ -250,4 +291,4 @@ class Stored:
         return self.store.fetch(self)
 
     def __del__(self) -> None:
-        self.store.forget(self)
+        _bookkeeping.give_back(self.store, self.number, self.buffer)

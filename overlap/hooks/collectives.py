@@ -182,10 +182,11 @@ def send_recv(
     receives: Sequence[tuple[Tensor, int]],
     *,
     group: dist.ProcessGroup | None = None,
+    label: str = "send_recv",
 ) -> Operation:
     """Send each ``(tensor, rank)`` of ``sends`` and receive into each ``(tensor, rank)`` of ``receives``, concurrently.
 
-    Messages between two ranks are matched in order.
+    Messages between two ranks are matched in order. ``label`` says in profiles and timelines what they are for.
     """
 
     def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
@@ -196,7 +197,7 @@ def send_recv(
         )
 
     sent_bytes = sum(tensor.nbytes for tensor, _ in sends)
-    return Collective("send_recv", group, start, sent=lambda size: sent_bytes)
+    return Collective(label, group, start, sent=lambda size: sent_bytes)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None = None) -> Operation:

@@ -87,7 +87,7 @@ class SubsetStepper:
         self._layout: tuple[tuple[int, ...], ...] = ()
         self._splits: dict[tuple[int, ...], list[tuple[int, list[Tensor]]]] = {}
         self._known_state: Mapping[Any, Any] | None = None
-        self._known_entries = 0
+        self._known_entries = (0, 0)
         self._beside_keys: list[Any] = []
         self.refresh()
 
@@ -165,10 +165,11 @@ class SubsetStepper:
         drop_hooks(twin)
         return twin
 
-    def _beside(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+    def _beside(self, state: dict[Any, Any]) -> dict[Any, Any]:
         """What ``state`` holds of no parameter; looked for anew only where entries have come or gone."""
-        if state is not self._known_state or len(state) != self._known_entries:
-            self._known_state, self._known_entries = state, len(state)
+        entries = len(state), id(next(reversed(state), None))  # What comes in the place of another comes last.
+        if state is not self._known_state or entries != self._known_entries:
+            self._known_state, self._known_entries = state, entries
             self._beside_keys = [key for key in state if not isinstance(key, Tensor)]
         return {key: state[key] for key in self._beside_keys if key in state}
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from overlap._torch.optimizer import only_watches
 from overlap.timeline.recording import Recorder
 
 __all__ = ["watching"]
@@ -39,6 +40,7 @@ def watching(ddp: DistributedDataParallel, recorder: Recorder) -> Iterator[None]
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder.before_optimizer()
 
+    @only_watches
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder.after_optimizer()
 

@@ -8,6 +8,7 @@ from itertools import accumulate, islice, pairwise
 from typing import Any
 
 from overlap.hooks import Chain, Role, Stage
+from overlap.hooks.engine.background import BETWEEN_PASSES
 from overlap.hooks.stage import walk
 from overlap.timeline.clock import Clock
 from overlap.timeline.recording import BucketRecord, StepRecord
@@ -82,14 +83,14 @@ def _read_step(
 
 def _read_bucket(record: BucketRecord, read: Any, roles: Mapping[str, Role]) -> BucketReport:
     code = [
-        Activity(read(one.start), read(one.end), _purpose(roles.get(one.stage)), one.stage, is_collective=False)
+        Activity(read(one.start), read(one.end), _purpose(one.stage, roles), one.stage, is_collective=False)
         for one in record.code
     ]
     operations = [
         Activity(
             read(one.start),
             read(one.end),
-            _purpose(roles.get(one.stage), one.label),
+            _purpose(one.stage, roles, one.label),
             one.label,
             is_collective=True,
             sent_bytes=one.sent_bytes,
@@ -105,7 +106,10 @@ def _read_bucket(record: BucketRecord, read: Any, roles: Mapping[str, Role]) -> 
     )
 
 
-def _purpose(role: Role | None, collective: str | None = None) -> Kind:
+def _purpose(stage: str, roles: Mapping[str, Role], collective: str | None = None) -> Kind:
+    if stage == BETWEEN_PASSES:
+        return "gather"  # What else runs between passes belongs to no bucket.
+    role = roles.get(stage)
     if role is Role.AVERAGER:
         return "average"
     if role is Role.TRANSFORM:

@@ -74,6 +74,8 @@ class Recorder:
         self.steps: list[StepRecord] = []
         self._step: StepRecord | None = None
         self._buckets: dict[tuple[int, int], BucketRecord] = {}
+        # Several of one bucket may be in flight: the gathers of its parts.
+        self._in_flight: dict[Operation, OperationRecord] = {}
         self._open: dict[str, Any] = {}
         self._is_in_backward = False
         self._training_thread = 0
@@ -183,6 +185,7 @@ class Recorder:
             return
         launched = OperationRecord(label, operation.label, operation.sent_bytes, self.clock.now())
         record.operations.append(launched)
+        self._in_flight[operation] = launched
         if self.clock.is_host:
             # When it completes, not when the worker comes to wait for it.
             operation.when_done(lambda: launched.complete(self.clock.now()))
@@ -194,9 +197,8 @@ class Recorder:
     def finished(self, subject: Subject, operation: Operation) -> None:
         if self.clock.is_host and self._is_on_training_thread():
             self._close("wait", self.clock.now())
-        if isinstance(operation, WholePass) or (record := self._record_of(subject)) is None or not record.operations:
+        if (over := self._in_flight.pop(operation, None)) is None:
             return
-        over = record.operations[-1]
         if over.end is None:
             over.end = self.clock.now()
         over.is_over = True

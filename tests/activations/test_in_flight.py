@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import gc
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from overlap import ConfigurationError, TrainingLoopError
 from overlap._torch.device import streams_replaced
 from overlap.activations import limit_offload_in_flight, offload_wrapper, offloaded_bytes, store
 from overlap.activations.store import Store, Stored, store_of
+from overlap.activations.transfers import Transfers
 
 CPU = torch.device("cpu")
 NUMEL, NBYTES = 256, 1024
@@ -261,3 +266,29 @@ def test_a_forward_without_backward_keeps_nothing(streams: FakeStreams) -> None:
 def test_a_bound_that_is_not_a_number_of_bytes_is_refused(wrong: object) -> None:
     with pytest.raises(ConfigurationError, match="nbytes must be a whole number of at least 0, got"):
         limit_offload_in_flight(wrong, "cpu")  # type: ignore[arg-type]
+
+
+def _lines(function: Callable[..., Any]) -> set[int]:
+    return {line for _, line in dis.findlinestarts(function.__code__) if line}
+
+
+@pytest.mark.parametrize("line", sorted(_lines(Transfers._let_go) | _lines(Transfers.take) | _lines(Store.forget)))
+def test_what_comes_back_in_the_middle_of_the_bookkeeping_is_counted_once(streams: FakeStreams, line: int) -> None:
+    to = Store(CPU)
+    kept = [to.put(half) for half in torch.ones(2 * NUMEL).chunk(2)]  # They share their memory.
+    one = kept.pop()
+
+    def drop_the_other(frame: FrameType, event: str, _: Any) -> Any:
+        # As the collector may, wherever the program is.
+        if (event, frame.f_lineno) == ("line", line) and frame.f_globals["__name__"].startswith("overlap.activations"):
+            kept.clear()
+        return drop_the_other
+
+    before = sys.gettrace()
+    sys.settrace(drop_the_other)
+    try:
+        del one
+    finally:
+        sys.settrace(before)
+    kept.clear()
+    assert (to.leaving.held_bytes, to.lent_bytes, to.free_bytes) == (0, 0, 2 * NBYTES)

@@ -53,3 +53,23 @@ def test_an_attribute_that_a_step_changes_and_deletes_is_no_error() -> None:
     optimizer.notes = []
     SubsetStepper(optimizer).step([parameter], [torch.ones(1)])
     assert parameter.item() == -1
+
+
+class _CountsUnderAnotherName(torch.optim.SGD):
+    """Counts its steps in its state, in the place of what was there before the first."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state.pop("is new", None)
+        self.state["count"] = self.state.get("count", 0) + 1
+
+
+def test_a_counter_that_takes_the_place_of_another_entry_is_refused() -> None:
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = _CountsUnderAnotherName([first, second], lr=1.0)
+    optimizer.state["is new"] = True
+    stepper = SubsetStepper(optimizer)
+    stepper.begin()
+    stepper.step([first], [torch.ones(1)])
+    with pytest.raises(UnsupportedError, match="'count' at every call"):
+        stepper.step([second], [torch.ones(1)])

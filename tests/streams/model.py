@@ -9,10 +9,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap import checkpoint_wrapper, offload_wrapper
+from overlap.optim.zero import gather_parts
 
 __all__ = ["Net", "Offloading", "Unused", "batch", "matrices", "rest", "wrapped"]
 
 _WIDTH = 16
+# Gathers that ride into the next forward come in several parts, though buckets are small.
+gather_parts._LEAST_BYTES_ON_STREAMS = 64
 
 
 class Net(nn.Module):

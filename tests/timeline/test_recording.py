@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from harness import run_ranks
 from overlap import (
@@ -16,12 +18,17 @@ from overlap import (
     Stage,
     Step,
     Timeline,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
     chain,
 )
 from overlap.hooks import Role, all_gather, reduce_scatter
 from overlap.hooks.engine.registration import registration_of
+from overlap.optim.zero import gather_parts
 from overlap.timeline import StepReport
 from timeline.training import make_model, make_sgd, run_backward, train_on
+
+gather_parts._LEAST_BYTES = 1000  # A part for each layer of 16 x 16.
 
 # A chain -----------------------------------------------------------------------------------------------------
 
@@ -238,3 +245,35 @@ def _completes_while_the_worker_is_busy(rank: int, world_size: int) -> float:
 
 def test_a_collective_ends_when_it_completes_and_not_when_it_is_waited_for() -> None:
     assert min(run_ranks(_completes_while_the_worker_is_busy, 2)) < 30
+
+
+def _gathers_in_the_next_forward(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))))
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    chain(ZeroStep(zero, gather="forward")).register(ddp)
+    gather = zero.exchange.gather
+
+    async def slow_gather(shards: Any, group: Any) -> None:
+        await gather(shards, group)
+        time.sleep(0.05)
+
+    object.__setattr__(zero.exchange, "gather", slow_gather)
+    with Timeline(ddp) as timeline:
+        for step in range(5):
+            ddp(torch.ones(2, 16) * step).square().mean().backward()
+            zero.step()
+    for report in timeline.steps[2:-1]:
+        (bucket,) = report.buckets
+        assert [(one.kind, one.label) for one in bucket.collectives()] == [
+            ("reduce", "reduce_scatter"),
+            *[("gather", "all_gather")] * 3,
+        ]
+        # Two are in flight at a time, and the third begins when the first is over.
+        first, second, third = bucket.collectives("gather")
+        assert first.end_ms <= third.start_ms and second.end_ms < third.end_ms
+        # While all is gathered 150 ms pass, in the next forward and not in step().
+        assert sum(one.duration_ms for one in report.phases if one.name == "optimizer") < 50
+
+
+def test_gathers_in_the_next_forward_are_recorded_one_by_one_and_still_in_the_next_forward() -> None:
+    run_ranks(_gathers_in_the_next_forward, 2)

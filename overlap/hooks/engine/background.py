@@ -16,7 +16,10 @@ from overlap.hooks.engine.executors import Executor
 from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.task import Task
 
-__all__ = ["Completion", "Item", "run_and_wait", "run_items", "run_now"]
+__all__ = ["BETWEEN_PASSES", "Completion", "Item", "run_and_wait", "run_items", "run_now"]
+
+BETWEEN_PASSES = "background"
+"""Under what label it runs, in the place of a stage's."""
 
 # While one packs or unpacks, the other communicates; more would only take more memory.
 _IN_PROGRESS = 2
@@ -48,7 +51,7 @@ def run_items(items: Sequence[T], work: Work[T], executor: Executor) -> None:
     active: deque[Task] = deque()
     try:
         for item in items:
-            task = Task(item, [("background", work(item))], executor, lambda: None)
+            task = Task(item, [(BETWEEN_PASSES, work(item))], executor, lambda: None)
             active.append(task)
             task.advance()
             if len(active) == _IN_PROGRESS:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from overlap.hooks import Bucket
 from overlap.hooks.segments import segment_multiple
+from overlap.optim.zero.gather_parts import least_part_bytes, parts_by_need
 from overlap.optim.zero.partition import Layout
 from overlap.optim.zero.sharding import Ownership, Shard
 
@@ -107,6 +108,19 @@ class BucketShards:
         lengths, chosen = self.layout.flat_cuts
         taken = set(chosen)
         return [part for place, part in enumerate(flat.split_with_sizes(lengths)) if place not in taken]
+
+    @cached_property
+    def parts(self) -> tuple[BucketShards, ...]:
+        """The bucket in parts that are gathered one by one, the last parameters first. See [Note: parts of a gather]
+        in :mod:`overlap.optim.zero.gather_parts`."""
+        sizes_bytes = [0 if shard is None else shard.parameter.nbytes for shard in self._by_place]
+        least_bytes = least_part_bytes(self._shards[0].parameter.device)
+        if not self.layout.is_even or sum(sizes_bytes) < 2 * least_bytes:
+            return (self,)
+        return tuple(
+            BucketShards(self.layout.part(places), self._by_place[places], self.rank)
+            for places in parts_by_need(sizes_bytes, least_bytes)
+        )
 
     def note_written(self) -> None:
         """The gather has written the other ranks' parts."""

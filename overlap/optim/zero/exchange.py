@@ -163,7 +163,7 @@ async def _reduce_by_messages(bucket: Bucket, shards: BucketShards, workspace: W
         sends += [(message, rank) for message in transfer.messages(outbox)]
         coming = inbox.split_with_sizes([*(piece.numel() for piece in own.large), own.small_numel])
         receives += [(message, rank) for message in coming if message.numel()]
-    await send_recv(sends, receives, group=bucket.group)
+    await send_recv(sends, receives, group=bucket.group, label="reduce_scatter")
     for inbox in inboxes:
         add_all(own.pieces, _cut_like(inbox, own.pieces))
     workspace.give(outgoing)
@@ -189,6 +189,7 @@ async def _gather_by_messages(shards: BucketShards, group: dist.ProcessGroup, wo
         [(message, rank) for rank, _, _ in others for message in own.messages(boxes[shards.rank])],
         [(message, rank) for rank, transfer, box in others for message in transfer.messages(box)],
         group=group,
+        label="all_gather",
     )
     for _, transfer, box in others:
         transfer.unpack(box)

@@ -21,7 +21,7 @@ themselves.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -166,6 +166,10 @@ class Layout:
             for place, ranges in enumerate(self.ranges)
             if ranges is not None and ranges[rank][0] < ranges[rank][1]
         )
+
+    def part(self, places: slice) -> Layout:
+        """The layout of some of the parameters by themselves."""
+        return replace(self, ranges=self.ranges[places], numels=self.numels[places])
 
     def of_rank(self, rank: int) -> slice:
         """Where the pieces of ``rank`` are among :attr:`pieces`."""

@@ -56,6 +56,7 @@ class WireGather:
                 [(own, rank) for _, rank in others if own.numel()],
                 [(message, rank) for message, rank in others if message.numel()],
                 group=group,
+                label="all_gather",
             )
         pieces = shards.by_rank(shards.parameter_pieces)
         for codec, alike in codecs_in_runs(codecs, range(len(codecs)), device):

@@ -90,10 +90,11 @@ class WireReduce:
                 copy_all(list(chain.from_iterable(parts)), beginnings(summands, parts))
         own_codec = codecs[rank]
         if own_codec is None:
-            await send_recv(sends, [], group=bucket.group)
+            await send_recv(sends, [], group=bucket.group, label="reduce_scatter")
             return torch.empty(0, device=device)
         received = torch.empty(len(codecs), own_codec.message_bytes, dtype=torch.uint8, device=device)
-        await send_recv(sends, [(received[peer], peer) for peer in peers], group=bucket.group)
+        receives = [(received[peer], peer) for peer in peers]
+        await send_recv(sends, receives, group=bucket.group, label="reduce_scatter")
         own = _packed([pieces[rank]], own_codec.numel, device)[0]
         total = own
         if rank:

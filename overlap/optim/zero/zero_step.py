@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -408,7 +409,10 @@ class ZeroStep(UpdateStage):
         prefetch = self._prefetch or ParameterPrefetch()
         assert self.context is not None, "gathers run while the stage is attached"
         # The last bucket has the first layers, which the next forward needs first.
-        prefetch.begin(self.context, list(reversed(self._gathers)), self.exchange)
+        gathers = list(reversed(self._gathers))
+        if self._prefetch is not None and not self.gathers_differences:
+            gathers = [replace(gather, shards=part) for gather in gathers for part in gather.shards.parts]
+        prefetch.begin(self.context, gathers, self.exchange)
         # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook
         # does.
         if self._prefetch is None or (self.zero.is_joining and not self.lifecycle.is_replay):

@@ -184,4 +184,4 @@ def _observed(rank: int, world_size: int) -> list[str]:
 def test_gathers_follow_the_reductions_with_the_first_layers_first() -> None:
     first, second = run_ranks(_observed, 2)
     half = len(first) // 2
-    assert first == second == ["send_recv"] * 2 * half
+    assert first == second == ["reduce_scatter"] * half + ["all_gather"] * half

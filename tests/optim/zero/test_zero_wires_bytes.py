@@ -81,7 +81,7 @@ def _counted(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
             gathered += (world_size - 1) * _bytes(stage.gather_wire, each[rank])
         votes = (stage.error_feedback * len(cuts.passes[-1]) + stage.is_deferred) * (8 * (world_size - 1) // world_size)
         labels = {label for label, _ in sent.bytes}
-        assert labels == {"send_recv", "all_reduce"} if votes else {"send_recv"}
+        assert labels == {"reduce_scatter", "all_gather", *(["all_reduce"] if votes else [])}
         assert sum(nbytes for _, nbytes in sent.bytes) == reduced + gathered + votes, name
         counts[name] = (reduced, gathered)
     return counts
