@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 
 import torch
 
-__all__ = ["after_backward", "after_gradients", "backward_id", "if_abandoned", "in_backward", "version"]
+__all__ = ["after_backward", "after_gradients", "backward_id", "if_abandoned", "in_backward", "version", "versions"]
+
+
+_version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 def version(tensor: torch.Tensor) -> int:
     """How often ``tensor`` has been changed in place. Private: the public way only increases it."""
     return tensor._version
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """:func:`version` of each of ``tensors``."""
+    return list(map(_version_of, tensors))
 
 
 def in_backward() -> bool:

@@ -120,6 +120,7 @@ class GlooChannel:
         self._store = PrefixStore(f"overlap/{key}", group_store(group))
         self._waiter = _Waiter()
         self._in_flight: list[dist.Work] = []
+        self._options: dict[Any, dist.AllreduceOptions] = {}
         timeout = group_timeout(group, torch.device("cpu"))
         try:
             # Any: the type stubs lack a backend's collectives.
@@ -154,8 +155,10 @@ class GlooChannel:
         return int(self._backend.rank())
 
     def all_reduce(self, tensor: Tensor, op: Any) -> list[dist.Work]:
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
+        options = self._options.get(op)
+        if options is None:
+            options = self._options[op] = dist.AllreduceOptions()
+            options.reduceOp = op
         return self._noted(self._backend.allreduce([tensor], options))
 
     def all_gather(self, output: Tensor, input: Tensor) -> list[dist.Work]:

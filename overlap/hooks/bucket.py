@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -40,6 +40,9 @@ class Bucket:
     """Number of backward passes before this one."""
     is_replay: bool = False
     """Whether this rank has run out of inputs and takes part with zeros, outside of any backward."""
+    is_late: bool = False
+    """Whether it goes on after its first collective only when all buckets of the pass have come, so that an update may
+    be made once for all. See [Note: nothing to hide]."""
     is_mean: bool = False
     """Whether ``buffer`` holds the mean over ranks; else it holds this rank's own gradients, and in a replay zeros."""
     owned: tuple[Tensor | None, ...] | None = None
@@ -48,6 +51,8 @@ class Bucket:
     that parameter. ``None`` in place of all: of all parameters."""
     raw: GradBucket | None = None
     """DDP's own object, for stages that pass it to a hook; ``None`` where the buffer is not DDP's."""
+    gradients_of: Callable[[GradBucket], tuple[Tensor, ...]] | None = None
+    """Gives ``gradients`` for ``raw``, where they are the same views in every pass."""
     fqns: tuple[str, ...] | None = None
     """What ``names`` returns; ``None`` where they are not known."""
     views: tuple[tuple[torch.Size, tuple[int, ...], int], ...] | None = None
@@ -57,7 +62,7 @@ class Bucket:
     def gradients(self) -> tuple[Tensor, ...]:
         """Views of ``buffer``, one for each of ``parameters``, with its shape and strides."""
         if self.raw is not None:
-            return tuple(bucket_gradients(self.raw))
+            return tuple(bucket_gradients(self.raw)) if self.gradients_of is None else self.gradients_of(self.raw)
         assert self.views is not None, "a bucket without DDP's object is made by with_buffer"
         start = int(self.buffer.storage_offset())
         return tuple(self.buffer.as_strided(size, stride, start + offset) for size, stride, offset in self.views)
@@ -85,6 +90,12 @@ class Bucket:
         real = (torch.view_as_real(view) if view.is_complex() else view for view in self.gradients)
         views = self.views or tuple((view.size(), view.stride(), int(view.storage_offset()) - start) for view in real)
         return replace(self, buffer=buffer, raw=None, views=views)
+
+    def with_mean(self) -> Bucket:
+        """The same bucket when a reducer has made the mean of it."""
+        passed = object.__new__(type(self))
+        passed.__dict__.update(self.__dict__, is_mean=True)  # The views that were made, too.
+        return passed
 
     def describe(self) -> str:
         """The bucket in error messages: index, step and the names (or the number) of its parameters."""

@@ -6,7 +6,6 @@ import enum
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -181,7 +180,7 @@ class Stage(ABC):
 
     def passed(self, bucket: Bucket) -> Bucket:
         """``bucket`` as the next stage of the chain sees it."""
-        return replace(bucket, is_mean=True) if self.role is Role.REDUCER else bucket
+        return bucket.with_mean() if self.role is Role.REDUCER else bucket
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -71,6 +71,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def fingerprints(tensors: Sequence[Tensor]) -> list[Tensor]:
     """:func:`fingerprint` of each of ``tensors``; those of tiny ones take a few operations for all of them."""
+    if _are_tiny_and_alike(tensors):
+        lengths = tuple(map(Tensor.numel, tensors))
+        return list(_of_segments(flattened(tensors), lengths))
     found = [torch.Tensor()] * len(tensors)
     tiny: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for place, tensor in enumerate(tensors):
@@ -78,17 +81,32 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[Tensor]:
             tiny[tensor.device, tensor.dtype].append(place)
         else:
             found[place] = fingerprint(tensor)
-    for (device, dtype), places in tiny.items():
+    for places in tiny.values():
         elements = [_in_memory_order(tensors[place].detach()) for place in places]
-        integers = flattened(elements).view(_INTEGERS[dtype.itemsize])
-        lengths = tuple(each.numel() * max(1, dtype.itemsize // 4) for each in elements)
-        weights, ends = _segments(lengths, device, current_stream(device))
-        # The sums wrap, and so do their differences.
-        sums = (integers * weights).cumsum(0)[ends]
-        sums[1:] -= sums[:-1].clone()
-        for place, value in zip(places, sums.unbind(), strict=True):
+        values = _of_segments(flattened(elements), tuple(each.numel() for each in elements))
+        for place, value in zip(places, values, strict=True):
             found[place] = value
     return found
+
+
+def _are_tiny_and_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether all are tiny and contiguous, of one dtype and device."""
+    if not tensors or tensors[0].is_complex():
+        return False
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    numels = list(map(Tensor.numel, tensors))
+    return len(kinds) == 1 and min(numels) > 0 and max(numels) <= _TINY and all(map(Tensor.is_contiguous, tensors))
+
+
+def _of_segments(elements: Tensor, numels: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The fingerprint of each of the tensors, of so many elements, that follow each other in ``elements``."""
+    integers = elements.view(_INTEGERS[elements.element_size()])
+    lengths = tuple(numel * max(1, elements.element_size() // 4) for numel in numels)
+    weights, ends = _segments(lengths, elements.device, current_stream(elements.device))
+    # The sums wrap, and so do their differences.
+    sums = (integers * weights).cumsum(0)[ends]
+    sums[1:] -= sums[:-1].clone()
+    return sums.unbind()
 
 
 @lru_cache(maxsize=_SEGMENTS_KEPT)

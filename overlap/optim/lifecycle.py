@@ -143,7 +143,8 @@ class UpdateLifecycle:
         """All buckets are through and DDP has set ``.grad``; ``outcome`` is the pass's own where ``None``."""
         self.phase = outcome or self.outcome
         if self.phase is not Phase.REDUCED:  # Otherwise the loop may still edit gradients.
-            self.gradients.note_values(are_there=not self._is_replay)
+            # In the automatic form step hooks have run since DDP has set them.
+            self.gradients.note_values(are_there=not self._is_replay, are_new=self.phase is Phase.APPLIED)
         if self.phase is Phase.APPLIED and self._make_marks is not None and not self._is_replay:
             self._marks = self._make_marks(self.gradients.applied, self.gradients.samples)
 

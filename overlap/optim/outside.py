@@ -22,7 +22,8 @@ class OutsideGradients(PassGradients):
         """``step()`` has updated these; ``models`` are the parameters of each, empty where no forward is seen."""
         if models and all(models):
             self.note_applied(p for p in updated if not any(p in of_model for of_model in models))
-            self.note_values(are_there=True)
+            if self.applied:
+                self.note_values(are_there=True)
 
     def refuse_edits(self) -> None:
         """Raises: TrainingLoopError: the loop changed a gradient in place after it had been applied."""

@@ -162,12 +162,12 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         for lifecycle in lifecycles:
             lifecycle.check_step()
         self.outside.refuse_edits()
-        applied = [*(lifecycle.gradients for lifecycle in lifecycles), self.outside]
+        applied = self.outside.applied_ids.union(*(lifecycle.gradients.applied_ids for lifecycle in lifecycles))
         pending = [
             parameter
             for group in self.param_groups
             for parameter in group["params"]
-            if parameter.grad is not None and not any(gradients.has_applied(parameter) for gradients in applied)
+            if id(parameter) not in applied and parameter.grad is not None
         ]
         for lifecycle in lifecycles:
             lifecycle.check_reduced(pending)

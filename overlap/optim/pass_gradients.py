@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from overlap.hooks import Bucket
 from overlap.optim.fingerprint import is_sampled
 from overlap.optim.gradient_versions import GradientVersions, LateVerdicts
 
@@ -29,6 +30,11 @@ class PassGradients:
         self._versions: GradientVersions | None = None
         self._late = LateVerdicts()
         self._passes = 0
+        # The buckets of the last backward, where all of them were copied to .grad.
+        self._copied: list[Bucket] = []
+        self._are_copied = True
+        # Whether there is a gradient of each parameter, and a note of it.
+        self._are_noted = False
 
     @property
     def reduced(self) -> list[Tensor]:
@@ -48,22 +54,46 @@ class PassGradients:
         """Parameters whose gradients, as they were left, have been applied."""
         return list(self._applied.values())
 
+    @property
+    def applied_ids(self) -> frozenset[int]:
+        """The ``id`` of each of :attr:`applied`."""
+        return frozenset(self._applied)
+
     def has_applied(self, parameter: Tensor) -> bool:
         """Whether what was left in ``.grad`` of ``parameter`` has been applied."""
         return id(parameter) in self._applied
 
-    def note_reduced(self, parameters: Iterable[Tensor]) -> None:
-        """A bucket of these parameters is through; those of another update are not noted."""
-        self._reduced.update((id(parameter), parameter) for parameter in parameters if self._clears(parameter))
+    def note_reduced(
+        self, parameters: Iterable[Tensor], *, own: Mapping[int, Tensor] | None = None, copied: Bucket | None = None
+    ) -> None:
+        """A bucket of these parameters is through; those of another update are not noted.
+
+        Args:
+            parameters: the bucket's.
+            own: those of them that are this update's, by ``id``, where that is known.
+            copied: the bucket, if DDP copies what is in it to ``.grad`` and leaves it as it is until the next backward.
+        """
+        if own is None:
+            own = {id(parameter): parameter for parameter in parameters if self._clears(parameter)}
+        self._reduced.update(own)
+        self._are_noted = False
+        if copied is None:
+            self._are_copied = False
+        else:
+            self._copied.append(copied)
 
     def note_applied(self, parameters: Iterable[Tensor]) -> None:
         """The gradients of these parameters have been applied."""
-        self._applied.update((id(parameter), parameter) for parameter in parameters)
+        if not (noted := list(parameters)):
+            return
+        self._applied.update(zip(map(id, noted), noted, strict=True))
+        self._are_noted = False
 
     def begin_pass(self) -> None:
         """A backward begins."""
         self.forget()
         self._cleared = []
+        self._copied, self._are_copied = [], True
         self._passes += 1
 
     @property
@@ -71,10 +101,20 @@ class PassGradients:
         """Whether in this pass values are compared even where no version has moved. See [Note: edits by value]."""
         return is_sampled(self._passes)
 
-    def note_values(self, *, are_there: bool) -> None:
-        """What is in ``.grad`` now is as the library left it, if DDP has set ``.grad`` on this rank at all."""
-        everything = {**self._reduced, **self._applied}.values()
-        self._versions = GradientVersions(everything, known=self._versions) if are_there else None
+    def note_values(self, *, are_there: bool, are_new: bool = False) -> None:
+        """What is in ``.grad`` now is as the library left it, if DDP has set ``.grad`` on this rank at all;
+        ``are_new``: a moment ago, so that the buckets have the same values."""
+        if are_there and self._are_noted and self._versions is not None and self._versions.all_hold():
+            return
+        everything = {**self._reduced, **self._applied}
+        if not are_there:
+            self._versions = None
+        elif are_new and self._are_copied:
+            buckets = tuple(self._copied)
+            self._versions = GradientVersions(everything.values(), copies=lambda: _gradients_in(buckets))
+        else:
+            self._versions = GradientVersions(everything.values(), known=self._versions)
+        self._are_noted = self._versions is not None and len(self._versions) == len(everything)
 
     def accept_values(self) -> None:
         """The loop was told that its edits are lost, and is not told again."""
@@ -101,8 +141,10 @@ class PassGradients:
 
     def edited(self, *, keeps_new_tensors: bool, ignores_zeros: bool, samples: bool) -> list[Tensor]:
         """Parameters whose gradients were changed after they had been applied."""
-        if self._versions is None:
-            return []
+        if self._versions is None or self._is_as_it_was(
+            ignores_cleared=ignores_zeros, samples=samples and self.samples
+        ):
+            return self._late.read()
         mine = [p for p in self._applied.values() if self._clears(p)]
         if keeps_new_tensors:
             mine = [p for p in mine if not self.holds_new_tensor(p)]
@@ -111,16 +153,25 @@ class PassGradients:
         )
         return [*self._late.read(), *changed]
 
+    def _is_as_it_was(self, *, ignores_cleared: bool, samples: bool) -> bool:
+        """Whether no gradient that was applied can have been edited, by a look at all of them at once."""
+        assert self._versions is not None
+        if ignores_cleared and all(parameter.grad is None for parameter in self._applied.values()):
+            return True
+        return self._are_noted and not samples and self._versions.all_hold()
+
     def release_new_tensors(self) -> None:
         """What is in ``.grad`` now, where it is another tensor, has not been applied."""
         self._applied = {key: p for key, p in self._applied.items() if not self.holds_new_tensor(p)}
 
     def clear_applied(self) -> None:
         """Clear what was applied and is as it was left; what is in ``.grad`` then is the user's."""
-        for key, parameter in self._applied.items():
-            if self._clears(parameter) and (self._versions is None or self._versions.hold(parameter)):
+        are_own = self._applied.keys() <= self._reduced.keys()
+        hold = are_own and self._versions is not None and self._versions.all_hold()
+        for parameter in self._applied.values():
+            if hold or (self._clears(parameter) and (self._versions is None or self._versions.hold(parameter))):
                 self._clear(parameter)
-            self._reduced.pop(key, None)
+        self._reduced = {key: parameter for key, parameter in self._reduced.items() if key not in self._applied}
         self._applied = {}
 
     def clear_all(self, names: Iterable[Tensor]) -> None:
@@ -151,3 +202,11 @@ class PassGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._cleared = []
+
+
+def _gradients_in(buckets: Sequence[Bucket]) -> dict[int, Tensor]:
+    return {
+        id(parameter): gradient
+        for bucket in buckets
+        for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True)
+    }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from overlap._torch.device import has_streams
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext, whole_pass
@@ -18,6 +22,7 @@ from overlap.optim.in_backward import check_draws, check_in_turn
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.phases import Phase
 from overlap.optim.probe import probe
+from overlap.optim.share import LateUpdate, Share, Shares
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.step_guard import StepGuard, check_one_model, guarded_by
 from overlap.optim.subset import grads_replaced, raise_versions, step_whole
@@ -96,6 +101,12 @@ class Step(UpdateStage):
         self._only = None if params is None else {id(parameter): parameter for parameter in params}
         self._check_params()
         self._guard: torch.utils.hooks.RemovableHandle | None = None
+        # As the update of the last pass had them.
+        self._named: dict[Tensor, str] = {}
+        self._shares = Shares(self._updates, self.owns_gradient_of)
+        self._late = LateUpdate()
+        self._ends_chain = False
+        self._is_copied = False
         # Of a deferred update in backward, bucket by bucket.
         self._held: list[tuple[list[Tensor], list[Tensor]]] = []
 
@@ -137,6 +148,8 @@ class Step(UpdateStage):
             self._functional.adopt(parameter for parameter in context.names if parameter.requires_grad)
             self.optimizer.stepper.refresh()
         self.optimizer.adopt(self)
+        ddp = None if context.ddp is None else context.ddp()
+        self._is_copied = ddp is not None and not ddp.gradient_as_bucket_view and not has_streams(context.device)
         if self._functional is None:
             through = None if self.is_automatic else self.optimizer
             self._guard = guarded_by(StepGuard(self, self._instead, through=through), self.optimizer.optimizer)
@@ -182,8 +195,14 @@ class Step(UpdateStage):
                 "never update them; give OverlappedOptimizer(optimizer) to Step and call its step()"
             )
 
+    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
+        super().placed(before, after)
+        self._ends_chain = not after
+
     def detach(self) -> None:
         super().detach()
+        self._shares.forget()
+        self._named = {}
         self.optimizer.release(self)
         if self._guard is not None:
             self._guard.remove()
@@ -209,14 +228,16 @@ class Step(UpdateStage):
         return self.optimizer.skipped
 
     def marks_of(self, updated: list[Tensor], samples: bool) -> UpdateMarks:
-        optimizer, names = self.optimizer, self.lifecycle.names
-        named = {parameter: names.get(parameter, "a parameter") for parameter in updated}
+        optimizer, names = self.optimizer.optimizer, self.lifecycle.names
+        if len(updated) != len(self._named) or not all(map(operator.is_, updated, self._named)):
+            self._named = {parameter: names.get(parameter, "a parameter") for parameter in updated}
+
+        def states() -> list[Mapping[Any, Any]]:
+            state = optimizer.state
+            return [state.get(parameter, {}) for parameter in updated] if state else [{}] * len(updated)
+
         return UpdateMarks(
-            lambda: optimizer.param_groups,
-            lambda: [optimizer.state.get(parameter, {}) for parameter in updated],
-            list(named.values()),
-            named,
-            samples=samples,
+            lambda: optimizer.param_groups, states, list(self._named.values()), self._named, samples=samples
         )
 
     def before_forward(self) -> None:
@@ -227,6 +248,7 @@ class Step(UpdateStage):
         super().before_backward(is_replay=is_replay)
         self.optimizer.begin_backward(self)
         self._held.clear()
+        self._late.clear()
         if self.norms is not None:
             self.norms.clear()
 
@@ -236,30 +258,34 @@ class Step(UpdateStage):
         if self._functional is not None and self._functional.adopts:
             self._functional.adopt(bucket.parameters)
             self.optimizer.stepper.refresh()
-        mine = [
-            (parameter, gradient)
-            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True)
-            if self._updates(parameter)
-        ]
+        share = self._shares.of(bucket, self.optimizer.stepper.layout)
         if self.is_deferred:
-            await self._defer(bucket, mine)
+            await self._defer(bucket, share)
         else:
-            await self._interleave(bucket, mine)
-        self.lifecycle.gradients.note_reduced(bucket.parameters)
+            await self._interleave(bucket, share)
+        is_copied = self._is_copied and bucket.step > 0 and bucket.raw is not None
+        self.lifecycle.gradients.note_reduced(bucket.parameters, own=share.owned, copied=bucket if is_copied else None)
 
-    async def _interleave(self, bucket: Bucket, mine: list[tuple[Tensor, Tensor]]) -> None:
-        used = await used_on_any_rank(bucket, [parameter for parameter, _ in mine], self._finds_unused)
+    async def _interleave(self, bucket: Bucket, share: Share) -> None:
+        parameters, gradients = share.parameters, share.gradients(bucket)
+        if self._finds_unused is not False:
+            used = await used_on_any_rank(bucket, parameters, self._finds_unused)
+            parameters, gradients = list(compress(parameters, used)), list(compress(gradients, used))
         if self.leaves_update:
             return
-        self._apply([pair for pair, is_used in zip(mine, used, strict=True) if is_used])
+        if not (bucket.is_late and self._ends_chain):
+            self._apply(parameters, gradients)
+        elif (everything := self._late.with_all(bucket, parameters, gradients)) is not None:
+            self._apply(*everything)
 
     @property
     def _finds_unused(self) -> bool | None:
         return None if self.context is None else self.context.finds_unused
 
-    async def _defer(self, bucket: Bucket, mine: list[tuple[Tensor, Tensor]]) -> None:
+    async def _defer(self, bucket: Bucket, share: Share) -> None:
+        parameters = share.parameters
         if self.norms is not None:
-            self.norms.take([parameter for parameter, _ in mine], [gradient for _, gradient in mine])
+            self.norms.take(parameters, share.gradients(bucket))
         # A rank that replays has no step() of its own to wait for, and learns here what the others' .grad tells them.
         is_told = self._finds_unused is not False and active_join(bucket.group) is not None
         if not (self.is_automatic or bucket.is_replay or is_told):
@@ -269,15 +295,13 @@ class Step(UpdateStage):
                 "PyTorch's Join with find_unused_parameters does not tell a rank without inputs which parameters the "
                 "others used; use `with overlap.Join([ddp, optimizer])`, or the interleaved update"
             )
-        parameters = [parameter for parameter, _ in mine]
         if self.leaves_update and not bucket.is_replay and self._finds_unused:
             await tell_used(bucket, parameters)
             return
         used = await used_on_any_rank(bucket, parameters, self._finds_unused)
         if self.leaves_update and not bucket.is_replay:
             return
-        kept = [pair for pair, is_used in zip(mine, used, strict=True) if is_used]
-        self._held.append(([parameter for parameter, _ in kept], [gradient for _, gradient in kept]))
+        self._held.append((list(compress(parameters, used)), list(compress(share.gradients(bucket), used))))
         await whole_pass()
         # The first to go on updates all: as soon as it is through, DDP may copy its gradients out of the bucket.
         if self._held:
@@ -309,12 +333,11 @@ class Step(UpdateStage):
         raise_versions(parameters, groups)
         self.lifecycle.gradients.note_applied(parameters)
 
-    def _apply(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        parameters = [parameter for parameter, _ in pairs]
+    def _apply(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         veto = self.lifecycle.veto
         if not veto.stops:
             with veto.passed_to(self.stepped):
-                self.optimizer.stepper.step(parameters, [gradient for _, gradient in pairs])
+                self.optimizer.stepper.step(parameters, gradients)
         self.lifecycle.gradients.note_applied(parameters)
 
     def _updates(self, parameter: Tensor) -> bool:

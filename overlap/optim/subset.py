@@ -100,6 +100,11 @@ class SubsetStepper:
         self._steps += 1
         self.refresh()
 
+    @property
+    def layout(self) -> object:
+        """Another object whenever the optimizer has other parameters or groups, as of the last :meth:`begin`."""
+        return self._layout
+
     def covers(self, parameter: Tensor) -> bool:
         """Whether the optimizer has ``parameter``, as of the last :meth:`begin` or :meth:`refresh`."""
         return id(parameter) in self._places
@@ -124,7 +129,23 @@ class SubsetStepper:
         if not parameters and not is_whole:
             return
         with self._lock:
-            self._step(parameters, gradients, is_whole, arguments)
+            if len(parameters) == len(self._places):
+                self._step_all(parameters, gradients, arguments)
+            else:
+                self._step(parameters, gradients, is_whole, arguments)
+
+    def _step_all(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], arguments: dict[str, Any]) -> None:
+        """A step that is whole cannot differ from one: there is nothing to look at before and after it."""
+        own = self._optimizer.__dict__
+        twin = self._twin_of(self._optimizer.param_groups)
+        with (
+            grads_replaced(parameters, gradients),
+            global_step_hooks_suspended(),
+            ordered_after_gradients(self._optimizer, parameters),
+        ):
+            unhooked_step(type(self._optimizer))(twin, **arguments)
+        own.update((key, value) for key, value in twin.__dict__.items() if key not in _SHARED)
+        raise_versions(parameters, twin.param_groups)
 
     def _step(
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], is_whole: bool, arguments: dict[str, Any]
@@ -158,10 +179,14 @@ class SubsetStepper:
         raise_versions(parameters, twin.param_groups)
 
     def _twin(self, split: list[tuple[int, list[Tensor]]]) -> Optimizer:
+        groups = self._optimizer.param_groups
+        return self._twin_of([_reduced(groups[place], parameters) for place, parameters in split])
+
+    def _twin_of(self, groups: list[dict[str, Any]]) -> Optimizer:
         cls = type(self._optimizer)
         twin = cls.__new__(cls)
         twin.__dict__.update(self._optimizer.__dict__)
-        twin.param_groups = [_reduced(self._optimizer.param_groups[place], parameters) for place, parameters in split]
+        twin.param_groups = groups
         drop_hooks(twin)
         return twin
 

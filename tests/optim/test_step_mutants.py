@@ -88,12 +88,12 @@ def _skips_the_last_bucket() -> list[Any]:
     apply = Step._apply
     calls = []
 
-    def forgetful(self: Any, pairs: Any) -> None:
+    def forgetful(self: Any, parameters: Any, gradients: Any) -> None:
         calls.append(1)
         if len(calls) % 4:
-            apply(self, pairs)
+            apply(self, parameters, gradients)
         else:
-            self.lifecycle.gradients.note_applied([parameter for parameter, _ in pairs])
+            self.lifecycle.gradients.note_applied(parameters)
 
     return [mock.patch.object(Step, "_apply", forgetful)]
 

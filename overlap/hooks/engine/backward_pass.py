@@ -45,14 +45,20 @@ class BackwardPass:
     is over.
     """
 
-    def __init__(self, step: int, stage: Stage, executor: Executor) -> None:
+    def __init__(self, step: int, stage: Stage, executor: Executor, *, divisor: int, is_late: bool = False) -> None:
         self.step = step
+        self.divisor = divisor
+        """Of all buckets: who takes part does not change within a pass."""
+        self.is_late = is_late
+        """Whether the buckets go on only when the last has come. See [Note: nothing to hide]."""
         self.regrouping: Regrouping | None = None
         """Reduces the pass in other buckets than DDP's; ``None``: in DDP's."""
         self.error: BaseException | None = None
         self._stage = stage
         self.executor = executor
-        self._wavefront = Wavefront()
+        self._wavefront = Wavefront(is_late=is_late)
+        self._starts_early = stage.starts_on_autograd_thread
+        self._labels = [(stage, repr(stage)) for stage in stage.sequence]
         self._unfinished: dict[int, tuple[BucketFuture, torch.Tensor]] = {}
         # The worker may fail the pass while the training thread adds buckets to it.
         self._lock = threading.Lock()
@@ -66,7 +72,7 @@ class BackwardPass:
             self._unfinished[bucket.index] = (future, bucket.buffer)
         index = bucket.index
         task = Task(bucket, self._parts(bucket), self.executor, lambda: self._complete(index))
-        if self._stage.starts_on_autograd_thread:
+        if self._starts_early:
             task.start()
         return task
 
@@ -84,6 +90,14 @@ class BackwardPass:
         except BaseException as error:
             task.close()
             self.fail(error)
+
+    def drive_late(self, task: Task, *, is_last: bool, refusal: Exception | None = None) -> None:
+        """:meth:`drive`, on autograd's thread, where gradients are not recorded unless backward was asked to."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.drive(task, is_last=is_last, refusal=refusal)
+        else:
+            self.drive(task, is_last=is_last, refusal=refusal)
 
     def fail(self, error: BaseException) -> None:
         """End the pass: keep the first error, close what runs, return every bucket to DDP as it is.
@@ -112,13 +126,13 @@ class BackwardPass:
 
     def _parts(self, bucket: Bucket) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
         """The label and the coroutine of each stage of the chain."""
-        stages = self._stage.sequence
+        stages = self._labels
         if self.regrouping is None:
             yield from _run_each(stages, bucket)
             return
-        first = next(place for place, stage in enumerate(stages) if stage.role is not Role.TRANSFORM)
+        first = next(place for place, (stage, _) in enumerate(stages) if stage.role is not Role.TRANSFORM)
         yield from _run_each(stages[:first], bucket)
-        yield repr(stages[first]), self.regrouping.run(bucket, functools.partial(_run_each, stages[first:]))
+        yield stages[first][1], self.regrouping.run(bucket, functools.partial(_run_each, stages[first:]))
 
     def _complete(self, index: int) -> None:
         with self._lock:
@@ -126,9 +140,11 @@ class BackwardPass:
         future.set_result(buffer)
 
 
-def _run_each(stages: Sequence[Stage], bucket: Bucket) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
-    for stage in stages:
-        yield repr(stage), _run(stage, bucket)
+def _run_each(
+    stages: Sequence[tuple[Stage, str]], bucket: Bucket
+) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
+    for stage, label in stages:
+        yield label, _run(stage, bucket)
         bucket = stage.passed(bucket)
 
 

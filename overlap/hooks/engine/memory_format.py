@@ -35,7 +35,7 @@ class MemoryFormats:
     @torch.no_grad()
     def refusal(self, bucket: Bucket) -> TrainingLoopError | None:
         """The error to raise, if a gradient lies otherwise than its parameter; ``bucket`` is as DDP has filled it."""
-        layout = tuple((id(parameter), parameter.stride()) for parameter in bucket.parameters)
+        layout = _layout(bucket)
         if layout in self._layouts or bucket.buffer.is_sparse:
             return None
         if has_streams(bucket.buffer.device):
@@ -61,8 +61,16 @@ class MemoryFormats:
             before = self._at_first.setdefault(id(parameter), parameter.stride())
             if not _is_same_order(before, parameter):
                 return _error(bucket, place, before)
-        self._layouts.add(tuple((id(parameter), parameter.stride()) for parameter in bucket.parameters))
+        self._layouts.add(_layout(bucket))
         return None
+
+    def has_checked(self, bucket: Bucket) -> bool:
+        """Whether :meth:`refusal` has found that the gradients of ``bucket`` lie as its parameters do."""
+        return _layout(bucket) in self._layouts
+
+
+def _layout(bucket: Bucket) -> tuple[tuple[int, Strides], ...]:
+    return tuple((id(parameter), parameter.stride()) for parameter in bucket.parameters)
 
 
 def _error(bucket: Bucket, place: int, strides: Strides) -> TrainingLoopError:

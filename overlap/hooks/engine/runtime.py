@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from overlap._checks import refuse_capture
-from overlap._torch.autograd import after_backward, backward_id, if_abandoned, in_backward
+from overlap._torch.autograd import after_backward, backward_id, if_abandoned
 from overlap._torch.c10d import GradBucket
 from overlap._torch.device import future_for
 from overlap.errors import CollectiveError
-from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.context import StageContext
 from overlap.hooks.cut import BucketCut
@@ -25,7 +24,9 @@ from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.device_channels import DeviceChannels
 from overlap.hooks.engine.division import Division
 from overlap.hooks.engine.executors import Executor, Executors
+from overlap.hooks.engine.known_buckets import KnownBuckets
 from overlap.hooks.engine.memory_format import MemoryFormats
+from overlap.hooks.engine.nothing_to_hide import has_nothing_to_hide
 from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.regrouping import Regrouping
 from overlap.hooks.engine.worker import Worker
@@ -71,11 +72,13 @@ class Runtime:
         )
         self._pass: BackwardPass | None = None
         self._steps = 0
+        self._model_bytes = sum(parameter.nbytes for parameter in context.names or ())
         self._is_open = False
         self._attached: list[Stage] = []
         self.division = Division()
         """Which update has which parameters."""
         self._formats = MemoryFormats(context.names or ())
+        self._known = KnownBuckets(context.names, context.group)
         # The parameters of each bucket of this pass.
         self._buckets: list[tuple[str, ...]] = []
         self._worker: Worker | None = None
@@ -118,6 +121,7 @@ class Runtime:
         for stage in self._attached:
             stage.detach()
         self._attached.clear()
+        self._known.forget()
         if self._worker is None:
             self.executors.channels.close()
             return
@@ -143,14 +147,21 @@ class Runtime:
     def on_bucket(self, raw: GradBucket) -> BucketFuture:
         """The hook that DDP calls for each bucket, in order: on autograd's thread, or on the training thread when a
         rank without inputs takes part with zeros (a replay, outside of any backward)."""
-        is_replay = not in_backward()
+        graph = backward_id()
+        is_replay = graph == -1
         if self._pass is None or raw.index() == 0:
-            self._pass = self._begin(is_replay=is_replay)
+            self._pass = self._begin(is_replay=is_replay, is_only_bucket=raw.is_last())
         current = self._pass
-        if not is_replay and backward_id() != self._watched:
-            self._watched = backward_id()
+        if not is_replay and graph != self._watched:
+            self._watched = graph
             if_abandoned(lambda: self._abandon(current))
-        bucket = self._bucket(raw, step=current.step, is_replay=is_replay)
+        bucket, known = self._known.bucket(
+            raw,
+            divisor=current.divisor,
+            step=current.step,
+            is_replay=is_replay,
+            is_late=current.is_late,
+        )
         self._buckets.append(self._cut.keys_of(bucket))
         future: BucketFuture = future_for(self._context.device)
         if (observer := self.executors.observer) is not None:
@@ -158,9 +169,14 @@ class Runtime:
         current.executor.begin()
         if bucket.is_last and not is_replay:
             after_backward(lambda: self._finish(current))
-        refusal = None if is_replay else self._formats.refusal(bucket)
+        refusal = None
+        if not (is_replay or known.has_right_format):
+            refusal = self._formats.refusal(bucket)
+            known.has_right_format = refusal is None and self._formats.has_checked(bucket)
         task = current.admit(bucket, future)
-        if task is not None:
+        if task is not None and current.is_late:
+            current.drive_late(task, is_last=bucket.is_last, refusal=refusal)
+        elif task is not None:
             self._submit(lambda: current.drive(task, is_last=bucket.is_last, refusal=refusal))
         if bucket.is_last and is_replay:
             current.wait()
@@ -198,13 +214,19 @@ class Runtime:
             with torch.no_grad():
                 job()
 
-    def _begin(self, *, is_replay: bool) -> BackwardPass:
+    def _begin(self, *, is_replay: bool, is_only_bucket: bool) -> BackwardPass:
         if self._pass is not None:
             stale = self._pass
             self._submit(lambda: stale.fail(RuntimeError("a new backward began before all buckets had come")))
             stale.wait()
         executor = self.executors.of_pass(self._steps)
-        begun = BackwardPass(self._steps, self.stage, executor)
+        begun = BackwardPass(
+            self._steps,
+            self.stage,
+            executor,
+            divisor=gradient_divisor(self._context.group),
+            is_late=self._is_late(is_only_bucket),
+        )
         self._steps += 1
         self._buckets.clear()
         try:
@@ -221,6 +243,15 @@ class Runtime:
             error.add_note(f"raised by {self.stage!r} before the first bucket of step {begun.step}")
             begun.fail(error)
         return begun
+
+    def _is_late(self, is_only_bucket: bool) -> bool:
+        """Whether the pass that begins is late; the worker is idle then. See [Note: nothing to hide]."""
+        if self._worker is None or self._context.names is None or self._cut.wanted is not None:
+            return False
+        if not has_nothing_to_hide(self._model_bytes, is_only_bucket=is_only_bucket):
+            return False
+        self._worker.wait_until_idle()
+        return True
 
     def _refuse_capture(self) -> None:
         refuse_capture(repr(self.stage), _INSTEAD_OF_CAPTURE, self._context.device)
@@ -282,19 +313,3 @@ class Runtime:
         is_over.wait()
         self._end(abandoned)
         self._has_unfinished_backward = True
-
-    def _bucket(self, raw: GradBucket, *, step: int, is_replay: bool) -> Bucket:
-        parameters = tuple(raw.parameters())
-        names = self._context.names
-        return Bucket(
-            index=raw.index(),
-            is_last=raw.is_last(),
-            buffer=raw.buffer(),
-            parameters=parameters,
-            group=self._context.group,
-            divisor=gradient_divisor(self._context.group),
-            step=step,
-            is_replay=is_replay,
-            raw=raw,
-            fqns=None if names is None else tuple(names.get(parameter, "unknown") for parameter in parameters),
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -23,12 +24,22 @@ class Worker:
 
     def __init__(self, name: str, *, abandon: Callable[[], None]) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._has_jobs = False
         # It refers to the queue alone, so that it does not keep the model alive.
         jobs = self._jobs
         start(partial(_run, jobs), name, stop=partial(jobs.put, None), abandon=abandon)
 
     def submit(self, job: Callable[[], None]) -> None:
+        self._has_jobs = True
         self._jobs.put(job)
+
+    def wait_until_idle(self) -> None:
+        """Block until the jobs submitted so far are done."""
+        if self._has_jobs:
+            is_idle = threading.Event()
+            self._jobs.put(is_idle.set)
+            is_idle.wait()
+            self._has_jobs = False
 
     def stop(self) -> None:
         """End the thread after the jobs submitted so far; returns at once."""

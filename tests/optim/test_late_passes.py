@@ -1,0 +1,183 @@
+"""Passes with nothing to hide: on autograd's thread, one update for all buckets, the same parameters bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from harness import assert_parity, overlapped_step, run_ranks, train, wrap
+from harness.models import MLP, mean_squared_error
+from overlap import (
+    AllReduce,
+    Bucket,
+    OverlappedOptimizer,
+    Stage,
+    Step,
+    TrainingLoopError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+)
+from overlap.hooks import Role
+from overlap.hooks.engine.executors import HostExecutor
+from overlap.hooks.engine.nothing_to_hide import has_nothing_to_hide, limit_replaced
+from overlap.hooks.engine.worker import Worker
+from overlap.optim.subset import SubsetStepper
+
+LATE = {"OVERLAP_SMALL_MODEL_BYTES": str(2**20)}
+STEPS = 6
+
+make_adamw = functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+
+
+def _replicated(ddp: Any, **form: Any) -> Any:
+    optimizer = OverlappedOptimizer(make_adamw(ddp.parameters()))
+    chain(AllReduce(), Step(optimizer, **form)).register(ddp)
+    return optimizer
+
+
+def _sharded(ddp: Any, **form: Any) -> Any:
+    zero = ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.AdamW, lr=0.05, weight_decay=0.1, overlap_with_ddp=True
+    )
+    chain(ZeroStep(zero, **form)).register(ddp)
+    return zero
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "interleaved": _replicated,
+    "deferred": functools.partial(_replicated, deferred=True),
+    "sharded": _sharded,
+    "sharded, gather in forward": functools.partial(_sharded, gather="forward"),
+}
+
+
+def _trained(ddp: Any, optimizer: Any, batches: Any) -> dict[str, Any]:
+    """The losses of all steps, and the parameters at the end."""
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(overlapped_step(ddp, optimizer, batch, mean_squared_error).detach())
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.wait()
+    return {"losses": losses, **{name: value.detach().clone() for name, value in ddp.module.named_parameters()}}
+
+
+def _equals_plain_ddp(rank: int, world_size: int, name: str, bucket_view: bool) -> int:
+    options = {**MLP.ddp_options(), "gradient_as_bucket_view": bucket_view}
+    batches = MLP.batches(rank, steps=STEPS)
+    ddp = wrap(MLP.model(), **options)
+    reference = _trained(ddp, make_adamw(ddp.parameters()), batches)
+    ddp = wrap(MLP.model(), **options)
+    submit = Worker.submit
+    with mock.patch.object(Worker, "submit", autospec=True, side_effect=submit) as submitted:
+        candidate = _trained(ddp, FORMS[name](ddp), batches)
+    assert_parity(candidate, reference, what=name)
+    return submitted.call_count
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_late_pass_equals_plain_ddp(name: str, bucket_view: bool) -> None:
+    jobs = run_ranks(_equals_plain_ddp, 2, name, bucket_view, env=LATE)
+    assert jobs == ([STEPS, STEPS] if "forward" in name else [0, 0]), "only what runs between passes has the worker"
+
+
+def _updates(rank: int, world_size: int) -> list[int]:
+    whole, parts = SubsetStepper._step_all, SubsetStepper._step
+    counts = []
+    with (
+        mock.patch.object(SubsetStepper, "_step_all", autospec=True, side_effect=whole) as at_once,
+        mock.patch.object(SubsetStepper, "_step", autospec=True, side_effect=parts) as in_parts,
+    ):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        train(ddp, _replicated(ddp), MLP.batches(rank, steps=STEPS), step_fn=overlapped_step)
+        counts += [at_once.call_count, in_parts.call_count]
+    return counts
+
+
+def test_a_late_pass_is_updated_at_once() -> None:
+    assert run_ranks(_updates, 2, env=LATE) == [[STEPS, 0]] * 2
+    at_once, in_parts = run_ranks(_updates, 2)[0]
+    assert at_once == 1, "the first pass has one bucket"
+    assert in_parts >= 3 * (STEPS - 1)
+
+
+class _Uneven(Stage):
+    """The all-reduce, to which one rank comes late."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    async def __call__(self, bucket: Bucket) -> None:
+        if self.rank and bucket.is_last:
+            time.sleep(0.01)
+        await AllReduce()(bucket)
+
+
+def _without_waiting(rank: int, world_size: int) -> bool:
+    batches = MLP.batches(rank, steps=STEPS)
+    records = []
+    for is_faulty in (False, True):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer = OverlappedOptimizer(make_adamw(ddp.parameters()))
+        chain(_Uneven(rank), Step(optimizer)).register(ddp)
+        with mock.patch.object(HostExecutor, "wait", return_value=None) if is_faulty else mock.MagicMock():
+            try:
+                records.append(train(ddp, optimizer, batches, step_fn=overlapped_step))
+            except TrainingLoopError:  # What came after the update was taken for an edit.
+                assert is_faulty
+                return True
+    try:
+        assert_parity(records[1], records[0], what="without waiting")
+    except AssertionError:
+        return True
+    return False
+
+
+def test_a_late_pass_waits_for_its_collectives() -> None:
+    assert any(run_ranks(_without_waiting, 2, env=LATE)), "the check above must be able to fail"
+
+
+class _SeesNewParameters(Stage):
+    """A transform after the update."""
+
+    role = Role.TRANSFORM
+
+    def __init__(self, before: dict[int, torch.Tensor]) -> None:
+        self.before = before
+        self.seen: list[bool] = []
+
+    async def __call__(self, bucket: Bucket) -> None:
+        self.seen += [not torch.equal(self.before[id(p)], p) for p in bucket.parameters]
+
+
+def _with_a_stage_after_the_update(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer = OverlappedOptimizer(make_adamw(ddp.parameters()))
+    last = _SeesNewParameters({})
+    chain(AllReduce(), Step(optimizer), last).register(ddp)
+    for step in range(3):
+        last.before = {id(p): p.detach().clone() for p in ddp.parameters()}
+        ddp(*MLP.batch(step, rank).inputs).square().sum().backward()
+        optimizer.step()
+    assert len(last.seen) == 3 * len(list(ddp.parameters())) and all(last.seen)
+
+
+def test_a_stage_after_the_update_sees_new_parameters() -> None:
+    run_ranks(_with_a_stage_after_the_update, 2, env=LATE)
+
+
+def test_which_passes_are_late() -> None:
+    with limit_replaced(1000):
+        assert has_nothing_to_hide(1000, is_only_bucket=False)
+        assert not has_nothing_to_hide(1001, is_only_bucket=False)
+        assert has_nothing_to_hide(10**9, is_only_bucket=True), "no bucket could ride beside it"
+    with limit_replaced(0):
+        assert not has_nothing_to_hide(1, is_only_bucket=True)
