@@ -146,6 +146,7 @@ NAMES = {
         "whole_pass",
     ],
     "overlap.optim": [
+        "AdamW8bit",
         "Average",
         "FunctionalAdadelta",
         "FunctionalAdagrad",

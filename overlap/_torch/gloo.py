@@ -102,6 +102,7 @@ class _Waiter:
                     return
                 wait = self._waits.popleft()
             wait()
+            del wait  # It has the messages' memory.
 
 
 class GlooChannel:

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from overlap._torch.foreach import norms
 
-__all__ = ["LargestElements"]
+__all__ = ["LargestElements", "all_finite"]
+
+
+def all_finite(tensor: Tensor) -> Tensor:
+    """``tensor.isfinite().all()``, without the three copies of the tensor's shape that this takes; 0-dimensional."""
+    if tensor.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    smallest, largest = torch.aminmax(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    return smallest.isfinite() & largest.isfinite()
 
 
 class LargestElements:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from overlap._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from overlap.optim.adamw8bit import AdamW8bit
     from overlap.optim.functional import (
         FunctionalAdadelta,
         FunctionalAdagrad,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 else:
     # Where each name is from; see overlap._lazy.
     _PARTS = {
+        "adamw8bit": ("AdamW8bit",),
         "functional": (
             "FunctionalAdadelta",
             "FunctionalAdagrad",
@@ -72,6 +74,7 @@ else:
     __getattr__, __dir__ = lazy_names(__name__, _PARTS)
 
 __all__ = [
+    "AdamW8bit",
     "Average",
     "FunctionalAdadelta",
     "FunctionalAdagrad",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import types
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from overlap._torch.optimizer import bare_copy
 from overlap.optim.group_kinds import LARGE_FROM, one_of_each_kind
 from overlap.optim.snapshot import Snapshot, is_own, snapshot
+from overlap.optim.state_blocks import StateBlocks
 from overlap.optim.wrappers import held_by, reachable
 
 __all__ = ["WHOLE", "CannotCopyError", "Miniature", "MiniatureMaker", "piece_of"]
@@ -61,7 +61,10 @@ class MiniatureMaker:
         self._generator = torch.Generator().manual_seed(1)
         _check_attributes(optimizer)
         self._groups = one_of_each_kind(optimizer.param_groups)
-        self._chosen = list(itertools.chain.from_iterable(_representatives(group["params"]) for group in self._groups))
+        declared = [(StateBlocks.of(optimizer, group), group["params"]) for group in self._groups]
+        chosen = [(parameter, blocks) for blocks, members in declared for parameter in _representatives(members)]
+        self._chosen = [parameter for parameter, _ in chosen]
+        self._blocks = [blocks for _, blocks in chosen]
         if not self._chosen:
             raise CannotCopyError("it has no parameters yet")
         self.values = [self._random(_shape(parameter), parameter) * 0.5 for parameter in self._chosen]
@@ -70,7 +73,7 @@ class MiniatureMaker:
     @property
     def cuts(self) -> list[int]:
         """Where each parameter, flattened, is best cut in two; 0 if it cannot be."""
-        return [_CUTS[value.numel()] for value in self.values]
+        return [_cut(value.numel(), blocks) for value, blocks in zip(self.values, self._blocks, strict=True)]
 
     def make(self, pieces: Sequence[slice | None]) -> Miniature:
         """A copy whose parameters are these pieces of the chosen ones; where it is ``None`` there is no parameter."""
@@ -153,6 +156,13 @@ def _shape(parameter: Tensor) -> tuple[int, ...]:
 def piece_of(value: Tensor, piece: slice) -> Tensor:
     """The value itself for the whole of it, and flat otherwise, as elements are sharded."""
     return value if piece == slice(None) else value.reshape(-1)[piece]
+
+
+def _cut(numel: int, blocks: StateBlocks | None) -> int:
+    """Where a parameter of ``numel`` elements is cut in two: between blocks that are declared; 0 if it cannot be."""
+    cut, multiple = _CUTS[numel], 1 if blocks is None else blocks.cut_multiple(numel)
+    cut = max(cut // multiple * multiple, multiple) if cut else 0
+    return cut if cut + multiple <= numel else 0
 
 
 def _leaf(value: Tensor) -> Tensor:

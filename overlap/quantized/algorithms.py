@@ -52,12 +52,15 @@ class Exchange:
 
     async def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
         """``inputs[r]`` of this rank into ``outputs[this rank]`` of rank ``r``."""
-        received, overflowed = await self._exchanged(inputs, [output.numel() for output in outputs])
-        own = self.group.rank()
-        message, _ = self._encoded(_flat(inputs[own]))
-        received[own] = self.form.read(message, inputs[own].numel())
-        for values, output in zip(received, outputs, strict=True):
-            self._land(values, output)
+        messages, flag = self._encoded([_flat(values) for values in inputs])
+        overflowed = await self._agreed(flag)
+        numels = [output.numel() for output in outputs]
+        received = [_empty(self.form.message_bytes(numel), messages[0]) for numel in numels]
+        received[self.group.rank()] = messages[self.group.rank()]
+        await self._swap(messages, received)
+        for message, output in zip(received, outputs, strict=True):
+            if output.numel():
+                self._land(self.form.read(message[None], output.numel())[0], output)
         return overflowed
 
     async def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Any) -> bool:
@@ -71,55 +74,68 @@ class Exchange:
         ranks = self.group.size()
         flat = _flat(tensor)
         part_numel = -(-flat.numel() // ranks)
-        padded = torch.nn.functional.pad(flat, (0, part_numel * ranks - flat.numel()))
-        total, reduce_overflowed = await self._reduced(padded.view(ranks, part_numel).unbind(), op)
+        missing = part_numel * ranks - flat.numel()
+        whole = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+        total, reduce_overflowed = await self._reduced(whole.view(ranks, part_numel).unbind(), op)
         parts, gather_overflowed = await self._gathered(total)
-        self._land(torch.cat(parts)[: flat.numel()].to(tensor.dtype), tensor)
+        self._land(parts.view(-1)[: flat.numel()].to(tensor.dtype), tensor)
         return reduce_overflowed or gather_overflowed
 
-    async def _gathered(self, values: Tensor) -> tuple[list[Tensor], bool]:
-        """The ``values`` of each rank, by rank, as they were sent."""
-        message, flag = self._encoded(values)
+    async def _gathered(self, values: Tensor) -> tuple[Tensor, bool]:
+        """The ``values`` of each rank, as they were sent, a row for each rank."""
+        (message,), flag = self._encoded([values])
         overflowed = await self._agreed(flag)
         gathered = _empty(self.group.size() * message.numel(), message)
         await all_gather(gathered, message, group=self.group)
-        messages = gathered.view(self.group.size(), message.numel())
-        return [self.form.read(one, values.numel()) for one in messages], overflowed
+        return self.form.read(gathered.view(self.group.size(), message.numel()), values.numel()), overflowed
 
     async def _reduced(self, inputs: Sequence[Tensor], op: Any) -> tuple[Tensor, bool]:
-        """The reduction of what ranks have for this one; this rank's own is not rounded."""
+        """The reduction of what ranks have for this one, in ranks' order; this rank's own is not rounded."""
         ranks, rank = self.group.size(), self.group.rank()
-        wide = torch.float64 if inputs[rank].dtype == torch.float64 else torch.float32
-        received, overflowed = await self._exchanged(inputs, [inputs[rank].numel()] * ranks)
-        received[rank] = _flat(inputs[rank])
-        total = received[0].to(wide, copy=True)
-        # In ranks' order, whatever the rank.
-        for values in received[1:]:
-            REDUCTIONS[op](total, values.to(wide))
+        own = _flat(inputs[rank])
+        # This rank's own is sent nowhere.
+        others = [own[:0] if peer == rank else _flat(values) for peer, values in enumerate(inputs)]
+        messages, flag = self._encoded(others)
+        overflowed = await self._agreed(flag)
+        message_bytes = self.form.message_bytes(own.numel())
+        received = _empty(ranks * message_bytes, own).view(ranks, message_bytes)
+        await self._swap(messages, received.unbind())
+        total = self._total(own, received, op)
         return total.div_(ranks) if op == dist.ReduceOp.AVG else total, overflowed
 
-    async def _exchanged(self, inputs: Sequence[Tensor], numels: Sequence[int]) -> tuple[list[Tensor], bool]:
-        """``inputs`` to the other ranks, and what came from them; nothing yet in this rank's place."""
+    def _total(self, own: Tensor, received: Tensor, op: Any) -> Tensor:
+        """The reduction of ``own`` and what the other ranks' messages hold, a row each, in ranks' order."""
+        rank = self.group.rank()
+        is_sum = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        if is_sum and own.dtype != torch.float64 and own.numel():
+            codec = self.form.wire.codec(own.numel())
+            total = own.to(torch.float32, copy=True) if rank == 0 else self.form.read(received[:1], own.numel())[0]
+            codec.add_rows(received[1:rank], total)
+            if rank > 0:
+                total.add_(own)
+            codec.add_rows(received[rank + 1 :], total)
+            return total
+        wide = torch.float64 if own.dtype == torch.float64 else torch.float32
+        total = own.new_empty(0)
+        for peer, message in enumerate(received):
+            values = (own if peer == rank else self.form.read(message[None], own.numel())[0]).to(wide)
+            total = values.clone() if peer == 0 else REDUCTIONS[op](total, values)
+        return total
+
+    async def _swap(self, messages: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Send ``messages`` to the other ranks, and receive theirs into ``received``."""
         ranks, rank = self.group.size(), self.group.rank()
-        encoded = [self._encoded(_flat(values)) for values in inputs]
-        overflowed = await self._agreed(torch.stack([flag for _, flag in encoded]).any())
-        received = [_empty(self.form.message_bytes(numel), encoded[0][0]) for numel in numels]
         peers = [(rank + distance) % ranks for distance in range(1, ranks)]
         await send_recv(
-            [(encoded[peer][0], peer) for peer in peers if encoded[peer][0].numel()],
+            [(messages[peer], peer) for peer in peers if messages[peer].numel()],
             [(received[peer], peer) for peer in peers if received[peer].numel()],
             group=self.group,
         )
-        nothing = inputs[rank].new_empty(0)
-        values = [
-            nothing if peer == rank else self.form.read(message, numel)
-            for peer, (message, numel) in enumerate(zip(received, numels, strict=True))
-        ]
-        return values, overflowed
 
-    def _encoded(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        rounding = self.roundings.setdefault(values.device, RoundingGenerator(self.form.wire))
-        return self.form.encode(values, rounding.of(self.group.rank(), values.device))
+    def _encoded(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        device = tensors[0].device
+        rounding = self.roundings.setdefault(device, RoundingGenerator(self.form.wire))
+        return self.form.encode(tensors, rounding.of(self.group.rank(), device))
 
     async def _agreed(self, flag: Tensor) -> bool:
         if self.raises:

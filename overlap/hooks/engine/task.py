@@ -150,4 +150,6 @@ class Task:
             return error
         if (observer := self._executor.observer) is not None:
             observer.finished(self.subject, operation)
+        # What it sent, too, is the stage's alone now, which can give it back before it goes on.
+        self._pending = None
         return result

@@ -34,8 +34,10 @@ import torch
 from torch import Tensor
 
 from overlap._torch.device import has_streams
+from overlap._torch.foreach import copy_all
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
+from overlap.hooks.finite import all_finite
 from overlap.hooks.powersgd.bases import Bases
 from overlap.hooks.powersgd.layout import BucketLayout
 from overlap.hooks.powersgd.matrices import Matrices
@@ -186,7 +188,7 @@ class PowerIteration:
         A non-finite element makes its whole row of products non-finite. The factors are already the same on all ranks,
         and so is the answer. All that follows can work with zeros.
         """
-        if not has_streams(flat.device) and bool(torch.isfinite(flat).all()):
+        if not has_streams(flat.device) and bool(all_finite(flat)):
             return None
         found = []
         for each in self.matrices:
@@ -225,8 +227,8 @@ class PowerIteration:
 
 
 def _put_back(flat: Tensor, gradients: Sequence[Tensor]) -> None:
-    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    copy_all(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
 
 
 def _both(first: list[Tensor] | None, second: list[Tensor] | None) -> list[Tensor] | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from overlap._torch.device import hold
+from overlap._torch.device import has_streams, hold
 from overlap.hooks.powersgd.layout import FactorBatch
 from overlap.hooks.powersgd.matrices import Matrices
 
@@ -122,8 +122,11 @@ class Bases:
         for batch in factor_batches:
             rows = batch.of(flat)
             lengths = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-            fresh = self.directions.draw(batch.rank, batch.length, dtype=flat.dtype, device=flat.device)
             is_there = lengths > tiny * lengths.amax(dim=1, keepdim=True)
+            if not has_streams(flat.device) and bool(is_there.all()):
+                rows.div_(lengths)
+                continue
+            fresh = self.directions.draw(batch.rank, batch.length, dtype=flat.dtype, device=flat.device)
             rows.copy_(torch.where(is_there, rows / lengths, fresh * batch.length**-0.5))
         return flat
 

@@ -11,6 +11,7 @@ for a collective: workspace never exceeds the bucket that is being compressed, h
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -32,6 +33,10 @@ __all__ = ["Factors", "Matrices", "PerParameter", "keep_residuals", "residuals_l
 
 # Elements of a block of rows that stays in a CPU's cache from one kernel to the next.
 _BLOCK_NUMEL = 200 * 1024
+# A product that sums over rows copies them into another order first, which is to stay in the cache, too.
+_SUMMED_ROWS = 16
+# Two products are written over a block of rows that is read.
+_FINISHED_ROWS = 32
 # On a CPU, copying larger matrices together takes longer than one more kernel.
 _CPU_BATCH_NUMEL = 16 * 1024
 # Left factors (count, rank, rows) and right ones (count, rank, cols), whose product approximates the matrices.
@@ -114,7 +119,7 @@ class StackedMatrices(Matrices):
 class LargeMatrix(StackedMatrices):
     """One matrix too large for a CPU's caches, taken in blocks of rows: its memory is read once, not twice.
 
-    Its gradient has the dtype of the computation and of the residual.
+    Its gradient has the dtype of the computation.
     """
 
     def __init__(self, batch: MatrixBatch, gradients: Sequence[Tensor], slots: Sequence[Slot], dtypes: Dtypes) -> None:
@@ -131,27 +136,36 @@ class LargeMatrix(StackedMatrices):
             return
         self._has_begun = True
         columns = out[0].split(self._block_rows, dim=1)
-        for matrix, residual, column in zip(*self._split(), columns, strict=True):
+        for matrix, residual, column in zip(*self._split(self._block_rows), columns, strict=True):
             torch.mm(right[0], matrix.add_(residual).t(), out=column)
 
     def multiply_transposed(self, left: Tensor, *, out: Tensor) -> None:
-        if not self._has_begun:
-            super().begin()
-            self._has_begun = True
-        super().multiply_transposed(left, out=out)
+        begins = not (self._residuals is None or self._has_begun or self._is_new[0])
+        self._has_begun = True
+        residuals = self._residuals[0].split(_SUMMED_ROWS) if begins and self._residuals else itertools.repeat(None)
+        matrices, columns = self._gradients[0].split(_SUMMED_ROWS), left[0].split(_SUMMED_ROWS, dim=1)
+        total = out[0].zero_()
+        for matrix, column, residual in zip(matrices, columns, residuals, strict=False):
+            if residual is not None:
+                matrix.add_(residual)
+            total.addmm_(column, matrix)
 
     def finish(self, own: Factors, mean: Factors, is_finite: Tensor | None) -> None:
         if self._residuals is None or is_finite is not None:
             super().finish(own, mean, is_finite)
             return
-        parts = (factors[0].t().split(self._block_rows) for factors in (own[0], mean[0]))
-        for matrix, residual, own_left, mean_left in zip(*self._split(), *parts, strict=True):
-            torch.addmm(matrix, own_left, own[1][0], alpha=-1, out=residual)
+        parts = (factors[0].t().split(_FINISHED_ROWS) for factors in (own[0], mean[0]))
+        for matrix, residual, own_left, mean_left in zip(*self._split(_FINISHED_ROWS), *parts, strict=True):
+            if residual.dtype == matrix.dtype:
+                torch.addmm(matrix, own_left, own[1][0], alpha=-1, out=residual)
+            else:
+                left_out = torch.addmm(matrix, own_left, own[1][0], alpha=-1)
+                residual.copy_(within_range(left_out, residual.dtype))
             torch.mm(mean_left, mean[1][0], out=matrix)
 
-    def _split(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _split(self, rows: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         assert self._residuals is not None
-        return self._gradients[0].split(self._block_rows), self._residuals[0].split(self._block_rows)
+        return self._gradients[0].split(rows), self._residuals[0].split(rows)
 
 
 class PerParameter:
@@ -182,8 +196,7 @@ class PerParameter:
             gradients = [bucket.gradients[place] for place in batch.places]
             first = gradients[0]
             is_large = not has_streams(first.device) and first.numel() > _BLOCK_NUMEL and len(gradients) == 1
-            fits = first.dtype == dtypes.compute and dtypes.residual in (None, dtypes.compute)
-            kind = LargeMatrix if is_large and fits else StackedMatrices
+            kind = LargeMatrix if is_large and first.dtype == dtypes.compute else StackedMatrices
             found.append(kind(batch, gradients, [slots[place] for place in batch.places], dtypes))
         return found
 

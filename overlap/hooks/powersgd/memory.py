@@ -15,6 +15,7 @@ from overlap._torch.device import has_streams, hold
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cut import BucketCut, SavedCut
+from overlap.hooks.finite import all_finite
 from overlap.hooks.powersgd.checkpoint import Snapshot, State
 from overlap.hooks.powersgd.slot import Slot
 from overlap.hooks.powersgd.wired import WiredMean
@@ -133,7 +134,7 @@ class Memory:
         for place in exact:
             if (residual := slots[place].residual) is None:
                 continue
-            is_finite = bucket.gradients[place].isfinite().all()
+            is_finite = all_finite(bucket.gradients[place])
             if not has_streams(is_finite.device):
                 slots[place].residual = None if bool(is_finite) else residual
             else:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from overlap._torch.device import has_streams, hold
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
+from overlap.hooks.finite import all_finite
 from overlap.hooks.powersgd.algorithm import Compressed
 from overlap.hooks.powersgd.slot import Slot, as_matrix
 from overlap.hooks.stage import StageContext
@@ -93,7 +94,7 @@ class Momentum:
                 for place, basis in zip(batch.places, rows.unbind(), strict=True):
                     _remove(as_matrix(found[place]), basis, is_left=sent.is_left)
         # The outcome is the same on all ranks, and so is the answer.
-        if not has_streams(bucket.buffer.device) and bool(bucket.buffer.isfinite().all()):
+        if not has_streams(bucket.buffer.device) and bool(all_finite(bucket.buffer)):
             for slot, velocity in zip(slots, found, strict=True):
                 slot.velocity = velocity
             return

@@ -45,8 +45,8 @@ class Quantize(Stage):
             which take the memory of two buckets once.
 
     Issues: a send and a receive with every other rank, then an all-gather, both of ``N/W`` encoded values. Changes:
-    ``bucket.buffer``. Memory: the bucket's messages; an fp32 copy of a bucket of another dtype; on an accelerator,
-    workspace of about another fp32 copy while it is encoded or decoded.
+    ``bucket.buffer``. Memory: twice the bucket's messages; an fp32 copy of a bucket of another dtype; on an
+    accelerator, workspace of about another fp32 copy while it is encoded or decoded.
 
     Raises:
         ConfigurationError: an argument is not one of the above, or both ``wire`` and options of it are given.

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from overlap._torch.device import has_streams
 from overlap.hooks.segments import round_up
 from overlap.hooks.wires.row_kernels import RowKernels
-from overlap.hooks.wires.wire import Codec, Combine
+from overlap.hooks.wires.wire import Codec, Combine, filled_up
 
 __all__ = ["BlockCodec", "Field", "codecs_in_runs"]
 
@@ -74,25 +75,32 @@ class BlockCodec(Codec):
 
     def encode_rows(self, values: Tensor, messages: Tensor, generator: torch.Generator | None = None) -> None:
         if (kernels := self.kernels(values)) is not None:
-            kernels.encode(values, messages, generator, subtracts=False)
+            with filled_up(values, self.numel) as rows:
+                kernels.encode(rows, messages, generator, subtracts=False)
             return
         for block, fields in self._blocks(values, messages):
             self.write(block, fields, generator)
 
     def subtract_rows(self, values: Tensor, messages: Tensor, generator: torch.Generator | None = None) -> None:
         if (kernels := self.kernels(values)) is not None:
-            kernels.encode(values, messages, generator, subtracts=True)
+            with filled_up(values, self.numel, changes=True) as rows:
+                kernels.encode(rows, messages, generator, subtracts=True)
             return
-        super().subtract_rows(values, messages, generator)
+        for block, fields in self._blocks(values, messages, changes=True):
+            self.write(block, fields, generator)
+            decoded = torch.empty_like(block)
+            self.read(fields, decoded)
+            block.sub_(decoded)
 
     def decode(self, message: Tensor, out: Tensor, combine: Combine | None = None) -> None:
         self.decode_rows(message[None], out[None], combine)
 
     def decode_rows(self, messages: Tensor, out: Tensor, combine: Combine | None = None) -> None:
         if combine is None and (kernels := self.kernels(out)) is not None:
-            kernels.decode(messages, out)
+            with filled_up(out, self.numel, changes=True) as rows:
+                kernels.decode(messages, rows)
             return
-        for block, fields in self._blocks(out, messages):
+        for block, fields in self._blocks(out, messages, changes=True):
             decoded = block if combine is None else torch.empty_like(block)
             self.read(fields, decoded)
             if combine is not None:
@@ -100,25 +108,48 @@ class BlockCodec(Codec):
 
     def add_rows(self, messages: Tensor, total: Tensor, *, alpha: float = 1.0) -> None:
         if alpha == 1.0 and (kernels := self.kernels(total)) is not None:
-            kernels.add(messages, total)
+            with filled_up(total, self.numel, changes=True) as whole:
+                kernels.add(messages, whole)
             return
-        # As a row for each message, all of them the same one.
-        same = total.expand(len(messages), -1)
-        for block, fields in self._blocks(same, messages):
+        for block, fields in self._blocks(total[None], messages, changes=True):
             decoded = torch.empty(block.shape, dtype=total.dtype, device=total.device)
             self.read(fields, decoded)
             _add_one_by_one(block[0], decoded, alpha)
 
-    def _blocks(self, values: Tensor, messages: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-        """Views ``(messages, chunks, n)`` of some chunks at a time: their values, their part of each field."""
+    def _blocks(
+        self, values: Tensor, messages: Tensor, *, changes: bool = False
+    ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+        """Views ``(messages, chunks, n)`` of some chunks at a time: their values, their part of each field.
+
+        One row of ``values`` stands for a row for each message, all of them the same one. Where one row is short, the
+        chunks that are not whole are a copy, where several are, all chunks, so that rows come one after another;
+        ``changes``: what becomes of it is copied back.
+        """
         count = len(messages)
         if self.chunks == 0 or count == 0:
             return
-        views, start = [values.view(count, self.chunks, self.chunk_numel)], 0
+        fields, start = [], 0
         for dtype, numel in self.fields:
             end = start + self.chunks * numel * dtype.itemsize
-            views.append(messages[:, start:end].view(dtype).view(count, self.chunks, numel))
+            fields.append(messages[:, start:end].view(dtype).view(count, self.chunks, numel))
             start = end
+        given = values.size(-1)
+        # Where kernels are launched, one copy costs less than to launch them twice.
+        is_in_place = given == self.numel or (len(values) == 1 and not has_streams(values.device))
+        whole = given // self.chunk_numel if is_in_place else 0
+        head, tail = values.split_with_sizes([whole * self.chunk_numel, given - whole * self.chunk_numel], dim=-1)
+        if whole:
+            yield from self._cut(head, [field[:, :whole] for field in fields])
+        if whole < self.chunks:
+            rest = pad(tail, (0, (self.chunks - whole) * self.chunk_numel - tail.size(-1)))
+            yield from self._cut(rest, [field[:, whole:] for field in fields])
+            if changes:
+                tail.copy_(rest[:, : tail.size(-1)])
+
+    def _cut(self, values: Tensor, fields: Sequence[Tensor]) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+        """As :meth:`_blocks`, of whole chunks."""
+        count, chunks, _ = fields[0].shape
+        views = [values.expand(count, -1).view(count, chunks, self.chunk_numel), *fields]
         # Several whole messages, or a part of one.
         messages_at_once = _at_once(self.numel, values.device)
         chunks_at_once = _at_once(self.chunk_numel, values.device)

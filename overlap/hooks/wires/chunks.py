@@ -38,8 +38,6 @@ class Grid(ABC):
     is_float: bool
     """Whether they are numbers of ``float8_e4m3fn``; otherwise they are integers, in 4 bits two to a byte: one of the
     first half of their chunk and one of the second."""
-    noise_levels: int
-    """Of the noise of stochastic rounding, which is a whole number below it, divided by it."""
 
     @abstractmethod
     def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:

@@ -8,7 +8,7 @@ all-reduce, ``2 (W-1)/W`` of them, and their scales.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ from overlap.hooks.collectives import all_gather, send_recv
 from overlap.hooks.wires.wire import Codec, Wire
 
 __all__ = ["QuantizedSum"]
+
+_Encode = Callable[[Tensor, Tensor, torch.Generator | None], None]
 
 
 @dataclass(frozen=True)
@@ -57,28 +59,35 @@ class QuantizedSum:
             return
         ranks, rank = self.group.size(), self.group.rank()
         parts = _Parts.of(values, self.codec.numel, ranks)
-        messages = torch.empty(ranks, self.codec.message_bytes, dtype=torch.uint8, device=values.device)
-        received = torch.empty_like(messages)
         # Starting with the next rank spreads the senders over the receivers.
-        peers = [(rank + distance) % ranks for distance in range(1, ranks)]
-        encode = self.codec.subtract_rows if missing else self.codec.encode_rows
         others = [slice(rank + 1, ranks), slice(0, rank)]
-        for own, theirs in parts.at(others):
-            encode(own, messages[theirs], self.generator)
-        await send_recv(
-            [(messages[peer], peer) for peer in peers], [(received[peer], peer) for peer in peers], group=self.group
-        )
+        encode = self.codec.subtract_rows if missing else self.codec.encode_rows
+        messages = await self._exchanged(parts, others, encode)
         total = parts.of_rank(rank)
         for theirs in others:
-            self.codec.add_rows(received[theirs], total)
+            self.codec.add_rows(messages[theirs], total)
         encode(total[None], messages[rank : rank + 1], self.generator)
-        await all_gather(received.view(-1), messages[rank], group=self.group)
-        results = _Parts.of(out, self.codec.numel, ranks) if missing else parts
-        for rows, theirs in results.at([slice(0, ranks)]):
-            self.codec.decode_rows(received[theirs], rows)
-        results.put_back()
         if missing:
             parts.put_back()
+        await all_gather(messages.view(-1), messages[rank], group=self.group)
+        results = _Parts.of(out, self.codec.numel, ranks) if missing else parts
+        for rows, theirs in results.at([slice(0, ranks)]):
+            self.codec.decode_rows(messages[theirs], rows)
+        results.put_back()
+
+    async def _exchanged(self, parts: _Parts, others: Sequence[slice], encode: _Encode) -> Tensor:
+        """Each rank's message for this one, by rank, with room for this rank's own; what was sent is given back."""
+        device, message_bytes = parts.full.device, self.codec.message_bytes
+        sent = torch.empty(self.group.size() - 1, message_bytes, dtype=torch.uint8, device=device)
+        peers, end = [peer for some in others for peer in range(some.start, some.stop)], 0
+        for rows, _ in parts.at(others):
+            start, end = end, end + len(rows)
+            encode(rows, sent[start:end], self.generator)
+        received = torch.empty(self.group.size(), message_bytes, dtype=torch.uint8, device=device)
+        await send_recv(
+            list(zip(sent, peers, strict=True)), [(received[peer], peer) for peer in peers], group=self.group
+        )
+        return received
 
 
 @dataclass(frozen=True)
@@ -88,16 +97,20 @@ class _Parts:
     full: Tensor
     """Views of the first ranks' parts, shape ``(n, part)``."""
     rest: Tensor
-    """Copies of the other ranks' parts, which are padded with zeros, shape ``(W - n, part)``."""
+    """The other ranks' parts. Of one rank a view, shape ``(1, n)``, which may be shorter than a part; of several, whose
+    parts are short, copies, padded with zeros, shape ``(W - n, part)``."""
     tail: Tensor
-    """What they are copies of."""
+    """The values of ``rest``."""
 
     @classmethod
     def of(cls, values: Tensor, part_numel: int, ranks: int) -> _Parts:
         full = values.numel() // part_numel
         head, tail = values.tensor_split([full * part_numel])
-        rest = pad(tail, (0, (ranks - full) * part_numel - tail.numel())) if full < ranks else tail
-        return cls(head.view(full, part_numel), rest.view(ranks - full, part_numel), tail)
+        short = ranks - full
+        rest = tail[None]
+        if short != 1:
+            rest = pad(tail, (0, short * part_numel - tail.numel())).view(short, part_numel)
+        return cls(head.view(full, part_numel), rest, tail)
 
     def of_rank(self, rank: int) -> Tensor:
         full = len(self.full)
@@ -114,4 +127,5 @@ class _Parts:
 
     def put_back(self) -> None:
         """Copy back to the values what is a copy."""
-        self.tail.copy_(self.rest.view(-1)[: self.tail.numel()])
+        if len(self.rest) > 1:
+            self.tail.copy_(self.rest.view(-1)[: self.tail.numel()])

@@ -10,6 +10,7 @@ from torch import Tensor
 from overlap._torch.device import has_streams, hold
 from overlap._torch.foreach import add_all
 from overlap.errors import ConfigurationError
+from overlap.hooks.finite import all_finite
 
 __all__ = ["ErrorFeedback", "check_errors", "check_shape"]
 
@@ -65,7 +66,7 @@ class ErrorFeedback:
 
     def note(self, result: Tensor) -> None:
         """Another result of this pass, the same on all ranks: if it is not finite, nothing of the pass is kept."""
-        self._are_finite.append(result.isfinite().all())
+        self._are_finite.append(all_finite(result))
 
     def settle(self, *, failed: bool) -> None:
         """The pass is over: keep what was held, if all results are finite."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from overlap.hooks.wires.chunks import ChunkWire, Grid
-from overlap.hooks.wires.floats import cast, noise_levels
+from overlap.hooks.wires.floats import cast
 
 __all__ = ["Float8"]
 
@@ -45,7 +45,6 @@ class _E4M3(Grid):
     bits = 8
     top = 448
     is_float = True
-    noise_levels = noise_levels(torch.float8_e4m3fn)
 
     def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
         if generator is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
@@ -9,22 +10,15 @@ import torch
 from torch import Tensor
 
 from overlap.hooks.wires.blocks import BlockCodec, Field
+from overlap.hooks.wires.noise import NOISE_BITS, add_noise_
 from overlap.hooks.wires.wire import RoundingWire
 
-__all__ = ["BFloat16", "CastCodec", "CastWire", "Float16", "cast", "noise_levels"]
+__all__ = ["BFloat16", "CastCodec", "CastWire", "Float16", "cast"]
 
 
 def cast(values: Tensor, out: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Write ``values`` to ``out`` in its dtype, rounded to nearest, or with a ``generator`` stochastically."""
     return out.copy_(values if generator is None else _between_neighbours(values, out.dtype, generator))
-
-
-def noise_levels(dtype: torch.dtype) -> int:
-    """Of the noise that values are rounded to ``dtype`` with, which is a whole number below it, divided by it.
-
-    As fine as fp32 is where their sum lies, so that it is exact and a number of the dtype stays what it is.
-    """
-    return int(torch.finfo(dtype).eps / torch.finfo(torch.float32).eps)
 
 
 def _between_neighbours(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -35,9 +29,9 @@ def _between_neighbours(values: Tensor, dtype: torch.dtype, generator: torch.Gen
     # Below its smallest normal number the numbers of a dtype lie evenly. Infinity over infinity would be NaN.
     smallest = max(of_dtype.tiny, of_fp32.tiny / of_dtype.eps)
     spacing = powers.clamp_(min=smallest, max=2.0**127).mul_(of_dtype.eps)
-    levels = noise_levels(dtype)
-    noise = torch.empty_like(values).random_(0, levels, generator=generator).div_(levels)
-    return noise.add_(values / spacing).floor_().mul_(spacing)
+    # No finer than fp32 is where the sum lies, so that a number of the dtype stays what it is.
+    bits = min(NOISE_BITS, round(math.log2(of_dtype.eps / of_fp32.eps)))
+    return add_noise_(values / spacing, generator, bits=bits).round_().mul_(spacing)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

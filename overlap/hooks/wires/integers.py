@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from overlap.hooks.wires.chunks import ChunkWire, Grid
+from overlap.hooks.wires.noise import add_noise_
 
 __all__ = ["Int4", "Int8"]
-
-# Of the noise of stochastic rounding.
-_NOISE_LEVELS = 2**16
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -66,7 +64,6 @@ class _EightBits(Grid):
     bits = 8
     top = 127
     is_float = False
-    noise_levels = _NOISE_LEVELS
 
     def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
         payload.copy_(_rounded(values, self.top, generator))
@@ -80,7 +77,6 @@ class _FourBits(Grid):
     bits = 4
     top = 7
     is_float = False
-    noise_levels = _NOISE_LEVELS
 
     def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
         low, high = _rounded(values, self.top, generator).to(torch.int8).chunk(2, dim=-1)
@@ -96,6 +92,4 @@ def _rounded(values: Tensor, top: float, generator: torch.Generator | None) -> T
     """``values``, at most ``top`` in magnitude, as integers, in place: to nearest (ties to even), or up or down."""
     if generator is None:
         return values.round_()
-    # No finer than fp32 is there, so that whole numbers stay what they are.
-    noise = torch.empty_like(values).random_(0, _NOISE_LEVELS, generator=generator).div_(_NOISE_LEVELS)
-    return values.add_(noise).floor_().clamp_(-top, top)
+    return add_noise_(values, generator).round_().clamp_(-top, top)

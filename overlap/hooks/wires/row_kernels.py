@@ -16,7 +16,6 @@ class NumberGrid(Protocol):
     bits: int
     top: float
     is_float: bool
-    noise_levels: int
 
 
 class RowCodec(Protocol):

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overlap.hooks.wires.noise import NOISE_BITS, draw
 from overlap.hooks.wires.row_kernels import RowCodec
 
 __all__ = ["TritonKernels"]
@@ -27,6 +28,8 @@ _LARGEST_FP32 = tl.constexpr(3.4028234663852886e38)
 # Added and subtracted again, it leaves a whole number, to nearest and ties to even, of what is far below it.
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 _BITS_OF_INFINITY = tl.constexpr(0x7F800000)
+_BITS_OF_MINUS_ZERO = tl.constexpr(-0x80000000)
+_NOISE_UNIT = tl.constexpr(2.0**-NOISE_BITS)
 # Of float8_e4m3fn: as an fp32 exponent, the smallest normal number; half a last place; the distance of the biases.
 _SMALLEST_E4M3 = tl.constexpr(2.0**-6)
 _EPS_E4M3 = tl.constexpr(2.0**-3)
@@ -38,10 +41,10 @@ def _bits(x):
 
 
 @triton.jit
-def _floor(x):
-    # Of Triton's own, denormal numbers come out as zero.
-    whole = x.to(tl.int32).to(tl.float32)
-    return tl.where(whole > x, whole - 1.0, whole)
+def _rounded(x):
+    """To nearest and ties to even; what becomes zero keeps its sign."""
+    whole = (x + _ROUNDER) - _ROUNDER
+    return (_bits(whole) | (_bits(x) & _BITS_OF_MINUS_ZERO)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -64,11 +67,11 @@ def _e4m3_to_fp32(bits):
 
 @triton.jit
 def _between_e4m3(x, noise):
-    """``x`` rounded down or up to a number of float8_e4m3fn, as ``noise`` in [0, 1) says."""
+    """``x`` rounded down or up to a number of float8_e4m3fn, as ``noise`` between -1/2 and 1/2 says."""
     x = tl.minimum(tl.maximum(x, -448.0), 448.0)
     power = (_bits(x) & _BITS_OF_INFINITY).to(tl.float32, bitcast=True)
     spacing = tl.maximum(power, _SMALLEST_E4M3) * _EPS_E4M3
-    return _floor(noise + tl.div_rn(x, spacing)) * spacing
+    return _rounded(tl.div_rn(x, spacing) + noise) * spacing
 
 
 @triton.jit
@@ -82,9 +85,9 @@ def _number(x, noise, TOP: tl.constexpr, IS_FLOAT: tl.constexpr, IS_STOCHASTIC: 
         number = _round_to_e4m3(x)
     else:
         if IS_STOCHASTIC:
-            x = tl.minimum(tl.maximum(_floor(x + noise), -TOP), TOP)
+            x = tl.minimum(tl.maximum(_rounded(x + noise), -TOP), TOP)
         else:
-            x = (x + _ROUNDER) - _ROUNDER
+            x = _rounded(x)
         number = x.to(tl.int8)
     return number
 
@@ -109,7 +112,7 @@ def _places(chunks, half, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["chunks"])
 def _encode(
-    values, values_stride, steps, payload, message_bytes, noise, noise_scale, chunks, half,
+    values, values_stride, steps, payload, message_bytes, noise, chunks, half,
     TOP: tl.constexpr, IS_FLOAT: tl.constexpr, IS_PACKED: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
     SUBTRACTS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -133,8 +136,8 @@ def _encode(
     low_noise, high_noise = low, high
     if IS_STOCHASTIC:
         noise_at = noise + (message * chunks + chunk[:, None]) * (2 * half) + place
-        low_noise = tl.load(noise_at, mask=exists, other=0.0) * noise_scale
-        high_noise = tl.load(noise_at + half, mask=exists, other=0.0) * noise_scale
+        low_noise = tl.load(noise_at, mask=exists, other=0).to(tl.float32) * _NOISE_UNIT
+        high_noise = tl.load(noise_at + half, mask=exists, other=0).to(tl.float32) * _NOISE_UNIT
     low_number = _number(low * factor, low_noise, TOP, IS_FLOAT, IS_STOCHASTIC)
     high_number = _number(high * factor, high_noise, TOP, IS_FLOAT, IS_STOCHASTIC)
     if IS_PACKED:
@@ -199,13 +202,11 @@ class TritonKernels:
         codec = self.codec
         if values.numel() == 0:
             return
-        noise, levels = values, codec.grid.noise_levels
-        if generator is not None:
-            noise = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-            noise.random_(0, levels, generator=generator)
+        # Rows of as many numbers as there are: chunks are multiples of four.
+        noise = values if generator is None else draw(len(values), codec.numel, values.device, generator)
         with torch.cuda.device_of(values):
             _encode[self._grid(len(values))](
-                values, values.stride(0), *self._fields(messages), noise, 1 / levels, codec.chunks,
+                values, values.stride(0), *self._fields(messages), noise, codec.chunks,
                 codec.chunk_numel // 2, TOP=float(codec.grid.top), IS_STOCHASTIC=generator is not None,
                 SUBTRACTS=subtracts, **self._options,
             )  # fmt: skip

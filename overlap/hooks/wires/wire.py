@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from overlap.errors import ConfigurationError
 
-__all__ = ["Codec", "Combine", "RoundingWire", "Wire"]
+__all__ = ["Codec", "Combine", "RoundingWire", "Wire", "filled_up"]
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 """Applies the second tensor to the first in place, as ``Tensor.add_`` does."""
@@ -69,7 +71,8 @@ class RoundingWire(Wire):
 class Codec(ABC):
     """Encodes ``numel`` values as one message of ``message_bytes`` bytes, and decodes it.
 
-    If some of the values are not finite, neither are some of the decoded ones.
+    If some of the values are not finite, neither are some of the decoded ones. Where rows are encoded or decoded, they
+    may all be shorter than ``numel``, by as much as each other: zeros follow, which are sent, but nowhere kept.
     """
 
     @property
@@ -98,8 +101,9 @@ class Codec(ABC):
 
         The messages are those of :meth:`encode`, called row by row.
         """
-        for row, message in zip(values, messages, strict=True):
-            self.encode(row, message, generator)
+        with filled_up(values, self.numel) as rows:
+            for row, message in zip(rows, messages, strict=True):
+                self.encode(row, message, generator)
 
     def subtract_rows(self, values: Tensor, messages: Tensor, generator: torch.Generator | None = None) -> None:
         """As :meth:`encode_rows`, and leave in ``values`` what the messages do not hold of them."""
@@ -109,13 +113,31 @@ class Codec(ABC):
     def decode_rows(self, messages: Tensor, out: Tensor, combine: Combine | None = None) -> None:
         """Write what each of ``messages``, ``(n, message_bytes)``, holds to a row of ``out``, ``(n, numel)``, or
         combine it with that row."""
-        for message, row in zip(messages, out, strict=True):
-            self.decode(message, row, combine)
+        with filled_up(out, self.numel, changes=True) as rows:
+            for message, row in zip(messages, rows, strict=True):
+                self.decode(message, row, combine)
 
     def add_rows(self, messages: Tensor, total: Tensor, *, alpha: float = 1.0) -> None:
         """Add ``alpha`` times what each of ``messages``, ``(n, message_bytes)``, holds to ``total``, ``(numel,)``.
 
         On a CPU in their order; where there are streams, they may be added up first.
         """
-        for message in messages:
-            self.decode(message, total, lambda summed, summand: summed.add_(summand, alpha=alpha))
+        with filled_up(total, self.numel, changes=True) as whole:
+            for message in messages:
+                self.decode(message, whole, lambda summed, summand: summed.add_(summand, alpha=alpha))
+
+
+@contextmanager
+def filled_up(values: Tensor, numel: int, *, changes: bool = False) -> Iterator[Tensor]:
+    """``values`` with zeros behind the last dimension, up to ``numel``; a copy where there are any.
+
+    ``changes``: what becomes of the values within is copied back.
+    """
+    given = values.size(-1)
+    if given == numel:
+        yield values
+        return
+    whole = pad(values, (0, numel - given))
+    yield whole
+    if changes:
+        values.copy_(whole[..., :given])

@@ -105,7 +105,8 @@ def into_parts(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -
             parts.extend(Slice(piece) for piece in tensor.view(-1).split(_SLICE_BYTES // tensor.element_size()))
         else:
             small.append(tensor)
-    return [*parts, *(part for _, part in pack(small, dtype=dtype))]
+    # Packed ones first: they are copied back while others are sent, and not when there is nothing left to send.
+    return [*(part for _, part in pack(small, dtype=dtype)), *parts]
 
 
 def pack(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -> list[tuple[list[Tensor], Packed]]:

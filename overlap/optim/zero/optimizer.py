@@ -33,10 +33,12 @@ from overlap.optim.phases import Event
 from overlap.optim.probe import Verdict
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.subset import SubsetStepper
+from overlap.optim.veto import Veto
 from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
 from overlap.optim.zero.consolidation import consolidate, load_plain
 from overlap.optim.zero.division import Experiments, check_division, choose_partition, make_optimizer
 from overlap.optim.zero.exchange import Exchange, Workspace
+from overlap.optim.zero.offload import Offload, check_on_host
 from overlap.optim.zero.parameter_groups import (
     check_class,
     check_master_dtype,
@@ -46,7 +48,7 @@ from overlap.optim.zero.parameter_groups import (
     read_groups,
     with_names,
 )
-from overlap.optim.zero.sharding import Ownership, Shard
+from overlap.optim.zero.sharding import Ownership, Shard, flatten
 from overlap.optim.zero.state import ShardedState, check_new_state
 from overlap.optim.zero.state_view import StateView
 from overlap.optim.zero.strides import follow_strides
@@ -118,6 +120,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ``None`` finds out, by an experiment on a few small parameters, which of them equals the plain optimizer.
         master_dtype: update a copy of each chunk in this dtype if it is wider than the parameter's, such as
             ``torch.float32`` for ``bfloat16`` parameters. Adds ``1/W`` of the parameters in that dtype on each rank.
+        offload: keep the state of an accelerator's parameters in the CPU's memory, with a copy of this rank's part of
+            them, and update there. Gradients and parameters of this rank's part are copied to the CPU, and parameters
+            back, in each update. Changes nothing for parameters on the CPU, so put the model on its device first.
         **defaults: arguments of ``optimizer_class``.
 
     Issues: at construction one gather of a few bytes per parameter on ``process_group``, to compare the ranks.
@@ -141,6 +146,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         *,
         partition: str | None = None,
         master_dtype: torch.dtype | None = None,
+        offload: bool = False,
         **defaults: Any,
     ) -> None:
         if not dist.is_initialized():
@@ -151,19 +157,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.overlap_with_ddp = overlap_with_ddp
         groups = read_groups(params)
-        self._experiments = Experiments(cls, defaults, master_dtype=master_dtype)
+        self._experiments = Experiments(cls, defaults, master_dtype=master_dtype, offload=offload)
         self.separability = self._experiments.separability_of(groups)
         """How ``optimizer_class`` may be stepped."""
         self.partition = choose_partition(cls, self.separability, partition)
-        self.ownership = Ownership(self.process_group, self.partition, master_dtype)
+        self.ownership = Ownership(self.process_group, self.partition, master_dtype, offload=offload)
         self.stage: ShardedUpdate | None = None
         self._whole_state = WholeState(self.rank)
         self.skipped = SkippedUpdates()
         """Where the loop says that a backward is not this optimizer's."""
-        chunks = self.ownership.add(groups, first_group=0, orthogonalizes=self._experiments.orthogonalizes(groups))
+        chunks = self.ownership.add(
+            groups,
+            first_group=0,
+            orthogonalizes=self._experiments.orthogonalizes(groups),
+            blocks=self._experiments.state_blocks(groups),
+        )
         self.optim = make_optimizer(cls, chunks, defaults)
         """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
         self._stepper = SubsetStepper(self.optim)
+        if self.ownership.is_on_host:
+            check_on_host(self.optim)
+        self.offload = Offload(self._step_owned) if self.ownership.is_on_host else None
+        """What makes the updates on the CPU; ``None`` where they are made on the parameters' device."""
         sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
         self.exchange = Exchange(sends_directly and not has_streams(self.ownership.device), Workspace())
         self._without_hooks = UpdateWithoutHooks(self.ownership, self.exchange)
@@ -218,8 +233,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             groups,
             first_group=len(self.param_groups),
             orthogonalizes=self._experiments.orthogonalizes([*self.param_groups, group])[-1:],
+            blocks=self._experiments.state_blocks([*self.param_groups, group])[-1:],
         )
         self.optim.add_param_group(chunks)
+        if self.offload is not None:
+            check_on_host(self.optim)
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
         if not self._whole_state.is_untouched:
@@ -241,10 +259,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             shard.refresh()
 
     @torch.no_grad()
-    def update(self, pairs: Sequence[tuple[Shard, Tensor]]) -> None:
+    def update(self, pairs: Sequence[tuple[Shard, Tensor]], veto: Veto) -> None:
         """Step what this rank owns of each shard with its flat gradient, and write the parameters, unless a gather of
-        differences is going to."""
-        self._step_owned(pairs)
+        differences is going to. Where ``veto`` is left to the device, it changes nothing there."""
+        if self.offload is not None:
+            at_once = self.separability.in_turn.verdict is not Verdict.SEPARABLE
+            self.offload.update(pairs, veto.found_inf, at_once=at_once)
+            return
+        with veto.passed_to(self.optim):
+            self._step_owned(pairs)
         if self.stage is None or not self.stage.gathers_differences:
             for shard, _ in pairs:
                 shard.publish()
@@ -339,7 +362,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.begin()
         owned = [shard for shard in self.shards.values() if shard.own is not None and shard.parameter.requires_grad]
         values = [shard.own.clone() for shard in owned if shard.own is not None]
-        self._step_owned([(shard, torch.zeros_like(shard.views[shard.rank])) for shard in owned])
+        self._step_owned([(shard, flatten(torch.zeros_like(shard.own))) for shard in owned if shard.own is not None])
         for shard, value in zip(owned, values, strict=True):
             if shard.own is not None:
                 shard.own.copy_(value)

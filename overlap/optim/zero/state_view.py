@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError
+from overlap.optim.state_blocks import keys_by_block
 from overlap.optim.zero.sharding import Shard
 
 __all__ = ["StateView"]
@@ -33,6 +34,7 @@ class StateView(defaultdict[Any, Any]):
         beside = {key: value for key, value in inner.items() if not isinstance(key, Tensor)}
         super().__init__(dict, {**held, **beside})
         self._inner, self._shards, self._before_change = inner, shards, before_change
+        self._by_block = keys_by_block(optimizer)
 
     def __missing__(self, key: Any) -> Any:
         self[key] = {}
@@ -41,7 +43,7 @@ class StateView(defaultdict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         shard = self._shards.get(id(key))
         if shard is not None:
-            _check_shapes(shard, value)
+            self._check_shapes(shard, value)
         self._before_change()
         super().__setitem__(key, value)
         if shard is None:
@@ -101,21 +103,22 @@ class StateView(defaultdict[Any, Any]):
         given = dict(state)
         for key, value in given.items():
             if id(key) in self._shards:
-                _check_shapes(self._shards[id(key)], value)
+                self._check_shapes(self._shards[id(key)], value)
         self.clear()
         self.update(given)
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self))
 
-
-def _check_shapes(shard: Shard, state: Any) -> None:
-    if shard.own is None or not isinstance(state, Mapping):
-        return
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape != shard.own.shape:
-            raise ConfigurationError(
-                f"zero.state of {shard.name} is set with {key!r} of shape {tuple(value.shape)}, but this rank's part "
-                f"of the parameter has shape {tuple(shard.own.shape)}: set {{}} to reset the state, or pass the whole "
-                "state to zero.load_state_dict()"
-            )
+    def _check_shapes(self, shard: Shard, state: Any) -> None:
+        if shard.own is None or not isinstance(state, Mapping):
+            return
+        for key, value in state.items():
+            if key in self._by_block or not isinstance(value, Tensor) or not value.dim():
+                continue
+            if value.shape != shard.own.shape:
+                raise ConfigurationError(
+                    f"zero.state of {shard.name} is set with {key!r} of shape {tuple(value.shape)}, but this rank's "
+                    f"part of the parameter has shape {tuple(shard.own.shape)}: set {{}} to reset the state, or pass "
+                    "the whole state to zero.load_state_dict()"
+                )

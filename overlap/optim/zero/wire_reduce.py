@@ -19,6 +19,7 @@ from torch import Tensor
 
 from overlap._torch.foreach import copy_all, subtract_from_
 from overlap.hooks import Bucket, all_reduce, send_recv
+from overlap.hooks.finite import all_finite
 from overlap.hooks.wires import ErrorFeedback, Wire
 from overlap.hooks.wires.blocks import codecs_in_runs
 from overlap.hooks.wires.memory import WireMemory
@@ -115,7 +116,7 @@ async def _hold(
     feedback: ErrorFeedback, bucket: Bucket, names: Sequence[str], errors: Sequence[Tensor], own: Sequence[Tensor]
 ) -> None:
     """Hold ``errors``; each rank sees only its part of the result, so ranks ask each other whether all is finite."""
-    are_finite = torch.stack([piece.isfinite().all() for piece in own]).all() if own else None
+    are_finite = torch.stack([all_finite(piece) for piece in own]).all() if own else None
     verdict = torch.zeros((), device=bucket.buffer.device)
     if are_finite is not None:
         verdict = torch.where(are_finite, verdict, math.inf)

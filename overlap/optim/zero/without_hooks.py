@@ -23,8 +23,8 @@ __all__ = ["UpdateWithoutHooks"]
 # The size of DDP's buckets.
 _BUCKET_BYTES = 25 * 2**20
 
-Update = Callable[[Sequence[tuple[Shard, Tensor]]], None]
-"""Steps what this rank owns of each shard with its part of the gradient."""
+Update = Callable[[Sequence[tuple[Shard, Tensor]], Veto], None]
+"""Steps what this rank owns of each shard with its part of the gradient, if nothing speaks against it."""
 
 
 class UpdateWithoutHooks:
@@ -63,8 +63,7 @@ class UpdateWithoutHooks:
             return
         owned = [(shard, part) for shard, part in zip(pending, gradients, strict=True) if shard.own is not None]
         loss_scale.unscale_([part for _, part in owned])
-        with Veto(loss_scale.verdict_for(optimizer)).passed_to(optimizer):
-            update(owned)
+        update(owned, Veto(loss_scale.verdict_for(optimizer)))
         self._gather(pending)
 
     def _gather(self, stepped: Sequence[Shard]) -> None:

@@ -163,8 +163,17 @@ class ZeroStep(UpdateStage):
         return self.zero.optim
 
     @property
+    def _updates_beside_backward(self) -> bool:
+        """Whether the CPU makes the update of a bucket while backward goes on."""
+        return self.zero.offload is not None and not self.is_deferred
+
+    @property
+    def _gathers_after_backward(self) -> bool:
+        return self._prefetch is not None or self._updates_beside_backward
+
+    @property
     def updates_after_backward(self) -> bool:
-        return self.updates_in_step or self._prefetch is not None
+        return self.updates_in_step or self._gathers_after_backward
 
     @property
     def signature(self) -> str:
@@ -271,6 +280,11 @@ class ZeroStep(UpdateStage):
         if self._prefetch is not None:
             self._prefetch.detach()
 
+    def check_skippable(self, context: StageContext) -> None:
+        if self.zero.offload is None:
+            super().check_skippable(context)
+        self.may_skip = True  # On the CPU the verdict is there before the update.
+
     def owns_gradient_of(self, parameter: Tensor) -> bool:
         return id(parameter) in self.zero.shards
 
@@ -303,7 +317,7 @@ class ZeroStep(UpdateStage):
                 "skip_update() under Join: ranks that have run out of inputs make the update in backward, and are not "
                 "told that it is skipped; use ZeroStep(zero, deferred=True)"
             )
-        if is_replay and not self.zero.is_joining and (self.updates_in_step or self._prefetch is not None):
+        if is_replay and not self.zero.is_joining and self.updates_after_backward:
             raise TrainingLoopError(f"{self!r} acts outside of backward, too: use `with Join([ddp, zero])`")
         if self._is_in_step_with_others and self.zero.is_joining and active_join(self.zero.process_group) is None:
             raise UnsupportedError(
@@ -334,12 +348,15 @@ class ZeroStep(UpdateStage):
             return
         if self.is_deferred:
             await self._update_together(bucket)
+        elif (offload := self.zero.offload) is not None:
+            if shards is not None:
+                offload.begin(bucket.index, self._held.pop(bucket.index, []), self.lifecycle.veto.found_inf)
         else:
             self._update(self._held.pop(bucket.index, []), self.lifecycle.veto)
         if shards is not None:
             self.lifecycle.gradients.note_applied(shard.parameter for shard in shards)
             # There is nothing new after a step that was left out; through a wire, rounding of earlier ones would go.
-            if self._prefetch is None and not self.lifecycle.veto.stops:
+            if not (self._gathers_after_backward or self.lifecycle.veto.stops):
                 await self.exchange.gather(shards, bucket.group)
 
     async def _exchange_gradients(self, bucket: Bucket, shards: BucketShards) -> None:
@@ -374,8 +391,7 @@ class ZeroStep(UpdateStage):
 
     def _update(self, pairs: Pairs, veto: Veto) -> None:
         if not veto.stops:
-            with veto.passed_to(self.stepped):
-                self.zero.update(pairs)
+            self.zero.update(pairs, veto)
 
     def _all_held(self) -> Pairs:
         held, self._held = self._held, {}
@@ -388,6 +404,8 @@ class ZeroStep(UpdateStage):
             was_under_way = self.lifecycle.phase is Phase.BACKWARD
             self.lifecycle.on_failure()
             self.exchange.workspace.forget()
+            if self.zero.offload is not None:
+                self.zero.offload.forget()
             return _PARTLY_UPDATED if was_under_way and not self.is_deferred else None
         if self.leaves_update:
             self._vote.tell(self.zero.shards.values())
@@ -397,7 +415,7 @@ class ZeroStep(UpdateStage):
             if not (self._has_whole_mean or self.lifecycle.is_replay):
                 self._scales.note(self._reduced_shards())
             return None
-        if self._prefetch is not None and not self.lifecycle.veto.stops:
+        if self._gathers_after_backward and not self.lifecycle.veto.stops:
             self._gather()
         self.lifecycle.on_reduced(Phase.STEPPED if self.lifecycle.is_replay else None)
         if self.is_automatic:
@@ -408,15 +426,19 @@ class ZeroStep(UpdateStage):
         """Outside of a backward: bring what each rank owns to all, the first layers' parameters first."""
         prefetch = self._prefetch or ParameterPrefetch()
         assert self.context is not None, "gathers run while the stage is attached"
-        # The last bucket has the first layers, which the next forward needs first.
-        gathers = list(reversed(self._gathers))
+        # The last bucket has the first layers, which the next forward needs first. On the CPU the first is done first.
+        gathers = self._gathers if self._updates_beside_backward else list(reversed(self._gathers))
         if self._prefetch is not None and not self.gathers_differences:
             gathers = [replace(gather, shards=part) for gather in gathers for part in gather.shards.parts]
-        prefetch.begin(self.context, gathers, self.exchange)
+        prefetch.begin(self.context, gathers, self.exchange, before=self._bring_up)
         # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook
         # does.
         if self._prefetch is None or (self.zero.is_joining and not self.lifecycle.is_replay):
             prefetch.wait()
+
+    def _bring_up(self, gather: Gather) -> None:
+        if self.zero.offload is not None:
+            self.zero.offload.finish(gather.index)
 
     def step(self, loss_scale: LossScale) -> None:
         """What is left of a step after backward, on the training thread."""

@@ -1,0 +1,336 @@
+"""AdamW with its moments in eight bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from overlap._checks import described
+from overlap._torch.device import has_streams
+from overlap._torch.state_dict_hooks import after_load_state_dict, before_load_state_dict, load_hooks_suspended
+from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.optim.dynamic_map import DynamicMap
+from overlap.optim.state_blocks import StateBlocks
+from overlap.optim.update_stream import uses_current_stream
+
+__all__ = ["AdamW8bit"]
+
+# Elements at a time. On a CPU so few that what is decoded stays in the cache, and so many that calls take little time
+# beside the computation; on a device with streams, to bound what is decoded.
+_CACHED_NUMEL = 256 * 1024
+_DEVICE_NUMEL = 16 * 1024 * 1024
+
+# Then vectorized kernels treat a block in any part as in the whole, see [Note: ownership].
+_BLOCK_MULTIPLE = 64
+
+_FIRST, _SECOND = "exp_avg", "exp_avg_sq"
+_SCALE = "{}_scale"
+_MAPS = {_FIRST: DynamicMap(is_signed=True), _SECOND: DynamicMap(is_signed=False)}
+
+
+@uses_current_stream
+class AdamW8bit(Optimizer):
+    """:class:`torch.optim.AdamW` with both moments in 8 bits an element: state of a quarter of the size.
+
+    Moments are kept as in Dettmers et al. 2022 (https://arxiv.org/abs/2110.02861): each block of consecutive elements
+    of ``parameter.flatten()`` has its largest magnitude as its scale, in fp32, and its elements as codes of a
+    non-linear map (``overlap/optim/dynamic_map.py`` says in what it differs). An update decodes some blocks after
+    others, computes in fp32, and encodes anew. Nothing is random, so the same gradients make the same update.
+
+    A block is treated by itself. So :class:`ZeroRedundancyOptimizer` divides parameters between blocks, and its update
+    is that of the whole optimizer bit for bit.
+
+    State of a parameter: ``step``, a number; ``exp_avg`` and ``exp_avg_sq``, uint8 in the parameter's shape, and
+    ``exp_avg_scale`` and ``exp_avg_sq_scale``, fp32 of shape ``(ceil(numel / block_numel),)``. Of parameters of fewer
+    than ``min_numel`` elements, the moments are in fp32, and the update is that of :class:`torch.optim.AdamW`.
+
+    A gradient that is not finite makes all moments of its block not finite, where those of
+    :class:`torch.optim.AdamW` are so in its element alone.
+
+    Args:
+        params, lr, betas, eps, weight_decay, maximize: as for :class:`torch.optim.AdamW`. ``lr`` is a number, or a
+            tensor of one on the CPU.
+        block_numel: the elements of a block, a multiple of 64. Fewer are more exact, and take ``8 / block_numel`` bytes
+            more an element.
+        min_numel: parameters of fewer elements have moments in fp32, as in the paper.
+        amsgrad, foreach, capturable, differentiable, fused: of :class:`torch.optim.AdamW`, and refused if set.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+        UnsupportedError: an argument is one that this optimizer does not have, or a parameter is complex; in
+            :meth:`step`, a gradient is sparse.
+
+    >>> model = torch.nn.Linear(128, 64)
+    >>> optimizer = AdamW8bit(model.parameters(), lr=1e-3)
+    >>> model(torch.ones(1, 128)).sum().backward()
+    >>> optimizer.step()
+    >>> {key: value.dtype for key, value in optimizer.state[model.weight].items()}  # doctest: +NORMALIZE_WHITESPACE
+    {'step': torch.float32, 'exp_avg': torch.uint8, 'exp_avg_sq': torch.uint8, 'exp_avg_scale': torch.float32,
+     'exp_avg_sq_scale': torch.float32}
+    """
+
+    state_by_block = (_SCALE.format(_FIRST), _SCALE.format(_SECOND))
+    """The keys of the state that have one number for each block. See [Note: state in blocks]."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        block_numel: int = 256,
+        min_numel: int = 4096,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        _refuse(amsgrad=amsgrad, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "block_numel": block_numel,
+            "min_numel": min_numel,
+        }
+        _check_options(defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As any optimizer's.
+
+        Raises:
+            ConfigurationError: an option is out of range.
+            UnsupportedError: an option is one that this optimizer does not have, or a parameter is complex.
+        """
+        if isinstance(param_group, Mapping):
+            _refuse(**{key: param_group[key] for key in _REFUSED if key in param_group})
+            _check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        if any(parameter.is_complex() for parameter in self.param_groups[-1]["params"]):
+            del self.param_groups[-1]
+            raise UnsupportedError("AdamW8bit takes real parameters; give complex ones to torch.optim.AdamW")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            blocks = StateBlocks.of(self, group)
+            assert blocks is not None, "the options are those of every group"
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.numel():
+                    self._update(parameter, parameter.grad, group, blocks)
+        return loss
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any], blocks: StateBlocks) -> None:
+        if gradient.is_sparse:
+            raise UnsupportedError("AdamW8bit takes dense gradients: build the embedding with sparse=False")
+        state = self.state[parameter]
+        if not state:
+            state.update(_new_state(parameter, blocks))
+        state["step"] += 1
+        hyper = _Hyper(group, int(state["step"]))
+        # Blocks are of elements in this order, whatever the memory format. A copy if that is another one.
+        values = parameter.detach().reshape(-1)
+        gradients = gradient.reshape(-1)
+        if blocks.keys[0] in state:
+            _check_scales(state, parameter, blocks)
+            for rows in _rows(parameter.numel(), blocks.numel, parameter.device):
+                _step_rows(values, gradients, state, rows, hyper)
+        else:
+            hyper.apply(values, gradients, state[_FIRST].view(-1), state[_SECOND].view(-1))
+        if values.data_ptr() != parameter.data_ptr():
+            parameter.copy_(values.view(parameter.shape))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; every value keeps the dtype in which it was saved.
+
+        Raises:
+            ConfigurationError: it is another optimizer's, or one of other parameters. Moments of
+                :class:`torch.optim.AdamW` are not encoded.
+        """
+        given = _with_options(self, before_load_state_dict(self, state_dict))
+        states = _checked_states(self, given)
+        of_parameters = set(states)
+        others = {key: value for key, value in given["state"].items() if key not in of_parameters}
+        with load_hooks_suspended(self):
+            # Which would load moments in the parameter's dtype.
+            super().load_state_dict({**given, "state": others})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        keys = [key for group in given["param_groups"] for key in group["params"]]
+        for key, parameter in zip(keys, parameters, strict=True):
+            if key in states and parameter.numel():  # As at the first step: others have nothing to keep.
+                self.state[parameter] = {
+                    name: _loaded(value, parameter.device if name != "step" else torch.device("cpu"))
+                    for name, value in states[key].items()
+                }
+        after_load_state_dict(self)
+
+
+class _Hyper:
+    """The hyperparameters of one update of one parameter."""
+
+    def __init__(self, group: Mapping[str, Any], step: int) -> None:
+        self.lr, self.eps, self.is_ascent = float(group["lr"]), group["eps"], group["maximize"]
+        self.beta1, self.beta2 = group["betas"]
+        self.shrinkage = 1 - self.lr * group["weight_decay"]
+        self.step_size = self.lr / (1 - self.beta1**step)
+        self.root_bias = (1 - self.beta2**step) ** 0.5
+
+    def apply(self, values: Tensor, gradients: Tensor, first: Tensor, second: Tensor) -> None:
+        """AdamW's update (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101, algorithm 2) of ``values`` and
+        both moments, flat and of one length; the moments are fp32."""
+        gradients = gradients.float()
+        if self.is_ascent:
+            gradients = gradients.neg()
+        first.lerp_(gradients, 1 - self.beta1)
+        second.mul_(self.beta2).addcmul_(gradients, gradients, value=1 - self.beta2)
+        denominators = second.sqrt().div_(self.root_bias).add_(self.eps)
+        exact = values.to(torch.promote_types(values.dtype, torch.float32))  # Itself, if it is fp32.
+        exact.mul_(self.shrinkage).addcdiv_(first, denominators, value=-self.step_size)
+        if exact is not values:
+            values.copy_(exact)
+
+
+def _new_state(parameter: Tensor, blocks: StateBlocks) -> dict[str, Any]:
+    state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+    is_blocked = parameter.numel() >= blocks.min_numel
+    for key in _MAPS:
+        dtype = torch.uint8 if is_blocked else torch.float32
+        state[key] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    if is_blocked:
+        # With scales of zero, codes mean nothing yet.
+        count = blocks.count(parameter.numel())
+        state.update((key, torch.zeros(count, dtype=torch.float32, device=parameter.device)) for key in blocks.keys)
+    return state
+
+
+def _step_rows(
+    values: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rows: tuple[slice, slice], hyper: _Hyper
+) -> None:
+    """The update of the elements of some blocks that are all of one length: ``rows`` are these elements and blocks."""
+    elements, of_blocks = rows
+    count = of_blocks.stop - of_blocks.start
+    codes = {key: state[key].view(-1)[elements].view(count, -1) for key in _MAPS}
+    scales = {key: state[_SCALE.format(key)][of_blocks] for key in _MAPS}
+    moments = {key: a_map.decode(codes[key], scales[key]) for key, a_map in _MAPS.items()}
+    hyper.apply(values[elements], gradients[elements], *(moment.view(-1) for moment in moments.values()))
+    for key, a_map in _MAPS.items():
+        a_map.encode(moments[key], codes[key], scales[key])
+
+
+def _rows(numel: int, block_numel: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Some whole blocks at a time, and by itself the rest: slices of the elements and of the blocks."""
+    at_once = _DEVICE_NUMEL if has_streams(device) else _CACHED_NUMEL
+    step, whole = max(1, at_once // block_numel), numel // block_numel
+    for first in range(0, whole, step):
+        last = min(first + step, whole)
+        yield slice(first * block_numel, last * block_numel), slice(first, last)
+    if whole * block_numel < numel:
+        yield slice(whole * block_numel, numel), slice(whole, whole + 1)
+
+
+_MEMBERS = ("params", "param_names")
+_REFUSED = {
+    "amsgrad": "it would need a third moment",
+    "foreach": "it updates some blocks after others",
+    "capturable": "the host decides how many blocks are updated at a time",
+    "differentiable": "codes have no derivative",
+    "fused": "it updates some blocks after others",
+}
+
+
+def _refuse(**options: Any) -> None:
+    for option, value in options.items():
+        if value:
+            raise UnsupportedError(f"AdamW8bit has no {option}={value} ({_REFUSED[option]}): leave it out")
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises: ConfigurationError: an option is out of range."""
+    lr, betas = options["lr"], options["betas"]
+    if isinstance(lr, Tensor) and (lr.numel() != 1 or has_streams(lr.device)):
+        raise ConfigurationError(f"lr is a number, or a tensor of one on the CPU, got {described(lr)}")
+    for name in ("lr", "eps", "weight_decay"):
+        if not float(options[name]) >= 0:
+            raise ConfigurationError(f"{name} is a number of at least 0, got {options[name]}")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigurationError(f"betas are two numbers of at least 0 and below 1, got {betas}")
+    block_numel, min_numel = options["block_numel"], options["min_numel"]
+    if not isinstance(block_numel, int) or block_numel < 1 or block_numel % _BLOCK_MULTIPLE:
+        raise ConfigurationError(f"block_numel is a multiple of {_BLOCK_MULTIPLE}, got {block_numel!r}")
+    if not isinstance(min_numel, int) or min_numel < 0:
+        raise ConfigurationError(f"min_numel is a number of elements, got {min_numel!r}")
+
+
+def _check_scales(state: Mapping[str, Any], parameter: Tensor, blocks: StateBlocks) -> None:
+    """Raises: ConfigurationError: the state has other blocks than the group says."""
+    count = blocks.count(parameter.numel())
+    if any(state[key].numel() != count for key in blocks.keys):
+        raise ConfigurationError(
+            f"the state of a parameter of shape {tuple(parameter.shape)} has {state[blocks.keys[0]].numel()} blocks, "
+            f"but blocks of block_numel={blocks.numel} elements are {count}: block_numel cannot be changed while there "
+            "is state"
+        )
+
+
+def _with_options(optimizer: AdamW8bit, given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given``, whose groups have all options: those that another optimizer does not have are as they are now."""
+    if not {"state", "param_groups"} <= set(given):
+        raise ConfigurationError(f"this is not a state_dict of an optimizer: its keys are {sorted(map(str, given))}")
+    groups = list(given["param_groups"])
+    for place, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
+        _refuse(amsgrad=saved.get("amsgrad"))
+        groups[place] = {**{key: value for key, value in group.items() if key not in _MEMBERS}, **saved}
+    return {**given, "param_groups": groups}
+
+
+def _checked_states(optimizer: AdamW8bit, given: Mapping[str, Any]) -> dict[Any, Mapping[str, Any]]:
+    """The state of each parameter of which there is any, by its key in ``given``.
+
+    Raises:
+        ConfigurationError: it is another optimizer's.
+    """
+    states: dict[Any, Mapping[str, Any]] = {}
+    for place, (group, saved) in enumerate(zip(optimizer.param_groups, given["param_groups"], strict=False)):
+        blocks = StateBlocks.of(optimizer, saved)
+        assert blocks is not None, "the options are those of every group"
+        for parameter, key in zip(group["params"], saved["params"], strict=False):
+            if not (state := given["state"].get(key)):
+                continue
+            states[key] = state
+            if parameter.numel() == 0 or _fits(state, parameter, blocks):
+                continue
+            raise ConfigurationError(
+                f"the state of a parameter of shape {tuple(parameter.shape)} in group {place} is not AdamW8bit's with "
+                f"{blocks.told}: load a state_dict() of this class. "
+                "Moments that another optimizer has saved are not encoded; leave 'state' empty to begin with new ones"
+            )
+    return states
+
+
+def _fits(state: Mapping[str, Any], parameter: Tensor, blocks: StateBlocks) -> bool:
+    scales = [state[key] for key in blocks.keys if key in state]
+    if parameter.numel() < blocks.min_numel:
+        return not scales and set(_MAPS) <= set(state)
+    count = blocks.count(parameter.numel())
+    return len(scales) == len(blocks.keys) and all(scale.numel() == count for scale in scales)
+
+
+def _loaded(value: Any, device: torch.device) -> Any:
+    # Contiguous, whatever the memory format of the parameter that it was saved with.
+    return value.detach().to(device, copy=True).contiguous() if isinstance(value, Tensor) else value
