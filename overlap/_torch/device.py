@@ -28,6 +28,7 @@ __all__ = [
     "new_stream",
     "on_stream",
     "recorded_event",
+    "resize_storage",
     "stream_of",
     "streams_replaced",
     "synchronize",
@@ -62,6 +63,9 @@ class DeviceStreams:
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         tensor.record_stream(stream)
+
+    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        storage.resize_(nbytes)
 
     def future_for(self, device: torch.device) -> torch.futures.Future[Any]:
         return torch.futures.Future(devices=[device])
@@ -166,6 +170,15 @@ def hold(tensor: Tensor, stream: Any = None) -> Tensor:
     if (user := current_stream(tensor.device) if stream is None else stream) is not None:
         _streams.record_stream(tensor, user)
     return tensor
+
+
+def resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Give the memory of ``storage`` back (``nbytes`` 0), or give it new memory, whose contents are undefined.
+
+    On an accelerator the current stream gets it, and memory given back goes to the next allocation on the stream that
+    had got it; what other streams do with it must be done by then, or told with :func:`hold`.
+    """
+    _streams.resize_storage(storage, nbytes)
 
 
 def future_for(device: torch.device) -> torch.futures.Future[Any]:

@@ -173,9 +173,13 @@ class GlooChannel:
         return self._noted(self._backend.broadcast([tensor], options))
 
     def _noted(self, work: dist.Work) -> list[dist.Work]:
-        self._in_flight = [one for one in self._in_flight if not one.is_completed()]
+        self.forget_done()
         self._in_flight.append(work)
         return [work]
+
+    def forget_done(self) -> None:
+        """Let go of the tensors of collectives that are done."""
+        self._in_flight = [one for one in self._in_flight if not one.is_completed()]
 
     def send_recv(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int

@@ -86,10 +86,18 @@ class Bucket:
 
         Its ``gradients`` are real; those of complex parameters have a last dimension of 2, as in DDP's buffer.
         """
+        return replace(self, buffer=buffer, raw=None, views=self._cut() if self.views is None else self.views)
+
+    def _cut(self) -> tuple[tuple[torch.Size, tuple[int, ...], int], ...]:
         start = int(self.buffer.storage_offset())
         real = (torch.view_as_real(view) if view.is_complex() else view for view in self.gradients)
-        views = self.views or tuple((view.size(), view.stride(), int(view.storage_offset()) - start) for view in real)
-        return replace(self, buffer=buffer, raw=None, views=views)
+        return tuple((view.size(), view.stride(), int(view.storage_offset()) - start) for view in real)
+
+    def outline(self) -> Callable[[], Bucket]:
+        """Makes the same bucket with zeros; what is returned refers to no memory of this one's buffer, so it can be
+        kept. A bucket itself is for its pass alone."""
+        empty, numel = self.with_buffer(self.buffer.new_empty(0)), self.buffer.numel()
+        return lambda: empty.with_buffer(empty.buffer.new_zeros(numel))
 
     def with_mean(self) -> Bucket:
         """The same bucket when a reducer has made the mean of it."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-import torch
-
 from overlap.errors import ConfigurationError
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
@@ -50,7 +48,8 @@ class Bypass(Stage):
         """Parameters that are sent as they are; ``None`` before the measurement."""
         self._passes = 0
         self._to_confirm = 0
-        self._seen: list[Bucket] = []
+        # Of each bucket of a pass that may be measured, its keys and what makes one like it.
+        self._seen: list[tuple[tuple[str, ...], Callable[[], Bucket]]] = []
         self._measured: list[Measurement] = []
         self._context: StageContext | None = None
         self._keys = BucketCut()
@@ -85,31 +84,30 @@ class Bypass(Stage):
         if self.bypassed is not None and self.bypassed.issuperset(keys):
             await self._send(bucket)
             return
-        self._seen.append(bucket)
+        is_measured = self.bypassed is None and self._passes > _MEASURED_STEP
+        if is_measured:
+            self._seen.append((keys, bucket.outline()))
         await self._compress(bucket)
-        if bucket.is_last and self.bypassed is None and self._passes > _MEASURED_STEP:
+        if bucket.is_last and is_measured:
             await self._measure(bucket)
 
     async def _measure(self, bucket: Bucket) -> None:
         assert self._context is not None, "a stage is attached before its first pass"
         # One at a time, so that the copies of one are freed before the next are made.
-        trials = (self._trial(seen) for seen in self._seen)
+        trials = (self._trial(keys, zeros) for keys, zeros in self._seen)
         self._measured = await measure(trials, group=self._context.group, device=bucket.buffer.device, what=self._what)
         self.bypassed = frozenset(key for found in self._measured if not found.compresses for key in found.keys)
         self._to_confirm = _PASSES_TO_CONFIRM
 
-    def _trial(self, bucket: Bucket) -> Trial:
-        def copy() -> Bucket:
-            # Fresh zeros: the same work as with gradients, and nothing that could overflow.
-            return bucket.with_buffer(torch.zeros_like(bucket.buffer))
-
+    def _trial(self, keys: tuple[str, ...], zeros: Callable[[], Bucket]) -> Trial:
+        # Fresh zeros: the same work as with gradients, and nothing that could overflow.
         async def send() -> None:
-            await AllReduce()(copy())
+            await AllReduce()(zeros())
 
         async def compress() -> None:
-            await self._sample(copy())
+            await self._sample(zeros())
 
-        return Trial(self._keys.keys_of(bucket), send, compress)
+        return Trial(keys, send, compress)
 
     def state_dict(self) -> dict[str, Any]:
         """What was decided, the passes so far, and the buckets of the last one, which a decision is for."""

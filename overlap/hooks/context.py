@@ -6,7 +6,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,25 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap.hooks.collectives import Operation
 from overlap.hooks.cut import BucketCut
 
-__all__ = ["Background", "StageContext"]
+if TYPE_CHECKING:
+    from overlap.hooks.bucket import Bucket
+
+__all__ = ["Background", "BucketWatcher", "StageContext"]
+
+
+class BucketWatcher(Protocol):
+    """Is told what becomes of DDP's own buckets, other than those of a replay, whose memory is given up anyway."""
+
+    def arrived(self, bucket: Bucket, future: torch.futures.Future[torch.Tensor]) -> None:
+        """All gradients of ``bucket`` are there; on the thread of backward. DDP gets the bucket back by ``future``.
+        When this returns for the last bucket, DDP may look at the memory of all."""
+
+    def through(self, bucket: Bucket) -> None:
+        """Its last stage is done; on the thread that runs stages and, on accelerators, with their stream current.
+        ``bucket`` is the object that arrived; stages were given copies of it."""
+
+    def over(self, *, failed: bool) -> None:
+        """Backward is over and DDP has set ``.grad``; on the training thread, before stages are told."""
 
 
 class Background(Protocol):
@@ -55,6 +73,8 @@ class StageContext:
     cut: BucketCut | None = None
     """How gradients are cut into buckets, for reducers whose rounding depends on it; never ``None`` in
     :meth:`Stage.attach` of a registered stage."""
+    watch: Callable[[BucketWatcher], object] = lambda watcher: None
+    """Has a :class:`BucketWatcher` be told of buckets from now on, until the registration is removed."""
     background: Background | None = None
     """Runs work outside of a backward pass, on the same connections and after all work begun before; never ``None`` in
     :meth:`Stage.attach`."""

@@ -165,7 +165,8 @@ class UpdateLifecycle:
         """
         self.check(Event.ZERO_GRAD)
         self.veto.clear()
-        self.gradients.note_zero_grad(set_to_none=set_to_none or self.phase is not Phase.FORWARD)
+        is_before_backward = self.phase in (Phase.FORWARD, Phase.STEPPED)
+        self.gradients.note_zero_grad(set_to_none=set_to_none or not is_before_backward)
         self._move(Event.ZERO_GRAD)
         if self.phase is Phase.IDLE:
             self.gradients.forget()
@@ -231,7 +232,8 @@ class UpdateLifecycle:
     def check_once(self) -> None:
         """Raises: TrainingLoopError: nothing is there to apply but what ``step()`` has applied already."""
         is_over = self.phase is Phase.STEPPED and self.form.outcome is not Phase.STEPPED
-        if is_over and any(parameter.grad is not None for parameter in self.gradients.applied):
+        left = any(parameter.grad is not None for parameter in self.gradients.applied)
+        if is_over and (left or self.gradients.were_released):
             self._refuse(APPLIED_TWICE)
 
     def _refuse_edits(self, *, keeps_new_tensors: bool) -> None:

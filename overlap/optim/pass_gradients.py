@@ -26,6 +26,8 @@ class PassGradients:
         self._reduced: dict[int, Tensor] = {}
         self._applied: dict[int, Tensor] = {}
         self._cleared: list[Tensor] = []
+        # By id, of those that were released when backward was over; what is in .grad then came later.
+        self._released: set[int] = set()
         # None after a replay, on a rank where DDP sets no .grad.
         self._versions: GradientVersions | None = None
         self._late = LateVerdicts()
@@ -89,6 +91,17 @@ class PassGradients:
         self._applied.update(zip(map(id, noted), noted, strict=True))
         self._are_noted = False
 
+    def note_released(self, parameters: Iterable[Tensor]) -> None:
+        """``.grad`` of these parameters, which had been applied, was cleared when backward was over."""
+        mine = [parameter for parameter in parameters if self._clears(parameter)]
+        self._released = set(map(id, mine))
+        self._cleared += mine
+
+    @property
+    def were_released(self) -> bool:
+        """Whether gradients that were applied are no longer there to show it, since backward has cleared them."""
+        return bool(self._released)
+
     def begin_pass(self) -> None:
         """A backward begins."""
         self.forget()
@@ -123,7 +136,7 @@ class PassGradients:
 
     def forget(self) -> None:
         """What is in ``.grad`` from here on is not of a backward that was reduced."""
-        self._reduced, self._applied, self._versions = {}, {}, None
+        self._reduced, self._applied, self._versions, self._released = {}, {}, None, set()
 
     def forget_cleared(self) -> None:
         """What comes where a gradient was cleared is not of a backward that was reduced."""
@@ -136,8 +149,15 @@ class PassGradients:
     def has_added_to_applied(self) -> bool:
         """Whether a backward has added to gradients that had been applied."""
         return self._versions is not None and any(
-            p.grad is not None and not self.holds_new_tensor(p) for p in self._applied.values()
+            p.grad is not None and not self._is_of_the_user(p) for p in self._applied.values()
         )
+
+    def _is_of_the_user(self, parameter: Tensor) -> bool:
+        """Whether what is in ``.grad`` is another tensor than what was applied, and so not added to that.
+
+        Where that was released, nobody can tell.
+        """
+        return id(parameter) not in self._released and self.holds_new_tensor(parameter)
 
     def edited(self, *, keeps_new_tensors: bool, ignores_zeros: bool, samples: bool) -> list[Tensor]:
         """Parameters whose gradients were changed after they had been applied."""
@@ -147,7 +167,7 @@ class PassGradients:
             return self._late.read()
         mine = [p for p in self._applied.values() if self._clears(p)]
         if keeps_new_tensors:
-            mine = [p for p in mine if not self.holds_new_tensor(p)]
+            mine = [p for p in mine if not self._is_of_the_user(p)]
         changed = self._versions.changed(
             mine, self._late, samples=samples and self.samples, ignores_zeros=ignores_zeros
         )

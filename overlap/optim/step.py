@@ -57,6 +57,9 @@ class Step(UpdateStage):
         clip_grad_norm: scale the averaged gradients to at most this global norm first, as
             ``torch.nn.utils.clip_grad_norm_`` does; implies ``deferred``.
         norm_type: which norm.
+        release_gradients: give a bucket's memory back as soon as it is updated, and take it again when its next
+            gradient comes, so that gradients hardly add to the peak. ``.grad`` is ``None`` after backward. Needs
+            ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
 
     Issues: nothing; where DDP looks for unused parameters and the update is interleaved, one all-reduce of a byte a
     parameter, because a parameter that no rank used must not be updated (weight decay and momentum would move it).
@@ -65,8 +68,8 @@ class Step(UpdateStage):
         ConfigurationError: an argument is out of range, or (at registration) optimizer and model do not fit.
         UnsupportedError: at registration, if updating bucket by bucket would not equal one step of this optimizer.
         RegistrationError: another model has a stage that updates the same parameters with this optimizer.
-        TrainingLoopError: in ``backward``, when an interleaved update has not been followed by ``step()``; and as
-            ``docs/lifecycle.md`` has it.
+        TrainingLoopError: in ``backward``, when an interleaved update has not been followed by ``step()``, or when
+            something else refers to a gradient that is to be released; and as ``docs/lifecycle.md`` has it.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> Step(torch.optim.SGD(layer.parameters(), lr=0.1), clip_grad_norm=1.0)
@@ -81,6 +84,7 @@ class Step(UpdateStage):
         deferred: bool | None = None,
         clip_grad_norm: float | None = None,
         norm_type: float = 2.0,
+        release_gradients: bool = False,
     ) -> None:
         optimizer = unwrapped(optimizer)
         automatic = not isinstance(optimizer, OverlappedOptimizer)
@@ -93,6 +97,7 @@ class Step(UpdateStage):
             deferred_form=f"{'an OverlappedOptimizer and ' if automatic else ''}Step(optimizer, deferred=True)",
             skip="stage.skip_update()" if automatic else "optimizer.skip_update()",
             adds_up=True,
+            release_gradients=release_gradients,
         )
         self.norms = None if self.clipping is None else GradientNorms(norm_type)
         self._functional = optimizer if isinstance(optimizer, FunctionalOptimizer) else None
@@ -353,9 +358,11 @@ class Step(UpdateStage):
             self._check_left_out()
         if outcome is Phase.STEPPED and not self.is_deferred and not self.lifecycle.veto.stops:
             self._run_hooks()
+        self.note_released()
         self.lifecycle.on_reduced(outcome)
         if outcome is Phase.STEPPED:
             mark_stepped(self.optimizer.optimizer)
+        self.refuse_use_elsewhere()
         return None
 
     def _check_left_out(self) -> None:
@@ -395,4 +402,6 @@ class Step(UpdateStage):
             parts.append(f"{len(self._only)} parameters")
         if self.clipping is not None:
             parts.append(f"clip_grad_norm={self.clipping.max_norm}")
+        if self.releases_gradients:
+            parts.append("release_gradients=True")
         return f"Step({', '.join(parts)})"

@@ -16,6 +16,7 @@ from overlap.hooks import Role, Stage, StageContext
 from overlap.hooks.clipping import Clipping
 from overlap.optim.fingerprint import prepare_fingerprints
 from overlap.optim.grad_scaler import skips_by_itself
+from overlap.optim.gradient_release import GradientRelease, check_releasable
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.phases import Form, Phase
 from overlap.optim.skipping import SkippedUpdates
@@ -36,6 +37,7 @@ class UpdateStage(Stage):
         deferred_form: what messages say to use where an update in backward is too early.
         skip: what messages call :meth:`skip_update`.
         adds_up: see :class:`Form`.
+        release_gradients: give a bucket's memory back when it is updated. See [Note: gradient release].
     """
 
     role = Role.UPDATE
@@ -51,7 +53,10 @@ class UpdateStage(Stage):
         deferred_form: str,
         skip: str,
         adds_up: bool,
+        release_gradients: bool,
     ) -> None:
+        if not isinstance(release_gradients, bool):
+            raise ConfigurationError(f"release_gradients is True or False, got {release_gradients!r}")
         if deferred is not None and not isinstance(deferred, bool):
             raise ConfigurationError(f"deferred is True, False or None, got {deferred!r}")
         self.clipping = None if clip_grad_norm is None else Clipping(clip_grad_norm, norm_type)
@@ -61,6 +66,16 @@ class UpdateStage(Stage):
                 "deferred=False rules out; leave deferred out"
             )
         self.is_deferred = bool(deferred) or self.clipping is not None
+        if release_gradients and self.is_deferred:
+            asked = "deferred=True" if clip_grad_norm is None else f"clip_grad_norm={clip_grad_norm}"
+            raise ConfigurationError(
+                f"release_gradients=True gives a gradient back as soon as its bucket is updated, but {asked} needs all "
+                f"gradients before the first update; leave one of the two out"
+            )
+        self.releases_gradients = release_gradients
+        """Whether ``.grad`` is ``None`` after backward, and gradients take no memory then."""
+        self.release: GradientRelease | None = None
+        """Gives the memory of gradients back, where this is registered; one for all updates of a model."""
         self.is_automatic = automatic
         self.may_skip = False
         """Whether a stage before it may have an update left out."""
@@ -151,6 +166,8 @@ class UpdateStage(Stage):
                 "with find_unused_parameters or static_graph an update in backward would stop the host to learn which "
                 f"parameters no rank used; use {self.lifecycle.form.deferred}"
             )
+        if self.releases_gradients:
+            check_releasable(context, self)
         prepare_fingerprints(context.device)
         self.context = context
         self.lifecycle.names = context.names or {}
@@ -159,15 +176,40 @@ class UpdateStage(Stage):
         self.lifecycle.look_for_failures = context.look_for_failures
 
     def check_together(self, stages: Sequence[Stage]) -> None:
-        form, is_alone = self._form, sum(isinstance(stage, UpdateStage) for stage in stages) == 1
+        form, updates = self._form, [stage for stage in stages if isinstance(stage, UpdateStage)]
+        is_alone = len(updates) == 1
         self.lifecycle.form = form if is_alone else replace(form, step=f"{form.step} of {self.optimizer_name}")
+        if self.releases_gradients:
+            self._release_with([update for update in updates if update.releases_gradients])
+
+    def _release_with(self, updates: Sequence[UpdateStage]) -> None:
+        assert self.context is not None, "stages are attached before they are checked together"
+        applied = [update.lifecycle.gradients.has_applied for update in updates]
+        self.release = updates[0].release or GradientRelease(
+            self.context, lambda parameter: any(has_applied(parameter) for has_applied in applied)
+        )
 
     def detach(self) -> None:
+        if self.release is not None:
+            self.release.remove()
+            self.release = None
         self.lifecycle.on_remove()
         self.context = None
 
     def before_forward(self) -> None:
+        if self.release is not None:
+            self.release.before_forward()
         self.lifecycle.on_forward()
+
+    def note_released(self) -> None:
+        """Backward is over, and gradients that were applied in it may have been released."""
+        if self.release is not None and not self.lifecycle.is_replay:
+            self.lifecycle.gradients.note_released(self.release.released)
+
+    def refuse_use_elsewhere(self) -> None:
+        """Raises: TrainingLoopError: the memory of a gradient could not be released, since something else uses it."""
+        if self.release is not None:
+            self.release.refuse_use_elsewhere()
 
     def before_backward(self, *, is_replay: bool) -> None:
         # A rank without inputs makes the update at once; those with inputs make it in step().

@@ -142,6 +142,10 @@ MUTANTS: dict[str, Mutant] = {
     "an update launches where it likes": Mutant(
         f"{_OPTIM}.subset:ordered_after_gradients", "_is_known(optimizer)", "True", "on the default stream"
     ),
+    # Gradients that are released.
+    "a released bucket is not held for the stages' stream": _without(
+        f"{_OPTIM}.gradient_release:GradientRelease._empty_if_done", "hold(bucket.buffer)", "released", _FREED
+    ),
     # What the host reads late.
     "norms are read before they are there": Mutant(
         "hooks.late_reads:LateReads.read", "not event.query()", "False", "norms written"

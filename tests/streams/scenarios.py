@@ -162,9 +162,9 @@ def _on_default(ddp: Any) -> list[Any]:
     return [_OnDefault(ddp.parameters(), lr=0.01, weight_decay=0.1, fused=True)]
 
 
-def _on_default_in_backward(ddp: Any) -> list[Any]:
+def _on_default_in_backward(ddp: Any, **options: Any) -> list[Any]:
     optimizer = OverlappedOptimizer(_on_default(ddp)[0])
-    chain(AllReduce(), Step(optimizer)).register(ddp)
+    chain(AllReduce(), Step(optimizer, **options)).register(ddp)
     return [optimizer]
 
 
@@ -260,6 +260,9 @@ _REGISTERED = ("overlap/optim/zero/parameter_groups.py:check_same_on_all_ranks",
 _WIRES = {"reduce_wire": Int4(), "gather_wire": Int8(), "error_feedback": True}
 _BY_PARAMETER = {"partition": "parameter"}
 
+_VIEWS = {"gradient_as_bucket_view": True}
+_RELEASED = {"release_gradients": True}
+
 _TOPICS: dict[str, dict[str, Scenario]] = {
     "no update": _with_each_reducer(_reduce),
     "interleaved": _with_each_reducer(_step),
@@ -347,6 +350,31 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
         "offload, in flight": Scenario(build=_step(AllReduce), model=Offloading, plain=_adamw),
         "offload, dropped": Scenario(build=_step(AllReduce), loop=loops.stops_halfway, model=Offloading, plain=_adamw),
         "offload, sharded": Scenario(build=_zero(gather="forward"), model=Offloading, plain=_adamw),
+    },
+    "released gradients": {
+        "released": Scenario(build=_step(AllReduce, **_RELEASED), ddp=_VIEWS, plain=_adamw),
+        "released, 4 bits": Scenario(build=_step(ROUNDING["4 bits, feedback"], **_RELEASED), ddp=_VIEWS),
+        "released, factors": Scenario(build=_step(_factors(), **_RELEASED), ddp=_VIEWS, as_on_host=False),
+        "released, skip": Scenario(build=_step(AllReduce, _log, SkipNonFinite, **_RELEASED), ddp=_VIEWS, plain=_adamw),
+        "released, on the default stream": Scenario(
+            build=functools.partial(_on_default_in_backward, **_RELEASED), ddp=_VIEWS, plain=_on_default
+        ),
+        "released, two updates": Scenario(build=_two_steps(AllReduce, **_RELEASED), ddp=_VIEWS, plain=_muon_and_adamw),
+        "released, sharded": Scenario(build=_zero(**_RELEASED), ddp=_VIEWS, plain=_adamw),
+        "released, sharded, in the next forward": Scenario(
+            build=_zero(gather="forward", **_RELEASED), ddp=_VIEWS, plain=_adamw
+        ),
+        "released, sharded, wires": Scenario(build=_zero(**_WIRES, **_RELEASED), ddp=_VIEWS),
+        "released, two sharded updates": Scenario(build=_two_zeros(**_RELEASED), ddp=_VIEWS, plain=_muon_and_adamw),
+        "released, resumes": Scenario(
+            build=_step(AllReduce, **_RELEASED), loop=loops.resumes, ddp=_VIEWS, plain=_adamw, host_syncs=_SAVED
+        ),
+        "released, removed": Scenario(
+            build=_step(AllReduce, optimizer=SGD, **_RELEASED), loop=loops.removes, ddp=_VIEWS
+        ),
+        "released, joins": Scenario(
+            build=_step(AllReduce, **_RELEASED), loop=loops.joins_knowing, ddp=_VIEWS, plain=_adamw
+        ),
     },
     "failures and states": {
         "fails": Scenario(build=_step(AllReduce, deferred=True), loop=loops.fails, plain=_adamw),

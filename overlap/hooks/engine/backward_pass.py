@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from overlap.errors import UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
+from overlap.hooks.context import BucketWatcher
 from overlap.hooks.engine.executors import Executor
 from overlap.hooks.engine.regrouping import Regrouping
 from overlap.hooks.engine.task import Task
@@ -43,9 +45,26 @@ class BackwardPass:
     The futures always complete with the buckets' buffers: if a hook raised, or a future failed, DDP's reducer would
     stay half finished and the model unusable. Instead the first error is kept in ``error``, to be raised when backward
     is over.
+
+    Args:
+        step: the number of the pass.
+        stage: what runs.
+        executor: where it runs.
+        divisor: of all its buckets.
+        is_late: whether buckets go on only when the last has come.
+        watchers: are told when a bucket comes, and when it is through.
     """
 
-    def __init__(self, step: int, stage: Stage, executor: Executor, *, divisor: int, is_late: bool = False) -> None:
+    def __init__(
+        self,
+        step: int,
+        stage: Stage,
+        executor: Executor,
+        *,
+        divisor: int,
+        is_late: bool = False,
+        watchers: Sequence[BucketWatcher] = (),
+    ) -> None:
         self.step = step
         self.divisor = divisor
         """Of all buckets: who takes part does not change within a pass."""
@@ -56,6 +75,7 @@ class BackwardPass:
         self.error: BaseException | None = None
         self._stage = stage
         self.executor = executor
+        self._watchers = watchers
         self._wavefront = Wavefront(is_late=is_late)
         self._starts_early = stage.starts_on_autograd_thread
         self._labels = [(stage, repr(stage)) for stage in stage.sequence]
@@ -65,13 +85,16 @@ class BackwardPass:
 
     def admit(self, bucket: Bucket, future: BucketFuture) -> Task | None:
         """Accept a bucket, on the training thread; ``None`` if the pass has failed and nothing more is to run."""
+        for watcher in self._watchers:
+            watcher.arrived(bucket, future)
         with self._lock:
             if self.error is not None:
                 future.set_result(bucket.buffer)
                 return None
             self._unfinished[bucket.index] = (future, bucket.buffer)
-        index = bucket.index
-        task = Task(bucket, self._parts(bucket), self.executor, lambda: self._complete(index))
+        # Whoever keeps the bucket that it was given can then be told from this pass, which needs it to the end.
+        given = replace(bucket) if self._watchers else bucket
+        task = Task(bucket, self._parts(given), self.executor, lambda: self._complete(bucket))
         if self._starts_early:
             task.start()
         return task
@@ -134,10 +157,16 @@ class BackwardPass:
         yield from _run_each(stages[:first], bucket)
         yield stages[first][1], self.regrouping.run(bucket, functools.partial(_run_each, stages[first:]))
 
-    def _complete(self, index: int) -> None:
+    def _complete(self, bucket: Bucket) -> None:
         with self._lock:
-            future, buffer = self._unfinished.pop(index)
-        future.set_result(buffer)
+            future = self._unfinished.pop(bucket.index)[0]
+        try:
+            if self._watchers:
+                self.executor.channels.forget_done()
+            for watcher in self._watchers:
+                watcher.through(bucket)
+        finally:
+            future.set_result(bucket.buffer)
 
 
 def _run_each(

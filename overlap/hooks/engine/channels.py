@@ -73,6 +73,9 @@ class GroupChannels:
     def settle(self) -> None:
         pass
 
+    def forget_done(self) -> None:
+        pass
+
 
 class PrivateChannels:
     """Separate connections for a worker thread, one set for each process group that its stages use.
@@ -160,6 +163,12 @@ class PrivateChannels:
     def close(self) -> None:
         """Close the connections; nothing is in flight any more."""
         self.abort()
+
+    def forget_done(self) -> None:
+        """Let go of the tensors of collectives that are done; called where collectives are issued."""
+        for channel in self._channels.values():
+            if isinstance(channel, GlooChannel):
+                channel.forget_done()
 
     def settle(self) -> None:
         """Wait until nothing that was aborted can still write to its tensors, before they are used again.

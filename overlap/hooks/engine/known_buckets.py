@@ -64,9 +64,9 @@ class KnownBuckets:
         self._known.clear()
 
     def bucket(
-        self, raw: GradBucket, *, divisor: int, step: int, is_replay: bool, is_late: bool
+        self, raw: GradBucket, *, divisor: int, step: int, is_replay: bool, is_late: bool, keeps_views: bool
     ) -> tuple[Bucket, KnownBucket]:
-        """``raw`` as stages see it, and what is known of it."""
+        """``raw`` as stages see it, and what is known of it; views of its memory are kept where ``keeps_views``."""
         index = raw.index()
         known = self._of(index, raw.parameters())
         bucket = Bucket(
@@ -82,7 +82,7 @@ class KnownBuckets:
             raw=raw,
             fqns=known.fqns,
             # DDP has other buckets after the first pass, and these would keep their memory.
-            gradients_of=known.gradients if step else None,
+            gradients_of=known.gradients if step and keeps_views else None,
         )
         return bucket, known
 

@@ -16,7 +16,7 @@ from overlap._torch.c10d import GradBucket
 from overlap._torch.device import future_for
 from overlap.errors import CollectiveError
 from overlap.hooks.collectives import Operation
-from overlap.hooks.context import StageContext
+from overlap.hooks.context import BucketWatcher, StageContext
 from overlap.hooks.cut import BucketCut
 from overlap.hooks.engine.background import run_items
 from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardPass, BucketFuture
@@ -65,10 +65,15 @@ class Runtime:
         self._has_unfinished_backward = False
         self._watched = -1
         self._cut = BucketCut()
+        self._watchers: list[BucketWatcher] = []
         self.executors = Executors(context.group, context.device, own_communicators=own_communicators)
         channels = self.executors.channels
         self._context = replace(
-            context, background=self.background, look_for_failures=channels.raise_failure, cut=self._cut
+            context,
+            background=self.background,
+            look_for_failures=channels.raise_failure,
+            cut=self._cut,
+            watch=self._watchers.append,
         )
         self._pass: BackwardPass | None = None
         self._steps = 0
@@ -121,6 +126,7 @@ class Runtime:
         for stage in self._attached:
             stage.detach()
         self._attached.clear()
+        self._watchers.clear()
         self._known.forget()
         if self._worker is None:
             self.executors.channels.close()
@@ -161,6 +167,7 @@ class Runtime:
             step=current.step,
             is_replay=is_replay,
             is_late=current.is_late,
+            keeps_views=not self._watchers,
         )
         self._buckets.append(self._cut.keys_of(bucket))
         future: BucketFuture = future_for(self._context.device)
@@ -226,6 +233,7 @@ class Runtime:
             executor,
             divisor=gradient_divisor(self._context.group),
             is_late=self._is_late(is_only_bucket),
+            watchers=() if is_replay else self._watchers,
         )
         self._steps += 1
         self._buckets.clear()
@@ -246,7 +254,7 @@ class Runtime:
 
     def _is_late(self, is_only_bucket: bool) -> bool:
         """Whether the pass that begins is late; the worker is idle then. See [Note: nothing to hide]."""
-        if self._worker is None or self._context.names is None or self._cut.wanted is not None:
+        if self._worker is None or self._context.names is None or self._cut.wanted is not None or self._watchers:
             return False
         if not has_nothing_to_hide(self._model_bytes, is_only_bucket=is_only_bucket):
             return False
@@ -278,6 +286,8 @@ class Runtime:
         if error is None:
             own = tuple(self._buckets)
             self._cut.note(own if finished.regrouping is None else finished.regrouping.used(own))
+        for watcher in self._watchers:
+            watcher.over(failed=error is not None)
         for stage in walk(self.stage):
             try:
                 note = stage.after_backward(failed=error is not None)

@@ -124,7 +124,9 @@ class PowerSGD(Stage):
         self._bases = Bases(seed=config.seed, warm_start=config.warm_start)
         self._all_reduce = AllReduce()
         self._layouts: dict[tuple[object, ...], BucketLayout] = {}
-        self._this_pass: list[tuple[Bucket, tuple[str, ...], BucketLayout]] = []
+        self._this_pass: list[tuple[tuple[str, ...], BucketLayout]] = []
+        # Of a pass that is measured, with what makes a bucket like each.
+        self._measurable: list[tuple[Callable[[], Bucket], tuple[str, ...], BucketLayout]] = []
         self._last_pass: list[tuple[tuple[str, ...], BucketLayout]] = []
         self._measured: list[Measurement] = []
         self._momentum = momentum
@@ -147,10 +149,12 @@ class PowerSGD(Stage):
         if self._momentum is not None:
             self._momentum.check()
         self._this_pass.clear()
+        self._measurable.clear()
 
     def after_backward(self, *, failed: bool) -> str | None:
-        self._last_pass = [(keys, layout) for _, keys, layout in self._this_pass]
+        self._last_pass = self._this_pass.copy()
         self._this_pass.clear()
+        self._measurable.clear()
         if failed:
             # Ranks may have stopped at different buckets, and bases that differ among them give different outputs.
             if self.config.alternate:
@@ -194,13 +198,16 @@ class PowerSGD(Stage):
             self._bases.directions.forget()
         await self._ranks.compare(bucket)
         layout = self._layout_of(keys, bucket)
-        self._this_pass.append((bucket, keys, layout))
+        self._this_pass.append((keys, layout))
+        is_undecided = self.config.bypass == "auto" and self._memory.bypassed is None
+        is_measured = is_undecided and self._step >= _MEASURED_STEP
+        if is_measured:
+            self._measurable.append((bucket.outline(), keys, layout))
         self._memory.release(bucket, layout.exact, keys)
         compressed = await self._reduce(bucket, layout, keys, self._memory)
         self._memory.settle_released(bucket, layout.exact, keys)
         self._memory.statistics.count(layout.numel, compressed.sent_numel if compressed else layout.numel)
-        is_undecided = self.config.bypass == "auto" and self._memory.bypassed is None
-        if bucket.is_last and is_undecided and self._step >= _MEASURED_STEP:
+        if bucket.is_last and is_measured:
             await self._measure(bucket)
         return compressed
 
@@ -237,23 +244,20 @@ class PowerSGD(Stage):
     async def _measure(self, bucket: Bucket) -> None:
         """Decide which buckets of this pass are sent as they are from the next one on."""
         # One at a time, so that the copies of one are freed before the next are made.
-        trials = (self._trial(seen, keys, layout) for seen, keys, layout in self._this_pass if layout.batches)
+        trials = (self._trial(zeros, keys, layout) for zeros, keys, layout in self._measurable if layout.batches)
         self._measured = await measure(
             trials, group=self._memory.group or bucket.group, device=bucket.buffer.device, what="PowerSGD"
         )
         self._memory.bypassed = frozenset(key for found in self._measured if not found.compresses for key in found.keys)
 
-    def _trial(self, bucket: Bucket, keys: tuple[str, ...], layout: BucketLayout) -> Trial:
+    def _trial(self, zeros: Callable[[], Bucket], keys: tuple[str, ...], layout: BucketLayout) -> Trial:
         memory = Memory()
 
-        def copy() -> Bucket:
-            return bucket.with_buffer(torch.zeros_like(bucket.buffer))  # The same work, and no overflow.
-
         async def send() -> None:
-            await self._all_reduce(copy())
+            await self._all_reduce(zeros())  # The same work, and no overflow.
 
         async def compress() -> None:
-            await self._reduce(copy(), layout, keys, memory)
+            await self._reduce(zeros(), layout, keys, memory)
 
         return Trial(tuple(key for place, key in enumerate(keys) if place not in layout.exact), send, compress)
 

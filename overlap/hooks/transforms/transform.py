@@ -143,6 +143,7 @@ class WholePassTransform(Transform):
         if bucket.is_last:
             arrived, self._arrived = self._arrived, []
             await self.act(arrived)
+            del arrived  # They go on now, and nobody else needs their memory.
         await whole_pass()  # The other buckets go on when it has acted.
 
     def in_order(self, buckets: Sequence[Bucket]) -> list[tuple[Tensor, Tensor]]:

@@ -85,6 +85,9 @@ class ZeroStep(UpdateStage):
         error_feedback: add what ``reduce_wire`` left out of a step's gradients to the next step's; takes one fp32 copy
             of the gradients, and in backward two. A pass with a mean that is not finite, or that fails, changes it on
             no rank.
+        release_gradients: give a bucket's memory back as soon as it is updated and gathered, and take it again when its
+            next gradient comes, so that gradients hardly add to the peak. ``.grad`` is ``None`` after backward. Needs
+            ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
 
     Issues, per bucket: one reduce-scatter, if first; one all-gather; if DDP looks for unused parameters, one all-reduce
     of one byte per parameter. Deferred and first: one all-reduce of a number per backward, so that all ranks know of a
@@ -96,7 +99,8 @@ class ZeroStep(UpdateStage):
         ConfigurationError: an argument is out of range, or (at registration) the optimizer has parameters that the
             model does not have.
         UnsupportedError: (at registration) a parameter that would travel through a wire is complex.
-        TrainingLoopError: in ``backward``, if ``zero.step()`` was not called after the backward before.
+        TrainingLoopError: in ``backward``, if ``zero.step()`` was not called after the backward before, or if something
+            else refers to a gradient that is to be released.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class ZeroStep(UpdateStage):
         reduce_wire: Wire | None = None,
         gather_wire: Wire | None = None,
         error_feedback: bool = False,
+        release_gradients: bool = False,
     ) -> None:
         zero = unwrapped(zero)
         if not isinstance(zero, ZeroRedundancyOptimizer):
@@ -130,6 +135,7 @@ class ZeroStep(UpdateStage):
             deferred_form="ZeroStep(zero, deferred=True)",
             skip="stage.skip_update()" if automatic else "zero.skip_update()",
             adds_up=False,
+            release_gradients=release_gradients,
         )
         self.zero = zero
         self.reduce_wire, self.gather_wire, self.error_feedback = reduce_wire, gather_wire, error_feedback
@@ -417,9 +423,11 @@ class ZeroStep(UpdateStage):
             return None
         if self._gathers_after_backward and not self.lifecycle.veto.stops:
             self._gather()
+        self.note_released()
         self.lifecycle.on_reduced(Phase.STEPPED if self.lifecycle.is_replay else None)
         if self.is_automatic:
             mark_stepped(self.zero)
+        self.refuse_use_elsewhere()
         return None
 
     def _gather(self) -> None:
@@ -593,4 +601,6 @@ class ZeroStep(UpdateStage):
             parts.append(f"gather_wire={self.gather_wire!r}")
         if self.error_feedback:
             parts.append("error_feedback=True")
+        if self.releases_gradients:
+            parts.append("release_gradients=True")
         return f"ZeroStep({', '.join(parts)})"

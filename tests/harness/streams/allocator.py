@@ -72,6 +72,10 @@ class Allocator:
                 self._on_reuse(earlier, access)
         self._memories[storage._cdata] = Memory(storage, access, self._history, is_host=is_host, is_pinned=is_pinned)
 
+    def emptied(self, storage: torch.UntypedStorage) -> None:
+        """``storage`` is there, but has given its memory back."""
+        self._free(storage._cdata)
+
     def _free(self, key: int) -> None:
         self._shared.pop(key, None)
         memory = self._memories.pop(key, None)

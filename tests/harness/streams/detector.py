@@ -148,6 +148,14 @@ class Detector:
         self.allocator.allocated(tensor.untyped_storage(), born, is_host=True, is_pinned=is_pinned)
         return tensor
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """The memory of ``storage`` was given back, or it has got other memory, on the current stream."""
+        self.allocator.emptied(storage)
+        if storage.nbytes():
+            stream = self.current_stream
+            born = Access(stream, stream.advance(), "allocated for a storage that was empty", frames_of_interest())
+            self.allocator.allocated(storage, born)
+
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         self.memory(tensor).recorded.add(stream)
 

@@ -52,6 +52,10 @@ class SimulatedStreams(DeviceStreams):
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         self._detector.record_stream(tensor, stream)
 
+    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        storage.resize_(nbytes)
+        self._detector.resized(storage)
+
     def future_for(self, device: torch.device) -> Future[Any]:
         return DeviceFuture(self._detector)
 

@@ -1,0 +1,130 @@
+"""The memory of one of DDP's buckets, which can be given back where nobody else refers to it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlap._torch.device import future_for, resize_storage
+from overlap._torch.storages import is_referred_to, storage_key, tensors_on
+from overlap.hooks import Bucket
+
+__all__ = ["BucketMemory", "Future"]
+
+# A backend's thread may hold tensors of a collective for a moment after it has told that it is done.
+_PATIENCE_S = 0.05
+# On a storage, beside DDP's of each parameter: DDP's of the bucket, and this module's reference to the storage itself.
+_OWN_TENSORS = 2
+# To DDP's object for a bucket when backward is over: this module's, and that of the call which counts.
+_OWN_REFERENCES = 2
+
+Future = torch.futures.Future[Tensor]
+
+
+class BucketMemory:
+    """The storage of one of DDP's buckets."""
+
+    def __init__(self, bucket: Bucket, key: int) -> None:
+        self.key = key
+        self.parameters = bucket.parameters
+        self.is_done = False
+        """Whether all of the bucket is updated in this pass, and may be emptied when backward is over."""
+        self._storage = bucket.buffer.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        # Of this pass and of the one before, which refers to the buffer. DDP drops that at some time in this pass; as
+        # it is kept here, nobody need know when.
+        self._future: Future | None = None
+        self._former_future: Future | None = None
+        self._tensors = self._by_future = 0
+        self._raw: Any = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._storage.nbytes() < self._nbytes
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether DDP has no tensor on it any longer."""
+        return tensors_on(self._storage) == 1
+
+    def fill(self) -> None:
+        """Give it memory of undefined contents."""
+        resize_storage(self._storage, self._nbytes)
+
+    def empty(self) -> None:
+        """Give its memory back."""
+        resize_storage(self._storage, 0)
+
+    def views(self) -> Iterator[Tensor]:
+        """The parameters whose ``.grad`` lies in it."""
+        for parameter in self.parameters:
+            if parameter.grad is not None and storage_key(parameter.grad) == self.key:
+                yield parameter
+
+    def note_arrival(self, bucket: Bucket, future: Future) -> None:
+        """Before any stage sees the bucket, note how much refers to it."""
+        bucket.__dict__.pop("gradients", None)
+        self._raw = bucket.raw
+        self._former_future, self._future = self._future, future
+        self._tensors = tensors_on(self._storage)
+        if not self._by_future:
+            self._by_future = _references_of_future(bucket)
+
+    @property
+    def is_of_others(self) -> bool:
+        """Whether somebody else has reduced the bucket before, so that it is not known what DDP has of that."""
+        return self._former_future is None and self._tensors > _OWN_TENSORS + len(self.parameters)
+
+    def used_elsewhere(self, bucket: Bucket | None = None) -> Tensor | None:
+        """A parameter whose gradient, or bucket, something else refers to; ``bucket`` is given in the pass alone."""
+        if bucket is not None:
+            bucket.__dict__.pop("gradients", None)
+        until_s = time.monotonic() + _PATIENCE_S
+        while (found := self._find_use(bucket)) is not None and time.monotonic() < until_s:
+            time.sleep(0.001)
+        if found is not None:
+            gc.collect()  # An exception of an earlier pass refers to frames, and those to it.
+            found = self._find_use(bucket)
+        if bucket is None:
+            self._raw = None
+        return found
+
+    def _find_use(self, bucket: Bucket | None) -> Tensor | None:
+        found = next((parameter for parameter in self.views() if is_referred_to(parameter)), None)
+        if found is not None:
+            return found
+        tensors, each = tensors_on(self._storage), len(self.parameters)
+        is_used = tensors not in (_OWN_TENSORS + each, _OWN_TENSORS + 2 * each)
+        if bucket is None:
+            is_used |= sys.getrefcount(self._raw) > _OWN_REFERENCES
+        else:
+            expected = _without_others() + self._by_future * (self._former_future is not None)
+            is_used |= tensors > self._tensors or _references_to_buffer(bucket) > expected
+        return self.parameters[0] if is_used else None
+
+
+def _references_to_buffer(bucket: Any) -> int:
+    return sys.getrefcount(bucket.buffer)
+
+
+@cache
+def _without_others() -> int:
+    """The count where C++ and one bucket have the buffer; how C++ counts differs by version of PyTorch."""
+    parameter = torch.zeros(1, device="cpu", requires_grad=True)
+    parameter.grad = torch.zeros(1, device="cpu")
+    return _references_to_buffer(SimpleNamespace(buffer=parameter.grad))
+
+
+def _references_of_future(bucket: Bucket) -> int:
+    """How often a future that is completed with a buffer refers to it."""
+    before, future = _references_to_buffer(bucket), future_for(bucket.buffer.device)
+    future.set_result(bucket.buffer)
+    return _references_to_buffer(bucket) - before

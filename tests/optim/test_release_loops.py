@@ -1,0 +1,561 @@
+"""Loops and chains in which gradients are released, each beside the same without, bit for bit at every step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from release_cases import ADAMW, FORMS, SGD, held_bytes, registered, release_of, settle, storages, wrapped
+
+import overlap
+from harness import assert_parity, run_ranks
+from harness.models import BATCH_NORM, MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
+from overlap import (
+    AllReduce,
+    BFloat16,
+    Cast,
+    Centralize,
+    ClipGradNorm,
+    ClipValue,
+    Hierarchical,
+    Int4,
+    Int8,
+    Join,
+    LocalSGD,
+    Log,
+    OverlappedOptimizer,
+    PowerSGD,
+    Quantize,
+    ReduceScatter,
+    Scale,
+    SkipNonFinite,
+    Step,
+    TopK,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    as_stage,
+    chain,
+    route,
+)
+from overlap.hooks.engine.registration import registration_of
+
+Seen = list[Any]
+
+
+class Run:
+    """One training run; ``note`` records what is there."""
+
+    def __init__(self, rank: int, *, releases: bool, case: Case = MLP, **options: Any) -> None:
+        self.rank, self.case = rank, case
+        self.options: dict[str, Any] = {"release_gradients": releases}
+        self.ddp = wrapped(case, **options)
+        self.seen: Seen = []
+        self.optimizers: list[Any] = []
+
+    def loss(self, step: int) -> torch.Tensor:
+        return mean_squared_error(self.ddp, self.case.batch(step, self.rank))
+
+    def train(self, steps: int = 5, start: int = 0) -> None:
+        for step in range(start, start + steps):
+            self.loss(step).backward()
+            self.update()
+
+    def update(self) -> None:
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, torch.optim.SGD):  # Of the automatic forms.
+                optimizer.step()
+        self.note()
+
+    def note(self) -> None:
+        for optimizer in self.optimizers:
+            settle(optimizer)
+        states = [getattr(optimizer, "optim", optimizer).state_dict() for optimizer in self.optimizers]  # Of this rank.
+        self.seen.append(copy.deepcopy((dict(self.ddp.module.state_dict()), states)))
+
+
+def _both(rank: int, play: Callable[[Run], None], what: str, **options: Any) -> None:
+    """Play with and without; and gradients must have been released."""
+    plain, ours = Run(rank, releases=False, **options), Run(rank, releases=True, **options)
+    play(plain)
+    play(ours)
+    assert_parity(ours.seen, plain.seen, what=f"{what}, rank {rank}")
+    if registration_of(ours.ddp) is not None and storages(ours.ddp):
+        assert held_bytes(ours.ddp) == 0, f"{what}: nothing was released at the end"
+
+
+# Loops, with each form.
+
+
+def _accumulates(run: Run) -> None:
+    for step in range(4):
+        for micro in range(3):
+            with run.ddp.no_sync() if micro < 2 else contextlib.nullcontext():
+                run.loss(3 * step + micro).backward()
+        run.update()
+
+
+def _accumulates_first_in_a_pass_of_its_own(run: Run) -> None:
+    run.train(2)
+    with run.ddp.no_sync():
+        run.loss(2).backward()
+    run.loss(3).backward()
+    run.update()
+    run.train(2, start=4)
+
+
+def _skips(run: Run) -> None:
+    run.train(2)
+    if not hasattr(run.optimizers[0], "skip_update"):
+        return  # In the automatic form the stage has it.
+    with run.optimizers[0].skip_update():
+        run.loss(2).backward()
+    run.optimizers[0].zero_grad()
+    run.train(2, start=3)
+    with run.optimizers[0].skip_update():
+        run.loss(5).backward()
+    run.update()  # It is applied after all.
+    run.train(1, start=6)
+
+
+def _zeroes(run: Run) -> None:
+    for step in range(6):
+        run.optimizers[0].zero_grad(set_to_none=step % 2 == 0)
+        run.loss(step).backward()
+        run.update()
+
+
+def _zeroes_after(run: Run) -> None:
+    for step in range(6):
+        run.loss(step).backward()
+        run.update()
+        run.optimizers[0].zero_grad(set_to_none=step % 2 == 0)
+
+
+def _zeroes_the_model(run: Run) -> None:
+    for step in range(4):
+        run.ddp.zero_grad(set_to_none=step % 2 == 0)
+        run.loss(step).backward()
+        run.update()
+
+
+def _evaluates(run: Run) -> None:
+    for step in range(4):
+        with torch.no_grad():
+            run.loss(step)
+        run.loss(step)  # Nobody calls backward.
+        torch.autograd.grad(run.ddp.module(*run.case.batch(step, run.rank).inputs).sum(), list(run.ddp.parameters()))
+        run.train(1, start=step)
+
+
+def _checkpoints_and_resumes(run: Run) -> None:
+    run.train(3)
+    optimizer = getattr(run.optimizers[0], "optim", run.optimizers[0])
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run.ddp.load_state_dict(copy.deepcopy(run.ddp.state_dict()))
+    copy.deepcopy(run.ddp.module)
+    run.train(2, start=3)
+
+
+LOOPS = (
+    Run.train,
+    _accumulates,
+    _accumulates_first_in_a_pass_of_its_own,
+    _skips,
+    _zeroes,
+    _zeroes_after,
+    _zeroes_the_model,
+    _evaluates,
+    _checkpoints_and_resumes,
+)
+
+
+def _loops(rank: int, world_size: int, form: str) -> None:
+    for loop in LOOPS:
+
+        def play(run: Run, loop: Any = loop) -> None:
+            run.optimizers = [registered(form, run.ddp, **run.options)]
+            loop(run)
+
+        _both(rank, play, f"{form}, {loop.__name__}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loop_is_the_same(form: str) -> None:
+    run_ranks(_loops, 2, form)
+
+
+def _unused(rank: int, world_size: int, form: str) -> None:
+    for loop in (Run.train, _accumulates, _zeroes, _zeroes_after):
+
+        def play(run: Run, loop: Any = loop) -> None:
+            run.optimizers = [registered(form, run.ddp, **run.options)]
+            loop(run)
+
+        _both(rank, play, f"{form}, unused, {loop.__name__}", case=UNUSED_ON_SOME_RANKS)
+
+
+@pytest.mark.parametrize("form", ["interleaved", "zero"])
+def test_a_loop_with_unused_parameters_is_the_same(form: str) -> None:
+    run_ranks(_unused, 2, form)
+
+
+# Chains.
+
+Build = Callable[[Run], list[Any]]
+
+
+def _stepped(*before: Callable[[], Any], after: tuple[Callable[[], Any], ...] = (), make: Any = SGD) -> Build:
+    def build(run: Run) -> list[Any]:
+        optimizer = OverlappedOptimizer(make(run.ddp.parameters()))
+        stages = [*(one() for one in before), Step(optimizer, **run.options), *(one() for one in after)]
+        chain(*stages).register(run.ddp)
+        return [optimizer]
+
+    return build
+
+
+def _zero(*before: Callable[[], Any], after: tuple[Callable[[], Any], ...] = (), **options: Any) -> Build:
+    def build(run: Run) -> list[Any]:
+        zero = ZeroRedundancyOptimizer(run.ddp.parameters(), torch.optim.AdamW, lr=0.01)
+        chain(*(one() for one in before), ZeroStep(zero, **run.options, **options), *(one() for one in after)).register(
+            run.ddp
+        )
+        return [zero]
+
+    return build
+
+
+def _halves(run: Run) -> tuple[list[Any], list[Any]]:
+    parameters = list(run.ddp.parameters())
+    return [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
+
+
+def _two_updates(run: Run) -> list[Any]:
+    matrices, rest = _halves(run)
+    first, second = OverlappedOptimizer(SGD(matrices)), OverlappedOptimizer(ADAMW(rest))
+    chain(AllReduce(), Step(first, **run.options), Step(second, **run.options)).register(run.ddp)
+    return [first, second]
+
+
+def _one_sharded_one_not(run: Run) -> list[Any]:
+    matrices, rest = _halves(run)
+    first = ZeroRedundancyOptimizer(matrices, torch.optim.Muon, lr=0.02)
+    second = OverlappedOptimizer(ADAMW(rest))
+    chain(ZeroStep(first, **run.options), Step(second, **run.options)).register(run.ddp)
+    return [first, second]
+
+
+def _two_sharded(run: Run) -> list[Any]:
+    matrices, rest = _halves(run)
+    first = ZeroRedundancyOptimizer(matrices, torch.optim.Muon, lr=0.02)
+    second = ZeroRedundancyOptimizer(rest, torch.optim.AdamW, lr=0.01)
+    chain(
+        ReduceScatter(first, second), ZeroStep(first, **run.options), ZeroStep(second, gather="forward", **run.options)
+    ).register(run.ddp)
+    return [first, second]
+
+
+def _norms() -> Log:
+    return Log(lambda step, norms: None)
+
+
+def _hook(state: Any, bucket: Any) -> Any:
+    work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0].div_(torch.distributed.get_world_size()))
+
+
+CHAINS: dict[str, Build] = {
+    "16 bits": _stepped(lambda: Cast(BFloat16())),
+    "8 bits": _stepped(lambda: Quantize(Int8())),
+    "4 bits, feedback": _stepped(lambda: Quantize(Int4(), error_feedback=True)),
+    "sparse": _stepped(lambda: Quantize(TopK(0.1), error_feedback=True)),
+    "factors": _stepped(lambda: PowerSGD(rank=1, min_compression_rate=1.0)),
+    "routes": _stepped(lambda: route({"*.weight": PowerSGD(rank=1, min_compression_rate=1.0), "*": AllReduce()})),
+    "two levels": _stepped(lambda: Hierarchical(outer=Quantize(Int4()), machine_size=1)),
+    "a hook": _stepped(lambda: as_stage(_hook)),
+    "transforms": _stepped(
+        lambda: Scale(2.0), AllReduce, lambda: Scale(0.5), lambda: ClipValue(0.1), Centralize, _norms, after=(_norms,)
+    ),
+    "clipped": _stepped(AllReduce, lambda: ClipGradNorm(0.05)),
+    "skipping": _stepped(AllReduce, SkipNonFinite),
+    "two updates": _two_updates,
+    "one sharded, one not": _one_sharded_one_not,
+    "two sharded": _two_sharded,
+    "sharded, wires": _zero(reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True),
+    "sharded, wires, in forward": _zero(reduce_wire=Int8(), gather_wire=Int8(), gather="forward"),
+    "sharded, after factors": _zero(lambda: PowerSGD(rank=1, min_compression_rate=1.0)),
+    "sharded, clipped, skipping": _zero(lambda: ClipGradNorm(0.05), SkipNonFinite, after=(_norms,)),
+}
+
+
+def _chains(rank: int, world_size: int, names: list[str]) -> None:
+    for name in names:
+
+        def play(run: Run, name: str = name) -> None:
+            torch.manual_seed(0)
+            run.optimizers = CHAINS[name](run)
+            run.train(6)
+
+        _both(rank, play, name)
+
+
+@pytest.mark.parametrize("names", [list(CHAINS)[place::3] for place in range(3)], ids=", ".join)
+def test_a_chain_is_the_same(names: list[str]) -> None:
+    run_ranks(_chains, 2, names)
+
+
+def _measured(rank: int, world_size: int) -> None:
+    """``bypass="auto"`` times what it does, and may decide otherwise in each run; here it must only go on."""
+    for reducer in (PowerSGD(rank=1, min_compression_rate=1.0, bypass="auto"), Quantize(Int8(), bypass="auto")):
+        run = Run(rank, releases=True)
+        run.optimizers = _stepped(lambda made=reducer: made)(run)
+        run.train(8)
+        assert held_bytes(run.ddp) == 0
+
+
+def test_a_reducer_that_measures_goes_on() -> None:
+    run_ranks(_measured, 2)
+
+
+def _not_finite(rank: int, world_size: int) -> None:
+    def play(run: Run) -> None:
+        run.optimizers = CHAINS["skipping"](run)
+        run.train(2)
+        (run.loss(2) * (float("inf") if rank == 0 else 1.0)).backward()
+        run.update()
+        run.train(2, start=3)
+
+    _both(rank, play, "a step that is left out")
+
+
+def test_a_step_that_is_left_out_is_the_same() -> None:
+    run_ranks(_not_finite, 2)
+
+
+def _in_part(rank: int, world_size: int) -> None:
+    """A bucket with a parameter that no update has is kept, and its gradient stays readable."""
+    run = Run(rank, releases=True)
+    matrices, rest = _halves(run)
+    optimizer = OverlappedOptimizer(SGD([*matrices, *rest[:-1]]))
+    chain(AllReduce(), Step(optimizer, **run.options)).register(run.ddp)
+    for step in range(4):
+        rest[-1].grad = None
+        run.loss(step).backward()
+        assert rest[-1].grad is not None and rest[-1].grad.any()
+        assert step == 0 or matrices[0].grad is None
+        optimizer.step()
+    kept = [storage.nbytes() for storage in storages(run.ddp) if storage.nbytes()]
+    assert len(kept) == 1 and len(storages(run.ddp)) > 2
+
+    run = Run(rank, releases=True)
+    *most, weight, bias = run.ddp.parameters()
+    both = OverlappedOptimizer(SGD(most)), OverlappedOptimizer(ADAMW([weight, bias]))
+    chain(AllReduce(), Step(both[0], **run.options), Step(both[1])).register(run.ddp)
+    run.optimizers = list(both)
+    run.train(4)
+    assert weight.grad is not None and bias.grad is not None, "of an update that releases nothing"
+    assert all(p.grad is None for p in most)
+
+
+def test_what_no_update_releases_is_kept() -> None:
+    run_ranks(_in_part, 2)
+
+
+# Uneven inputs.
+
+
+def _joins(rank: int, world_size: int, form: str) -> None:
+    for told_by in ("forwards", "lengths"):
+
+        def play(run: Run, told_by: str = told_by) -> None:
+            run.optimizers = [registered(form, run.ddp, **run.options)]
+            count = (6, 3)[rank]
+            options = {"lengths": count} if told_by == "lengths" else {}
+            joinables = [run.ddp] if "automatic" in form else [run.ddp, run.optimizers[0]]
+            with Join(joinables, **options):
+                for step in range(count):
+                    run.loss(step).backward()
+                    if "automatic" not in form:
+                        run.optimizers[0].step()
+            run.note()
+
+        _both(rank, play, f"{form}, {told_by}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_uneven_inputs_are_the_same(form: str) -> None:
+    run_ranks(_joins, 2, form)
+
+
+def _joins_again(rank: int, world_size: int) -> None:
+    def play(run: Run) -> None:
+        run.optimizers = [registered("interleaved", run.ddp, **run.options)]
+        for epoch in range(3):
+            count = 2 + (epoch + rank) % 2
+            with torch.distributed.algorithms.Join([run.ddp, run.optimizers[0]]):
+                run.train(count, start=3 * epoch)
+
+    _both(rank, play, "torch's Join", case=BATCH_NORM)
+
+
+def test_pytorchs_join_is_the_same() -> None:
+    # Records of a rank that has run out are shorter, so each rank compares its own.
+    run_ranks(_joins_again, 2)
+
+
+# Failures and ends.
+
+
+class _FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("broken on purpose")
+
+
+def _fails(rank: int, world_size: int, form: str) -> None:
+    for kind in ("stage", "model", "optimizer"):
+        run = Run(rank, releases=True)
+        run.optimizers = [registered(form, run.ddp, **run.options)]
+        run.train(3)
+        registration = registration_of(run.ddp)
+        assert registration is not None
+        module = run.ddp.module
+        if kind == "stage":
+            stages = list(registration.stage.sequence)
+            original = type(stages[-1]).__call__
+
+            async def broken(self: Any, bucket: Any, original: Any = original) -> None:
+                if bucket.index == 2:
+                    raise ValueError("broken on purpose")
+                await original(self, bucket)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(type(stages[-1]), "__call__", broken)
+                with pytest.raises(ValueError, match="broken on purpose"):
+                    run.loss(3).backward()
+        elif kind == "model":
+            handle = module[4].register_forward_pre_hook(lambda _, inputs: _FailsInBackward.apply(*inputs))
+            with pytest.raises(ValueError, match="broken on purpose"):
+                run.loss(3).backward()
+            handle.remove()
+        else:
+            inner = getattr(run.optimizers[0], "optim", getattr(run.optimizers[0], "optimizer", run.optimizers[0]))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(type(inner), "step", _raises)
+                with pytest.raises(ValueError, match="broken on purpose"):
+                    run.loss(3).backward()
+        run.train(3, start=4)
+        assert held_bytes(run.ddp) == 0, kind
+
+
+def _raises(self: Any, closure: Any = None) -> Any:
+    raise ValueError("broken on purpose")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_trains_on_after_a_failure(form: str) -> None:
+    run_ranks(_fails, 2, form)
+
+
+def _removes(rank: int, world_size: int, form: str) -> None:
+    def play(run: Run) -> None:
+        run.optimizers = [registered(form, run.ddp, **run.options)]
+        run.train(3)
+        registration = registration_of(run.ddp)
+        assert registration is not None
+        found = list(release_of(run.ddp)._memories.values()) if run.options["release_gradients"] else []
+        registration.remove()
+        assert all(not memory.is_empty for memory in found) and (not found or len(found) > 2)
+        del found  # It refers to what DDP has of earlier passes.
+        optimizer = SGD(run.ddp.parameters())
+        run.optimizers = []
+        for step in range(3, 6):
+            optimizer.zero_grad()
+            run.loss(step).backward()
+            assert all(p.grad is not None for p in run.ddp.parameters())
+            optimizer.step()
+            run.note()
+        assert not any(parameter._backward_hooks for parameter in run.ddp.parameters())
+        run.optimizers = [registered(form, run.ddp, **run.options)]
+        run.train(3, start=6)
+
+    _both(rank, play, f"{form}, removed")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_is_as_before_when_the_registration_is_removed(form: str) -> None:
+    run_ranks(_removes, 2, form)
+
+
+def _thaws(rank: int, world_size: int) -> None:
+    """A layer that is frozen when the chain is registered gets gradients later."""
+
+    def play(run: Run) -> None:
+        layer = run.ddp.module[2]
+        layer.requires_grad_(False)
+        run.optimizers = [registered("interleaved", run.ddp, **run.options)]
+        run.train(3)
+        layer.requires_grad_(True)
+        run.train(3, start=3)
+        layer.requires_grad_(False)
+        run.train(2, start=6)
+        layer.requires_grad_(True)
+        run.train(2, start=8)
+
+    _both(rank, play, "a layer that thaws", find_unused_parameters=True)
+
+
+def test_a_layer_may_thaw() -> None:
+    run_ranks(_thaws, 2)
+
+
+def _resumes(rank: int, world_size: int) -> None:
+    def build(run: Run) -> Any:
+        run.optimizers = _stepped(lambda: Quantize(Int4(), error_feedback=True))(run)
+        return run.optimizers[0]
+
+    runs = {}
+    for releases in (False, True):
+        first = Run(rank, releases=releases)
+        optimizer = build(first)
+        first.train(3)
+        saved = copy.deepcopy(overlap.state_dict(first.ddp, optimizer))
+        second = Run(rank, releases=not releases)
+        optimizer = build(second)
+        overlap.load_state_dict(second.ddp, optimizer, saved)
+        second.train(3, start=3)
+        first.train(3, start=3)
+        assert_parity(second.seen, first.seen[3:], what=f"resumed, {releases=}")
+        runs[releases] = first.seen
+    assert_parity(runs[True], runs[False], what="not resumed")
+
+
+def test_a_run_resumes_with_or_without() -> None:
+    run_ranks(_resumes, 2)
+
+
+def _local(rank: int, world_size: int) -> None:
+    def play(run: Run) -> None:
+        optimizer = OverlappedOptimizer(SGD(run.ddp.parameters()))
+        update = Step(optimizer, **run.options)
+        run.optimizers = [LocalSGD(run.ddp, optimizer, period=2, start_step=3, update=update)]
+        run.train(3)
+        assert held_bytes(run.ddp) == 0 if run.options["release_gradients"] else True
+        run.train(4, start=3)
+
+    plain, ours = Run(rank, releases=False), Run(rank, releases=True)
+    play(plain)
+    play(ours)
+    assert_parity(ours.seen, plain.seen, what="local SGD with an update in backward")
+
+
+def test_local_sgd_is_the_same() -> None:
+    run_ranks(_local, 2)

@@ -1,0 +1,257 @@
+"""What cannot go with released gradients is an error that says why; never a crash, never a silent difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from release_cases import SGD, STEPPED, gradients, held_bytes, registered, settle, wrapped
+
+from harness import run_ranks, wrap
+from harness.models import MLP
+from overlap import (
+    AllReduce,
+    ConfigurationError,
+    OverlappedOptimizer,
+    Step,
+    TrainingLoopError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+)
+
+Loop = Callable[[Any, Any, int], None]
+
+
+def _backward(ddp: Any, step: int, rank: int) -> None:
+    ddp(*MLP.batch(step, rank).inputs).square().mean().backward()
+
+
+def _trains(ddp: Any, optimizer: Any, rank: int, steps: int = 3, start: int = 0) -> None:
+    for step in range(start, start + steps):
+        _backward(ddp, step, rank)
+        optimizer.step()
+    settle(optimizer)
+
+
+@pytest.mark.parametrize("options", [{"deferred": True}, {"clip_grad_norm": 1.0}], ids=str)
+def test_an_update_that_needs_all_gradients_is_refused(options: dict[str, Any]) -> None:
+    optimizer = OverlappedOptimizer(SGD(torch.nn.Linear(2, 2).parameters()))
+    with pytest.raises(ConfigurationError, match="needs all gradients before the first update"):
+        Step(optimizer, release_gradients=True, **options)
+
+
+def test_only_true_and_false_are_taken() -> None:
+    with pytest.raises(ConfigurationError, match="release_gradients is True or False, got 1"):
+        Step(SGD(torch.nn.Linear(2, 2).parameters()), release_gradients=1)  # type: ignore[arg-type]
+
+
+def _registration_is_refused(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model())
+    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+    with pytest.raises(ConfigurationError, match="gradient_as_bucket_view=True"):
+        chain(AllReduce(), Step(optimizer, release_gradients=True)).register(ddp)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ConfigurationError, match="gradient_as_bucket_view=True"):
+        chain(ZeroStep(zero, release_gradients=True)).register(ddp)
+    chain(ZeroStep(zero)).register(ddp)
+    _trains(ddp, zero, rank)
+
+
+def test_buckets_that_ddp_copies_from_are_refused() -> None:
+    run_ranks(_registration_is_refused, 2)
+
+
+def _a_hook(rank: int, world_size: int) -> None:
+    from overlap import as_hook
+
+    ddp = wrapped()
+    stage = chain(AllReduce(), Step(SGD(ddp.parameters()), release_gradients=True))
+    ddp.register_comm_hook(None, as_hook(stage))
+    with pytest.raises(ConfigurationError, match="has to know the model's parameters"):
+        _backward(ddp, 0, rank)
+
+
+def test_a_hook_is_refused() -> None:
+    run_ranks(_a_hook, 2)
+
+
+# Whoever keeps a gradient, or a bucket.
+
+_KEPT: list[Any] = []
+
+
+def _keeps_the_bucket(bucket: Any) -> None:
+    _KEPT.append(bucket)
+
+
+def _keeps_the_buffer(bucket: Any) -> None:
+    _KEPT.append(bucket.buffer)
+
+
+def _keeps_gradients(bucket: Any) -> None:
+    _KEPT.append(bucket.gradients)
+
+
+def _keeps_a_part(bucket: Any) -> None:
+    _KEPT.append(bucket.buffer[:3])
+
+
+def _keeps_ddps_bucket(bucket: Any) -> None:
+    _KEPT.append(bucket.raw)
+
+
+KEEPERS = (_keeps_the_bucket, _keeps_the_buffer, _keeps_gradients, _keeps_a_part, _keeps_ddps_bucket)
+
+
+def _total() -> float:
+    total = 0.0
+    for kept in _KEPT:
+        buffer = kept if isinstance(kept, torch.Tensor) else getattr(kept, "buffer", None)
+        tensors = kept if isinstance(kept, tuple) else [buffer() if callable(buffer) else buffer]
+        total += sum(float(tensor.sum()) for tensor in tensors)
+    return total
+
+
+def _kept_in_a_stage(rank: int, world_size: int, when: int) -> None:
+    for keep in KEEPERS:
+        for place in ("before", "after"):
+
+            def stage(bucket: Any, keep: Any = keep) -> None:
+                if bucket.step == when and bucket.index == 0:
+                    keep(bucket)
+
+            ddp = wrapped()
+            optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+            update = Step(optimizer, release_gradients=True)
+            chain(
+                *([stage] if place == "before" else []), AllReduce(), update, *([stage] * (place == "after"))
+            ).register(ddp)
+            with pytest.raises(TrainingLoopError, match="something else refers to it") as raised:
+                _trains(ddp, optimizer, rank, steps=when + 1)
+            assert when == 0 or "8." in str(raised.value), "it names a parameter of the first bucket"
+            assert isinstance(_total(), float), f"{keep.__name__}: what is kept can be read"
+            _KEPT.clear()
+            optimizer.step()  # The update had been made, on every rank alike.
+            _trains(ddp, optimizer, rank, start=when + 1)
+            assert held_bytes(ddp) == 0, "and what nobody keeps any longer is released again"
+            _check_same(ddp)
+
+
+def _check_same(ddp: Any) -> None:
+    first = next(ddp.parameters()).detach()
+    gathered = [torch.empty_like(first) for _ in range(2)]
+    torch.distributed.all_gather(gathered, first)
+    assert torch.equal(*gathered)
+
+
+@pytest.mark.parametrize("when", [0, 1, 3])
+def test_what_a_stage_keeps_is_an_error(when: int) -> None:
+    run_ranks(_kept_in_a_stage, 2, when)
+
+
+def _kept_by_a_loop(rank: int, world_size: int, form: str) -> None:
+    for keep in (lambda p: p.grad, lambda p: p.grad.view(-1), lambda p: p.grad.detach()[:2]):
+        ddp = wrapped()
+        optimizer = registered(form, ddp, release_gradients=True)
+        _trains(ddp, optimizer, rank)
+        with optimizer.skip_update():
+            _backward(ddp, 3, rank)
+        kept = keep(list(ddp.parameters())[2])
+        optimizer.zero_grad()  # The backward is thrown away, what was kept of it is not.
+        with pytest.raises(TrainingLoopError, match=r"the gradient of 2\.(weight|bias) cannot be released"):
+            _backward(ddp, 4, rank)
+        assert bool(torch.isfinite(kept).all())
+        del kept
+        optimizer.step()
+        _trains(ddp, optimizer, rank, start=5)
+        assert held_bytes(ddp) == 0
+        _check_same(ddp)
+
+
+@pytest.mark.parametrize("form", ["interleaved", "zero"])
+def test_what_a_loop_keeps_is_an_error(form: str) -> None:
+    run_ranks(_kept_by_a_loop, 2, form)
+
+
+# Loops in which plain DDP would use gradients that are gone.
+
+
+def _steps_twice(ddp: Any, optimizer: Any, rank: int) -> None:
+    _backward(ddp, 0, rank)
+    optimizer.step()
+    optimizer.step()
+
+
+def _adds_after_step(ddp: Any, optimizer: Any, rank: int) -> None:
+    _backward(ddp, 0, rank)
+    optimizer.step()
+    (next(ddp.parameters()) * 0.1).sum().backward()
+    _backward(ddp, 1, rank)
+
+
+def _adds_before_step(ddp: Any, optimizer: Any, rank: int) -> None:
+    _backward(ddp, 0, rank)
+    (next(ddp.parameters()) * 0.1).sum().backward()
+    optimizer.step()
+
+
+def _sets_before_step(ddp: Any, optimizer: Any, rank: int) -> None:
+    _backward(ddp, 0, rank)
+    for parameter in ddp.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def _second_backward(ddp: Any, optimizer: Any, rank: int) -> None:
+    _backward(ddp, 0, rank)
+    _backward(ddp, 1, rank)
+
+
+def _discards(ddp: Any, optimizer: Any, rank: int) -> None:
+    _backward(ddp, 0, rank)
+    optimizer.zero_grad()
+
+
+def _scales(ddp: Any, optimizer: Any, rank: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(ddp(*MLP.batch(0, rank).inputs).square().mean()).backward()
+    try:
+        scaler.step(optimizer)
+    finally:
+        for name in ("grad_scale", "found_inf"):  # GradScaler leaves them where step() raises.
+            optimizer.__dict__.pop(name, None)
+
+
+REFUSED: dict[Loop, str] = {
+    _steps_twice: "was called again for a backward whose gradients have been applied",
+    _adds_after_step: r"was changed after .*step\(\) had applied it",
+    _adds_before_step: "was changed after backward, but the update had been made in backward",
+    _sets_before_step: "was changed after backward, but the update had been made in backward",
+    _second_backward: "a second backward began before step",
+    _discards: "would discard this backward",
+    _scales: "GradScaler decides after backward whether to step",
+}
+
+
+def _refused(rank: int, world_size: int, form: str) -> None:
+    for loop, message in REFUSED.items():
+        ddp = wrapped()
+        optimizer = registered(form, ddp, release_gradients=True)
+        with pytest.raises(TrainingLoopError, match=message):
+            loop(ddp, optimizer, rank)
+        for _ in range(3):
+            try:
+                optimizer.step()
+            except TrainingLoopError:
+                optimizer.zero_grad()
+        _trains(ddp, optimizer, rank, start=2)
+        assert held_bytes(ddp) == 0 and not list(gradients(ddp)), loop.__name__
+        _check_same(ddp)
+
+
+@pytest.mark.parametrize("form", STEPPED)
+def test_a_loop_that_needs_what_is_gone_is_refused(form: str) -> None:
+    run_ranks(_refused, 2, form)
