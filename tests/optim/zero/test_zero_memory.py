@@ -144,9 +144,9 @@ def _count(zero: ZeroRedundancyOptimizer) -> Allocations:
     async def counted_gather(shards: Any, group: Any) -> None:
         await Counted(gather(shards, group), allocations)
 
-    def counted_update(pairs: Any) -> None:
+    def counted_update(pairs: Any, veto: Any) -> None:
         with allocations:
-            update(pairs)
+            update(pairs, veto)
 
     object.__setattr__(zero.exchange, "reduce", counted_reduce)
     object.__setattr__(zero.exchange, "gather", counted_gather)
