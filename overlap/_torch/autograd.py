@@ -1,13 +1,23 @@
-"""Autograd's end-of-backward callbacks."""
+"""Autograd's end-of-backward callbacks, and the modes in which its hooks run."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-__all__ = ["after_backward", "after_gradients", "backward_id", "if_abandoned", "in_backward", "version", "versions"]
+__all__ = [
+    "after_backward",
+    "after_gradients",
+    "backward_id",
+    "by_default",
+    "if_abandoned",
+    "in_backward",
+    "version",
+    "versions",
+]
 
 
 _version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
@@ -21,6 +31,18 @@ def version(tensor: torch.Tensor) -> int:
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """:func:`version` of each of ``tensors``."""
     return list(map(_version_of, tensors))
+
+
+@contextmanager
+def by_default(device: torch.device) -> Iterator[None]:
+    """Within it code on ``device`` runs as an optimizer's step does: without autocast, and recording no gradients.
+
+    Hooks of autograd have the modes that were set where backward was called."""
+    if not (torch.is_grad_enabled() or torch.is_autocast_enabled(device.type)):
+        yield
+        return
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def in_backward() -> bool:

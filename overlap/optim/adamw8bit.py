@@ -326,7 +326,12 @@ def _checked_states(optimizer: AdamW8bit, given: Mapping[str, Any]) -> dict[Any,
 def _fits(state: Mapping[str, Any], parameter: Tensor, blocks: StateBlocks) -> bool:
     scales = [state[key] for key in blocks.keys if key in state]
     if parameter.numel() < blocks.min_numel:
-        return not scales and set(_MAPS) <= set(state)
+        moments = [state[key] for key in _MAPS if key in state]
+        are_whole = all(moment.dtype == torch.float32 and moment.shape == parameter.shape for moment in moments)
+        return not scales and len(moments) == len(_MAPS) and are_whole
+    codes = [state[key] for key in _MAPS if key in state]
+    if len(codes) != len(_MAPS) or any(code.dtype != torch.uint8 or code.shape != parameter.shape for code in codes):
+        return False
     count = blocks.count(parameter.numel())
     return len(scales) == len(blocks.keys) and all(scale.numel() == count for scale in scales)
 

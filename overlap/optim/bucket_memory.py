@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from overlap._torch.device import future_for, resize_storage
-from overlap._torch.storages import is_referred_to, storage_key, tensors_on
+from overlap._torch.storages import holders, is_referred_to, storage_key, tensors_on
 from overlap.hooks import Bucket
 
 __all__ = ["BucketMemory", "Future"]
@@ -44,6 +44,7 @@ class BucketMemory:
         self._future: Future | None = None
         self._former_future: Future | None = None
         self._tensors = self._by_future = 0
+        self._holders = 1
         self._raw: Any = None
 
     @property
@@ -72,6 +73,8 @@ class BucketMemory:
     def note_arrival(self, bucket: Bucket, future: Future) -> None:
         """Before any stage sees the bucket, note how much refers to it."""
         bucket.__dict__.pop("gradients", None)
+        # Before DDP's own views are set anew, it has each of them twice.
+        self._holders = 2 if self._future is None else 1
         self._raw = bucket.raw
         self._former_future, self._future = self._future, future
         self._tensors = tensors_on(self._storage)
@@ -98,7 +101,8 @@ class BucketMemory:
         return found
 
     def _find_use(self, bucket: Bucket | None) -> Tensor | None:
-        found = next((parameter for parameter in self.views() if is_referred_to(parameter)), None)
+        most = self._holders if bucket is not None else 1
+        found = next((p for p in self.views() if is_referred_to(p) or holders(p) > most), None)
         if found is not None:
             return found
         tensors, each = tensors_on(self._storage), len(self.parameters)

@@ -67,14 +67,18 @@ class GradientRelease:
     Args:
         context: of the stage that registers it.
         is_applied: whether the last backward's gradient of a parameter has been applied, and may go.
+        was_unused: whether no rank has used a parameter in that backward.
     """
 
-    def __init__(self, context: StageContext, is_applied: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self, context: StageContext, *, is_applied: Callable[[Tensor], bool], was_unused: Callable[[Tensor], bool]
+    ) -> None:
         self.released: list[Tensor] = []
         """The parameters of which the last backward's gradients were released."""
         self._names = context.names or {}
         self._finds_unused = bool(context.finds_unused)
         self._is_applied = is_applied
+        self._was_unused = was_unused
         # Between autograd's thread and the one that runs stages.
         self._lock = threading.Lock()
         self._memories: dict[int, BucketMemory] = {}
@@ -107,12 +111,11 @@ class GradientRelease:
 
     def arrived(self, bucket: Bucket, future: Future) -> None:
         """All gradients of ``bucket`` are there; DDP gets it back by ``future``."""
-        if bucket.buffer.is_sparse:
-            return  # The pass is going to fail.
         with self._lock:
             if bucket.index == 0:
                 self._begin()
-            self._memory_of(bucket).note_arrival(bucket, future)
+            if not bucket.buffer.is_sparse:  # Otherwise the pass is going to fail.
+                self._memory_of(bucket).note_arrival(bucket, future)
             if bucket.is_last:
                 self._has_last_come = True
                 self._fill(list(self._memories.values()))
@@ -160,8 +163,12 @@ class GradientRelease:
             memory.fill()
 
     def _may_go(self, parameter: Tensor, memory: BucketMemory) -> bool:
+        if self._is_applied(parameter):
+            return True
         gradient = parameter.grad
-        return gradient is None or self._is_applied(parameter) or storage_key(gradient) != memory.key
+        if gradient is None:
+            return self._was_unused(parameter)  # If another rank has used it, DDP is going to set the mean.
+        return storage_key(gradient) != memory.key
 
     def over(self, *, failed: bool) -> None:
         """Backward is over."""

@@ -28,6 +28,8 @@ class PassGradients:
         self._cleared: list[Tensor] = []
         # By id, of those that were released when backward was over; what is in .grad then came later.
         self._released: set[int] = set()
+        # Likewise those that no rank has used in the last backward.
+        self._unused: set[int] = set()
         # None after a replay, on a rank where DDP sets no .grad.
         self._versions: GradientVersions | None = None
         self._late = LateVerdicts()
@@ -91,6 +93,14 @@ class PassGradients:
         self._applied.update(zip(map(id, noted), noted, strict=True))
         self._are_noted = False
 
+    def note_unused(self, parameters: Iterable[Tensor]) -> None:
+        """No rank has used these parameters in this backward, so that DDP leaves their ``.grad`` as it is."""
+        self._unused.update(map(id, parameters))
+
+    def was_unused(self, parameter: Tensor) -> bool:
+        """Whether no rank has used ``parameter`` in the last backward, as far as was asked."""
+        return id(parameter) in self._unused
+
     def note_released(self, parameters: Iterable[Tensor]) -> None:
         """``.grad`` of these parameters, which had been applied, was cleared when backward was over."""
         mine = [parameter for parameter in parameters if self._clears(parameter)]
@@ -106,7 +116,7 @@ class PassGradients:
         """A backward begins."""
         self.forget()
         self._cleared = []
-        self._copied, self._are_copied = [], True
+        self._unused = set()
         self._passes += 1
 
     @property
@@ -137,6 +147,7 @@ class PassGradients:
     def forget(self) -> None:
         """What is in ``.grad`` from here on is not of a backward that was reduced."""
         self._reduced, self._applied, self._versions, self._released = {}, {}, None, set()
+        self._copied, self._are_copied = [], True
 
     def forget_cleared(self) -> None:
         """What comes where a gradient was cleared is not of a backward that was reduced."""

@@ -268,13 +268,14 @@ class Step(UpdateStage):
             await self._defer(bucket, share)
         else:
             await self._interleave(bucket, share)
-        is_copied = self._is_copied and bucket.step > 0 and bucket.raw is not None
+        is_copied = self._is_copied and bucket.step > 0 and bucket.raw is not None and not bucket.is_replay
         self.lifecycle.gradients.note_reduced(bucket.parameters, own=share.owned, copied=bucket if is_copied else None)
 
     async def _interleave(self, bucket: Bucket, share: Share) -> None:
         parameters, gradients = share.parameters, share.gradients(bucket)
         if self._finds_unused is not False:
             used = await used_on_any_rank(bucket, parameters, self._finds_unused)
+            self.lifecycle.gradients.note_unused(compress(parameters, map(operator.not_, used)))
             parameters, gradients = list(compress(parameters, used)), list(compress(gradients, used))
         if self.leaves_update:
             return

@@ -184,9 +184,11 @@ class UpdateStage(Stage):
 
     def _release_with(self, updates: Sequence[UpdateStage]) -> None:
         assert self.context is not None, "stages are attached before they are checked together"
-        applied = [update.lifecycle.gradients.has_applied for update in updates]
+        gradients = [update.lifecycle.gradients for update in updates]
         self.release = updates[0].release or GradientRelease(
-            self.context, lambda parameter: any(has_applied(parameter) for has_applied in applied)
+            self.context,
+            is_applied=lambda parameter: any(each.has_applied(parameter) for each in gradients),
+            was_unused=lambda parameter: any(each.was_unused(parameter) for each in gradients),
         )
 
     def detach(self) -> None:

@@ -181,3 +181,26 @@ def test_which_passes_are_late() -> None:
         assert has_nothing_to_hide(10**9, is_only_bucket=True), "no bucket could ride beside it"
     with limit_replaced(0):
         assert not has_nothing_to_hide(1, is_only_bucket=True)
+
+
+def _under_autocast(rank: int, world_size: int) -> None:
+    losses: dict[str, list[torch.Tensor]] = {}
+    for way in ("plain", "overlapped"):
+        ddp = wrap(MLP.model())
+        # Its step multiplies matrices, which autocast would do in bfloat16.
+        optimizer: Any = torch.optim.Adafactor(ddp.parameters(), lr=0.05)
+        if way == "overlapped":
+            optimizer = OverlappedOptimizer(optimizer)
+            chain(AllReduce(), Step(optimizer)).register(ddp)
+        for step in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                ddp(*MLP.batch(step, rank).inputs).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses[way] = [parameter.detach().clone() for parameter in ddp.parameters()]
+    assert_parity(losses["overlapped"], losses["plain"], what="Adafactor")
+
+
+@pytest.mark.parametrize("env", [{}, LATE], ids=["worker", "late"])
+def test_a_backward_under_autocast_does_not_have_the_update_under_it(env: dict[str, str]) -> None:
+    run_ranks(_under_autocast, 2, env=env)

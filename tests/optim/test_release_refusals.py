@@ -17,6 +17,7 @@ from overlap import (
     OverlappedOptimizer,
     Step,
     TrainingLoopError,
+    UnsupportedError,
     ZeroRedundancyOptimizer,
     ZeroStep,
     chain,
@@ -255,3 +256,91 @@ def _refused(rank: int, world_size: int, form: str) -> None:
 @pytest.mark.parametrize("form", STEPPED)
 def test_a_loop_that_needs_what_is_gone_is_refused(form: str) -> None:
     run_ranks(_refused, 2, form)
+
+
+def _borrowed(rank: int, world_size: int) -> None:
+    borrowers: dict[Any, torch.Tensor] = {}
+    borrows = False
+
+    def borrow(bucket: Any) -> None:
+        for parameter in bucket.parameters if borrows else ():
+            borrowers[parameter] = torch.zeros_like(parameter, requires_grad=True)
+            borrowers[parameter].grad = parameter.grad
+
+    ddp = wrap(MLP.model(), gradient_as_bucket_view=True)
+    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+    chain(AllReduce(), borrow, Step(optimizer, release_gradients=True)).register(ddp)
+    for step in range(6):
+        borrows = step in (0, 3)
+        if borrows:
+            with pytest.raises(TrainingLoopError, match="something else refers to it"):
+                _backward(ddp, step, rank)
+        else:
+            _backward(ddp, step, rank)
+        assert all(torch.isfinite(one.grad.sum()) for one in borrowers.values() if one.grad is not None)
+        borrowers.clear()
+        optimizer.step()
+
+
+def test_the_gradient_of_another_tensor_may_not_be_one_that_is_released() -> None:
+    run_ranks(_borrowed, 2)
+
+
+class _Branches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, inputs: torch.Tensor, uses_second: bool) -> torch.Tensor:
+        hidden = self.first(inputs)
+        return (self.second(hidden) if uses_second else hidden).square().mean()
+
+
+def _unused_on_one_rank(rank: int, world_size: int) -> None:
+    results = []
+    for releases in (False, True):
+        torch.manual_seed(0)
+        ddp = wrap(_Branches(), gradient_as_bucket_view=True, find_unused_parameters=True, bucket_cap_mb=0.0005)
+        optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+        chain(AllReduce(), Step(optimizer, release_gradients=releases)).register(ddp)
+        inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
+        for step in range(4):
+            if step % 2:
+                with optimizer.skip_update():
+                    ddp(inputs, rank == 1).backward()
+                # The mean came in a backward without an update, so it is there for step().
+                assert ddp.module.second.weight.grad is not None
+            else:
+                ddp(inputs, True).backward()
+            optimizer.step()
+        results.append([parameter.detach().clone() for parameter in ddp.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_the_mean_of_what_this_rank_has_not_used_is_not_released_before_it_is_applied() -> None:
+    run_ranks(_unused_on_one_rank, 2)
+
+
+def _sparse(rank: int, world_size: int) -> None:
+    model = torch.nn.ModuleList([torch.nn.Embedding(8, 16, sparse=True), *(torch.nn.Linear(16, 16) for _ in range(3))])
+    ddp = wrap(_InTurn(model), gradient_as_bucket_view=True, find_unused_parameters=True, bucket_cap_mb=0.0005)
+    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+    chain(AllReduce(), Step(optimizer, release_gradients=True)).register(ddp)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="sparse"):
+            ddp(torch.tensor([1, 2])).backward()
+
+
+class _InTurn(torch.nn.Module):
+    def __init__(self, layers: torch.nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs.square().mean()
+
+
+def test_sparse_gradients_are_the_same_error_as_without() -> None:
+    run_ranks(_sparse, 2)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from overlap._torch.autograd import by_default
 from overlap.errors import UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
@@ -79,12 +80,14 @@ class BackwardPass:
         self._wavefront = Wavefront(is_late=is_late)
         self._starts_early = stage.starts_on_autograd_thread
         self._labels = [(stage, repr(stage)) for stage in stage.sequence]
+        self._device = torch.device("cpu")
         self._unfinished: dict[int, tuple[BucketFuture, torch.Tensor]] = {}
         # The worker may fail the pass while the training thread adds buckets to it.
         self._lock = threading.Lock()
 
     def admit(self, bucket: Bucket, future: BucketFuture) -> Task | None:
         """Accept a bucket, on the training thread; ``None`` if the pass has failed and nothing more is to run."""
+        self._device = bucket.buffer.device
         for watcher in self._watchers:
             watcher.arrived(bucket, future)
         with self._lock:
@@ -96,7 +99,8 @@ class BackwardPass:
         given = replace(bucket) if self._watchers else bucket
         task = Task(bucket, self._parts(given), self.executor, lambda: self._complete(bucket))
         if self._starts_early:
-            task.start()
+            with by_default(bucket.buffer.device):
+                task.start()
         return task
 
     def drive(self, task: Task, *, is_last: bool, refusal: Exception | None = None) -> None:
@@ -115,11 +119,8 @@ class BackwardPass:
             self.fail(error)
 
     def drive_late(self, task: Task, *, is_last: bool, refusal: Exception | None = None) -> None:
-        """:meth:`drive`, on autograd's thread, where gradients are not recorded unless backward was asked to."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self.drive(task, is_last=is_last, refusal=refusal)
-        else:
+        """:meth:`drive`, on autograd's thread, which has the modes that were set where backward was called."""
+        with by_default(self._device):
             self.drive(task, is_last=is_last, refusal=refusal)
 
     def fail(self, error: BaseException) -> None:

@@ -81,8 +81,8 @@ class KnownBuckets:
             is_late=is_late,
             raw=raw,
             fqns=known.fqns,
-            # DDP has other buckets after the first pass, and these would keep their memory.
-            gradients_of=known.gradients if step and keeps_views else None,
+            # DDP has other buckets after the first pass and in each replay, and these would keep their memory.
+            gradients_of=known.gradients if step and keeps_views and not is_replay else None,
         )
         return bucket, known
 

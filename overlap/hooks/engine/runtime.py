@@ -8,10 +8,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
-
 from overlap._checks import refuse_capture
-from overlap._torch.autograd import after_backward, backward_id, if_abandoned
+from overlap._torch.autograd import after_backward, backward_id, by_default, if_abandoned
 from overlap._torch.c10d import GradBucket
 from overlap._torch.device import future_for
 from overlap.errors import CollectiveError
@@ -218,7 +216,7 @@ class Runtime:
         if self._worker is not None:
             self._worker.submit(job)
         else:
-            with torch.no_grad():
+            with by_default(self._context.device):
                 job()
 
     def _begin(self, *, is_replay: bool, is_only_bucket: bool) -> BackwardPass:

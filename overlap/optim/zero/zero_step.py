@@ -408,10 +408,7 @@ class ZeroStep(UpdateStage):
             self._memory.settle(failed=failed)
         if failed:
             was_under_way = self.lifecycle.phase is Phase.BACKWARD
-            self.lifecycle.on_failure()
-            self.exchange.workspace.forget()
-            if self.zero.offload is not None:
-                self.zero.offload.forget()
+            self._fail()
             return _PARTLY_UPDATED if was_under_way and not self.is_deferred else None
         if self.leaves_update:
             self._vote.tell(self.zero.shards.values())
@@ -422,13 +419,23 @@ class ZeroStep(UpdateStage):
                 self._scales.note(self._reduced_shards())
             return None
         if self._gathers_after_backward and not self.lifecycle.veto.stops:
-            self._gather()
+            try:
+                self._gather()
+            except BaseException:
+                self._fail()
+                raise
         self.note_released()
         self.lifecycle.on_reduced(Phase.STEPPED if self.lifecycle.is_replay else None)
         if self.is_automatic:
             mark_stepped(self.zero)
         self.refuse_use_elsewhere()
         return None
+
+    def _fail(self) -> None:
+        self.lifecycle.on_failure()
+        self.exchange.workspace.forget()
+        if self.zero.offload is not None:
+            self.zero.offload.forget()
 
     def _gather(self) -> None:
         """Outside of a backward: bring what each rank owns to all, the first layers' parameters first."""
