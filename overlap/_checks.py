@@ -4,17 +4,43 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from overlap._torch.compiled import uncompiled
 from overlap._torch.device import is_capturing
 from overlap.errors import ConfigurationError, UnsupportedError
 
-__all__ = ["check_ddp", "check_group", "check_number", "check_whole_number", "described", "refuse_capture"]
+__all__ = [
+    "as_list",
+    "as_number",
+    "check_ddp",
+    "check_flag",
+    "check_group",
+    "check_number",
+    "check_whole_number",
+    "described",
+    "is_one_of",
+    "refuse_capture",
+    "told",
+]
+
+_LONGEST_TOLD = 200
+
+
+def as_list(value: object) -> list[Any] | None:
+    """What ``value`` holds; ``None`` where it cannot be iterated over, or is a tensor, whose rows are not meant."""
+    if isinstance(value, Tensor):
+        return None
+    try:
+        iterator = iter(value)  # type: ignore[call-overload]
+    except TypeError:  # Also of an array of no dimension, which is an Iterable.
+        return None
+    return list(iterator)
 
 
 def check_ddp(model: object, *, error: type[Exception] = ConfigurationError) -> DistributedDataParallel:
@@ -73,8 +99,21 @@ def check_whole_number(name: str, value: object, *, least: int) -> int:
         ConfigurationError: it is not; the message calls it ``name``.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        raise ConfigurationError(f"{name} must be a whole number of at least {told(least)}, got {told(value)}")
     return int(value)
+
+
+def as_number(value: object) -> float | None:
+    """``value`` as a ``float``; ``None`` where it is not a number, or one that is too large for that.
+
+    Flags are not numbers, and neither are tensors: their comparisons are tensors again, which may have no truth.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def check_number(name: str, value: object, *, above: float | None = None) -> float:
@@ -83,12 +122,28 @@ def check_number(name: str, value: object, *, above: float | None = None) -> flo
     Raises:
         ConfigurationError: it is not; the message calls it ``name``.
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ConfigurationError(f"{name} must be a finite number, got {value!r}")
-    number = float(value)
+    number = as_number(value)
+    if number is None or not math.isfinite(number):
+        raise ConfigurationError(f"{name} must be a finite number, got {told(value)}")
     if above is not None and not number > above:
-        raise ConfigurationError(f"{name} must be greater than {above:g}, got {value!r}")
+        raise ConfigurationError(f"{name} must be greater than {above:g}, got {told(value)}")
     return number
+
+
+def check_flag(name: str, value: object) -> bool:
+    """``value`` itself, if it is ``True`` or ``False``.
+
+    Raises:
+        ConfigurationError: it is something else, whose truth is not asked for; the message calls it ``name``.
+    """
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name} is True or False, got {told(value)}")
+    return value
+
+
+def is_one_of(value: object, *words: str | None) -> bool:
+    """Whether ``value`` is one of ``words``. What is no word is not compared: arrays do that element by element."""
+    return value in words if value is None or isinstance(value, str) else False
 
 
 def refuse_capture(what: str, instead: str, device: torch.device | None = None) -> None:
@@ -103,6 +158,15 @@ def refuse_capture(what: str, instead: str, device: torch.device | None = None) 
             f"a CUDA graph is being captured, and {what} cannot be in it: a graph repeats the kernels of one step, and "
             f"this acts on the host in each step anew; {instead}"
         )
+
+
+def told(value: object) -> str:
+    """``value`` in a message, as it would be typed; its class where that is long, or fails."""
+    try:
+        typed = repr(value)
+    except Exception:  # Such as of a number of more than 4,300 digits.
+        typed = ""
+    return typed if 0 < len(typed) <= _LONGEST_TOLD else f"an object of {described(value)}"
 
 
 def described(value: object) -> str:

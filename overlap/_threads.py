@@ -7,6 +7,9 @@ in the frames below, and aborts the process: a script that was done ends with SI
 would keep a script that has failed from ending. So threads are daemons, and when the script has ended, but the
 interpreter still works, they are asked to stop and waited for: what is in flight is finished, since other ranks may be
 waiting for it. What does not end by itself is abandoned.
+
+A thread that has done its work is waited for, too, until it is gone: last of all it drops what its target held. To drop
+a work of a collective, PyTorch gives the interpreter's lock away and takes it back, which is such a return from C++.
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ import atexit
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-__all__ = ["start"]
+__all__ = ["forget", "start"]
 
 _FINISHING_S = 60.0
 # After an exception other ranks may never come, and should soon see this one end.
@@ -33,6 +36,10 @@ class _Ending:
 
 
 _running: dict[threading.Thread, _Ending] = {}
+"""Also those that have done their work but may not be gone: see [Note: the end of the interpreter]."""
+_stuck: dict[threading.Thread, Callable[[], None]] = {}
+"""Threads that may come back at any time, also while the interpreter is going."""
+_DONE = _Ending(stop=lambda: None, abandon=lambda: None)
 
 
 def start(
@@ -55,15 +62,28 @@ def start(
         try:
             target()
         finally:
-            _running.pop(thread, None)
+            if thread in _running:
+                _running[thread] = _DONE  # What stops it may hold a model.
 
+    for other, ending in list(_running.items()):
+        if ending is _DONE and not other.is_alive():
+            _running.pop(other, None)
     thread = threading.Thread(target=run, name=name, daemon=True)
     _running[thread] = _Ending(stop, abandon)
     try:
         thread.start()
     except RuntimeError:  # Python 3.12 starts no thread when the script has ended.
+        del _running[thread]
         run()
     return thread
+
+
+def forget(thread: threading.Thread, *, abandon: Callable[[], None]) -> None:
+    """When the script has ended, do not let ``thread`` finish its work, in which it is stuck: ``abandon`` ends it."""
+    _running.pop(thread, None)
+    for other in [one for one in _stuck if not one.is_alive()]:
+        _stuck.pop(other, None)
+    _stuck[thread] = abandon
 
 
 def _end_all() -> None:
@@ -72,16 +92,17 @@ def _end_all() -> None:
         one.stop()
     # Set where an exception has ended the script.
     has_failed = hasattr(sys, "last_value")
-    _join(_FINISHING_AFTER_EXCEPTION_S if has_failed else _FINISHING_S)
-    for thread, one in ending.items():
+    _join(_running, _FINISHING_AFTER_EXCEPTION_S if has_failed else _FINISHING_S)
+    stuck = dict(_stuck)
+    for thread, abandon in [*((thread, one.abandon) for thread, one in ending.items()), *stuck.items()]:
         if thread.is_alive():
-            one.abandon()
-    _join(_CLOSING_S)
+            abandon()
+    _join([*_running, *stuck], _CLOSING_S)
 
 
-def _join(seconds: float) -> None:
+def _join(threads: Iterable[threading.Thread], seconds: float) -> None:
     deadline_s = time.monotonic() + seconds
-    for thread in list(_running):
+    for thread in list(threads):
         thread.join(max(0.0, deadline_s - time.monotonic()))
 
 

@@ -9,14 +9,18 @@
     ├── RegistrationError (RuntimeError)    registering with a model that cannot take it
     ├── TrainingLoopError (RuntimeError)    calls in an order that would lose or repeat an update
     ├── QuantizationOverflowError (OverflowError)  a value does not fit the type that it was to be sent in
+    ├── CheckpointError (RuntimeError)      a checkpoint that is not what was saved, or could not be saved
     └── CollectiveError (RuntimeError)      a collective did not finish
         └── PeerError                       because another rank failed; names the rank and its error
 """
 
 from __future__ import annotations
 
+import sys
+
 __all__ = [
     "ArgumentTypeError",
+    "CheckpointError",
     "CollectiveError",
     "ConfigurationError",
     "OverlapError",
@@ -29,15 +33,39 @@ __all__ = [
 
 
 class OverlapError(Exception):
-    """Base of every error that this library raises on purpose."""
+    """Base of every error that this library raises on purpose.
+
+    >>> issubclass(TrainingLoopError, OverlapError)
+    True
+    >>> try:
+    ...     chain(AllReduce(), AllReduce())
+    ... except OverlapError as error:
+    ...     print(type(error).__name__)
+    ConfigurationError
+    """
 
 
 class ConfigurationError(OverlapError, ValueError):
-    """A stage, a chain or an optimizer cannot work as it was put together."""
+    """A stage, a chain or an optimizer cannot work as it was put together.
+
+    >>> try:
+    ...     PowerSGD(rank=0)
+    ... except ConfigurationError as error:
+    ...     print(error)
+    rank must be a whole number of at least 1, got 0
+    """
 
 
 class UnsupportedError(ConfigurationError):
-    """The model or the optimizer has a feature that the stage cannot serve."""
+    """The model or the optimizer has a feature that the stage cannot serve.
+
+    >>> optimizer = torch.optim.LBFGS(ddp.parameters())
+    >>> try:
+    ...     chain(AllReduce(), Step(optimizer)).register(ddp)
+    ... except UnsupportedError as error:
+    ...     print(type(error).__name__)
+    UnsupportedError
+    """
 
 
 class ArgumentTypeError(ConfigurationError, TypeError):
@@ -45,20 +73,90 @@ class ArgumentTypeError(ConfigurationError, TypeError):
 
 
 class RegistrationError(OverlapError, RuntimeError):
-    """A model cannot take this registration."""
+    """A model cannot take this registration.
+
+    >>> registration = chain(AllReduce()).register(ddp)
+    >>> try:
+    ...     chain(AllReduce()).register(ddp)
+    ... except RegistrationError as error:
+    ...     print(type(error).__name__)
+    RegistrationError
+    """
 
 
 class TrainingLoopError(OverlapError, RuntimeError):
-    """The training loop made calls in an order that would lose or repeat an update."""
+    """The training loop made calls in an order that would lose or repeat an update.
+
+    >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    >>> chain(AllReduce(), Step(optim)).register(ddp)
+    <chain(AllReduce(), Step(SGD, interleaved)) registered>
+    >>> loss_fn(ddp(x), y).backward()  # updates
+    >>> try:
+    ...     optim.zero_grad()
+    ... except TrainingLoopError as error:
+    ...     print(type(error).__name__)
+    TrainingLoopError
+    """
 
 
 class QuantizationOverflowError(OverlapError, OverflowError):
-    """A value on some rank does not fit the type that it was to be sent in."""
+    """A value on some rank does not fit the type that it was to be sent in.
+
+    >>> issubclass(QuantizationOverflowError, OverflowError)
+    True
+    """
+
+
+class CheckpointError(OverlapError, RuntimeError):
+    """A checkpoint is not what was saved, or could not be saved; the message names the file, or the rank.
+
+    >>> try:
+    ...     overlap.CheckpointManager("runs/none").load()
+    ... except CheckpointError as error:
+    ...     print(error)
+    runs/none has no checkpoint; in it are none
+    """
 
 
 class CollectiveError(OverlapError, RuntimeError):
-    """A collective failed or timed out."""
+    """A collective failed or timed out.
+
+    >>> try:
+    ...     raise PeerError("rank 1 failed")
+    ... except CollectiveError as error:
+    ...     print(error)
+    rank 1 failed
+    """
 
 
 class PeerError(CollectiveError):
-    """Another rank of the group failed; the message names the rank and carries its error."""
+    """Another rank of the group failed; the message names the rank and carries its error.
+
+    >>> try:
+    ...     raise PeerError("rank 1 failed")  # as backward() does on the other ranks
+    ... except PeerError as error:
+    ...     print(error)
+    rank 1 failed
+    """
+
+
+def _check_package() -> None:
+    """Raise an ImportError if another distribution's ``overlap`` is the package that this has become a module of.
+
+    Where two distributions install a package of one name into one place, the later one's ``__init__.py`` is the
+    package, and the other's modules are found in it all the same. Here because all of ours import this module.
+    """
+    package = sys.modules[__name__.rpartition(".")[0]]
+    if "OverlappedOptimizer" in getattr(package, "__all__", ()):
+        return
+    from importlib.metadata import packages_distributions
+
+    place = getattr(package, "__file__", None) or "a folder without __init__.py"
+    others = sorted(set(packages_distributions().get("overlap", ())) - {"ddp-overlap"}) or ["overlap"]
+    raise ImportError(
+        f"the package `overlap` of this Python is not ddp-overlap's: {place} is another distribution's, or what one "
+        f"has left; run pip uninstall {' '.join(others)}, and install ddp-overlap again"
+    )
+
+
+_check_package()

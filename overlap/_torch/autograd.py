@@ -9,15 +9,23 @@ from contextlib import contextmanager
 import torch
 
 __all__ = [
+    "after_all_of_backward",
     "after_backward",
     "after_gradients",
     "backward_id",
     "by_default",
     "if_abandoned",
     "in_backward",
+    "issue_without_saved_context",
     "version",
     "versions",
+    "without_saved_context",
 ]
+
+# The context variables of the caller of backward, which PyTorch keeps there for code that backward compiles.
+_CONTEXT = "context"
+# Older versions have no way to take it away.
+_remove_from_thread: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", lambda key: None)
 
 
 _version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
@@ -43,6 +51,38 @@ def by_default(device: torch.device) -> Iterator[None]:
         return
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
+
+
+@contextmanager
+def without_saved_context() -> Iterator[None]:
+    """Within it a collective that the calling thread issues in a backward pass holds nothing of Python's.
+
+    [Note: works without Python objects]
+
+    In backward PyTorch keeps a Python object in the thread's state, and each work of Gloo has a copy of that state.
+    Gloo's own thread lets go of a work after it has told whoever waits for it; if it is the last to do so, it needs the
+    interpreter's lock for that object. If the process group is destroyed at that moment by a thread that has the lock
+    and waits for Gloo's, both wait forever; if the interpreter is going, the process aborts. So what is issued in
+    backward is issued without that object, and callbacks in Python are not given to Gloo's futures.
+    """
+    if not torch._C._is_key_in_tls(_CONTEXT):
+        yield
+        return
+    saved = torch._C._get_obj_in_tls(_CONTEXT)
+    _remove_from_thread(_CONTEXT)
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(_CONTEXT, saved)
+
+
+def issue_without_saved_context(parameters: Iterable[torch.Tensor]) -> None:
+    """Let what DDP itself issues when gradients of ``parameters`` come hold nothing of Python's, either.
+
+    See [Note: works without Python objects]. The thread's state is that of one node of the graph; DDP issues in the
+    nodes of parameters, after their hooks."""
+    for parameter in parameters:
+        parameter.register_hook(lambda gradient: _remove_from_thread(_CONTEXT))
 
 
 def in_backward() -> bool:
@@ -88,6 +128,11 @@ def after_gradients(callback: Callable[[], None]) -> None:
     Private as in :func:`after_backward`.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def after_all_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when what :func:`after_backward` was given has run, too; called from a hook of a gradient."""
+    after_backward(lambda: after_gradients(callback))
 
 
 def after_backward(callback: Callable[[], None]) -> None:

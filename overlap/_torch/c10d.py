@@ -84,7 +84,8 @@ def group_store(group: dist.ProcessGroup) -> Store:
             store = None  # The group of a custom backend may have no store.
         if store is not None:
             return store
-    return distributed_c10d._world.pg_map[group][1]
+    kept: Store = distributed_c10d._world.pg_map[group][1]
+    return kept
 
 
 def issued(group: dist.ProcessGroup) -> int | None:

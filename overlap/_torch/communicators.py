@@ -20,6 +20,7 @@ from torch import Tensor
 from overlap._threads import start
 from overlap._torch.c10d import AllgatherOptions, PrefixStore, Store, backend_name, group_store, group_timeout
 from overlap._torch.device import current_stream, has_streams, new_event, synchronize
+from overlap._torch.stores import BoundedStore
 from overlap.errors import CollectiveError
 
 __all__ = ["CommunicatorChannel", "Communicators", "can_have_communicator", "communicators_replaced", "meet"]
@@ -279,21 +280,28 @@ def meet(group: dist.ProcessGroup, key: str, device: torch.device, look: Callabl
     Raises:
         CollectiveError: another rank did not come within the group's timeout.
     """
-    store = PrefixStore(f"overlap/{key}", group_store(group))
+    bounded, store = BoundedStore(group, f"overlap/{key}"), PrefixStore(f"overlap/{key}", group_store(group))
     timeout_s = group_timeout(group, device).total_seconds()
-    store.set(f"came/{group.rank()}", "")
-    if store.add("came", 1) == group.size():
-        store.set("all came", "")
+
+    def come(store: Store) -> None:
+        store.set(f"came/{group.rank()}", "")
+        if store.add("came", 1) == group.size():
+            store.set("all came", "")
+
+    def missing(store: Store) -> list[int]:
+        return [rank for rank in range(group.size()) if not store.check([f"came/{rank}"])]
+
+    bounded.within(timeout_s, come)
     deadline_s = time.monotonic() + timeout_s
     pause_s, longest_s = _ASKING_S
     # Not store.wait: other threads of this process could not use the store meanwhile.
-    while not store.check(["all came"]):
+    while not bounded.within(timeout_s, lambda store: store.check(["all came"])):
         look()
         if time.monotonic() > deadline_s:
-            missing = [rank for rank in range(group.size()) if not store.check([f"came/{rank}"])]
             raise CollectiveError(
-                f"rank {group.rank()} could not connect with the other ranks in {timeout_s:.0f} s: ranks {missing} did "
-                "not come; every rank of the model's process group must register the same stages and run backward"
+                f"rank {group.rank()} could not connect with the other ranks in {timeout_s:.0f} s: ranks "
+                f"{bounded.within(timeout_s, missing)} did not come; "
+                "every rank of the model's process group must register the same stages and run backward"
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 # The package exports these at run time, but not to type checkers.
-from torch._C._distributed_c10d import FileStore, Work
+from torch._C._distributed_c10d import FileStore, HashStore, Work
 
-__all__ = ["CustomGroup", "FutureWork", "FileStore", "spin"]
+__all__ = ["CustomGroup", "FutureWork", "FileStore", "HashStore", "spin"]
 
 # Any: C++ calls a subclass with signatures that are not among the declared overloads of ProcessGroup's methods.
 CustomGroup: Any = dist.ProcessGroup

@@ -13,6 +13,7 @@ from overlap._torch.compiled import plain_name
 
 __all__ = [
     "GradientSync",
+    "backward_may_synchronize",
     "before_final_sync",
     "data_parallel_parameters",
     "forget_unfinished_backward",
@@ -76,6 +77,14 @@ def forget_unfinished_backward(ddp: DistributedDataParallel) -> None:
     Buckets are then rebuilt, which is a collective. Private: there is no public way, and DDP refuses the forward.
     """
     ddp.reducer._reset_state()
+
+
+def backward_may_synchronize(ddp: DistributedDataParallel) -> bool:
+    """Whether the last forward of ``ddp``, also one without gradients, has prepared a backward with the other ranks.
+
+    Private in all but name: DDP notes it for its next forward.
+    """
+    return bool(ddp.require_forward_param_sync)
 
 
 class GradientSync:

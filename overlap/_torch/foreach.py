@@ -28,9 +28,16 @@ def by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
-    """Multiply each tensor by ``factor`` (0-dimensional), in place. Private: as :func:`norms`."""
-    if tensors:
+    """Multiply each tensor by ``factor`` (0-dimensional), as ``Tensor.mul_`` does, in place. Private: as
+    :func:`norms`."""
+    if not tensors:
+        return
+    if isinstance(factor, Tensor) or tensors[0].device.type != "cpu":
         torch._foreach_mul_(list(tensors), factor)
+        return
+    # On a CPU the call for many rounds the number to a dtype of half precision first.
+    for tensor in tensors:
+        tensor.mul_(factor)
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:

@@ -15,13 +15,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap._threads import start
-from overlap._torch.c10d import PrefixStore, group_store, group_timeout
+from overlap._torch.c10d import Store, group_timeout
+from overlap._torch.stores import BoundedStore
 from overlap.errors import CollectiveError
 
-__all__ = ["GlooChannel"]
+__all__ = ["GlooChannel", "has_lost_connection", "start_abort"]
 
 _LOOKING_S = 0.02
 _IDLE_S = 0.05
+# How much later than the group's timeout the store may say that it is over.
+_GRACE_S = 1.0
+
+
+# In errors of Gloo's, some of which have no place in its sources.
+_SIGNS = ("/gloo/", "Application timeout caused pair closure", "Operation timed out!")
+
+
+def has_lost_connection(error: BaseException) -> bool:
+    """Whether ``error`` is Gloo's, since another rank's process has ended, say, or does not come."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 def _abort(backend: Any) -> None:
@@ -29,7 +43,9 @@ def _abort(backend: Any) -> None:
         backend.abort()
 
 
-def _start_abort(backends: list[Any], in_flight: Sequence[dist.Work]) -> threading.Thread:
+def start_abort(backends: list[Any], in_flight: Sequence[dist.Work]) -> threading.Thread:
+    """Abort the one of ``backends`` and empty the list when nothing is in flight any more; returns who does it."""
+
     def run() -> None:
         _abort(backends[0])
         # Gloo's destructor waits for what is in flight, and holds the interpreter's lock meanwhile.
@@ -105,6 +121,16 @@ class _Waiter:
             del wait  # It has the messages' memory.
 
 
+def _connected(store: Store, group: dist.ProcessGroup, timeout: timedelta) -> Any:
+    store.set(f"came/{group.rank()}", "")
+    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
+    # Gloo returns while others still connect: they would fail if this rank ended before they are done.
+    if store.add("connected", 1) == group.size():
+        store.set("all connected", "")
+    store.wait(["all connected"], timeout)
+    return backend
+
+
 class GlooChannel:
     """A Gloo backend for the ranks of ``group``, over separate connections; every rank makes it, with the same ``key``.
 
@@ -117,36 +143,32 @@ class GlooChannel:
     scatters_by_messages = True
 
     def __init__(self, group: dist.ProcessGroup, key: str) -> None:
-        self._store = PrefixStore(f"overlap/{key}", group_store(group))
+        self._store = BoundedStore(group, f"overlap/{key}", shares_thread=False)
         self._waiter = _Waiter()
         self._in_flight: list[dist.Work] = []
         self._options: dict[Any, dist.AllreduceOptions] = {}
         timeout = group_timeout(group, torch.device("cpu"))
         try:
             # Any: the type stubs lack a backend's collectives.
-            self._backend: Any = self._connected(group, timeout)
+            self._backend: Any = self._store.within(
+                timeout.total_seconds() + _GRACE_S, lambda store: _connected(store, group, timeout)
+            )
         except RuntimeError as error:
-            missing = self._missing(group)
             raise CollectiveError(
                 f"rank {group.rank()} could not connect with the other ranks in {timeout.total_seconds():.0f} s: "
-                + (f"ranks {missing} did not come; " if missing else "all came, but one has ended since; ")
-                + "every rank of the model's process group must register the same stages and run backward"
+                f"{self._missing_in_words(group)}; "
+                "every rank of the model's process group must register the same stages and run backward"
             ) from error
 
-    def _connected(self, group: dist.ProcessGroup, timeout: timedelta) -> Any:
-        self._store.set(f"came/{group.rank()}", "")
-        backend = dist.ProcessGroupGloo(self._store, group.rank(), group.size(), timeout=timeout)
-        # Gloo returns while others still connect: they would fail if this rank ended before they are done.
-        if self._store.add("connected", 1) == group.size():
-            self._store.set("all connected", "")
-        self._store.wait(["all connected"], timeout)
-        return backend
+    def _missing_in_words(self, group: dist.ProcessGroup) -> str:
+        def ask(store: Store) -> list[int]:
+            return [rank for rank in range(group.size()) if not store.check([f"came/{rank}"])]
 
-    def _missing(self, group: dist.ProcessGroup) -> list[int]:
         try:
-            return [rank for rank in range(group.size()) if not self._store.check([f"came/{rank}"])]
+            missing = self._store.within(_GRACE_S, ask)
         except RuntimeError:
-            return []  # The rank that hosts the store has ended.
+            return "rank 0 of the job, which hosts the process group's store, has ended, hangs or is cut off"
+        return f"ranks {missing} did not come" if missing else "all came, but one has ended since"
 
     def size(self) -> int:
         return int(self._backend.size())
@@ -196,7 +218,7 @@ class GlooChannel:
         backend sometimes waits until an operation times out.
         """
         backend, self._backend = self._backend, None
-        return _start_abort([backend], self._in_flight)
+        return start_abort([backend], self._in_flight)
 
     def close(self) -> None:
         """As :meth:`abort`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap._torch.c10d import bucket_gradients
+from overlap._torch.c10d import GradBucket, bucket_gradients
 
-__all__ = ["JoinedDDP", "missing_names"]
+__all__ = ["JoinedDDP", "missing_names", "used_in_shadow"]
 
 # Overridden in an instance while a Join is active: what DDP asks all ranks where the Join knows the answer.
 _FIND_COMMON_RANK = "_find_common_rank"
@@ -42,6 +42,16 @@ def missing_names(ddp: DistributedDataParallel) -> list[str]:
     return missing + [f"reducer.{name}" for name in _USED_OF_REDUCER if not hasattr(ddp.reducer, name)]
 
 
+def used_in_shadow(ddp: DistributedDataParallel) -> set[int] | None:
+    """The parameters, by ``id``, that a rank used in the backward that PyTorch's ``Join`` has just shadowed on this
+    rank; ``None`` where DDP does not look. Private: what DDP's own shadow has added up."""
+    if not ddp.find_unused_parameters or ddp.static_graph:
+        return None
+    trained, _ = ddp._build_params_for_reducer()
+    counts = ddp.reducer._get_local_used_map().tolist()
+    return {id(parameter) for parameter, count in zip(trained, counts, strict=True) if count}
+
+
 class _Count(Work):
     """For DDP's reducer: completed work whose result, the number to divide by, is computed when it is asked for."""
 
@@ -64,6 +74,9 @@ class JoinedDDP:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
         self._count: _Count | None = None
+        # By id, in the reducer's order. Asked for in advance: to look parameters up waits for gathers under way, and
+        # those wait for the other ranks.
+        self._trained: list[int] = []
 
     def enter(self, buffer_source: Callable[[], int], before_module: Callable[[], None]) -> None:
         """Answer what DDP would ask all ranks by a collective.
@@ -72,6 +85,8 @@ class JoinedDDP:
             buffer_source: gives the rank whose buffers the others take over.
             before_module: called in each forward, when DDP is about to call the wrapped module.
         """
+        if self._ddp.find_unused_parameters:
+            self._trained = [id(parameter) for parameter in self._ddp._build_params_for_reducer()[0]]
         setattr(self._ddp, _FIND_COMMON_RANK, lambda rank, condition: buffer_source())
         # Only PyTorch's joined ranks use what DDP finds out by this collective.
         setattr(self._ddp, _CHECK_GLOBAL_SYNC, lambda is_joined_rank: before_module())
@@ -122,35 +137,51 @@ class JoinedDDP:
         ddp.require_forward_param_sync = synchronizes
 
     @torch.no_grad()
-    def replay_backward(self) -> None:
-        """Issue the collectives of a backward that the other ranks run; ``.grad`` then holds the mean of gradients."""
+    def replay_backward(self, *, own_gradients_by: int | None = None) -> None:
+        """Issue the collectives of a backward that the other ranks run; ``.grad`` then holds the mean of gradients.
+
+        This rank contributes zeros, or with ``own_gradients_by`` what is in ``.grad``, which DDP's own reduction
+        divides by that number.
+        """
         ddp = self._ddp
         if ddp.reducer._rebuild_buckets():
             ddp._has_rebuilt_buckets = True
         buckets = ddp.reducer._get_zeros_like_grad_buckets()
+        own: set[int] = set()
+        if own_gradients_by is not None:
+            own = self._fill(buckets, 1 if ddp._comm_hooks else own_gradients_by)
         for bucket, future in [(bucket, ddp.reducer._run_comm_hook(bucket)) for bucket in buckets]:
             result = future.wait()
             reduced = result[0] if isinstance(result, (list, tuple)) else result
             if reduced.data_ptr() != bucket.buffer().data_ptr() or reduced.dtype != bucket.buffer().dtype:
                 bucket.buffer().copy_(reduced.view_as(bucket.buffer()))
-        used = self._used_by_others()
+        used = self._used_on_any_rank(own)
         for bucket in buckets:
             for parameter, gradient in zip(bucket.parameters(), bucket_gradients(bucket), strict=True):
                 _set_gradient(parameter, gradient if used is None or id(parameter) in used else None)
         # Needed once: the next forward rebuilds the buckets in the order in which gradients came.
         ddp.reducer._push_all_rebuilt_params()
 
-    def _used_by_others(self) -> set[int] | None:
-        """The parameters, by ``id``, that a rank with inputs used; ``None`` where DDP does not look."""
+    def _fill(self, buckets: Sequence[GradBucket], divisor: int) -> set[int]:
+        """Fill ``buckets`` with ``.grad`` divided by ``divisor``; returns the parameters that have one, by ``id``."""
+        own: set[int] = set()
+        for bucket in buckets:
+            for parameter, gradient in zip(bucket.parameters(), bucket_gradients(bucket), strict=True):
+                if parameter.grad is not None:
+                    own.add(id(parameter))
+                    torch.mul(parameter.grad, 1 / divisor, out=gradient)
+        return own
+
+    def _used_on_any_rank(self, own: set[int]) -> set[int] | None:
+        """The parameters, by ``id``, that a rank used; on this one ``own``. ``None`` where DDP does not look."""
         ddp = self._ddp
         if not ddp.find_unused_parameters or ddp.static_graph:
             return None
         used = ddp.reducer._get_local_used_map()
-        # It still holds what the last pass found, but this rank used nothing.
-        used.zero_()
+        # It still holds what the last pass found.
+        used.copy_(torch.tensor([each in own for each in self._trained]))
         dist.all_reduce(used, group=ddp.process_group)
-        trained, _ = ddp._build_params_for_reducer()
-        return {id(parameter) for parameter, count in zip(trained, used.tolist(), strict=True) if count}
+        return {each for each, count in zip(self._trained, used.tolist(), strict=True) if count}
 
 
 def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MethodType
@@ -13,11 +14,14 @@ from torch.optim import optimizer as base
 from overlap._torch.isolation import global_step_hooks_suspended
 
 __all__ = [
+    "all_of",
     "bare_copy",
     "drop_hooks",
     "global_pre_hooks",
     "has_post_hooks",
     "hook_attributes",
+    "is_called_by_grad_scaler",
+    "is_scheduled",
     "mark_stepped",
     "only_watches",
     "own_step",
@@ -29,9 +33,11 @@ __all__ = [
     "step_without_hooks",
     "unhooked_step",
     "unwrapped",
+    "watch_steps",
     "without_init",
 ]
 
+_GRAD_SCALER = "torch.amp.grad_scaler"
 _ONLY_WATCHES = "_overlap_only_watches"
 
 
@@ -78,6 +84,31 @@ def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
         else:
             break
     return None if inner is None or inner is getattr(type(optimizer), "step", None) else step
+
+
+def is_called_by_grad_scaler() -> bool:
+    """Whether a ``GradScaler`` that is enabled calls the step that runs. It tells only optimizers that support it, so
+    this looks at who has called."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _GRAD_SCALER:
+            scaler = frame.f_locals.get("self")
+            return scaler is None or bool(scaler.is_enabled())
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def is_scheduled(optimizer: Optimizer) -> bool:
+    """Whether an LR scheduler was made for ``optimizer``, or for the one that it wraps. Private as in
+    :func:`own_step`."""
+    return any(getattr(vars(one).get("step"), "_wrapped_by_lr_sched", False) for one in all_of(optimizer))
+
+
+def all_of(optimizer: Optimizer) -> list[Optimizer]:
+    """``optimizer``, and what it wraps."""
+    wrapped = getattr(optimizer, "optimizer", None)
+    several = [optimizer, *([wrapped] if isinstance(wrapped, Optimizer) else [])]
+    return [*several, *getattr(wrapped, "optimizers", ())]
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
@@ -133,6 +164,13 @@ def pre_hooks(optimizer: Optimizer) -> dict[int, Any]:
 def post_hooks(optimizer: Optimizer) -> dict[int, Any]:
     """The step post-hooks, likewise."""
     return getattr(optimizer, "_optimizer_step_post_hooks", {})
+
+
+def watch_steps(optimizer: Optimizer, hook: Callable[..., Any]) -> Callable[[], None]:
+    """Register a step pre-hook that runs before those that are there; returns what removes it. Private: their order."""
+    handle = optimizer.register_step_pre_hook(hook)
+    optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle.remove
 
 
 def has_post_hooks(optimizer: Optimizer) -> bool:
