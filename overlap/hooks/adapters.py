@@ -49,6 +49,9 @@ def as_hook(stage: Stage | Callable[[Bucket], Any], *, group: dist.ProcessGroup 
     Args:
         stage: what the hook does; it must contain a reducer.
         group: the process group of the model; the default one where ``None``.
+
+    >>> ddp.register_comm_hook(None, as_hook(Quantize(Int8())))
+    >>> loss_fn(ddp(x), y).backward()
     """
     made = to_stage(stage)
     return StageHook(lambda state: made, repr(made), group_of=lambda state: group)
@@ -61,6 +64,14 @@ def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
 
     Raises:
         ConfigurationError: ``hook`` cannot be called with a state and a bucket.
+
+    >>> def hook(state, bucket):
+    ...     future = torch.futures.Future()
+    ...     future.set_result(bucket.buffer() / 2)
+    ...     return future
+    >>> chain(as_stage(hook), Scale(2)).register(ddp)
+    <chain(as_stage(hook), Scale(2)) registered>
+    >>> loss_fn(ddp(x), y).backward()
     """
     if isinstance(hook, StageHook):
         return hook.stage(state)
@@ -85,17 +96,17 @@ def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
 def reducer(function: Function) -> Function:
     """Marks a function of a bucket as one that turns this rank's gradients into their mean over ranks.
 
-    Without it a function in a chain is a transform::
-
-        @overlap.reducer
-        async def mean(bucket):
-            await all_reduce(bucket.buffer, group=bucket.group)
-            bucket.buffer.div_(bucket.divisor)
-
-        chain(mean, Step(optimizer)).register(ddp)
+    Without it a function in a chain is a transform.
 
     Raises:
         ConfigurationError: ``function`` does not take one bucket.
+
+    >>> @overlap.reducer
+    ... async def mean(bucket):
+    ...     await all_reduce(bucket.buffer, group=bucket.group)
+    ...     bucket.buffer.div_(bucket.divisor)
+    >>> chain(mean, Step(torch.optim.SGD(ddp.parameters(), lr=0.1)))
+    chain(mean, Step(SGD, interleaved))
     """
     if not _takes_a_bucket(function):
         raise ConfigurationError(f"@reducer marks a function of one bucket, got {shown(function)}")

@@ -37,6 +37,10 @@ class AllGather(Stage):
     order, so it shows what the order of summation in another reducer changes.
 
     Issues: one all-gather of ``(numel,)`` in the bucket's dtype. Changes: ``bucket.buffer``.
+
+    >>> chain(AllGather()).register(ddp)
+    <chain(AllGather()) registered>
+    >>> loss_fn(ddp(x), y).backward()
     """
 
     async def __call__(self, bucket: Bucket) -> None:
@@ -50,7 +54,12 @@ class AllGather(Stage):
 
 
 class NoReduction(Stage):
-    """Leaves each rank's own gradient as it is, to measure the cost of communication or to reduce by other means."""
+    """Leaves each rank's own gradient as it is, to measure the cost of communication or to reduce by other means.
+
+    >>> chain(NoReduction()).register(ddp)  # on several ranks each keeps its own gradients
+    <chain(NoReduction()) registered>
+    >>> loss_fn(ddp(x), y).backward()
+    """
 
     async def __call__(self, bucket: Bucket) -> None:
         return

@@ -22,6 +22,13 @@ class Bucket:
     """One bucket of DDP's gradients. All have one dtype and one device.
 
     Stages change ``buffer`` (or the parameters) in place.
+
+    >>> def largest(bucket):
+    ...     print(bucket.index, bucket.is_last, bucket.buffer.shape, bucket.names)
+    >>> chain(AllReduce(), largest).register(ddp)
+    <chain(AllReduce(), largest) registered>
+    >>> loss_fn(ddp(x), y).backward()
+    0 True torch.Size([58]) ('0.weight', '0.bias', '2.weight', '2.bias')
     """
 
     index: int
@@ -39,7 +46,8 @@ class Bucket:
     step: int
     """Number of backward passes before this one."""
     is_replay: bool = False
-    """Whether this rank has run out of inputs and takes part with zeros, outside of any backward."""
+    """Whether this rank has run out of inputs and takes part outside of any backward: with zeros, or once with what it
+    had accumulated under ``no_sync``."""
     is_late: bool = False
     """Whether it goes on after its first collective only when all buckets of the pass have come, so that an update may
     be made once for all. See [Note: nothing to hide]."""
@@ -116,7 +124,7 @@ class Bucket:
 
 def on_group(bucket: Bucket, group: dist.ProcessGroup) -> Bucket:
     """``bucket`` for a reducer whose mean is over ``group``."""
-    return replace(bucket, group=group, divisor=gradient_divisor(group))
+    return replace(bucket, group=group, divisor=gradient_divisor(group, within=bucket.group))
 
 
 def _shortened(names: Sequence[str]) -> str:

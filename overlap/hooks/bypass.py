@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+from overlap._checks import is_one_of, told
 from overlap.errors import ConfigurationError
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
@@ -145,6 +146,6 @@ def bypass_from(option: object, what: str, *, compress: Reduce, **functions: Red
     """
     if option is None:
         return None
-    if option != "auto":
-        raise ConfigurationError(f'bypass must be None or "auto", got {option!r}')
+    if not is_one_of(option, "auto"):
+        raise ConfigurationError(f'bypass must be None or "auto", got {told(option)}')
     return Bypass(what, compress=compress, **functions)

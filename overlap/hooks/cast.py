@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
+from overlap._checks import told
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.adapters import to_stage
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.bypass import bypass_from
-from overlap.hooks.stage import Role, Stage
+from overlap.hooks.stage import Role, Stage, redistributed
 from overlap.hooks.wires import Wire
 from overlap.hooks.wires.floats import CastWire, cast
 
@@ -86,6 +87,12 @@ class Cast(Stage):
         """Load what :meth:`state_dict` returned."""
         (self.inner if self._bypass is None else self._bypass).load_state_dict(state_dict)
 
+    def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
+        """That of ``inner``; what a ``bypass`` has decided stays."""
+        if self._bypass is None:
+            return redistributed(self.inner, states, rank=rank, ranks=ranks)
+        return super().redistribute(states, rank=rank, ranks=ranks)
+
     def __repr__(self) -> str:
         bypass = "" if self._bypass is None else f", {self._bypass!r}"
         return f"Cast({str(self.dtype).removeprefix('torch.')}, {self.inner!r}{bypass})"
@@ -100,5 +107,5 @@ def _dtype(dtype: object) -> torch.dtype:
             "sums in fp32"
         )
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigurationError(f"Cast needs a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}")
+        raise ConfigurationError(f"Cast needs a floating-point torch.dtype such as torch.bfloat16, got {told(dtype)}")
     return dtype

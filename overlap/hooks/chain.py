@@ -12,13 +12,19 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import stage_from
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.engine.registration import Registration, register
-from overlap.hooks.stage import Role, Stage
+from overlap.hooks.stage import Role, Stage, redistribute_parts
 
 __all__ = ["Chain", "chain"]
 
 
 class Chain(Stage):
-    """Stages that run one after another on each bucket; made by :func:`chain`."""
+    """Stages that run one after another on each bucket; made by :func:`chain`.
+
+    >>> stages = chain(AllReduce(), ClipValue(0.1))
+    >>> isinstance(stages, Chain), len(stages.sequence)
+    (True, 2)
+    >>> registration = stages.register(ddp)
+    """
 
     def __init__(self, *stages: Stage) -> None:
         self.stages = stages
@@ -62,6 +68,11 @@ class Chain(Stage):
             raise ConfigurationError(f"state of stages {unknown} for a chain of {len(self.stages)} stages: {self!r}")
         for place, stage in enumerate(self.stages):
             stage.load_state_dict(state_dict.get(str(place), {}))
+
+    def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
+        """That of each stage; see :meth:`Stage.redistribute`."""
+        parts = {str(place): stage for place, stage in enumerate(self.stages)}
+        return redistribute_parts(parts, states, rank=rank, ranks=ranks)
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self.stages))})"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap._checks import as_number, told
 from overlap._torch.foreach import by_kind, norms
 from overlap.errors import ConfigurationError
 
@@ -25,9 +25,7 @@ class Clipping:
     argument: str = "clip_grad_norm"
 
     def __post_init__(self) -> None:
-        _check_number(self.argument, self.max_norm)
-        if not self.max_norm > 0:
-            raise ConfigurationError(f"{self.argument} must be positive, got {self.max_norm}")
+        _check_positive(self.argument, self.max_norm)
         check_norm_type(self.norm_type)
 
     def total(self, gradients: Sequence[Tensor], gradient_norms: Sequence[Tensor]) -> Tensor:
@@ -52,15 +50,16 @@ class Clipping:
 
 def check_norm_type(norm_type: float) -> float:
     """``norm_type`` itself. Raises: ConfigurationError: it is not a positive number."""
-    _check_number("norm_type", norm_type)
-    if not norm_type > 0:
-        raise ConfigurationError(f"norm_type must be positive (float('inf') for the maximum), got {norm_type}")
+    _check_positive("norm_type", norm_type, hint=" (float('inf') for the maximum)")
     return norm_type
 
 
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ConfigurationError(f"{name} is a number, got {value!r}")
+def _check_positive(name: str, value: object, *, hint: str = "") -> None:
+    number = as_number(value)
+    if number is None:
+        raise ConfigurationError(f"{name} is a number, got {told(value)}")
+    if not number > 0:
+        raise ConfigurationError(f"{name} must be positive{hint}, got {told(value)}")
 
 
 class _Holder:

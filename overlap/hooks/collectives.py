@@ -147,7 +147,16 @@ class WholePass(Operation):
 
 
 def all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> Operation:
-    """Reduce ``tensor`` over the group, in place on every rank; sends ``2 N (W-1)/W`` elements."""
+    """Reduce ``tensor`` over the group, in place on every rank; sends ``2 N (W-1)/W`` elements.
+
+    >>> @reducer
+    ... async def mean(bucket):
+    ...     await all_reduce(bucket.buffer, group=bucket.group)
+    ...     bucket.buffer.div_(bucket.divisor)
+    >>> chain(mean).register(ddp)
+    <chain(mean) registered>
+    >>> loss_fn(ddp(x), y).backward()
+    """
 
     def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
         return channel.all_reduce(_as_real(tensor), op)
@@ -159,6 +168,16 @@ def all_gather(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None
     """Gather ``input``, shape ``(n,)``, of every rank into ``output``, shape ``(W * n,)``, in the order of ranks.
 
     ``input`` may be this rank's part of ``output``. Sends ``n (W-1)`` elements.
+
+    >>> @reducer
+    ... async def mean(bucket):
+    ...     own = bucket.buffer
+    ...     gathered = torch.empty(bucket.group.size() * own.numel())
+    ...     await all_gather(gathered, own.clone(), group=bucket.group)
+    ...     own.copy_(gathered.view(-1, own.numel()).sum(0) / bucket.divisor)
+    >>> chain(mean).register(ddp)
+    <chain(mean) registered>
+    >>> loss_fn(ddp(x), y).backward()
     """
 
     def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
@@ -169,7 +188,14 @@ def all_gather(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None
 
 
 def broadcast(tensor: Tensor, *, src: int, group: dist.ProcessGroup | None = None) -> Operation:
-    """Copy ``tensor`` of rank ``src`` of the group to every rank, in place; sends ``N (W-1)/W`` elements."""
+    """Copy ``tensor`` of rank ``src`` of the group to every rank, in place; sends ``N (W-1)/W`` elements.
+
+    >>> async def as_on_rank_0(bucket):
+    ...     await broadcast(bucket.buffer, src=0, group=bucket.group)
+    >>> chain(AllReduce(), as_on_rank_0).register(ddp)
+    <chain(AllReduce(), as_on_rank_0) registered>
+    >>> loss_fn(ddp(x), y).backward()
+    """
 
     def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
         return channel.broadcast(_as_real(tensor), src)
@@ -187,6 +213,16 @@ def send_recv(
     """Send each ``(tensor, rank)`` of ``sends`` and receive into each ``(tensor, rank)`` of ``receives``, concurrently.
 
     Messages between two ranks are matched in order. ``label`` says in profiles and timelines what they are for.
+
+    >>> async def to_the_next(bucket):
+    ...     rank, ranks = bucket.group.rank(), bucket.group.size()
+    ...     received = torch.empty_like(bucket.buffer)
+    ...     if ranks > 1:
+    ...         sends, receives = [(bucket.buffer, (rank + 1) % ranks)], [(received, (rank - 1) % ranks)]
+    ...         await send_recv(sends, receives, group=bucket.group)
+    >>> chain(AllReduce(), to_the_next).register(ddp)
+    <chain(AllReduce(), to_the_next) registered>
+    >>> loss_fn(ddp(x), y).backward()
     """
 
     def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
@@ -206,6 +242,18 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
     ``output`` may be this rank's chunk of ``input``; otherwise ``input`` is not changed. Sends ``n (W-1)`` elements.
     Gloo's own reduce-scatter sends as much as an all-reduce. So on Gloo each rank sends each other rank that rank's
     chunk and sums what it receives in the order of ranks, with ``n (W-1)`` elements of workspace.
+
+    >>> @reducer
+    ... async def mean(bucket):
+    ...     ranks, own = bucket.group.size(), bucket.buffer
+    ...     parts = torch.nn.functional.pad(own, (0, -own.numel() % ranks))
+    ...     part = torch.empty(parts.numel() // ranks)
+    ...     await reduce_scatter(part, parts, group=bucket.group)
+    ...     await all_gather(parts, part, group=bucket.group)
+    ...     own.copy_(parts[: own.numel()] / bucket.divisor)
+    >>> chain(mean).register(ddp)
+    <chain(mean) registered>
+    >>> loss_fn(ddp(x), y).backward()
     """
     parts: list[Tensor] = []
 
@@ -236,12 +284,32 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
 
 
 def future_result(future: torch.futures.Future[Any]) -> Operation:
-    """Wait for ``future``, which something else completes, and return its value."""
+    """Wait for ``future``, which something else completes, and return its value.
+
+    >>> @reducer
+    ... async def summed(bucket):
+    ...     work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
+    ...     await future_result(work.get_future())
+    >>> chain(summed).register(ddp)
+    <chain(summed) registered>
+    >>> loss_fn(ddp(x), y).backward()
+    """
     return FutureResult(future)
 
 
 def whole_pass() -> Operation:
-    """Wait until every other bucket of this backward pass awaits the same or is done; sends nothing."""
+    """Wait until every other bucket of this backward pass awaits the same or is done; sends nothing.
+
+    >>> norms = {}
+    >>> async def clipped(bucket):
+    ...     norms[bucket.index] = bucket.buffer.norm()
+    ...     await whole_pass()  # every bucket's norm is there
+    ...     norm = torch.stack(list(norms.values())).norm()
+    ...     bucket.buffer.mul_(torch.clamp(1 / norm, max=1))
+    >>> chain(AllReduce(), clipped).register(ddp)
+    <chain(AllReduce(), clipped) registered>
+    >>> loss_fn(ddp(x), y).backward()
+    """
     return WholePass()
 
 

@@ -53,6 +53,15 @@ class StageContext:
     """What a stage may know about the model before the first bucket arrives.
 
     It does not refer to the model itself: DDP's reducer owns the hook, so the cycle could never be collected.
+
+    >>> class Described(Stage):
+    ...     role = Role.TRANSFORM
+    ...     def attach(self, context):
+    ...         print(context.device, sorted(context.names.values()))
+    ...     async def __call__(self, bucket):
+    ...         pass
+    >>> registration = chain(AllReduce(), Described()).register(ddp)
+    cpu ['0.bias', '0.weight', '2.bias', '2.weight']
     """
 
     group: dist.ProcessGroup

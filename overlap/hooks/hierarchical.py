@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -188,6 +188,18 @@ class Hierarchical(Stage):
         self.outer.load_state_dict(state_dict.get("outer", {}))
         if self._bypass is not None:
             self._bypass.load_state_dict(state_dict.get("bypass", {}))
+
+    def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
+        """Refused: what is remembered is of parts that belong to places on machines.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            f"{self!r} remembers parts of parameters by the place of a rank on its machine, and has no rule for "
+            f'others: resume with {len(states)} ranks, or set state["stages"]["state"] = {{}} in every state, and all '
+            "stages begin anew"
+        )
 
     def _check_place(self, saved_by: Mapping[str, Any] | None, here: Mapping[str, Any]) -> None:
         """Raises: ConfigurationError: the state that was loaded is of another place."""

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from overlap._checks import described
+from overlap._checks import described, told
 from overlap._torch import classes
 
 __all__ = ["instead_of", "is_never_a_hook", "shown"]
@@ -19,7 +19,7 @@ _MAKE = "make it first"
 
 def shown(thing: object) -> str:
     """``thing`` in a message: as it is typed where that is short, and its class otherwise."""
-    typed = repr(thing)
+    typed = told(thing)
     is_typed = len(typed) <= 40 and "\n" not in typed and " at 0x" not in typed and not isinstance(thing, type)
     return typed if is_typed else described(thing)
 

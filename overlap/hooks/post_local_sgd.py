@@ -7,23 +7,25 @@ parameters, is in :mod:`overlap.optim`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from overlap._checks import check_group, check_whole_number, described
+from overlap._checks import check_flag, check_group, check_whole_number, described, told
 from overlap._torch import classes
 from overlap._torch.c10d import GradBucket, group_timeout
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import stage_from
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket, on_group
+from overlap.hooks.context import StageContext
 from overlap.hooks.machines import check_is_whole_job, own_subgroup, ranks_by_machine
-from overlap.hooks.stage import Stage
+from overlap.hooks.stage import Stage, redistribute_parts, redistributed
 from overlap.hooks.stage_hook import StageHook
+from overlap.join.active import refuse_sample_weights
 
 __all__ = ["PostLocal", "PostLocalSGDState", "check_subgroup", "machine_group", "post_localSGD_hook"]
 
@@ -44,6 +46,12 @@ class PostLocalSGDState(classes.PostLocalSGDState):
 
     Raises:
         ConfigurationError: ``start_localSGD_iter`` is below 0, or this rank is not in ``subgroup``.
+
+    >>> state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=2)
+    >>> registration = overlap.register(ddp, post_localSGD_hook, state)
+    >>> loss_fn(ddp(x), y).backward()
+    >>> state.is_local
+    False
     """
 
     def __init__(
@@ -59,7 +67,7 @@ class PostLocalSGDState(classes.PostLocalSGDState):
         self.process_group = check_group("process_group", process_group)
         self.subgroup = subgroup
         self.start_localSGD_iter = start
-        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.post_local_gradient_allreduce = check_flag("post_local_gradient_allreduce", post_local_gradient_allreduce)
         self.iter = 0
         """Backward passes so far, counted up to ``start_localSGD_iter``."""
 
@@ -120,6 +128,7 @@ class PostLocal(Stage):
             raise ConfigurationError(f"PostLocal takes a reducer, and {self.inner!r} is not a reducer")
         self._is_local = False
         self._group: dist.ProcessGroup | None = None
+        self._whole: dist.ProcessGroup | None = None
 
     @property
     def children(self) -> tuple[Stage, ...]:
@@ -129,7 +138,19 @@ class PostLocal(Stage):
     def signature(self) -> str:
         return f"PostLocal({self.inner.signature}, from step {self._state.start_localSGD_iter})"
 
+    def attach(self, context: StageContext) -> None:
+        self._whole = context.group
+
+    def before_forward(self) -> None:
+        self._refuse_sample_weights()
+
+    def _refuse_sample_weights(self) -> None:
+        """Raises: UnsupportedError: under Join, gradients are weighted for a mean over all ranks."""
+        if self._whole is not None:
+            refuse_sample_weights(self._whole, f"trains by itself from step {self._state.start_localSGD_iter} on")
+
     def before_backward(self, *, is_replay: bool) -> None:
+        self._refuse_sample_weights()  # Registered as a hook, it is not called before forwards.
         # Decided once for all buckets of the pass, and here, because making a group is a collective.
         self._is_local = self._state.is_local if self._asks_is_local is None else self._asks_is_local()
         self._group = self._state.group_of_pass() if self._is_local else self._state.process_group
@@ -159,6 +180,12 @@ class PostLocal(Stage):
         self.inner.load_state_dict(state_dict["inner"])
         self._state.iter = state_dict["iter"]
 
+    def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
+        """That of ``inner``; see :meth:`Stage.redistribute`."""
+        if self._asks_is_local is not None or any("iter" not in state for state in states):
+            return redistributed(self.inner, states, rank=rank, ranks=ranks)
+        return {"inner": {}, **redistribute_parts({"inner": self.inner}, states, rank=rank, ranks=ranks)}
+
     def __repr__(self) -> str:
         return f"PostLocal({self.inner!r}, from step {self._state.start_localSGD_iter})"
 
@@ -176,7 +203,12 @@ post_localSGD_hook = StageHook(  # noqa: N816 (PyTorch's name)
     lambda state: PostLocal(_checked(state)),
     "post_localSGD_hook",
     group_of=lambda state: _checked(state).process_group,
-    doc="The mean over all ranks until local SGD starts, then over a subgroup; see :class:`PostLocal`.",
+    doc="""The mean over all ranks until local SGD starts, then over a subgroup; see :class:`PostLocal`.
+
+    >>> state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1000)
+    >>> registration = overlap.register(ddp, post_localSGD_hook, state)
+    >>> loss_fn(ddp(x), y).backward()
+    """,
     module=__name__,
 )
 
@@ -187,12 +219,12 @@ def check_subgroup(subgroup: object, group: dist.ProcessGroup | None = None) -> 
     Raises:
         ConfigurationError: it is not a process group, or ranks do not fit.
     """
-    if isinstance(subgroup, str):
-        raise ConfigurationError(f'subgroup must be a process group, "machine" or None, got {subgroup!r}')
+    if subgroup is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(subgroup, dist.ProcessGroup):
+        raise ConfigurationError(f'subgroup must be a process group, "machine" or None, got {told(subgroup)}')
     if not isinstance(subgroup, dist.ProcessGroup) or dist.get_rank(subgroup) < 0:
         raise ConfigurationError(
-            f"rank {dist.get_rank()} is not in the subgroup that it was given ({subgroup!r}); give each rank the one "
-            "that it is in, as in `subgroup, _ = torch.distributed.new_subgroups(group_size)`"
+            f"rank {dist.get_rank()} is not in the subgroup that it was given ({told(subgroup)}); give each rank "
+            "the one that it is in, as in `subgroup, _ = torch.distributed.new_subgroups(group_size)`"
         )
     if group is None:
         return

@@ -16,7 +16,7 @@ from overlap.hooks.not_a_stage import shown
 from overlap.hooks.part import Part
 from overlap.hooks.post_local_sgd import PostLocal
 from overlap.hooks.rules import Rule, matches, shown_rule
-from overlap.hooks.stage import Role, Stage, walk
+from overlap.hooks.stage import Role, Stage, redistribute_parts, walk
 
 __all__ = ["Route", "route"]
 
@@ -162,6 +162,11 @@ class Route(Stage):
         self._loaded = loaded
         for place, reducer in enumerate(self.reducers):
             reducer.load_state_dict(states.get(str(place), {}))
+
+    def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
+        """That of each reducer; see :meth:`Stage.redistribute`."""
+        parts = {str(place): reducer for place, reducer in enumerate(self.reducers)}
+        return redistribute_parts(parts, states, rank=rank, ranks=ranks)
 
     def _named(self) -> dict[str, list[str]]:
         """The parameters of each reducer."""

@@ -13,12 +13,19 @@ from torch import Tensor
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.context import StageContext
+from overlap.hooks.same_state import is_same_state
 
-__all__ = ["Role", "Stage", "StageContext", "walk", "with_contexts"]
+__all__ = ["Role", "Stage", "StageContext", "redistribute_parts", "redistributed", "walk", "with_contexts"]
 
 
 class Role(enum.IntEnum):
-    """What a stage does with a bucket. The stages of a chain are in this order; transforms may stand anywhere."""
+    """What a stage does with a bucket. The stages of a chain are in this order; transforms may stand anywhere.
+
+    >>> def clamp(bucket):
+    ...     bucket.buffer.clamp_(-1, 1)
+    >>> [stage.role.name for stage in chain(AllReduce(), clamp).sequence]
+    ['REDUCER', 'TRANSFORM']
+    """
 
     TRANSFORM = 0
     """Neither reduces nor updates: changes or looks at what is there, local gradients, means or new parameters."""
@@ -33,17 +40,18 @@ class Role(enum.IntEnum):
 class Stage(ABC):
     """One step of a bucket's processing: straight-line code that changes the bucket in place and awaits collectives.
 
-    ::
-
-        class Mean(Stage):
-            async def __call__(self, bucket):
-                await all_reduce(bucket.buffer, group=bucket.group)
-                bucket.buffer.div_(bucket.divisor)
-
     A stage is called for every bucket of every backward pass, in the order of the buckets, also on a rank that has run
     out of inputs and takes part with zeros. It must issue the same collectives on every rank. A scheduler runs the
     stages of all buckets as coroutines, in an order that is the same on every rank: between two ``await`` no other
     stage runs, and no collective is launched from a callback.
+
+    >>> class Mean(Stage):
+    ...     async def __call__(self, bucket):
+    ...         await all_reduce(bucket.buffer, group=bucket.group)
+    ...         bucket.buffer.div_(bucket.divisor)
+    >>> chain(Mean()).register(ddp)
+    <chain(Mean()) registered>
+    >>> loss_fn(ddp(x), y).backward()
     """
 
     role: Role = Role.REDUCER
@@ -105,6 +113,26 @@ class Stage(ABC):
         """
         if state_dict:
             raise ConfigurationError(f"{self!r} has no state to load, but was given {sorted(state_dict)}")
+
+    def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
+        """What to load on ``rank`` of ``ranks``, from what :meth:`state_dict` returned on all ranks of another number.
+
+        As it is here for a stage that remembers the same on every rank.
+
+        Args:
+            states: of all old ranks, in their order.
+            rank: this rank in the new group.
+            ranks: size of the new group.
+
+        Raises:
+            ConfigurationError: the states differ.
+        """
+        if not all(is_same_state(state, states[0]) for state in states):
+            raise ConfigurationError(
+                f"{self!r} remembers other things on each rank, and has no rule for another number of ranks: resume "
+                f'with {len(states)}, or set state["stages"]["state"] = {{}} in every state, and all stages begin anew'
+            )
+        return dict(states[0])
 
     @property
     def children(self) -> tuple[Stage, ...]:
@@ -213,6 +241,22 @@ def walk(stage: Stage) -> Iterator[Stage]:
     yield stage
     for child in stage.children:
         yield from walk(child)
+
+
+def redistributed(stage: Stage, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
+    """:meth:`Stage.redistribute` of states that may all be empty, as before the first pass."""
+    return stage.redistribute(states, rank=rank, ranks=ranks) if any(states) else {}
+
+
+def redistribute_parts(
+    parts: Mapping[str, Stage], states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int
+) -> dict[str, Any]:
+    """:func:`redistributed` for states by key, of several stages; what is under other keys is the same on all ranks."""
+    made = {key: value for key, value in states[0].items() if key not in parts}
+    for key, stage in parts.items():
+        if state := redistributed(stage, [state.get(key, {}) for state in states], rank=rank, ranks=ranks):
+            made[key] = state
+    return made
 
 
 def with_contexts(stage: Stage, context: StageContext) -> Iterator[tuple[Stage, StageContext]]:

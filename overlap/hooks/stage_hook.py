@@ -24,6 +24,11 @@ class StageHook:
     run on ``group_of(state)``, the default process group where that is ``None``. Registered this way, a stage does not
     know the model's own process group or the names of parameters, and it is not called before the forward, so gradients
     are not cleared for the user. :func:`overlap.register` does all of that.
+
+    >>> isinstance(allreduce_hook, StageHook)
+    True
+    >>> allreduce_hook.stage()
+    AllReduce()
     """
 
     def __init__(

@@ -54,6 +54,13 @@ class _OnGroup(Stage):
         return f"{self._inner!r} on {self._group.size()} ranks"
 
 
+def _example(name: str) -> str:
+    return f"""
+    >>> registration = overlap.register(ddp, {name})
+    >>> loss_fn(ddp(x), y).backward()
+    """
+
+
 def _group_hook(name: str, make: Callable[[], Stage], doc: str) -> StageHook:
     def build(state: Any) -> Stage:
         group = group_of(state)
@@ -64,7 +71,7 @@ def _group_hook(name: str, make: Callable[[], Stage], doc: str) -> StageHook:
             return state
         raise ConfigurationError(f"the state of {name} is a process group or None, got {type(state).__name__}")
 
-    return StageHook(build, name, group_of=group_of, doc=doc, module=__name__)
+    return StageHook(build, name, group_of=group_of, doc=f"{doc}\n{_example(name)}", module=__name__)
 
 
 allreduce_hook = _group_hook(
@@ -88,7 +95,7 @@ bf16_compress_hook = _group_hook(
 noop_hook = StageHook(
     lambda state: NoReduction(),
     "noop_hook",
-    doc="Leaves each rank its own gradient; see :class:`NoReduction`.",
+    doc=f"Leaves each rank its own gradient; see :class:`NoReduction`.\n{_example('noop_hook')}",
     module=__name__,
 )
 quantization_pertensor_hook = _group_hook(
@@ -104,12 +111,22 @@ quantization_perchannel_hook = _group_hook(
 
 
 def fp16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
-    """A hook that runs ``hook`` on the bucket in ``float16`` and casts the result back; ``hook`` gets its state."""
+    """A hook that runs ``hook`` on the bucket in ``float16`` and casts the result back; ``hook`` gets its state.
+
+    >>> state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    >>> registration = overlap.register(ddp, fp16_compress_wrapper(powerSGD_hook), state)
+    >>> loss_fn(ddp(x), y).backward()
+    """
     return _cast_hook(hook, torch.float16, fp16_compress_wrapper)
 
 
 def bf16_compress_wrapper(hook: CommHook | Callable[..., Any]) -> StageHook:
-    """A hook that runs ``hook`` on the bucket in ``bfloat16`` and casts the result back; ``hook`` gets its state."""
+    """A hook that runs ``hook`` on the bucket in ``bfloat16`` and casts the result back; ``hook`` gets its state.
+
+    >>> state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    >>> registration = overlap.register(ddp, bf16_compress_wrapper(powerSGD_hook), state)
+    >>> loss_fn(ddp(x), y).backward()
+    """
     return _cast_hook(hook, torch.bfloat16, bf16_compress_wrapper)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -105,9 +106,25 @@ class Completion:
         """Block until the work is done; on an accelerator the current stream waits, not the host."""
         self._is_set.wait()
         if self._error is not None:
-            raise self._error
+            raise _copied(self._error)
         if self._event is not None:
             current_stream(self._device).wait_event(self._event)
+
+
+def _copied(error: BaseException) -> BaseException:
+    """``error`` to be raised, while the original is kept.
+
+    What is raised gets the frames of all callers, which hold the model. Whoever keeps it beside a stage would keep the
+    model, its thread and its connections: DDP holds the stage where the garbage collector does not look.
+    """
+    try:
+        made = copy.copy(error)
+    except Exception:
+        return error
+    made.__cause__, made.__suppress_context__ = error.__cause__, error.__suppress_context__
+    if notes := getattr(error, "__notes__", None):
+        made.__notes__ = list(notes)
+    return made.with_traceback(error.__traceback__)
 
 
 class _Background(Protocol):

@@ -80,14 +80,12 @@ class BackwardPass:
         self._wavefront = Wavefront(is_late=is_late)
         self._starts_early = stage.starts_on_autograd_thread
         self._labels = [(stage, repr(stage)) for stage in stage.sequence]
-        self._device = torch.device("cpu")
         self._unfinished: dict[int, tuple[BucketFuture, torch.Tensor]] = {}
         # The worker may fail the pass while the training thread adds buckets to it.
         self._lock = threading.Lock()
 
     def admit(self, bucket: Bucket, future: BucketFuture) -> Task | None:
         """Accept a bucket, on the training thread; ``None`` if the pass has failed and nothing more is to run."""
-        self._device = bucket.buffer.device
         for watcher in self._watchers:
             watcher.arrived(bucket, future)
         with self._lock:
@@ -117,11 +115,6 @@ class BackwardPass:
         except BaseException as error:
             task.close()
             self.fail(error)
-
-    def drive_late(self, task: Task, *, is_last: bool, refusal: Exception | None = None) -> None:
-        """:meth:`drive`, on autograd's thread, which has the modes that were set where backward was called."""
-        with by_default(self._device):
-            self.drive(task, is_last=is_last, refusal=refusal)
 
     def fail(self, error: BaseException) -> None:
         """End the pass: keep the first error, close what runs, return every bucket to DDP as it is.

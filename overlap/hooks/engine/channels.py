@@ -15,7 +15,7 @@ import torch.distributed as dist
 from overlap._torch.c10d import Channel, GroupChannel, backend_name
 from overlap._torch.gloo import GlooChannel
 from overlap.errors import CollectiveError, ConfigurationError
-from overlap.join.failures import FailureStore
+from overlap.join.failures import FailureStore, failures_on
 
 __all__ = ["GroupChannels", "PrivateChannels", "new_key"]
 
@@ -60,6 +60,10 @@ class GroupChannels:
 
     def raise_failure(self) -> None:
         pass
+
+    def lost_in_words(self) -> str:
+        """Which ranks have to do with it that this rank has lost a connection."""
+        return failures_on(self._group).lost_in_words()
 
     def fail(self, error: BaseException) -> None:
         pass
@@ -115,9 +119,12 @@ class PrivateChannels:
                 f"{backend_name(group, torch.device('cpu'))!r}; it needs one that has Gloo for the CPU"
             )
         key = new_key(group)
+        failures = FailureStore(group, key) if group is self._group else None
+        if failures is not None:
+            failures.say_back()
         channel = self._channels[group] = GlooChannel(group, key)
-        if group is self._group:
-            self.failures = FailureStore(group, key)
+        if failures is not None:
+            self.failures = failures
         return channel
 
     def next_tag(self) -> int:

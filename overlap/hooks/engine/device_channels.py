@@ -88,9 +88,11 @@ class DeviceChannels(PrivateChannels):
         if self.failures is not None:
             return
         key = new_key(self._group)
+        failures = FailureStore(self._group, key)
+        failures.say_back()
         meet(self._group, key, self._device, lambda: None)
         with self._lock:
-            self.failures = FailureStore(self._group, key)
+            self.failures = failures
             self._watch = _Watch(self._group, self.failures, self)
 
     def failure(self) -> CollectiveError | None:

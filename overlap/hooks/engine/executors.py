@@ -14,11 +14,13 @@ import torch.distributed as dist
 from overlap._checks import refuse_capture
 from overlap._torch.communicators import can_have_communicator
 from overlap._torch.device import current_stream, has_streams, on_stream, stream_of
+from overlap._torch.gloo import has_lost_connection
 from overlap.errors import CollectiveError, PeerError
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
 from overlap.hooks.engine.device_channels import DeviceChannels
 from overlap.hooks.engine.observer import Observer
+from overlap.join.failures import FailureStore
 
 __all__ = ["Executor", "Executors", "HostExecutor", "StreamExecutor", "executor_for"]
 
@@ -69,31 +71,56 @@ class HostExecutor(Executor):
     def wait(self, work: dist.Work) -> None:
         failures = self.channels.failures
         if failures is None:
-            work.wait()
+            self._wait_on_group(work)
             return
         start_s = time.monotonic()
         while True:
+            is_over = work.is_completed()  # Asked before: it may be done a moment after the patience has ended.
             try:
-                work.wait(_PATIENCE)
+                if is_over:
+                    work.wait()
+                else:
+                    work.wait(_PATIENCE)
+                failures.finished += 1
                 return
             except RuntimeError as error:
-                failure = failures.read()
-                if failure is not None:
+                if (failure := failures.read()) is not None:
                     raise _peer_error(failure) from error
-                if work.is_completed():
-                    waited_s = time.monotonic() - start_s
-                    raise CollectiveError(
-                        f"a collective failed after {waited_s:.1f} s and no rank reported an error of its own; "
-                        f"a rank's process has ended, or hangs: {error}"
-                    ) from error
+                self.look()
+                if is_over:
+                    raise _lost(failures, f"failed after {time.monotonic() - start_s:.1f} s", error) from error
+
+    def _wait_on_group(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if isinstance(self.channels, GroupChannels) and has_lost_connection(error):
+                raise CollectiveError(f"a collective failed; {self.channels.lost_in_words()}: {error}") from error
+            raise
+
+    def look(self) -> None:
+        """Called now and then while a collective is not done, and raises where it will not be."""
 
     def leave(self, operation: Operation) -> None:
         """Does nothing: another rank may not come. The connections are closed, which ends what is in flight."""
 
     def explained(self, error: Exception) -> Exception:
         failures = self.channels.failures
-        failure = failures.read() if failures is not None and isinstance(error, RuntimeError) else None
-        return error if failure is None else _peer_error(failure)
+        if failures is None or not isinstance(error, RuntimeError):
+            return error
+        if (failure := failures.read()) is not None:
+            return _peer_error(failure)
+        if isinstance(error, CollectiveError) or not has_lost_connection(error):
+            return error
+        return _lost(failures, "could not be launched", error)
+
+
+def _lost(failures: FailureStore, what: str, error: Exception) -> CollectiveError:
+    """Names who has to do with ``error``: a connection is lost, and no rank has reported a failure yet."""
+    lost = failures.lost_in_words()
+    if (failure := failures.read()) is not None:
+        return _peer_error(failure)
+    return CollectiveError(f"a collective {what} and no rank reported an error of its own; {lost}: {error}")
 
 
 def _peer_error(failure: str) -> PeerError:

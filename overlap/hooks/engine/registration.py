@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap._checks import check_ddp
+from overlap._checks import check_ddp, check_flag, told
 from overlap._torch import ddp as ddp_state
+from overlap._torch.autograd import without_saved_context
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
+from overlap._torch.device import has_streams
 from overlap._torch.join import is_joining, torch_join_divides_by_count
-from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
+from overlap.errors import CollectiveError, ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.adapters import is_hook, stage_from
 from overlap.hooks.context import StageContext
 from overlap.hooks.engine.backward_pass import BucketFuture
 from overlap.hooks.engine.observer import Observer
-from overlap.hooks.engine.runtime import Runtime
+from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
 from overlap.hooks.stage import Stage
+from overlap.join.failures import explain_loss
+from overlap.join.meeting import Meeting
 
 __all__ = ["Registration", "register", "registration_of"]
 
@@ -37,6 +43,7 @@ class _Dispatcher:
         self.__name__ = self.__qualname__ = "overlap"
         self._group = group
         self.registration: Registration | None = None
+        self._in_flight: list[tuple[dist.Work, torch.Tensor, BucketFuture]] = []
 
     # Without annotations: DDP compares them with its own types, and here they would be strings.
     def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
@@ -47,12 +54,25 @@ class _Dispatcher:
     def __reduce__(self) -> Any:
         return _Dispatcher, ()  # Nothing is registered with a copy of the model.
 
+    @without_saved_context()
     def _reduce(self, bucket: GradBucket) -> BucketFuture:
         buffer = bucket.buffer().mul_(1 / dist.get_world_size(self._group))
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
-        reduced: BucketFuture = work.get_future().then(lambda future: future.value()[0])
-        return reduced
+        if has_streams(buffer.device):
+            reduced: BucketFuture = work.get_future().then(lambda future: future.value()[0])
+            return reduced
+        # Without a callback: see [Note: works without Python objects]. DDP waits for none before it has them all.
+        if bucket.index() == 0:
+            self._in_flight.clear()  # Of a backward that ended with an error.
+        future = BucketFuture()
+        self._in_flight.append((work, buffer, future))
+        if bucket.is_last():
+            in_flight, self._in_flight = self._in_flight, []
+            for work, buffer, reduced in in_flight:
+                work.wait()
+                reduced.set_result(buffer)
+        return future
 
 
 _dispatchers: weakref.WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = weakref.WeakKeyDictionary()
@@ -79,15 +99,52 @@ class _BeforeForward:
         return _BeforeForward, ()
 
 
+class _AfterForward:
+    """Runs after each forward of a model, also where it raises; does nothing in a copy of the model.
+
+    What DDP itself issues there, of buffers and of the order of its buckets, fails with an error that names nobody.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # To look at outputs would have the compiler read their ``.grad``, which warns.
+        if outputs is None and self._group is not None and (error := sys.exception()) is not None:
+            explain_loss(error, self._group)
+
+    def __reduce__(self) -> Any:
+        return _AfterForward, ()
+
+
 class Registration:
-    """A stage registered with a model; after :meth:`remove` the model reduces as plain DDP again."""
+    """A stage registered with a model; after :meth:`remove` the model reduces as plain DDP again.
+
+    As a block it lets an exception of the loop reach the other ranks, which would wait for this one in a collective,
+    and removes the registration in the end::
+
+        with chain(AllReduce(), Step(optimizer)).register(ddp):
+            for x, y in loader:
+                ...
+
+    >>> registration = chain(AllReduce()).register(ddp)
+    >>> registration.is_active
+    True
+    >>> registration.remove()
+    >>> registration.is_active
+    False
+    """
 
     def __init__(self, runtime: Runtime, dispatcher: _Dispatcher, ddp: DistributedDataParallel) -> None:
         self.runtime = runtime
         self.stage = runtime.stage
         self._dispatcher = dispatcher
         self._ddp = weakref.ref(ddp)
-        self._forward_hook = ddp.register_forward_pre_hook(_BeforeForward(runtime))
+        self._forward_hooks = (
+            ddp.register_forward_pre_hook(_BeforeForward(runtime)),
+            ddp.register_forward_hook(_AfterForward(ddp.process_group), always_call=True),
+        )
 
     @property
     def observer(self) -> Observer | None:
@@ -108,8 +165,30 @@ class Registration:
         if not self.is_active:
             return
         self._dispatcher.registration = None
-        self._forward_hook.remove()
+        for hook in self._forward_hooks:
+            hook.remove()
         self.runtime.close()
+
+    close = remove
+    """The same, by the name that :func:`contextlib.closing` calls."""
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed: what they wait for raises a ``PeerError`` that names it.
+
+        Then call :meth:`remove`, or go on on every rank.
+        """
+        if self.is_active:
+            self.runtime.report(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, CollectiveError):
+            self.report(error)
+        self.remove()
 
     def __repr__(self) -> str:
         return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}{self.runtime.division}>"
@@ -142,12 +221,30 @@ def register(
     Raises:
         RegistrationError: the model already has a hook, or cannot take one.
         ConfigurationError: ``stage`` is not a stage, has no reducer, or refuses the model.
-        CollectiveError: another rank registers something else.
+        PeerError: another rank raised one of these.
+        CollectiveError: another rank registers something else, or does not come.
+
+    >>> registration = overlap.register(ddp, fp16_compress_hook)
+    >>> loss_fn(ddp(x), y).backward()
+    >>> registration.remove()
     """
     ddp = check_ddp(ddp, error=RegistrationError)
+    with Meeting(ddp.process_group, "a registration") as meeting:
+        return _register(ddp, stage, state, meeting, own_communicators=own_communicators)
+
+
+def _register(
+    ddp: DistributedDataParallel,
+    stage: Stage | Callable[..., Any],
+    state: Any,
+    meeting: Meeting,
+    *,
+    own_communicators: bool,
+) -> Registration:
+    check_flag("own_communicators", own_communicators)
     made = stage_from(stage, state)
     if state is not None and not is_hook(stage):
-        raise ConfigurationError(f"a stage keeps its own state, but register was given {state!r} for {made!r}")
+        raise ConfigurationError(f"a stage keeps its own state, but register was given {told(state)} for {made!r}")
     if not made.reduces and not any(child.reduces for child in made.children):
         raise ConfigurationError(f"{made!r} has no reducer; register chain(AllReduce(), {made!r})")
     dispatcher = _dispatcher_of(ddp)
@@ -157,6 +254,7 @@ def register(
             "first call .remove() on what register returned, or make one chain of both"
         )
     named, alive = data_parallel_parameters(ddp), weakref.ref(ddp)
+    _check_static_graph(ddp, named)
     context = StageContext(
         group=ddp.process_group,
         device=next(iter(named)).device,
@@ -175,12 +273,22 @@ def register(
         made, context, forget_unfinished_backward=forget_unfinished_backward, own_communicators=own_communicators
     )
     try:
-        runtime.open()
+        runtime.open(before_connecting=meeting.come)
     except BaseException:
         runtime.close()
         raise
     dispatcher.registration = Registration(runtime, dispatcher, ddp)
     return dispatcher.registration
+
+
+def _check_static_graph(ddp: DistributedDataParallel, named: Mapping[torch.Tensor, str]) -> None:
+    """Raises: UnsupportedError: DDP's first backward would not say which bucket is its last.
+
+    With a static graph that has one bucket for each dtype, and all of them have the number 0.
+    """
+    dtypes = sorted({str(parameter.dtype) for parameter in named if parameter.requires_grad})
+    if ddp.static_graph and len(dtypes) > 1:
+        raise UnsupportedError(f"the model has parameters of {' and '.join(dtypes)}: {NO_LAST_BUCKET}")
 
 
 def registration_of(ddp: DistributedDataParallel) -> Registration | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
@@ -9,7 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from overlap._checks import refuse_capture
-from overlap._torch.autograd import after_backward, backward_id, by_default, if_abandoned
+from overlap._torch.autograd import after_backward, backward_id, by_default, if_abandoned, without_saved_context
 from overlap._torch.c10d import GradBucket
 from overlap._torch.device import future_for
 from overlap.errors import CollectiveError
@@ -27,12 +29,18 @@ from overlap.hooks.engine.memory_format import MemoryFormats
 from overlap.hooks.engine.nothing_to_hide import has_nothing_to_hide
 from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.regrouping import Regrouping
+from overlap.hooks.engine.same_registration import difference
 from overlap.hooks.engine.worker import Worker
 from overlap.hooks.places import check_pass, check_places
 from overlap.hooks.stage import Stage, walk, with_contexts
 from overlap.join import gradient_divisor
 
-__all__ = ["Runtime"]
+__all__ = ["NO_LAST_BUCKET", "Runtime"]
+
+NO_LAST_BUCKET = (
+    "with static_graph=True DDP has a bucket for each dtype in its first backward, and does not say which is the last: "
+    "use find_unused_parameters=True, or parameters of one dtype"
+)
 
 T = TypeVar("T", bound=Subject)
 
@@ -40,6 +48,17 @@ _INSTEAD_OF_CAPTURE = (
     "capture the model alone, by torch.cuda.make_graphed_callables before DistributedDataParallel wraps it or "
     "torch.compile(mode='reduce-overhead'), or leave the registration out"
 )
+
+
+class _Phase(enum.Enum):
+    """Where a runtime stands with its model between passes."""
+
+    NEW = "new"
+    """No stage is attached: a hook is told of the model by the first bucket."""
+    READY = "ready"
+    """Stages are attached, and DDP has finished its last backward."""
+    UNFINISHED = "unfinished"
+    """The last backward ended with an error of the model's own, and DDP forgets it before the next forward."""
 
 
 class Runtime:
@@ -59,8 +78,8 @@ class Runtime:
         own_communicators: bool = True,
     ) -> None:
         self.stage = stage
+        self._phase = _Phase.NEW
         self._forget_unfinished_backward = forget_unfinished_backward
-        self._has_unfinished_backward = False
         self._watched = -1
         self._cut = BucketCut()
         self._watchers: list[BucketWatcher] = []
@@ -76,7 +95,6 @@ class Runtime:
         self._pass: BackwardPass | None = None
         self._steps = 0
         self._model_bytes = sum(parameter.nbytes for parameter in context.names or ())
-        self._is_open = False
         self._attached: list[Stage] = []
         self.division = Division()
         """Which update has which parameters."""
@@ -88,10 +106,10 @@ class Runtime:
         if isinstance(channels, DeviceChannels):
             weakref.finalize(self, channels.close)
         elif isinstance(channels, PrivateChannels):
-            self._worker = Worker(f"overlap-{id(self):x}", abandon=channels.abort)
+            self._worker = Worker(f"overlap-{id(self):x}", abandon=channels.abort, group=context.group)
             self._stop_worker = weakref.finalize(self, self._worker.stop)
 
-    def open(self) -> None:
+    def open(self, *, before_connecting: Callable[[], None] = lambda: None) -> None:
         """Attach the stages, connect to the other ranks and check that they run the same stages.
 
         Raises:
@@ -105,17 +123,14 @@ class Runtime:
         for stage in self._attached:
             stage.check_together(self.stage.sequence)
         self.division = Division.of(self.stage.sequence, self._context.names)
-        self._is_open = True
+        self._phase = _Phase.READY
+        before_connecting()
         channels = self.executors.channels
         channels.open()
         if (failures := channels.failures) is None:
             return
-        signature = f"{self.stage.signature} for {self._context.model_in_words}{self.division.signature}"
-        if (other := failures.agree(signature)) is not None:
-            error = CollectiveError(
-                f"rank {self._context.group.rank()} registers {signature}, but rank 0 registers {other}; "
-                "every rank must run the same stages for the same model"
-            )
+        if (reason := difference(failures, self.stage, self._context, self.division)) is not None:
+            error = CollectiveError(reason)
             failures.report(error)
             raise error
 
@@ -130,8 +145,15 @@ class Runtime:
             self.executors.channels.close()
             return
         # After the jobs of a backward that ended before all buckets had come: they use the connections, too.
-        self._worker.submit(self.executors.channels.abort)
-        self._stop_worker()
+        self._worker.stop(self.executors.channels.abort)
+        self._stop_worker.detach()
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks of an error outside of a backward; the next pass connects again."""
+        with contextlib.suppress(CollectiveError):  # The group has been destroyed.
+            self._submit(lambda: self.executors.channels.fail(error))
+        if self._worker is not None:
+            self._worker.wait_until_idle()
 
     def before_forward(self) -> None:
         """Called before a forward that records gradients.
@@ -142,12 +164,13 @@ class Runtime:
         """
         self._refuse_capture()
         self.executors.channels.raise_failure()
-        if self._has_unfinished_backward:
-            self._has_unfinished_backward = False
+        if self._phase is _Phase.UNFINISHED:
+            self._phase = _Phase.READY
             self._forget_unfinished_backward()
         for stage in walk(self.stage):
             stage.before_forward()
 
+    @without_saved_context()
     def on_bucket(self, raw: GradBucket) -> BucketFuture:
         """The hook that DDP calls for each bucket, in order: on autograd's thread, or on the training thread when a
         rank without inputs takes part with zeros (a replay, outside of any backward)."""
@@ -180,7 +203,8 @@ class Runtime:
             known.has_right_format = refusal is None and self._formats.has_checked(bucket)
         task = current.admit(bucket, future)
         if task is not None and current.is_late:
-            current.drive_late(task, is_last=bucket.is_last, refusal=refusal)
+            with by_default(self._context.device):
+                current.drive(task, is_last=bucket.is_last, refusal=refusal)
         elif task is not None:
             self._submit(lambda: current.drive(task, is_last=bucket.is_last, refusal=refusal))
         if bucket.is_last and is_replay:
@@ -237,7 +261,7 @@ class Runtime:
         self._buckets.clear()
         try:
             self._refuse_capture()  # Registered as a hook, it is not called before forwards.
-            if not self._is_open:  # Registered as a hook: the model was not known before its first bucket.
+            if self._phase is _Phase.NEW:  # Registered as a hook: the model was not known before its first bucket.
                 self.open()
             if self.division.is_of_several:  # The loop may have added parameters to an optimizer.
                 self.division = Division.of(self.stage.sequence, self._context.names)
@@ -297,8 +321,12 @@ class Runtime:
                 error.add_note(note)
         if finished.error is not None:
             self.executors.channels.settle()
-        self._has_unfinished_backward = AbandonedBackwardError.caused(error)
+        self._note_end(is_unfinished=AbandonedBackwardError.caused(error))
         return error
+
+    def _note_end(self, *, is_unfinished: bool) -> None:
+        if self._phase is not _Phase.NEW:
+            self._phase = _Phase.UNFINISHED if is_unfinished else _Phase.READY
 
     def _abandon(self, abandoned: BackwardPass) -> None:
         """Called where autograd gives up a pass, for an error that it is about to raise: tell the other ranks at once.
@@ -320,4 +348,4 @@ class Runtime:
         self._submit(end)
         is_over.wait()
         self._end(abandoned)
-        self._has_unfinished_backward = True
+        self._note_end(is_unfinished=True)

@@ -36,8 +36,9 @@ class Task:
         self._label, self._coroutine = next(self._parts)
         self._executor = executor
         self._on_done = on_done
+        # What the stage awaits; and the same from its launch until the stage gets its result.
         self._pending: Operation | None = None
-        self._is_launched = False
+        self._in_flight: Operation | None = None
         self._start_error: Exception | None = None
 
     @property
@@ -62,7 +63,7 @@ class Task:
             raise self._start_error
         with self._executor.scope():
             # After start(), the stage may already be done, or have an operation that is not launched yet.
-            if not self.is_done and (self._pending is None or self._is_launched):
+            if not self.is_done and self._pending is self._in_flight:
                 self._resume(self._outcome())
             if self._pending is not None:
                 self._launch(self._pending)
@@ -75,15 +76,15 @@ class Task:
         On a stream what it has in flight is waited for: the buffers go back to whoever owns them.
         """
         self.is_done = True
-        pending, self._pending = self._pending, None
-        if pending is not None and self._is_launched:
+        in_flight, self._pending, self._in_flight = self._in_flight, None, None
+        if in_flight is not None:
             with self._executor.scope():
-                self._executor.leave(pending)
+                self._executor.leave(in_flight)
         self._coroutine.close()
 
     def _resume(self, value: Any) -> None:
         """Run to the next operation. ``value`` is what the stage gets; an exception is raised inside the stage."""
-        self._is_launched = False
+        self._in_flight = None
         try:
             operation = self._next_operation(value)
         except Exception as error:
@@ -128,7 +129,7 @@ class Task:
             if error is raised:
                 raise
             raise error from raised
-        self._is_launched = True
+        self._in_flight = operation
         if not operation.is_under_way:
             self._note_launched(operation)
 

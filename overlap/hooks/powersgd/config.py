@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from overlap._checks import check_whole_number
+from overlap._checks import as_number, check_flag, check_whole_number, is_one_of, told
 from overlap.errors import ConfigurationError
 from overlap.hooks.powersgd.ranks import RankOption, check_rank, shown
 from overlap.hooks.wires import Wire
@@ -47,19 +47,20 @@ class PowerSGDConfig:
         check_whole_number("start_step", self.start_step, least=0)
         check_whole_number("seed", self.seed, least=0)
         check_whole_number("log_every_steps", self.log_every_steps, least=1)
-        _check_number("min_compression_rate", self.min_compression_rate)
-        _check_number("epsilon", self.epsilon)
-        _check_number("momentum", self.momentum)
+        for flag in ("error_feedback", "warm_start", "alternate"):
+            check_flag(flag, getattr(self, flag))
+        for number in ("min_compression_rate", "epsilon", "momentum"):
+            _check_number(number, getattr(self, number))
         if self.momentum >= 1:
             raise ConfigurationError(f"momentum must be less than 1, got {self.momentum!r}")
-        if self.bypass not in (None, "auto"):
-            raise ConfigurationError(f'bypass must be None or "auto", got {self.bypass!r}')
+        if not is_one_of(self.bypass, None, "auto"):
+            raise ConfigurationError(f'bypass must be None or "auto", got {told(self.bypass)}')
         if self.wire is not None and not isinstance(self.wire, Wire):
-            raise ConfigurationError(f"wire must be a Wire such as Int8(), or None, got {self.wire!r}")
+            raise ConfigurationError(f"wire must be a Wire such as Int8(), or None, got {told(self.wire)}")
         dtype = self.error_dtype
-        if dtype is not None and dtype not in _ERROR_DTYPES:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _ERROR_DTYPES):
             listed = ", ".join(map(str, _ERROR_DTYPES))
-            raise ConfigurationError(f"error_dtype must be one of {listed} or None, got {dtype!r}")
+            raise ConfigurationError(f"error_dtype must be one of {listed} or None, got {told(dtype)}")
         if self.alternate and not self.warm_start:
             raise ConfigurationError(
                 "alternate=True computes each factor from the one of the step before, which warm_start=False "
@@ -86,6 +87,7 @@ _ERROR_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _check_number(name: str, value: object) -> None:
+    number = as_number(value)
     # The comparison is false for NaN too.
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise ConfigurationError(f"{name} must be a number of at least 0, got {value!r}")
+    if number is None or not 0 <= number < float("inf"):
+        raise ConfigurationError(f"{name} must be a number of at least 0, got {told(value)}")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from overlap._checks import told
 from overlap._torch.device import has_streams, hold
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
@@ -104,7 +105,9 @@ class Momentum:
 
 
 def momentum_of(momentum: float, optimizer: Optimizer | None) -> Momentum | None:
-    """Raises: ConfigurationError: there is one without the other."""
+    """Raises: ConfigurationError: there is one without the other, or ``optimizer`` is something else."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(f"optimizer is the torch.optim.Optimizer that updates, or None, got {told(optimizer)}")
     if (momentum > 0) != (optimizer is not None):
         raise ConfigurationError(
             "momentum= and optimizer= go together: PowerSGD applies the momentum, so optimizer= is the one that "

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._checks import check_whole_number
+from overlap._checks import check_whole_number, told
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
@@ -43,7 +43,7 @@ def check_rank(option: object) -> None:
         for pattern, one in option.items():
             if not isinstance(pattern, str):
                 raise ConfigurationError(
-                    f"rank has the key {pattern!r}: give a pattern of parameter names, such as '*'"
+                    f"rank has the key {told(pattern)}: give a pattern of parameter names, such as '*'"
                 )
             _check(f"rank[{pattern!r}]", one)
         return

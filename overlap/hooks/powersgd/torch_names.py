@@ -10,13 +10,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._checks import check_group, described
+from overlap._checks import check_flag, check_group, check_whole_number, described
 from overlap._torch import classes
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.powersgd.config import PowerSGDConfig
 from overlap.hooks.powersgd.matrices import PerParameter
 from overlap.hooks.powersgd.memory import Memory
+from overlap.hooks.powersgd.ranks import RankOption
 from overlap.hooks.powersgd.reducer import PowerSGD
 from overlap.hooks.powersgd.whole_bucket import WholeBucket
 from overlap.hooks.stage import StageContext
@@ -58,7 +59,7 @@ class PowerSGDState(classes.PowerSGDState):
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
-        matrix_approximation_rank: int = 1,
+        matrix_approximation_rank: RankOption = 1,
         start_powerSGD_iter: int = 1_000,  # noqa: N803 (PyTorch's name)
         min_compression_rate: float = 2,
         use_error_feedback: bool = True,
@@ -77,8 +78,11 @@ class PowerSGDState(classes.PowerSGDState):
         self.warm_start = warm_start
         self.orthogonalization_epsilon = orthogonalization_epsilon
         self.random_seed = random_seed
-        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
-        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        frequency = check_whole_number(
+            "compression_stats_logging_frequency", compression_stats_logging_frequency, least=0
+        )
+        self.compression_stats_logging_frequency = max(1, frequency)
+        self.batch_tensors_with_same_shape = check_flag("batch_tensors_with_same_shape", batch_tensors_with_same_shape)
         if unknown := sorted(set(options) - {"alternate", "error_dtype", "bypass", "wire"}):
             raise ConfigurationError(
                 f"PowerSGDState has no option {', '.join(unknown)}; beyond PyTorch's it has alternate, "
@@ -177,7 +181,12 @@ def _hook(name: str, doc: str, form: PerParameter) -> StageHook:
 
 powerSGD_hook = _hook(  # noqa: N816 (PyTorch's name)
     "powerSGD_hook",
-    "Reduces each gradient as two factors of low rank: :class:`PowerSGD`, with a :class:`PowerSGDState`.",
+    """Reduces each gradient as two factors of low rank: :class:`PowerSGD`, with a :class:`PowerSGDState`.
+
+    >>> state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=1000)
+    >>> registration = overlap.register(ddp, powerSGD_hook, state)
+    >>> loss_fn(ddp(x), y).backward()
+    """,
     PerParameter(),
 )
 batched_powerSGD_hook = _hook(  # noqa: N816
@@ -187,6 +196,10 @@ batched_powerSGD_hook = _hook(  # noqa: N816
     Two small collectives per bucket whatever is in it, biases included, at a loss of accuracy: the rows of such a
     matrix have nothing to do with the model. The state is that of ``powerSGD_hook``; ``min_compression_rate`` does
     nothing, as in PyTorch. Where DDP cuts its buckets anew, factors start anew; residuals are kept.
+
+    >>> state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=1000)
+    >>> registration = overlap.register(ddp, batched_powerSGD_hook, state)
+    >>> loss_fn(ddp(x), y).backward()
     """,
     WholeBucket(),
 )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from overlap._checks import told
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.bypass import bypass_from
@@ -30,11 +31,15 @@ class GatherQuantized(Stage):
 
     Issues: one all-gather of ``numel`` bytes, padded to whole chunks, and 8 bytes per scale. Changes:
     ``bucket.buffer``.
+
+    >>> chain(GatherQuantized(512)).register(ddp)
+    <chain(GatherQuantized(512)) registered>
+    >>> loss_fn(ddp(x), y).backward()
     """
 
     def __init__(self, chunk: int | None, *, bypass: Literal["auto"] | None = None) -> None:
-        if chunk is not None and (not isinstance(chunk, int) or chunk <= 0):
-            raise ConfigurationError(f"bucket_size is {chunk!r}: give a positive number of values, such as 512")
+        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk <= 0):
+            raise ConfigurationError(f"bucket_size is {told(chunk)}: give a positive number of values, such as 512")
         self.chunk = chunk
         self._bypass = bypass_from(bypass, "GatherQuantized", compress=self._reduce)
 

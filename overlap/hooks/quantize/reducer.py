@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from overlap._checks import check_flag, told
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
@@ -67,7 +68,7 @@ class Quantize(Stage):
         bypass: Literal["auto"] | None = None,
     ) -> None:
         self.wire = _wire(wire, bits, {"chunk": chunk, "rounding": rounding})
-        self.error_feedback = error_feedback
+        self.error_feedback = check_flag("error_feedback", error_feedback)
         self._memory = WireMemory(self, error_feedback=error_feedback, wires=[self.wire])
         self._is_attached = False
         self._bypass = bypass_from(
@@ -198,14 +199,14 @@ def _wire(wire: object, bits: int | None, options: Mapping[str, Any]) -> Wire:
             raise ConfigurationError(f"{names}: {wire!r} has options of its own; give them to {type(wire).__name__}")
         return wire
     if wire is not None and bits is not None:
-        raise ConfigurationError(f"the wire is {wire!r} and bits is {bits!r}: give one of them")
+        raise ConfigurationError(f"the wire is {told(wire)} and bits is {told(bits)}: give one of them")
     if isinstance(wire, type) and issubclass(wire, Wire):
         raise ConfigurationError(f"the wire is the class {wire.__name__}: give {wire.__name__}()")
     number = bits if wire is None else wire
-    if number is None or (number == 8):
+    if number is None:
         return Int8(**given)
-    if number == 4:
-        return Int4(**given)
+    if isinstance(number, int) and number in (8, 4):
+        return (Int8 if number == 8 else Int4)(**given)
     if bits is not None or isinstance(wire, int):
-        raise ConfigurationError(f"bits is {number!r}: give 4 or 8")
-    raise ConfigurationError(f"the wire is {wire!r}: give one such as Int8() or TopK(0.01)")
+        raise ConfigurationError(f"bits is {told(number)}: give 4 or 8")
+    raise ConfigurationError(f"the wire is {told(wire)}: give one such as Int8() or TopK(0.01)")

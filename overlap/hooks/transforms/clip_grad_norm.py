@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from overlap._checks import check_flag
 from overlap._torch.device import has_streams, hold
 from overlap._torch.foreach import norms
-from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.errors import TrainingLoopError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.clipping import Clipping, ShardedNorm
 from overlap.hooks.collectives import all_reduce
@@ -51,9 +52,7 @@ class ClipGradNorm(WholePassTransform):
     def __init__(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> None:
         super().__init__()
         self.clipping = Clipping(max_norm, norm_type, argument="max_norm")
-        if not isinstance(error_if_nonfinite, bool):
-            raise ConfigurationError(f"error_if_nonfinite is True or False, got {error_if_nonfinite!r}")
-        self.error_if_nonfinite = error_if_nonfinite
+        self.error_if_nonfinite = check_flag("error_if_nonfinite", error_if_nonfinite)
         self._norm: Tensor | None = None
 
     @property

@@ -33,6 +33,14 @@ class Transform(Stage):
     """A stage that changes, or looks at, what is there where it stands: local gradients, their mean, new parameters.
 
     Subclasses use :meth:`seen`. One object stands in one place of one chain.
+
+    >>> class Halve(Transform):
+    ...     async def __call__(self, bucket):
+    ...         for tensor in self.seen(bucket):
+    ...             tensor.mul_(0.5)
+    >>> chain(AllReduce(), Halve()).register(ddp)
+    <chain(AllReduce(), Halve()) registered>
+    >>> loss_fn(ddp(x), y).backward()
     """
 
     role = Role.TRANSFORM

@@ -9,13 +9,13 @@ value that is not finite, none of its decoded values is finite.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from overlap._checks import told
 from overlap.errors import ConfigurationError
 from overlap.hooks.wires.blocks import BlockCodec, Field
 from overlap.hooks.wires.kernels import kernels_for
@@ -54,9 +54,9 @@ class Grid(ABC):
 def check_chunk(chunk: object, *, largest: int | None = None) -> None:
     """Raises: ConfigurationError: ``chunk`` is not a positive multiple of 8, at most ``largest``."""
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk <= 0 or chunk % _MULTIPLE:
-        raise ConfigurationError(f"chunk is {chunk!r}: give a positive multiple of {_MULTIPLE}, such as 512")
+        raise ConfigurationError(f"chunk is {told(chunk)}: give a positive multiple of {_MULTIPLE}, such as 512")
     if largest is not None and chunk > largest:
-        raise ConfigurationError(f"chunk is {chunk}: give at most {largest}")
+        raise ConfigurationError(f"chunk is {told(chunk)}: give at most {largest}")
 
 
 def cut(numel: int, chunk: int) -> tuple[int, int]:
@@ -65,8 +65,8 @@ def cut(numel: int, chunk: int) -> tuple[int, int]:
     >>> cut(1000, 512)
     (2, 504)
     """
-    chunks = math.ceil(numel / chunk)
-    return chunks, math.ceil(numel / (chunks * _MULTIPLE)) * _MULTIPLE if chunks else _MULTIPLE
+    chunks = -(-numel // chunk)
+    return chunks, -(-numel // (chunks * _MULTIPLE)) * _MULTIPLE if chunks else _MULTIPLE
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -17,6 +17,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
 
     Errors are parts of the mean, so their sum over ranks is what is still to be delivered, and it stays the same: new
     rank ``r`` gets the sum of those of the old ranks ``r``, ``r + ranks`` and so on, or none. Generators start anew.
+    What all ranks remember alike stays.
 
     Args:
         states: of all old ranks, in any order.
@@ -40,7 +41,6 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
     for old in range(rank, sizes[0], ranks):
         for name, error in by_rank[old].get("error", {}).items():
             errors[name] = errors[name].add_(error) if name in errors else error.clone()
-    made: dict[str, Any] = {"error": errors, "rank": rank, "ranks": ranks}
-    if "buckets" in by_rank[0]:
-        made["buckets"] = by_rank[0]["buckets"]
-    return made
+    # The buckets, and what is bypassed.
+    alike = {key: value for key, value in by_rank[0].items() if key not in ("error", "generator")}
+    return {**alike, "error": errors, "rank": rank, "ranks": ranks}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from numbers import Real
 
 import torch
 from torch import Tensor
 
+from overlap._checks import as_number, told
 from overlap.errors import ConfigurationError
 from overlap.hooks.wires.blocks import BlockCodec, Field
 from overlap.hooks.wires.chunks import check_chunk, cut
@@ -48,9 +48,11 @@ class TopK(RoundingWire):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.density, bool) or not isinstance(self.density, Real) or not 0 < self.density <= 1:
+        density = as_number(self.density)
+        if density is None or not 0 < density <= 1:
             raise ConfigurationError(
-                f"density is {self.density!r}: give the part of the values to send, above 0 and at most 1, such as 0.01"
+                f"density is {told(self.density)}: give the part of the values to send, above 0 and at most 1, such as "
+                "0.01"
             )
         check_chunk(self.chunk, largest=_LARGEST_CHUNK)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from overlap._checks import is_one_of, told
 from overlap.errors import ConfigurationError
 
 __all__ = ["Codec", "Combine", "RoundingWire", "Wire", "filled_up"]
@@ -27,6 +28,11 @@ class Wire(ABC):
     It holds options only. They are all in its ``repr``, which is what one would type, and which ranks compare at
     registration; a wire of your own is a frozen dataclass with ``repr=False``. What rounding leaves out is for those
     who use it to keep: see :class:`overlap.hooks.wires.ErrorFeedback`.
+
+    >>> wire = Int8(chunk=256)
+    >>> isinstance(wire, Wire), wire
+    (True, Int8(chunk=256))
+    >>> registration = chain(Quantize(wire)).register(ddp)
     """
 
     @property
@@ -60,8 +66,8 @@ class RoundingWire(Wire):
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ConfigurationError(f"rounding is {self.rounding!r}: give 'nearest' or 'stochastic'")
+        if not is_one_of(self.rounding, "nearest", "stochastic"):
+            raise ConfigurationError(f"rounding is {told(self.rounding)}: give 'nearest' or 'stochastic'")
 
     @property
     def is_stochastic(self) -> bool:

@@ -35,35 +35,9 @@ from overlap.hooks.engine.device_channels import DeviceChannels
 from overlap.hooks.engine.executors import StreamExecutor
 from overlap.join.failures import FailureStore
 
+from ..failing import Flaky, backward, mean_gradients_are_right
+
 TOLD_S = 2.0
-
-
-class Flaky(Stage):
-    """The all-reduce, which raises in one bucket of one step."""
-
-    def __init__(self, step: int, index: int, *, after: bool, enabled: bool = True) -> None:
-        self.inner, self.step, self.index, self.after, self.enabled = AllReduce(), step, index, after, enabled
-
-    async def __call__(self, bucket: Bucket) -> None:
-        due = self.enabled and (bucket.step, bucket.index) == (self.step, self.index)
-        if due and not self.after:
-            raise ValueError("the dog ate it")
-        await self.inner(bucket)
-        if due:
-            raise ValueError("the dog ate it")
-
-
-def _backward(ddp: Any, step: int, rank: int) -> None:
-    ddp.zero_grad()
-    ddp(*MLP.batch(step, rank).inputs).square().sum().backward()
-
-
-def _mean_gradients_are_right(ddp: Any, step: int, rank: int) -> None:
-    _backward(ddp, step, rank)
-    reference = wrap(ddp.module, **MLP.ddp_options())
-    _backward(reference, step, rank)
-    for ours, plain in zip(ddp.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-5, atol=1e-5)
 
 
 def _watches() -> list[threading.Thread]:
@@ -84,18 +58,18 @@ def _raises_on_one_rank(rank: int, world_size: int, failing: int, after: bool) -
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         registered = chain(Flaky(2, 1, after=after, enabled=rank == failing)).register(ddp)
         for step in range(2):
-            _mean_gradients_are_right(ddp, step, rank)
+            mean_gradients_are_right(ddp, step, rank, is_exact=False)
         start_s = time.monotonic()
         if rank == failing:
             with pytest.raises(ValueError, match="the dog ate it"):
-                _backward(ddp, 2, rank)
+                backward(ddp, 2, rank)
         else:
             with pytest.raises(PeerError, match=f"rank {failing}: ValueError: the dog ate it .*bucket 1.*checkpoint"):
-                _backward(ddp, 2, rank)
+                backward(ddp, 2, rank)
         assert time.monotonic() - start_s < TOLD_S + 1
         assert _gone(lambda: device.log.count("abort") < 1) and device.log.count("abort") == 1
         for step in range(3, 6):
-            _mean_gradients_are_right(ddp, step, rank)
+            mean_gradients_are_right(ddp, step, rank, is_exact=False)
         assert device.log.count("make") == 2 and device.log.count("abort") == 1
         registered.remove()
         assert _gone(_watches) and device.log.count("shutdown") == 1
@@ -142,7 +116,7 @@ def _every_collective(rank: int, world_size: int) -> None:
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         chain(_Exchange()).register(ddp)
         for step in range(4):
-            _mean_gradients_are_right(ddp, step, rank)
+            mean_gradients_are_right(ddp, step, rank, is_exact=False)
     assert {"allgather", "reduce_scatter", "messages", "allreduce", "broadcast"} <= set(device.log)
     assert device.log.count("make") == 1
 
@@ -193,7 +167,7 @@ def _named_groups(rank: int, world_size: int) -> None:
         registered = chain(_Both(pairs[rank // 2])).register(ddp)
         assert device.log == [], "a communicator takes the device's memory, so it is made when it is used"
         for step in range(2):
-            _mean_gradients_are_right(ddp, step, rank)
+            mean_gradients_are_right(ddp, step, rank, is_exact=False)
         assert [made.size() for made in device.made] == [4, 2]
         registered.remove()
         assert _gone(_watches) and device.log.count("shutdown") == 2
@@ -221,10 +195,10 @@ def _waits_for_what_is_in_flight(rank: int, world_size: int) -> None:
         stage.log = device.log
         chain(stage).register(ddp)
         for step in range(2):
-            _backward(ddp, step, rank)
+            backward(ddp, step, rank)
         launched = device.log.count("allreduce")
         with pytest.raises(ValueError, match="the dog ate it"):
-            _backward(ddp, 2, rank)
+            backward(ddp, 2, rank)
         assert device.log.count("allreduce") == launched + 1, "bucket 0 is in flight when bucket 1 raises"
         assert stage.in_flight == 0
         assert device.log.index("abort") > len(device.log) - 1 - device.log[::-1].index("waited for allreduce")
@@ -266,7 +240,7 @@ def _fails_while_gathers_ride(rank: int, world_size: int) -> None:
         caught: list[BaseException] = []
         for step in range(6):
             try:
-                _backward(ddp, step, rank)
+                backward(ddp, step, rank)
                 zero.step()
             except Exception as error:
                 caught.append(error)
@@ -283,7 +257,7 @@ def _models_own_error(rank: int, world_size: int) -> None:
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         chain(AllReduce()).register(ddp)
         for step in range(2):
-            _backward(ddp, step, rank)
+            backward(ddp, step, rank)
 
         def fail(gradient: torch.Tensor) -> None:
             raise KeyError("in the model")
@@ -291,13 +265,13 @@ def _models_own_error(rank: int, world_size: int) -> None:
         if rank == 0:
             handle = next(iter(ddp.parameters())).register_hook(fail)
             with pytest.raises(KeyError):
-                _backward(ddp, 2, rank)
+                backward(ddp, 2, rank)
             handle.remove()
         else:
             with pytest.raises(PeerError, match="rank 0: AbandonedBackwardError"):
-                _backward(ddp, 2, rank)
+                backward(ddp, 2, rank)
         for step in range(3, 5):
-            _mean_gradients_are_right(ddp, step, rank)
+            mean_gradients_are_right(ddp, step, rank, is_exact=False)
 
 
 def test_an_error_of_the_models_own_in_backward_is_told() -> None:
@@ -366,16 +340,16 @@ def _device_does_not_get_on(rank: int, world_size: int) -> None:
         patch.setattr(communicators, "_STALLED_S", 1.0)
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         chain(AllReduce()).register(ddp)
-        _backward(ddp, 0, rank)
+        backward(ddp, 0, rank)
         if rank == 0:
             device.failure = "remote process exited"
             time.sleep(2.5)
             with pytest.raises(CollectiveError, match=r"no rank reported an error of its own.*remote process exited"):
-                _backward(ddp, 1, rank)
+                backward(ddp, 1, rank)
         else:
             time.sleep(4.5)  # The group's timeout is 3 s.
             with pytest.raises(CollectiveError, match=r"(not done after|rank 0: CollectiveError)"):
-                _backward(ddp, 1, rank)
+                backward(ddp, 1, rank)
 
 
 def test_a_device_that_does_not_get_on_is_an_error_and_no_hang() -> None:
@@ -388,14 +362,14 @@ def _long_launch(rank: int, world_size: int) -> None:
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         registered = chain(AllReduce()).register(ddp)
         for step in range(2):
-            _backward(ddp, step, rank)
+            backward(ddp, step, rank)
         dist.barrier()
         if rank == 0:
             registered.runtime.executors.channels.fail(ValueError("the dog ate it"))
             return
         device.made[0].allreduce = device.made[0].wait_for_abort
         with pytest.raises(PeerError, match="the dog ate it"):
-            _backward(ddp, 2, rank)
+            backward(ddp, 2, rank)
 
 
 def test_a_launch_that_waits_for_a_failed_rank_is_ended() -> None:
@@ -406,14 +380,14 @@ def _goes_with_the_model(rank: int, world_size: int) -> None:
     with on_simulated_device() as device:
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         chain(AllReduce()).register(ddp)
-        _backward(ddp, 0, rank)
+        backward(ddp, 0, rank)
         assert len(_watches()) == 1
         del ddp
         gc.collect()
         assert _gone(_watches) and device.log.count("shutdown") == 1
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         chain(AllReduce()).register(ddp)
-        _backward(ddp, 0, rank)
+        backward(ddp, 0, rank)
         dist.destroy_process_group()
         assert _gone(_watches) and device.log.count("shutdown") == 2
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # The harness destroys it.
@@ -454,7 +428,7 @@ def _stays_on_the_group(rank: int, world_size: int) -> None:
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         chain(AllReduce()).register(ddp, own_communicators=False)
         for step in range(2):
-            _mean_gradients_are_right(ddp, step, rank)
+            mean_gradients_are_right(ddp, step, rank, is_exact=False)
         assert device.log == [] and not _watches()
 
 

@@ -19,6 +19,7 @@ from overlap import (
     OverlappedOptimizer,
     RegistrationError,
     Step,
+    UnsupportedError,
     chain,
     register,
 )
@@ -135,3 +136,22 @@ def _copied(rank: int, world_size: int) -> None:
 
 def test_a_copy_of_a_registered_model_has_nothing_registered() -> None:
     run_ranks(_copied, 2)
+
+
+class _OfTwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_single, self.in_double = nn.Linear(16, 16), nn.Linear(16, 16, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.in_single(x) + self.in_double(x.double()).float()
+
+
+def _static_graph_of_two_dtypes(rank: int, world_size: int) -> None:
+    ddp = wrap(_OfTwoDtypes(), static_graph=True)
+    with pytest.raises(UnsupportedError, match=r"of torch\.float32 and torch\.float64: with static_graph"):
+        chain(AllReduce()).register(ddp)
+
+
+def test_a_static_graph_of_two_dtypes_is_refused() -> None:
+    run_ranks(_static_graph_of_two_dtypes, 2)

@@ -35,6 +35,7 @@ from overlap import (
     ZeroStep,
     chain,
 )
+from overlap._torch.foreach import scale_
 
 from . import by_hand
 from .by_hand import ADAMW, ADAMW_OPTIONS, generator
@@ -280,3 +281,10 @@ def _recorded(rank: int, world_size: int) -> None:
 
 def test_the_timeline_shows_where_a_transform_stands() -> None:
     run_ranks(_recorded, 2)
+
+
+def test_scaling_in_half_precision_is_that_of_mul() -> None:
+    values = torch.randn(144, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = values.clone().mul_(0.99)
+    scale_([values], 0.99)
+    assert torch.equal(values, expected)
