@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from overlap._torch.join import on_notify
-from overlap._torch.optimizer import runs_step_hooks
-from overlap.errors import ConfigurationError
+from overlap._torch.optimizer import runs_step_hooks, watch_steps
+from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.join.session import JoinableAdapter, JoinSession
 
-__all__ = ["JoinHookAdapter", "OptimizerAdapter", "SchedulerAdapter"]
+__all__ = ["JoinHookAdapter", "OptimizerAdapter", "SchedulerAdapter", "once_after"]
 
 
 class JoinHookAdapter(JoinableAdapter):
@@ -27,9 +27,18 @@ class JoinHookAdapter(JoinableAdapter):
         if not hasattr(joinable, "_join_config"):
             raise ConfigurationError(f"{type(joinable).__name__}.__init__ does not call Joinable.__init__")
         self._joinable, self._hook = joinable, hook
+        self.is_optimizer = isinstance(joinable, Optimizer)
 
     def enter(self, session: JoinSession, undo: ExitStack) -> None:
-        undo.callback(on_notify(self._joinable, lambda: session.on_event(self, begins_iteration=True)))
+        joinable = self._joinable
+        if not isinstance(joinable, Optimizer):
+            undo.callback(on_notify(joinable, lambda: session.on_event(self, begins_iteration=True)))
+            return
+
+        def before_step() -> None:
+            session.on_step(self, joinable, begins_iteration=True)
+
+        undo.callback(on_notify(joinable, before_step))
 
     def replay(self, detail: Any) -> None:
         self._hook.main_hook()
@@ -41,6 +50,8 @@ class JoinHookAdapter(JoinableAdapter):
 class OptimizerAdapter(JoinableAdapter):
     """A plain optimizer: steps on joined ranks as on active ones, with the gradients that DDP's replay leaves."""
 
+    is_optimizer = True
+
     def __init__(self, optimizer: Optimizer) -> None:
         if not runs_step_hooks(optimizer):
             raise ConfigurationError(
@@ -50,13 +61,39 @@ class OptimizerAdapter(JoinableAdapter):
         self._optimizer = optimizer
 
     def enter(self, session: JoinSession, undo: ExitStack) -> None:
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            session.on_event(self, begins_iteration=False)
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is None:
+                session.on_step(self, optimizer, begins_iteration=False)
+                return None
+            # What the closure does comes before the step.
+            told = once_after(closure, lambda: session.on_step(self, optimizer, begins_iteration=False))
+            others = {name: value for name, value in kwargs.items() if name != "closure"}
+            return (args[0], told, *args[2:]), others
 
-        undo.callback(self._optimizer.register_step_pre_hook(before_step).remove)
+        undo.callback(watch_steps(self._optimizer, before_step))
 
     def replay(self, detail: Any) -> None:
         self._optimizer.step()
+
+
+def once_after(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
+    """``closure``, and ``then`` when it is done, which ranks without inputs are told of: so it may be called once."""
+    calls = 0
+
+    def call() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise TrainingLoopError(
+                "the optimizer calls its closure again within one step, and ranks that have run out of inputs cannot "
+                "follow that: use an optimizer that evaluates the model once a step, or leave Join out"
+            )
+        result = closure()
+        then()
+        return result
+
+    return call
 
 
 class SchedulerAdapter(JoinableAdapter):

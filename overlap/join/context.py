@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,22 +18,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from overlap._checks import check_ddp, described
+from overlap._checks import as_list, check_ddp, check_flag, described, told
 from overlap._torch.c10d import group_timeout
 from overlap._torch.compiled import uncompiled
+from overlap._torch.gloo import has_lost_connection
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError, PeerError, TrainingLoopError
 from overlap.join.active import active_join, clear_active_join, set_active_join
 from overlap.join.adapters import JoinHookAdapter, OptimizerAdapter, SchedulerAdapter
 from overlap.join.ddp import DDPAdapter
 from overlap.join.event_log import EventLog
+from overlap.join.hyperparameters import Hyperparameters
 from overlap.join.iterations import Iterations
 from overlap.join.loading import batches
 from overlap.join.options import JoinOptions, OnExhausted, check_on_exhausted
+from overlap.join.processes import this_process
 from overlap.join.replay import Replay
 from overlap.join.session import JoinableAdapter, JoinSession
 
 __all__ = ["Join"]
+
+_Batch = TypeVar("_Batch")
 
 # How many Joins this process has entered on a group: the same number on every rank, so it names their keys.
 _entered: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
@@ -40,14 +46,6 @@ _entered: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionar
 
 class Join(base.Join):
     """Lets ranks have different numbers of batches: one that has run out goes on taking part, with gradients of zero.
-
-    ::
-
-        with Join([ddp, optim, scheduler]) as join:
-            for x, y in join.iterate(loader):
-                loss_fn(ddp(x), y).backward()
-                optim.step()
-                scheduler.step()
 
     Ranks that have run out replay what the others do: buckets go through the registered hook with gradients of zero,
     hooks of joinables run once for each call that notified the Join, schedulers and plain optimizers step. At the end
@@ -80,6 +78,16 @@ class Join(base.Join):
         UnsupportedError: a model with collectives in forward, and ranks that may run out of inputs before others.
         TrainingLoopError: this rank ran more or fewer iterations than it said, or ``on_exhausted="raise"``.
         PeerError: another rank failed; the message has its number.
+
+    >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    >>> scheduler = torch.optim.lr_scheduler.StepLR(optim, step_size=1)
+    >>> chain(AllReduce(), Step(optim)).register(ddp)
+    <chain(AllReduce(), Step(SGD, interleaved)) registered>
+    >>> with Join([ddp, optim, scheduler]) as join:
+    ...     for x, y in join.iterate(loader):
+    ...         loss_fn(ddp(x), y).backward()
+    ...         optim.step()
+    ...         scheduler.step()
     """
 
     def __init__(
@@ -93,24 +101,36 @@ class Join(base.Join):
         weight_by_samples: bool | Callable[[Any], int] = False,
         **kwargs: Any,
     ) -> None:
+        check_flag("enable", enable)
         on_exhausted = check_on_exhausted(on_exhausted, throws=throw_on_early_termination)
         if lengths is not None and (isinstance(lengths, bool) or not isinstance(lengths, int) or lengths < 0):
-            raise ConfigurationError(f"lengths is this rank's number of iterations, len(loader) say, got {lengths!r}")
+            raise ConfigurationError(
+                f"lengths is this rank's number of iterations, len(loader) say, got {told(lengths)}"
+            )
         if not isinstance(weight_by_samples, bool) and not callable(weight_by_samples):
             raise ConfigurationError(
-                f"weight_by_samples is True, False, or a callable that is given a batch, got {weight_by_samples!r}"
+                f"weight_by_samples is True, False, or a callable that is given a batch, got {told(weight_by_samples)}"
             )
-        if lengths is not None and weight_by_samples:
+        if lengths is not None and weight_by_samples is not False:
             raise ConfigurationError("weight_by_samples exchanges the samples in every iteration: leave lengths out")
         joinables = _joinables(joinables)
         self._options = JoinOptions(
             on_exhausted=on_exhausted,
-            divides_by_count=not kwargs.get("divide_by_initial_world_size", True),
-            counts_samples=bool(weight_by_samples),
+            divides_by_count=not check_flag(
+                "divide_by_initial_world_size", kwargs.get("divide_by_initial_world_size", True)
+            ),
+            counts_samples=weight_by_samples is not False,
         )
         self._lengths, self._enable, self._samples = lengths, enable, weight_by_samples
         joinables = [unwrapped(joinable) for joinable in joinables]
-        self._adapters = _adapters(joinables, kwargs, shadows=enable and on_exhausted == "shadow")
+        shadows = enable and on_exhausted == "shadow"
+        self._make_adapters = functools.partial(_adapters, joinables, kwargs, shadows=shadows)
+        self._adapters = self._make_adapters()
+        self._was_entered = False
+        self._hyperparameters = Hyperparameters(
+            [each for each in joinables if isinstance(each, Optimizer)],
+            [each for each in joinables if isinstance(each, LRScheduler)],
+        )
         self._group, self._join_device = _group_and_device(joinables)
         self._session: JoinSession | None = None
         self._undo = ExitStack()
@@ -125,11 +145,14 @@ class Join(base.Join):
             return self
         if active_join(self._group) is not None:
             raise TrainingLoopError("a Join is already active on this process group: leave its block first")
+        if self._was_entered:
+            self._adapters = self._make_adapters()  # A hook of a joinable serves one block.
+        self._was_entered = True
         key = str(next(_entered.setdefault(self._group, itertools.count())))
         log = EventLog(self._group, key, group_timeout(self._group, self._join_device))
         lengths = self._exchange_lengths(log)
         iterations = Iterations(self._group, self._join_device, log, self._options, lengths=lengths)
-        self._session = session = JoinSession(iterations, self._adapters)
+        self._session = session = JoinSession(iterations, self._adapters, self._hyperparameters)
         set_active_join(self._group, session)
         self._undo.callback(clear_active_join, self._group)
         try:
@@ -145,17 +168,18 @@ class Join(base.Join):
         """Compare what the ranks were given; returns the length of every rank, where they are known."""
         kinds = [type(adapter).__name__ for adapter in self._adapters]
         given = [kinds, self._options.on_exhausted, self._lengths is None]
-        exchanged = log.exchange("Join", [given, self._lengths])
-        first, _ = exchanged[0]
-        for rank, (other, _) in enumerate(exchanged):
+        exchanged = log.exchange("Join", [given, self._lengths, this_process()])
+        first = exchanged[0][0]
+        for rank, (other, _, _) in enumerate(exchanged):
             if other != first:
                 raise ConfigurationError(
                     f"rank {rank} enters Join with {other} (joinables, on_exhausted, whether without lengths), "
                     f"but rank 0 with {first}; every rank must be given the same"
                 )
-        return None if self._lengths is None else [length for _, length in exchanged]
+        log.processes = [process for _, _, process in exchanged]
+        return None if self._lengths is None else [length for _, length, _ in exchanged]
 
-    def iterate(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def iterate(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """The batches of ``loader``; looks one ahead where its length is not known. Once in a block.
 
         Raises:
@@ -179,14 +203,18 @@ class Join(base.Join):
             if error is not None:
                 _raise_cause(error, session)
             else:
-                self._finish(session)
+                try:
+                    self._finish(session)
+                except BaseException as raised:
+                    _raise_cause(raised, session)
+                    raise
         except BaseException as raised:
             error = raised
             raise
         finally:
             # A PeerError was reported by the rank that caused it; exhausted inputs are raised on every rank.
-            if error is not None and not isinstance(error, PeerError) and not session.iterations.has_raised_on_all:
-                session.iterations.log.failures.report(error)
+            if error is not None and not session.iterations.has_raised_on_all:
+                session.iterations.log.failures.report_in_block(error)
             self._leave()
 
     def _finish(self, session: JoinSession) -> None:
@@ -195,10 +223,23 @@ class Join(base.Join):
         iterations.join()
         is_last_joiner = True
         if self._options.on_exhausted != "stop":
-            is_last_joiner = Replay(iterations, self._adapters).run()
-            iterations.log.exchange("the end of Join", None)
+            is_last_joiner = Replay(iterations, self._adapters, self._hyperparameters).run()
+            told = iterations.log.exchange_at_end(self._hyperparameters.told())
+            self._compare(session, told)
         for adapter in self._adapters:
             adapter.post(is_last_joiner=is_last_joiner)
+        iterations.log.close()
+
+    def _compare(self, session: JoinSession, told: Sequence[Any]) -> None:
+        """Have the hyperparameters of the ranks that ran longest; raises on every rank where that is an error."""
+        source = told[session.buffer_source]
+        try:
+            for each in told:
+                self._hyperparameters.follow(each)
+        except TrainingLoopError:
+            session.iterations.has_raised_on_all = True
+            raise
+        self._hyperparameters.follow(source)
 
     def _leave(self) -> None:
         self._session = None
@@ -207,9 +248,9 @@ class Join(base.Join):
 
 def _joinables(given: Any) -> list[Any]:
     """``given`` as a list; where it holds a compiled model, the model."""
-    if isinstance(given, (nn.Module, Optimizer, LRScheduler, base.Joinable)) or not isinstance(given, Iterable):
+    if isinstance(given, (nn.Module, Optimizer, LRScheduler, base.Joinable)) or (held := as_list(given)) is None:
         raise ConfigurationError(f"joinables is a list, as in Join([ddp, optimizer]), got {described(given)}")
-    joinables = [uncompiled(joinable) for joinable in given]
+    joinables = [uncompiled(joinable) for joinable in held]
     for place, joinable in enumerate(joinables):
         if any(joinable is other for other in joinables[:place]):
             raise ConfigurationError(f"this {described(joinable)} is given twice: joinables names each once")
@@ -265,5 +306,15 @@ def _raise_cause(error: BaseException, session: JoinSession) -> None:
     )
     if isinstance(error, PeerError) or not is_collective:
         return
-    if (failure := session.failure()) is not None:
+    if (failure := session.failure()) is None and has_lost_connection(error):
+        log = session.iterations.log
+        if (ended := log.ended_in_words()) is not None:
+            log.failures.report_in_block(error)  # Ranks elsewhere cannot see that it has.
+            raise CollectiveError(f"a collective failed under Join; {ended}: {error}") from error
+        if isinstance(error, CollectiveError):
+            return  # It says already which ranks have to do with it.
+        lost = log.failures.lost_in_words()
+        if (failure := log.failures.first()) is None:
+            raise CollectiveError(f"a collective failed under Join; {lost}: {error}") from error
+    if failure is not None:
         raise PeerError(f"another rank failed under Join: {failure}") from error

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms import join as base
 from torch.nn.parallel import DistributedDataParallel
 
+from overlap._torch.autograd import after_all_of_backward
 from overlap._torch.c10d import issued
 from overlap._torch.join import on_notify
 from overlap._torch.joined_ddp import JoinedDDP, missing_names
@@ -40,6 +41,10 @@ class DDPAdapter(JoinableAdapter):
         self._watches_backward = False
         self._issued: int | None = None
         self._weight = 1.0
+        # Whether the last forward was under no_sync, and whether .grad has what was added up so since the last
+        # synchronized backward.
+        self._accumulates = self._has_own = False
+        self._session: JoinSession | None = None
         self._check(shadows=shadows)
 
     def _check(self, *, shadows: bool) -> None:
@@ -66,7 +71,8 @@ class DDPAdapter(JoinableAdapter):
                 f"the hook {hook} divides by the number of all ranks whatever Join is told; register one of "
                 "overlap.hooks, or leave out divide_by_initial_world_size=False"
             )
-        self._expects_backward = self._watches_backward = False
+        self._session = session
+        self._expects_backward = self._watches_backward = self._accumulates = self._has_own = False
         undo.callback(on_notify(self._ddp, torch.compiler.disable(lambda: self._on_forward(session, undo))))
         undo.callback(self._joined.leave)
         self._joined.enter(lambda: session.buffer_source, torch.compiler.disable(self._before_module))
@@ -84,7 +90,13 @@ class DDPAdapter(JoinableAdapter):
         )
 
     def replay_backward(self) -> None:
-        self._joined.replay_backward()
+        session, has_own = self._session, self._has_own
+        assert session is not None, "a Join replays inside of its block"
+        session.replays_own_gradients, self._has_own = has_own, False
+        try:
+            self._joined.replay_backward(own_gradients_by=session.divisor if has_own else None)
+        finally:
+            session.replays_own_gradients = False
 
     def post(self, *, is_last_joiner: bool) -> None:
         self._hook.post_hook(is_last_joiner)
@@ -108,7 +120,8 @@ class DDPAdapter(JoinableAdapter):
             self._expects_backward = True
             if session.options.divides_by_count and self._joined.hook_name is None:
                 self._joined.divide_by(lambda: session.divisor)
-        if session.needs_backward_events and not self._watches_backward:
+        self._accumulates = records_gradients and not synchronizes
+        if (session.needs_backward_events or self._accumulates) and not self._watches_backward:
             self._watches_backward = True
             on_gradient = self._on_gradient(session)
             handle = torch.autograd.graph.register_multi_grad_hook(self._trained, on_gradient, mode="any")
@@ -125,8 +138,12 @@ class DDPAdapter(JoinableAdapter):
         def on_first_gradient(gradient: Tensor) -> None:
             # Not under no_sync, and only once where a checkpointed backward runs in parts.
             if self._expects_backward:
-                self._expects_backward = False
+                self._expects_backward = self._has_own = False
                 session.on_backward(self)
+                if session.missing:
+                    after_all_of_backward(lambda: session.reduced.note(self._trained))
+            elif self._accumulates:
+                self._has_own = True
 
         return on_first_gradient
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,14 +13,21 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from overlap._torch.c10d import PrefixStore, group_store
+from overlap._torch.c10d import Store
+from overlap._torch.stores import BoundedStore, host_has_ended
 from overlap.errors import CollectiveError, PeerError
 from overlap.join.failures import FailureStore
+from overlap.join.processes import has_ended
 
 __all__ = ["Cursor", "Event", "EventKind", "EventLog"]
 
 # How long to wait before looking whether another rank has reported a failure.
-_CHECK_FAILURES_EVERY_S = 1.0
+_CHECK_FAILURES_EVERY_S = 0.25
+# How long to wait before asking again, at first and at last: other ranks wait for one that replays.
+_ASKING_S = (0.0005, 0.01)
+# How long the store may take to say that nothing is there.
+_ANSWERING_S = 1.0
+_END = "the end of Join"
 # Events that stay readable. The host cannot run further ahead than this of ranks that replay them.
 _KEPT_EVENTS = 4096
 
@@ -74,21 +82,42 @@ class EventLog:
     """
 
     def __init__(self, group: dist.ProcessGroup, key: str, timeout: timedelta) -> None:
-        self._store = PrefixStore(f"overlap/join/{key}", group_store(group))
+        self._store = BoundedStore(group, f"overlap/join/{key}")
         self._rank, self._size = group.rank(), group.size()
         self._timeout_s = timeout.total_seconds()
         self._written: list[str] = []
+        self._exchanged: list[str] = []
+        self.processes: list[list[str]] = []
+        """Those of all ranks, when they have told each other."""
         self.failures = FailureStore(group, f"join/{key}")
 
     def write(self, position: Position, event: Event) -> None:
-        """Write ``event``; delete old ones."""
+        """Write ``event``, without waiting until it is there; delete old ones."""
         key = _key(position)
-        self._store.set(key, json.dumps([event.iteration, event.kind, event.joinable, event.detail]))
+        text = json.dumps([event.iteration, event.kind, event.joinable, event.detail])
+        self._store.post(self._timeout_s, lambda store: store.set(key, text))
         self._written.append(key)
         if len(self._written) == 2 * _KEPT_EVENTS:
             old, self._written = self._written[:_KEPT_EVENTS], self._written[_KEPT_EVENTS:]
-            for each in old:
-                self._store.delete_key(each)
+            self._delete(old)
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        def delete(store: Store) -> None:
+            for key in keys:
+                store.delete_key(key)
+
+        self._store.within(self._timeout_s, delete)
+
+    def close(self) -> None:
+        """Delete what is written here: all ranks have come to the end of the block, so nobody reads it any more.
+
+        What the ranks write last, to say so, is deleted by the last to come here.
+        """
+        written, self._written = [*self._written, *self._exchanged], []
+        self._delete(written)
+        if self._store.within(self._timeout_s, lambda store: store.add("left", 1)) == self._size:
+            ends = [f"{_END}/{rank}" for rank in range(self._size)]
+            self._delete([*ends, "left"])
 
     def read(self, position: Position) -> Event:
         """Wait for the event at ``position``.
@@ -97,9 +126,8 @@ class EventLog:
             PeerError: another rank failed.
             CollectiveError: nothing was written within the group's timeout.
         """
-        key = _key(position)
-        self._wait([key], "the ranks that still have inputs to go on")
-        iteration, kind, joinable, detail = json.loads(self._store.get(key))
+        (text,) = self._wait([_key(position)], "the ranks that still have inputs to go on")
+        iteration, kind, joinable, detail = json.loads(text)
         return Event(iteration, EventKind(kind), joinable, detail)
 
     def exchange(self, what: str, value: Any) -> list[Any]:
@@ -109,27 +137,61 @@ class EventLog:
             PeerError: another rank failed.
             CollectiveError: a rank did not come within the group's timeout.
         """
-        self._store.set(f"{what}/{self._rank}", json.dumps(value))
+        own, text = f"{what}/{self._rank}", json.dumps(value)
+        self._store.within(self._timeout_s, lambda store: store.set(own, text))
+        if what != _END:
+            self._exchanged.append(own)
         keys = [f"{what}/{rank}" for rank in range(self._size)]
-        self._wait(keys, f"every rank to come to {what}")
-        return [json.loads(self._store.get(key)) for key in keys]
+        return [json.loads(text) for text in self._wait(keys, f"every rank to come to {what}")]
 
-    def _wait(self, keys: Sequence[str], reason: str) -> None:
-        start_s = time.monotonic()
+    def exchange_at_end(self, value: Any) -> list[Any]:
+        """As :meth:`exchange`, the last of all: :meth:`close` may follow."""
+        return self.exchange(_END, value)
+
+    def _wait(self, keys: list[str], reason: str) -> list[bytes]:
+        """What is written under ``keys``."""
+        start_s = looked_s = time.monotonic()
+
+        def read(store: Store) -> list[bytes] | None:
+            return [store.get(key) for key in keys] if store.check(keys) else None
+
         while True:
+            error: RuntimeError = CollectiveError("nothing was written in time")
             try:
-                self._store.wait(list(keys), timedelta(seconds=_CHECK_FAILURES_EVERY_S))
-                return
-            except RuntimeError as error:
-                if (failure := self.failures.first()) is not None:
-                    raise PeerError(f"another rank failed under Join: {failure}") from None
-                waited_s = time.monotonic() - start_s
-                if waited_s > self._timeout_s:
-                    missing = [key for key in keys if not self._store.check([key])]
-                    ranks = [int(key.rpartition("/")[2]) for key in missing] if len(keys) > 1 else "none"
-                    raise CollectiveError(
-                        f"rank {self._rank} waited {waited_s:.0f} s for {reason}; missing ranks: {ranks}"
-                    ) from error
+                if (found := self._store.within(_ANSWERING_S, read)) is not None:
+                    return found
+            except RuntimeError as raised:
+                error, looked_s = raised, -math.inf
+            now_s = time.monotonic()
+            waited_s = now_s - start_s
+            if now_s - looked_s > _CHECK_FAILURES_EVERY_S:
+                self._look(error, is_over=waited_s > self._timeout_s, what=f"waited {waited_s:.0f} s for {reason}")
+                looked_s = now_s
+            shortest_s, longest_s = _ASKING_S
+            time.sleep(min(shortest_s + waited_s / 10, longest_s))
+
+    def _look(self, error: RuntimeError, *, is_over: bool, what: str) -> None:
+        """Called when what this rank waits for has not come. Raises: PeerError, CollectiveError: it will not."""
+        if (failure := self.failures.first()) is not None:
+            raise PeerError(f"another rank failed under Join: {failure}") from None
+        if (ended := self.ended_in_words()) is not None:
+            raise CollectiveError(f"rank {self._rank} {what}; {ended}") from error
+        if host_has_ended(error):
+            raise CollectiveError(
+                f"rank {self._rank} {what}; rank 0 of the job, which hosts the process group's store, has ended"
+            ) from error
+        # Ranks with inputs are in touch with each other, and notice it when one of them ends.
+        if not (is_over or self.failures.somebody_stopped()):
+            return
+        lost = self.failures.lost_in_words()
+        if (failure := self.failures.first()) is not None:
+            raise PeerError(f"another rank failed under Join: {failure}") from None
+        raise CollectiveError(f"rank {self._rank} {what}; {lost}: {error}") from error
+
+    def ended_in_words(self) -> str | None:
+        """Which ranks' processes have ended, for a message; ``None`` where none is known to have."""
+        ended = [rank for rank, process in enumerate(self.processes) if has_ended(process)]
+        return f"{' and '.join(f'the process of rank {rank}' for rank in ended)} has ended" if ended else None
 
 
 class Cursor:

@@ -8,7 +8,7 @@ from enum import Enum, auto
 import torch
 import torch.distributed as dist
 
-from overlap.errors import TrainingLoopError
+from overlap.errors import PeerError, TrainingLoopError
 from overlap.join.event_log import Cursor, Event, EventKind, EventLog
 from overlap.join.options import JoinOptions
 from overlap.join.participation import KnownParticipation, PolledParticipation
@@ -53,7 +53,7 @@ class Iterations:
         self.participation: KnownParticipation | PolledParticipation | None = None
         if lengths is not None:
             self.participation = KnownParticipation(lengths)
-        self.cursor = Cursor(log, self._is_writer)
+        self.cursor = Cursor(log, lambda: self.is_writer)
         self.has_raised_on_all = False
         """Whether ``on_exhausted="raise"`` raised, on every rank."""
         self.log = log
@@ -76,7 +76,9 @@ class Iterations:
         """Append an event of this iteration to the log."""
         self.cursor.append(Event(self.current, kind, joinable, detail), delay_write=delay_write)
 
-    def _is_writer(self) -> bool:
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes the events of this iteration, for those that have run out of inputs."""
         participation = self.participation
         if participation is None or self.options.on_exhausted != "shadow":
             return False
@@ -103,10 +105,14 @@ class Iterations:
         if self.participation is None:
             lengths = self.log.exchange("join.iterate", None if self.options.counts_samples else length)
             if None in lengths:
-                self.participation = PolledParticipation(self.group, self._device, ahead=True)
+                self.participation = PolledParticipation(self.group, self._device, ahead=True, look=self._look)
             else:
                 self.participation = KnownParticipation(lengths)
         return self.participation
+
+    def _look(self) -> None:
+        if (failure := self.log.failures.first()) is not None:
+            raise PeerError(f"another rank failed under Join: {failure}")
 
     # How an iteration begins.
 
@@ -134,7 +140,9 @@ class Iterations:
         """Issue the all-reduce that says who has inputs in this iteration, where no loader is iterated."""
         participation = self.participation
         if participation is None:
-            self.participation = participation = PolledParticipation(self.group, self._device, ahead=False)
+            self.participation = participation = PolledParticipation(
+                self.group, self._device, ahead=False, look=self._look
+            )
         assert isinstance(participation, PolledParticipation)
         self.append(EventKind.POLL)
         participation.announce(self.cursor.count if has_inputs else -self.cursor.count)
@@ -181,7 +189,7 @@ class Iterations:
         self.phase = Phase.JOINED
 
     def _check_same_iterations(self) -> None:
-        ran = [iteration + 1 for iteration in self.log.exchange("the end of Join", self.current)]
+        ran = [iteration + 1 for iteration in self.log.exchange_at_end(self.current)]
         if len(set(ran)) > 1:
             fewest = [rank for rank, number in enumerate(ran) if number == min(ran)]
             raise TrainingLoopError(

@@ -13,7 +13,14 @@ __all__ = ["JoinHook", "Joinable"]
 
 
 class JoinHook(base.JoinHook):
-    """What a rank that has run out of inputs does instead of its training loop; also a hook of PyTorch's ``Join``."""
+    """What a rank that has run out of inputs does instead of its training loop; also a hook of PyTorch's ``Join``.
+
+    >>> class Silent(JoinHook):
+    ...     def main_hook(self):
+    ...         "What a rank without inputs issues."
+    ...     def post_hook(self, is_last_joiner):
+    ...         "What every rank does at the end."
+    """
 
     def main_hook(self) -> None:
         """Issue the collectives of one call that notified the Join, the same as ranks with inputs issue."""
@@ -30,6 +37,29 @@ class Joinable(base.Joinable):
     """Issues collectives, once or more per iteration; also a ``Joinable`` of PyTorch's ``Join``.
 
     Before those collectives it calls ``Join.notify_join_context(self)``. A subclass calls ``Joinable.__init__``.
+
+    >>> class Counter(Joinable):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.counted = 0
+    ...     def count(self):
+    ...         Join.notify_join_context(self)
+    ...         ones = torch.ones(1)
+    ...         dist.all_reduce(ones)  # how many ranks take part
+    ...         self.counted += int(ones)
+    ...     def join_hook(self, **kwargs):
+    ...         return CounterHook()
+    ...     join_device = torch.device("cpu")
+    ...     join_process_group = dist.group.WORLD
+    >>> class CounterHook(JoinHook):
+    ...     def main_hook(self):  # in place of count(), on a rank without inputs
+    ...         dist.all_reduce(torch.zeros(1))
+    >>> counter = Counter()
+    >>> with Join([counter]) as join:
+    ...     for x, y in join.iterate(loader):
+    ...         counter.count()
+    >>> counter.counted
+    4
     """
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -13,10 +13,13 @@ from overlap.join.participation import KnownParticipation, PolledParticipation
 
 __all__ = ["batches"]
 
-_NONE = object()
+_Batch = TypeVar("_Batch")
+
+# Any: where a loader has run out it stands for a batch.
+_NONE: Any = object()
 
 
-def batches(iterations: Iterations, loader: Iterable[Any], samples: bool | Callable[[Any], int]) -> Iterator[Any]:
+def batches(iterations: Iterations, loader: Iterable[_Batch], samples: bool | Callable[[Any], int]) -> Iterator[_Batch]:
     """The batches of ``loader``; ends where this rank runs out, or with ``on_exhausted="stop"`` where any does."""
     participation = iterations.begin_loader(_length(loader))
     if isinstance(participation, KnownParticipation):
@@ -26,7 +29,7 @@ def batches(iterations: Iterations, loader: Iterable[Any], samples: bool | Calla
     iterations.phase = Phase.EXHAUSTED
 
 
-def _known(iterations: Iterations, participation: KnownParticipation, loader: Iterable[Any]) -> Iterator[Any]:
+def _known(iterations: Iterations, participation: KnownParticipation, loader: Iterable[_Batch]) -> Iterator[_Batch]:
     rank, said = iterations.rank, participation.lengths[iterations.rank]
     stops = iterations.options.on_exhausted == "stop"
     upcoming = iter(loader)
@@ -43,9 +46,9 @@ def _known(iterations: Iterations, participation: KnownParticipation, loader: It
 def _ahead(
     iterations: Iterations,
     participation: PolledParticipation,
-    loader: Iterable[Any],
+    loader: Iterable[_Batch],
     samples: bool | Callable[[Any], int],
-) -> Iterator[Any]:
+) -> Iterator[_Batch]:
     stops = iterations.options.on_exhausted == "stop"
     batches = iter(loader)
     upcoming = next(batches, _NONE)

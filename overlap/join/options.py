@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from overlap._checks import check_flag, is_one_of, told
 from overlap.errors import ConfigurationError
 
 __all__ = ["JoinOptions", "OnExhausted", "check_on_exhausted"]
@@ -32,10 +33,11 @@ def check_on_exhausted(value: OnExhausted | None, *, throws: bool) -> OnExhauste
     Raises:
         ConfigurationError: an unknown value, or the two contradict each other.
     """
+    check_flag("throw_on_early_termination", throws)
     if value is None:
         return "raise" if throws else "shadow"
-    if value not in get_args(OnExhausted):
-        raise ConfigurationError(f"on_exhausted is one of {', '.join(get_args(OnExhausted))}, got {value!r}")
+    if not is_one_of(value, *get_args(OnExhausted)):
+        raise ConfigurationError(f"on_exhausted is one of {', '.join(get_args(OnExhausted))}, got {told(value)}")
     if throws and value != "raise":
         raise ConfigurationError(f"throw_on_early_termination=True is on_exhausted='raise', but that is {value!r}")
     return value

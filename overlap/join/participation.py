@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from overlap._torch.device import has_streams, on_stream, recorded_event, stream
 from overlap.errors import TrainingLoopError
 
 __all__ = ["KnownParticipation", "Participation", "PolledParticipation"]
+
+
+# How long to wait for an all-reduce before looking whether another rank has failed.
+_PATIENCE = timedelta(seconds=1)
 
 
 class Participation(ABC):
@@ -76,12 +81,21 @@ class PolledParticipation(Participation):
     Without, they announce how many events they have counted, and the negative of it when they have just run out: the
     numbers must be equal.
 
+    Args:
+        group: the ranks.
+        device: that of the all-reduce.
+        ahead: see above.
+        look: raises where another rank has failed, which will not take part.
+
     Raises:
         TrainingLoopError: they are not, where the result is asked for.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, ahead: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, ahead: bool, look: Callable[[], None]
+    ) -> None:
         super().__init__(group.size())
+        self._look = look
         self.is_ahead = ahead
         self._group, self._device = group, device
         self._pending: _Poll | None = None
@@ -102,7 +116,7 @@ class PolledParticipation(Participation):
         """Wait for what was announced: it holds from here on."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            numbers = pending.result()
+            numbers = pending.result(self._look)
             self._samples = numbers if self.is_ahead else _present(numbers)
             if any(self._samples):
                 self._last_samples = self._samples
@@ -139,9 +153,24 @@ class _Poll:
                 self._numbers = to_host(self._numbers)
                 self._copied = recorded_event(device)
 
-    def result(self) -> list[int]:
+    def result(self, look: Callable[[], None]) -> list[int]:
+        """The numbers of all ranks; calls ``look`` now and then while the host waits for them."""
         if self._copied is not None:
             self._copied.synchronize()
         else:
-            self._work.wait()
+            self._wait(look)
         return [int(number) for number in self._numbers.tolist()]
+
+    def _wait(self, look: Callable[[], None]) -> None:
+        while True:
+            is_over = self._work.is_completed()  # Asked before: it may be done a moment after the patience has ended.
+            try:
+                if is_over:
+                    self._work.wait()
+                else:
+                    self._work.wait(_PATIENCE)
+                return
+            except RuntimeError:
+                look()
+                if is_over:
+                    raise

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 from overlap.join.event_log import EventKind
+from overlap.join.hyperparameters import Hyperparameters
 from overlap.join.iterations import Iterations
 from overlap.join.participation import KnownParticipation, PolledParticipation
 from overlap.join.session import JoinableAdapter
@@ -18,8 +19,10 @@ SKEW_TO_WARN_OF = 1000
 class Replay:
     """Reads the event log from this rank's position on, and does what the events say."""
 
-    def __init__(self, iterations: Iterations, adapters: Sequence[JoinableAdapter]) -> None:
-        self._iterations, self._adapters = iterations, adapters
+    def __init__(
+        self, iterations: Iterations, adapters: Sequence[JoinableAdapter], hyperparameters: Hyperparameters
+    ) -> None:
+        self._iterations, self._adapters, self._hyperparameters = iterations, adapters, hyperparameters
         self._joined_at = iterations.current
         self._has_warned = False
 
@@ -28,6 +31,7 @@ class Replay:
 
         Raises:
             TrainingLoopError: some ranks have run out before others, and ``on_exhausted="raise"``.
+                Or a scheduler that is not given to the Join has stepped.
             PeerError: another rank failed.
             CollectiveError: nothing was written within the group's timeout.
         """
@@ -74,6 +78,8 @@ class Replay:
             if event.kind is last:
                 return
             adapter = self._adapters[event.joinable]
+            if event.kind is EventKind.BACKWARD or adapter.is_optimizer:
+                self._hyperparameters.follow(event.detail)
             if event.kind is EventKind.BACKWARD:
                 adapter.replay_backward()
             else:

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from torch.optim import Optimizer
+
 from overlap._checks import refuse_capture
 from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap.join.edits import ReducedGradients
 from overlap.join.event_log import EventKind
+from overlap.join.hyperparameters import Hyperparameters
 from overlap.join.iterations import Iterations, Phase
 from overlap.join.participation import KnownParticipation
 
@@ -20,6 +24,8 @@ class JoinableAdapter(ABC):
     """A joinable under one Join: watches what its rank does, and replays it on a rank that has joined."""
 
     index: int = -1
+    is_optimizer: bool = False
+    """Whether what it replays are steps of an optimizer."""
     precedence: int = 0
     """Where no loader is iterated, iterations begin with the first adapter of the highest precedence."""
 
@@ -53,8 +59,13 @@ class JoinSession:
         the writer's last (known)     -> write -> leaves
     """
 
-    def __init__(self, iterations: Iterations, adapters: Sequence[JoinableAdapter]) -> None:
+    def __init__(
+        self, iterations: Iterations, adapters: Sequence[JoinableAdapter], hyperparameters: Hyperparameters
+    ) -> None:
         self.iterations, self.options = iterations, iterations.options
+        self.hyperparameters = hyperparameters
+        self.reduced = ReducedGradients()
+        self.replays_own_gradients = False
         self._adapters = adapters
         # The adapter that begins iterations, where no loader is iterated.
         self._driver: JoinableAdapter | None = None
@@ -63,14 +74,42 @@ class JoinSession:
         """The first failure that a rank in the block reported, with the number of the rank."""
         return self.iterations.log.failures.first()
 
+    def say_stopped(self) -> None:
+        """Tell the ranks in the block that this one is there, and does not go on."""
+        self.iterations.log.failures.say_stopped()
+
+    def is_told_by(self, failures: object) -> bool:
+        """Whether ``failures`` is where the ranks in the block report theirs."""
+        return failures is self.iterations.log.failures
+
     @property
     def divisor(self) -> int:
         """The number by which sums of gradients are divided in this iteration."""
         return self.iterations.count if self.options.divides_by_count else self.iterations.group.size()
 
+    def divisor_among(self, ranks: Sequence[int]) -> int:
+        """The same, for sums over ``ranks`` only."""
+        if not self.options.divides_by_count or (participation := self.iterations.participation) is None:
+            return len(ranks)
+        samples = participation.samples
+        return max(1, sum(1 for rank in ranks if samples[rank]))  # Where none has inputs, the sum is of zeros.
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have run out of inputs in this iteration, as far as it is known."""
+        participation = self.iterations.participation
+        return [] if participation is None or self.options.on_exhausted != "shadow" else participation.missing
+
+    @property
+    def weights_gradients(self) -> bool:
+        """Whether gradients are weighted by samples."""
+        return self.options.counts_samples
+
     @property
     def buffer_source(self) -> int:
         """The rank whose buffers the others take over: the highest of those that have inputs."""
+        if self.options.on_exhausted == "stop":
+            return self.iterations.group.size() - 1  # All ranks have inputs in every iteration that is run.
         participation = self.iterations.participation
         return 0 if participation is None else participation.buffer_source
 
@@ -120,10 +159,23 @@ class JoinSession:
             detail = detail() if callable(detail) else detail
             self.iterations.append(EventKind.CALL, adapter.index, detail, delay_write=delay_write)
 
+    def on_step(self, adapter: JoinableAdapter, optimizer: Optimizer, *, begins_iteration: bool) -> None:
+        """Called before ``optimizer`` steps on an active rank: as :meth:`on_event`.
+
+        Raises:
+            TrainingLoopError: gradients were edited since backward, which ranks without inputs do not do.
+        """
+        if not self._has_joined and not getattr(optimizer, "steps_alone", False) and (missing := self.missing):
+            self.reduced.check(optimizer, missing)
+        self.on_event(adapter, self._told, begins_iteration=begins_iteration)
+
     def on_backward(self, adapter: JoinableAdapter) -> None:
         """Called before an active rank reduces gradients."""
         if not self._has_joined:
-            self.iterations.append(EventKind.BACKWARD, adapter.index)
+            self.iterations.append(EventKind.BACKWARD, adapter.index, self._told())
+
+    def _told(self) -> Any:
+        return self.hyperparameters.told() if self.iterations.is_writer else None
 
     @property
     def _has_joined(self) -> bool:

@@ -1,0 +1,419 @@
+"""What a loop does around backward is done on a rank without inputs as well, or is refused there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from join_loops import TOLD_BY, joined
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join as TorchJoin
+
+from harness import assert_parity, run_ranks, wrap
+from harness.models import BATCH_NORM, MLP, mean_squared_error
+from overlap import (
+    AllReduce,
+    Join,
+    LocalSGD,
+    OverlappedOptimizer,
+    PeerError,
+    Step,
+    TrainingLoopError,
+    UnsupportedError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+    register,
+)
+from overlap.hooks import allreduce_hook
+
+_BATCHES = (6, 3)
+_TIMEOUT_S = 20
+
+
+def _snapshot(ddp: Any, optimizer: Any) -> dict[str, Tensor]:
+    """The parameters, and the momentum of each."""
+    values = {name: value.detach().clone() for name, value in ddp.module.named_parameters()}
+    states = {f"momentum of {name}": optimizer.state[each] for name, each in ddp.module.named_parameters()}
+    momentum = {name: state["momentum_buffer"].clone() for name, state in states.items() if "momentum_buffer" in state}
+    return values | momentum
+
+
+def _run(joinables: list[Any], batches: list[Any], told_by: str, body: Any, **options: Any) -> None:
+    with joined(joinables, batches, told_by, **options) as iterated:
+        for batch in iterated:
+            body(batch)
+
+
+def _sgd(ddp: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+# Local SGD before its start_step is plain DDP.
+
+
+def _before_start(rank: int, world_size: int) -> None:
+    def train(ddp: Any, optimizer: Any, kind: Any) -> dict[str, Tensor]:
+        counts = (_BATCHES[rank], 2)  # Uneven, then even: whoever has another momentum parts there.
+        for epoch, steps in enumerate(counts):
+            longest = (max(_BATCHES), 2)[epoch]
+
+            def run(steps: int, epoch: int = epoch) -> None:
+                for step in range(steps):
+                    optimizer.zero_grad()
+                    scale = 1.0 if step < counts[epoch] else 0.0
+                    (mean_squared_error(ddp, MLP.batch(10 * epoch + step, rank)) * scale).backward()
+                    optimizer.step()
+
+            if kind is None:
+                run(longest)
+            else:
+                with kind([ddp, optimizer]):
+                    run(steps)
+        return _snapshot(ddp, optimizer)
+
+    plain = wrap(MLP.model(), **MLP.ddp_options())
+    expected = train(plain, _sgd(plain), None)
+    for kind in (Join, TorchJoin):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        local = LocalSGD(ddp, _sgd(ddp), period=2, start_step=100)
+        assert_parity(train(ddp, local, kind), expected, what=kind.__module__)
+
+
+def test_local_sgd_before_its_start_is_plain_ddp_on_ranks_without_inputs_too() -> None:
+    run_ranks(_before_start, 2)
+
+
+# Means over some of the ranks.
+
+
+def _size(batch: Any) -> int:
+    return int(batch.target.shape[0])
+
+
+def _weighted_alone(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    local = LocalSGD(ddp, _sgd(ddp), period=2, start_step=1)
+
+    def body(batch: Any) -> None:
+        mean_squared_error(ddp, batch).backward()
+        local.step()
+
+    with pytest.raises((UnsupportedError, PeerError), match="weight_by_samples=True weights gradients"):
+        _run([ddp, local], MLP.batches(rank, steps=3 - rank), "stream", body, weight_by_samples=_size)
+
+
+def _weighted_in_part(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    register(ddp, allreduce_hook, dist.new_group([rank], use_local_synchronization=True))
+
+    def body(batch: Any) -> None:
+        mean_squared_error(ddp, batch).backward()
+
+    with pytest.raises((UnsupportedError, PeerError), match="averages gradients over some of the ranks"):
+        _run([ddp], MLP.batches(rank, steps=2), "stream", body, weight_by_samples=_size)
+
+
+@pytest.mark.parametrize("form", [_weighted_alone, _weighted_in_part])
+def test_weights_by_samples_are_refused_where_the_mean_is_not_over_all_ranks(form: Any) -> None:
+    run_ranks(form, 2)
+
+
+def _divided(rank: int, world_size: int, subgroup: bool) -> list[Tensor]:
+    """Rank 0's gradients when rank 1 has run out; and of local SGD, whose subgroup is all ranks."""
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    group = dist.new_group([0, 1]) if subgroup else None
+    local = LocalSGD(ddp, _sgd(ddp), period=100, start_step=0 if subgroup else 100, subgroup=group)
+    gradients: list[Tensor] = []
+    batches = MLP.batches(rank, steps=2 - rank)
+    with joined([ddp, local], batches, "loader", divide_by_initial_world_size=False) as iterated:
+        for batch in iterated:
+            local.zero_grad()
+            mean_squared_error(ddp, batch).backward()
+            gradients = [parameter.grad.clone() for parameter in ddp.parameters()]
+            local.step()
+    return gradients
+
+
+def test_the_divisor_of_a_subgroup_is_the_number_of_its_ranks_with_inputs() -> None:
+    (whole, _), (part, _) = run_ranks(_divided, 2, False), run_ranks(_divided, 2, True)
+    for plain, ours in zip(whole, part, strict=True):
+        assert torch.equal(ours, plain)
+
+
+# Parameters that no rank used.
+
+
+class _Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.branch, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, is_used: bool) -> Tensor:
+        hidden = self.first(x).relu()
+        return self.last(hidden + self.branch(hidden) if is_used else hidden)
+
+
+def _unused(rank: int, world_size: int) -> None:
+    def train(make: Any, kind: Any, is_used: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        ddp = wrap(_Branch(), find_unused_parameters=True, bucket_cap_mb=1e-4)
+        optimizer, joinables, clears = make(ddp)
+        with kind(joinables):
+            for step in range(_BATCHES[rank]):
+                if clears:
+                    optimizer.zero_grad()
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+                ddp(x, is_used(step)).square().mean().backward()
+                optimizer.step()
+        return {name: value.detach().clone() for name, value in ddp.module.named_parameters()}
+
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.5}
+
+    def plain(ddp: Any) -> Any:
+        return torch.optim.AdamW(ddp.parameters(), **options), [ddp], True
+
+    def zero(ddp: Any, **form: Any) -> Any:
+        made = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, **options)
+        chain(ZeroStep(made, **form)).register(ddp)
+        return made, [ddp, made], False
+
+    for used in (lambda step: False, lambda step: rank == 1 and step < 2):
+        for kind in (Join, TorchJoin):
+            expected = train(plain, kind, used)
+            assert_parity(train(zero, kind, used), expected, what=kind.__module__)
+            deferred = train(lambda ddp: zero(ddp, deferred=True), kind, used)
+            assert_parity(deferred, expected, what=f"{kind.__module__}, deferred")
+
+
+def test_a_parameter_that_nobody_used_is_not_updated() -> None:
+    run_ranks(_unused, 2)
+
+
+# Learning rates.
+
+
+def _with_scheduler(rank: int, world_size: int, batches: tuple[int, int], form: str, told_by: str) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer: Any
+    if form == "zero":
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+        chain(ZeroStep(optimizer)).register(ddp)
+    else:
+        optimizer = OverlappedOptimizer(_sgd(ddp))
+        chain(AllReduce(), Step(optimizer)).register(ddp)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def body(batch: Any) -> None:
+        mean_squared_error(ddp, batch).backward()
+        optimizer.step()
+        scheduler.step()
+
+    with pytest.raises((TrainingLoopError, PeerError), match=r"give every scheduler .*Join\(\[ddp, optimizer, sched"):
+        _run([ddp, optimizer], MLP.batches(rank, steps=batches[rank]), told_by, body)
+
+
+@pytest.mark.parametrize("form", ["zero", "step"])
+@pytest.mark.parametrize(("batches", "told_by"), [((5, 2), "loader"), ((5, 2), "forwards"), ((3, 2), "stream")])
+def test_a_scheduler_that_is_not_given_is_refused_where_ranks_would_part(
+    batches: tuple[int, int], form: str, told_by: str
+) -> None:
+    run_ranks(_with_scheduler, 2, batches, form, told_by, group_timeout_s=_TIMEOUT_S)
+
+
+def _set_by_hand(rank: int, world_size: int) -> None:
+    def train(zero: bool, steps: int, told_by: str | None) -> dict[str, Tensor]:
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer: Any = _sgd(ddp)
+        if zero:
+            cls, defaults = type(optimizer), {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), cls, overlap_with_ddp=True, **defaults)
+            chain(ZeroStep(optimizer)).register(ddp)
+
+        def run(batches: Any) -> None:
+            for step, batch in enumerate(batches):
+                optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+                if not zero:
+                    optimizer.zero_grad()
+                scale = 1.0 if step < _BATCHES[rank] else 0.0
+                (mean_squared_error(ddp, batch) * scale).backward()
+                optimizer.step()
+
+        if told_by is None:
+            run(MLP.batches(rank, steps=steps))
+        else:
+            with joined([ddp, optimizer], MLP.batches(rank, steps=steps), told_by) as batches:
+                run(batches)
+        assert optimizer.param_groups[0]["lr"] == 0.1 / max(_BATCHES)
+        return {name: value.detach().clone() for name, value in ddp.module.named_parameters()}
+
+    expected = train(False, max(_BATCHES), None)
+    for told_by in TOLD_BY:
+        assert_parity(train(True, _BATCHES[rank], told_by), expected, what=told_by)
+
+
+def test_a_learning_rate_that_the_loop_sets_is_followed() -> None:
+    run_ranks(_set_by_hand, 2)
+
+
+# Gradients that were added up under no_sync when the rank ran out.
+
+
+def _micro_batches(rank: int, world_size: int, form: str) -> None:
+    counts = (8, 5)  # Rank 1 runs out after the first of two.
+
+    def train(made: Any, told_by: str | None) -> dict[str, Tensor]:
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer = made(ddp)
+
+        def run(batches: Any) -> None:
+            for step, batch in enumerate(batches):
+                scale = 1.0 if step < counts[rank] else 0.0
+                if step % 2 == 0:
+                    if isinstance(optimizer, torch.optim.SGD):
+                        optimizer.zero_grad()
+                    with ddp.no_sync():
+                        (mean_squared_error(ddp, batch) * scale).backward()
+                else:
+                    (mean_squared_error(ddp, batch) * scale).backward()
+                    optimizer.step()
+
+        if told_by is None:
+            run(MLP.batches(rank, steps=max(counts)))
+        else:
+            with joined([ddp, optimizer], MLP.batches(rank, steps=counts[rank]), told_by) as batches:
+                run(batches)
+        return {name: value.detach().clone() for name, value in ddp.module.named_parameters()}
+
+    def ours(ddp: Any) -> Any:
+        if form == "plain":
+            return _sgd(ddp)
+        if form == "zero":
+            defaults: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+            zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, **defaults)
+            chain(ZeroStep(zero)).register(ddp)
+            return zero
+        optimizer = OverlappedOptimizer(_sgd(ddp))
+        chain(AllReduce(), Step(optimizer, deferred=form == "deferred")).register(ddp)
+        return optimizer
+
+    expected = train(_sgd, None)
+    for told_by in TOLD_BY:
+        assert_parity(train(ours, told_by), expected, what=f"{form}, {told_by}")
+
+
+@pytest.mark.parametrize("form", ["plain", "step", "deferred", "zero"])
+def test_micro_batches_of_a_rank_that_then_runs_out_are_sent(form: str) -> None:
+    run_ranks(_micro_batches, 2, form)
+
+
+# Buffers, where all ranks stop together.
+
+
+def _buffers(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
+    ended = {}
+    for told_by in ("loader", "stream"):
+        ddp = wrap(BATCH_NORM.model(), **BATCH_NORM.ddp_options())
+        batches = BATCH_NORM.batches(rank, steps=(4, 3)[rank])
+        with joined([ddp], batches, told_by, on_exhausted="stop") as iterated:
+            for batch in iterated:
+                mean_squared_error(ddp, batch).backward()
+        ended[told_by] = {name: value.clone() for name, value in ddp.module.named_buffers()}
+    return ended
+
+
+def test_ranks_that_stop_together_end_with_the_same_buffers_however_they_know() -> None:
+    first, second = run_ranks(_buffers, 2)
+    assert_parity(first["stream"], first["loader"], what="by a stream")
+    assert_parity(second["loader"], first["loader"], what="rank 1")
+    assert_parity(second["stream"], first["loader"], what="rank 1, by a stream")
+
+
+# What a loop does to gradients by hand.
+
+
+def _clipped(rank: int, world_size: int, told_by: str, scales: bool) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer = _sgd(ddp)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    expected = "were changed between backward and SGD.step" if rank == 0 else "rank 0.*were changed"
+
+    def body(batch: Any) -> None:
+        optimizer.zero_grad()
+        loss = mean_squared_error(ddp, batch)
+        if scales:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+            optimizer.step()
+
+    with pytest.raises(TrainingLoopError if rank == 0 else PeerError, match=expected):
+        _run([ddp, optimizer], MLP.batches(rank, steps=4 - 2 * rank), told_by, body)
+
+
+@pytest.mark.parametrize("scales", [False, True], ids=["clipping", "GradScaler"])
+@pytest.mark.parametrize("told_by", ["loader", "forwards"])
+def test_gradients_that_a_rank_without_inputs_would_step_with_otherwise_are_refused(told_by: str, scales: bool) -> None:
+    run_ranks(_clipped, 2, told_by, scales, group_timeout_s=_TIMEOUT_S)
+
+
+# Calls that all ranks make together.
+
+
+def _together(rank: int, world_size: int, call: str) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    made: Any
+    if call == "synchronize":
+        made = LocalSGD(ddp, _sgd(ddp), period=3, start_step=0)
+    else:
+        made = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+        chain(ZeroStep(made)).register(ddp)
+
+    def body(batch: Any) -> None:
+        mean_squared_error(ddp, batch).backward()
+        made.step()
+        getattr(made, call)()
+
+    with pytest.raises(TrainingLoopError if rank == 0 else PeerError, match=rf"{call}.*ranks \[1\] have run out"):
+        _run([ddp, made], MLP.batches(rank, steps=4 - 2 * rank), "loader", body)
+
+
+@pytest.mark.parametrize("call", ["synchronize", "consolidate_state_dict"])
+def test_a_call_of_all_ranks_is_refused_once_a_rank_has_run_out(call: str) -> None:
+    run_ranks(_together, 2, call, group_timeout_s=_TIMEOUT_S)
+
+
+def _twice(rank: int, world_size: int) -> None:
+    def train(made: Any, is_same: bool) -> dict[str, Tensor]:
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer = made(ddp)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        join = Join([ddp, optimizer, scheduler], lengths=4 - rank)
+        for _ in range(2):
+            with join if is_same else Join([ddp, optimizer, scheduler], lengths=4 - rank):
+                for batch in MLP.batches(rank, steps=4 - rank):
+                    optimizer.zero_grad()
+                    mean_squared_error(ddp, batch).backward()
+                    optimizer.step()
+                    scheduler.step()
+        return {name: value.detach().clone() for name, value in ddp.module.named_parameters()}
+
+    def local(ddp: Any) -> Any:
+        return LocalSGD(ddp, _sgd(ddp), period=3, start_step=2)
+
+    def zero(ddp: Any) -> Any:
+        made = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+        chain(ZeroStep(made, deferred=True, gather="forward")).register(ddp)
+        return made
+
+    for made in (local, zero, _sgd):
+        assert_parity(train(made, True), train(made, False), what=made.__name__)
+
+
+def test_a_join_can_be_used_twice() -> None:
+    run_ranks(_twice, 2)
