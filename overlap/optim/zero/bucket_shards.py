@@ -12,7 +12,7 @@ from torch import Tensor
 
 from overlap.hooks import Bucket
 from overlap.hooks.segments import segment_multiple
-from overlap.optim.zero.gather_parts import least_part_bytes, parts_by_need
+from overlap.optim.zero.gather_parts import bytes_at_once, least_part_bytes, parts_by_need
 from overlap.optim.zero.partition import Layout
 from overlap.optim.zero.sharding import Ownership, Shard
 
@@ -117,10 +117,30 @@ class BucketShards:
         least_bytes = least_part_bytes(self._shards[0].parameter.device)
         if not self.layout.is_even or sum(sizes_bytes) < 2 * least_bytes:
             return (self,)
+        return tuple(self._part(places) for places in parts_by_need(sizes_bytes, least_bytes))
+
+    @property
+    def whole(self) -> tuple[tuple[BucketShards, slice], ...]:
+        """The bucket as one part, as :attr:`in_turn`."""
+        return ((self, slice(0, sum(self.layout.numels))),)
+
+    @cached_property
+    def in_turn(self) -> tuple[tuple[BucketShards, slice], ...]:
+        """The bucket in parts that are reduced in turn, each with its place in a flat buffer; those of which nothing is
+        sharded are left out. See [Note: what is reduced at once] in :mod:`overlap.optim.zero.gather_parts`."""
+        sizes_bytes = [0 if shard is None else shard.parameter.nbytes for shard in self._by_place]
+        parts = parts_by_need(sizes_bytes, bytes_at_once(self._shards[0].parameter.device))
+        if len(parts) == 1:
+            return self.whole
+        starts = [0, *itertools.accumulate(self.layout.numels)]
         return tuple(
-            BucketShards(self.layout.part(places), self._by_place[places], self.rank)
-            for places in parts_by_need(sizes_bytes, least_bytes)
+            (self._part(places), slice(starts[places.start], starts[places.stop]))
+            for places in reversed(parts)
+            if any(shard is not None for shard in self._by_place[places])
         )
+
+    def _part(self, places: slice) -> BucketShards:
+        return BucketShards(self.layout.part(places), self._by_place[places], self.rank)
 
     def note_written(self) -> None:
         """The gather has written the other ranks' parts."""

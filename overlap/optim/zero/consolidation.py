@@ -13,11 +13,12 @@ from overlap.errors import ConfigurationError
 from overlap.optim.state_blocks import StateBlocks
 from overlap.optim.zero.kinds import Kind, Kinds, StateValue
 from overlap.optim.zero.parameter_groups import options_of
+from overlap.optim.zero.partition import Range
 from overlap.optim.zero.plain_values import as_plain, cloned
 from overlap.optim.zero.sharding import Shard, flatten
 from overlap.optim.zero.state import CPU, GlobalState, ShardedState
 
-__all__ = ["consolidate", "load_plain", "packed_groups"]
+__all__ = ["assemble", "consolidate", "load_plain", "packed_groups"]
 
 _BLOCK_BYTES = 16 * 2**20
 
@@ -44,7 +45,7 @@ def consolidate(sharded: ShardedState, to: int | None) -> dict[str, Any] | None:
             continue
         for (index, shard), parts in zip(block, zip(*gathered, strict=True), strict=True):
             if any(part is not None for part in parts):
-                state[index] = _assemble(shard, parts, sharded.blocks_of(shard))
+                state[index] = _of_whole(shard, parts, sharded.blocks_of(shard))
     if to not in (None, rank):
         return None
     return {"state": {**state, **shared.state}, **shared.entries}
@@ -71,13 +72,29 @@ def _blocks(shards: Sequence[Shard]) -> Iterator[list[tuple[int, Shard]]]:
         yield block
 
 
-def _assemble(
-    shard: Shard, parts: Sequence[Mapping[str, tuple[Kind, Any]] | None], blocks: StateBlocks | None
-) -> dict[str, Any]:
+Part = Mapping[str, tuple[Kind, Any]]
+"""A rank's part of the state of a parameter, by key."""
+
+
+def _of_whole(shard: Shard, parts: Sequence[Part | None], blocks: StateBlocks | None) -> dict[str, Any]:
     """The state of a whole parameter, from the parts of all ranks, ``None`` where a rank has no state of it."""
-    present = [part for part in parts if part is not None]
     if shard.is_whole:
-        return {key: value for key, (_, value) in present[0].items()}
+        return next({key: value for key, (_, value) in part.items()} for part in parts if part is not None)
+    return assemble(parts, shard.ranges, like=shard.parameter, blocks=blocks)
+
+
+def assemble(
+    parts: Sequence[Part | None], ranges: Sequence[Range], *, like: Tensor, blocks: StateBlocks | None
+) -> dict[str, Any]:
+    """The state of a parameter that was cut, from the parts of all ranks, which have the elements in ``ranges``.
+
+    Args:
+        parts: ``None`` where a rank has no state of it.
+        ranges: of elements in the order of the memory of ``like``.
+        like: has the parameter's shape and strides.
+        blocks: what the optimizer declares of the parameter.
+    """
+    present = [part for part in parts if part is not None]
     assembled: dict[str, Any] = {}
     keys = {key: None for part in present for key in part}
     for key in keys:
@@ -87,11 +104,11 @@ def _assemble(
             continue
         if kind is Kind.BY_BLOCK:
             assert blocks is not None, "there is a value by block"
-            whole = flat = torch.empty(blocks.count(shard.parameter.numel()), dtype=first.dtype, device=CPU)
+            whole = flat = torch.empty(blocks.count(like.numel()), dtype=first.dtype, device=CPU)
         else:
-            whole = torch.empty_like(shard.parameter, dtype=first.dtype, device=CPU, requires_grad=False)
+            whole = torch.empty_like(like, dtype=first.dtype, device=CPU, requires_grad=False)
             flat = flatten(whole)
-        for part, (start, end) in zip(parts, shard.ranges, strict=True):
+        for part, (start, end) in zip(parts, ranges, strict=True):
             if start < end:
                 assert part is not None, "the ranks have agreed that it is there"
                 flat[_span(kind, blocks, start, end)] = part[key][1]
@@ -116,8 +133,13 @@ def packed_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     return packed
 
 
-def load_plain(sharded: ShardedState, state_dict: Mapping[str, Any]) -> None:
-    """Load this rank's part of a state in the form of the plain optimizer."""
+def load_plain(
+    sharded: ShardedState, state_dict: Mapping[str, Any], *, dtypes: Sequence[torch.dtype | None] = ()
+) -> None:
+    """Load this rank's part of a state in the form of the plain optimizer.
+
+    ``dtypes`` are those in which the parameters were stepped, in the order of the groups, if that is known.
+    """
     if not {"state", "param_groups"} <= set(state_dict):
         hint = "; state_dict() is empty on ranks to which it was not consolidated" if not state_dict else ""
         raise ConfigurationError(
@@ -155,7 +177,8 @@ def load_plain(sharded: ShardedState, state_dict: Mapping[str, Any]) -> None:
         {key: value for key, value in state_dict["state"].items() if key not in shard_of},
         {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")},
     )
-    sharded.replace(states, [options_of(group) for group in groups], shared, dtypes={})
+    by_shard = {id(shard): dtype for shard, dtype in zip(sharded.shards.values(), dtypes, strict=False) if dtype}
+    sharded.replace(states, [options_of(group) for group in groups], shared, dtypes=by_shard)
 
 
 def _part(shard: Shard, value: StateValue, kinds: Kinds) -> Any:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap.errors import ConfigurationError, UnsupportedError
+from overlap._checks import is_one_of, told
+from overlap.errors import ConfigurationError, OverlapError, UnsupportedError
 from overlap.optim.group_kinds import kinds_of
 from overlap.optim.probe import Separability, Verdict, probe
 from overlap.optim.state_blocks import StateBlocks
@@ -87,9 +88,9 @@ def make_optimizer(cls: type[Optimizer], groups: Any, defaults: Mapping[str, Any
     """
     try:
         return cls(groups, **defaults)
-    except ConfigurationError:
+    except OverlapError:
         raise
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         raise ConfigurationError(f"{cls.__name__}: {error}") from error
 
 
@@ -103,8 +104,8 @@ def choose_partition(cls: type[Optimizer], found: Separability, partition: str |
         UnsupportedError: as :func:`check_division`.
     """
     if partition is not None:
-        if partition not in PARTITIONS:
-            raise ConfigurationError(f"partition is 'element' or 'parameter', got {partition!r}")
+        if not is_one_of(partition, *PARTITIONS):
+            raise ConfigurationError(f"partition is 'element' or 'parameter', got {told(partition)}")
         check_division(cls, found, partition)
         return partition
     for finest, finding in zip(PARTITIONS, (found.by_element, found.by_parameter), strict=True):

@@ -59,18 +59,21 @@ class Exchange:
         """
         # As in DDP, each rank divides before the sum, which keeps half precision in range.
         bucket.buffer.mul_(1 / bucket.divisor)
-        if shards.layout.packed_numel:
-            if self.sends_directly or not shards.layout.is_even:
-                await _reduce_by_messages(bucket, shards, self.workspace)
+        is_only = bucket.index == 0 and bucket.is_last
+        for part, place in shards.in_turn if is_only else shards.whole:
+            if not part.layout.packed_numel:
+                continue
+            if self.sends_directly or not part.layout.is_even:
+                await _reduce_by_messages(bucket.buffer[place], part, bucket.group, self.workspace)
             else:
-                await self._reduce_scatter(bucket, shards)
+                await self._reduce_scatter(bucket.buffer[place], part, bucket.group)
         await sum_rest(bucket, shards)
 
-    async def _reduce_scatter(self, bucket: Bucket, shards: BucketShards) -> None:
-        packed = self.workspace.take(shards.layout.packed_numel, bucket.buffer)
-        pieces, packed_pieces = shards.cut_flat(bucket.buffer), shards.cut_packed(packed)
+    async def _reduce_scatter(self, flat: Tensor, shards: BucketShards, group: dist.ProcessGroup) -> None:
+        packed = self.workspace.take(shards.layout.packed_numel, flat)
+        pieces, packed_pieces = shards.cut_flat(flat), shards.cut_packed(packed)
         copy_all(packed_pieces, pieces)
-        await reduce_scatter(packed[shards.segment], packed, group=bucket.group)
+        await reduce_scatter(packed[shards.segment], packed, group=group)
         copy_all(shards.own_of(pieces), shards.own_of(packed_pieces))
         self.workspace.give(packed)
 
@@ -143,18 +146,20 @@ def _cut_like(flat: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
     return flat.split_with_sizes([piece.numel() for piece in pieces])
 
 
-async def _reduce_by_messages(bucket: Bucket, shards: BucketShards, workspace: Workspace) -> None:
-    """Add the other ranks' gradients to what this rank owns of ``bucket.buffer``, in the order of ranks.
+async def _reduce_by_messages(
+    flat: Tensor, shards: BucketShards, group: dist.ProcessGroup, workspace: Workspace
+) -> None:
+    """Add the other ranks' gradients to what this rank owns of ``flat``, in the order of ranks.
 
     Sends each rank its part, ``N (W-1)/W`` elements in all, and receives as many into the workspace.
     """
-    transfers = [_Transfer(pieces) for pieces in shards.by_rank(shards.cut_flat(bucket.buffer))]
+    transfers = [_Transfer(pieces) for pieces in shards.by_rank(shards.cut_flat(flat))]
     own = transfers[shards.rank]
     others = [(rank, transfer) for rank, transfer in enumerate(transfers) if rank != shards.rank]
     outgoing_numels = [transfer.small_numel for _, transfer in others]
     incoming_numels = [own.numel] * len(others)
-    outgoing = workspace.take(room_for(outgoing_numels, bucket.buffer.device), bucket.buffer)
-    incoming = workspace.take(room_for(incoming_numels, bucket.buffer.device), bucket.buffer)
+    outgoing = workspace.take(room_for(outgoing_numels, flat.device), flat)
+    incoming = workspace.take(room_for(incoming_numels, flat.device), flat)
     outboxes, inboxes = cut_segments(outgoing, outgoing_numels), cut_segments(incoming, incoming_numels)
     sends: list[tuple[Tensor, int]] = []
     receives: list[tuple[Tensor, int]] = []
@@ -163,7 +168,7 @@ async def _reduce_by_messages(bucket: Bucket, shards: BucketShards, workspace: W
         sends += [(message, rank) for message in transfer.messages(outbox)]
         coming = inbox.split_with_sizes([*(piece.numel() for piece in own.large), own.small_numel])
         receives += [(message, rank) for message in coming if message.numel()]
-    await send_recv(sends, receives, group=bucket.group, label="reduce_scatter")
+    await send_recv(sends, receives, group=group, label="reduce_scatter")
     for inbox in inboxes:
         add_all(own.pieces, _cut_like(inbox, own.pieces))
     workspace.give(outgoing)

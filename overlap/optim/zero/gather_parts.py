@@ -1,4 +1,4 @@
-"""Cuts the gather of a bucket into parts, for a forward that runs meanwhile.
+"""Cuts what is exchanged of a bucket into parts: a gather, for a forward that runs meanwhile; a reduction, for memory.
 
 [Note: parts of a gather]
 
@@ -14,6 +14,14 @@ parted either, since one rank would send each part and the links of the others r
 whose blocks cross parameters, so that in other parts it would be rounded otherwise.
 
 Which parts a bucket has depends on the sizes of its parameters alone, so it is the same on every rank.
+
+[Note: what is reduced at once]
+
+What other ranks send needs memory until it is added: up to ``(W-1)/W`` of a bucket, or on an accelerator a packed copy
+of all of it. DDP's first pass has one bucket of the whole model, and that memory would be the largest of the whole run.
+So a pass of a single large bucket is reduced in parts, one after another; each has at least about the size of DDP's
+usual buckets, which loses nothing. Each sum has the same summands in the same order. Where other buckets follow, a part
+would wait for the next of them to come, and the link would rest; those are reduced whole.
 """
 
 from __future__ import annotations
@@ -24,16 +32,25 @@ import torch
 
 from overlap._torch.device import has_streams
 
-__all__ = ["least_part_bytes", "parts_by_need"]
+__all__ = ["bytes_at_once", "least_part_bytes", "parts_by_need"]
 
 _LEAST_BYTES = 2**20
 # Networks of accelerators are a hundred times as fast, and a launch of theirs takes as long as a message of a CPU.
 _LEAST_BYTES_ON_STREAMS = 2**24
 
+# Of DDP's buckets, unless it is told otherwise; on accelerators they are often given more.
+_AT_ONCE_BYTES = 25 * 2**20
+_AT_ONCE_BYTES_ON_STREAMS = 2**28
+
 
 def least_part_bytes(device: torch.device) -> int:
     """How many bytes of parameters a part on ``device`` has at least."""
     return _LEAST_BYTES_ON_STREAMS if has_streams(device) else _LEAST_BYTES
+
+
+def bytes_at_once(device: torch.device) -> int:
+    """How many bytes of parameters are reduced at once at least. See [Note: what is reduced at once]."""
+    return _AT_ONCE_BYTES_ON_STREAMS if has_streams(device) else _AT_ONCE_BYTES
 
 
 def parts_by_need(sizes_bytes: Sequence[int], least_bytes: int) -> list[slice]:

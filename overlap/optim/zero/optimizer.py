@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from overlap._checks import check_group, refuse_capture
+from overlap._checks import check_flag, check_group, refuse_capture
 from overlap._torch import classes
 from overlap._torch.c10d import backend_name
 from overlap._torch.checkpoint import is_in_checkpointing, is_in_loading
@@ -27,29 +27,27 @@ from overlap._torch.state_dict_hooks import (
     before_state_dict,
 )
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
+from overlap.join.active import refuse_once_joined
+from overlap.join.meeting import Meeting
 from overlap.optim.grad_scaler import LossScale
-from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.phases import Event
-from overlap.optim.probe import Verdict
 from overlap.optim.skipping import SkippedUpdates
-from overlap.optim.subset import SubsetStepper
-from overlap.optim.veto import Veto
 from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
 from overlap.optim.zero.consolidation import consolidate, load_plain
-from overlap.optim.zero.division import Experiments, check_division, choose_partition, make_optimizer
 from overlap.optim.zero.exchange import Exchange, Workspace
-from overlap.optim.zero.offload import Offload, check_on_host
+from overlap.optim.zero.join_hook import ZeroJoinHook
+from overlap.optim.zero.local_optimizer import LocalOptimizer
 from overlap.optim.zero.parameter_groups import (
     check_class,
     check_master_dtype,
-    check_members,
     copy_options,
     names_of,
     read_groups,
     with_names,
 )
-from overlap.optim.zero.sharding import Ownership, Shard, flatten
-from overlap.optim.zero.state import ShardedState, check_new_state
+from overlap.optim.zero.sharded_update import ShardedUpdate
+from overlap.optim.zero.sharding import Shard
+from overlap.optim.zero.state import ShardedState
 from overlap.optim.zero.state_view import StateView
 from overlap.optim.zero.strides import follow_strides
 from overlap.optim.zero.whole_state import WholeState
@@ -58,37 +56,7 @@ from overlap.optim.zero.without_hooks import UpdateWithoutHooks
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
-__all__ = ["ShardedUpdate", "ZeroRedundancyOptimizer"]
-
-
-class ShardedUpdate(Protocol):
-    """What the optimizer asks of the stage that updates it in backward."""
-
-    lifecycle: UpdateLifecycle
-    is_deferred: bool
-
-    @property
-    def updates_in_step(self) -> bool:
-        """Whether the update is made in the optimizer's ``step()``."""
-
-    @property
-    def gathers_differences(self) -> bool:
-        """Whether the gather writes the parameters on the ranks that own them, too."""
-
-    def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Raises: ConfigurationError: the stage's model does not train one of ``parameters``."""
-
-    def step(self, loss_scale: LossScale) -> None:
-        """Do what is left of the step after backward."""
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Clip what :meth:`step` is going to apply; returns the global norm."""
-
-    def step_replayed(self) -> None:
-        """The same on a rank that has run out of inputs."""
-
-    def wait(self) -> None:
-        """Wait for gathers that are under way."""
+__all__ = ["ZeroRedundancyOptimizer"]
 
 
 @classes.ZeroRedundancyOptimizer.register
@@ -129,8 +97,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Raises:
         ConfigurationError: an argument is wrong, or the ranks have different parameters.
+        PeerError: another rank raised one of these before they were compared.
         UnsupportedError: the optimizer computes something from several parameters at once, or from several elements
             where ``partition`` cuts them; it draws random numbers; or a parameter has gaps in memory.
+
+    >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, overlap_with_ddp=True)
+    >>> chain(ZeroStep(zero)).register(ddp)
+    <chain(ZeroStep(AdamW, interleaved)) registered>
+    >>> scheduler = torch.optim.lr_scheduler.StepLR(zero, step_size=1)
+    >>> for x, y in loader:
+    ...     loss_fn(ddp(x), y).backward()
+    ...     zero.step()
+    ...     scheduler.step()
     """
 
     # GradScaler then leaves gradients as they are, always calls step(), and sets found_inf and grad_scale here.
@@ -151,44 +129,74 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         if not dist.is_initialized():
             raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
+        self.process_group: dist.ProcessGroup = check_group("process_group", process_group) or dist.group.WORLD  # type: ignore[assignment]
+        with Meeting(self.process_group, "a ZeroRedundancyOptimizer") as meeting:
+            check_flag("parameters_as_bucket_view", parameters_as_bucket_view)
+            self._make(
+                params, optimizer_class, defaults, meeting, overlap_with_ddp=overlap_with_ddp, partition=partition,
+                master_dtype=master_dtype, offload=offload,
+            )  # fmt: skip
+
+    def _make(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        defaults: dict[str, Any],
+        meeting: Meeting,
+        *,
+        overlap_with_ddp: bool,
+        partition: str | None,
+        master_dtype: torch.dtype | None,
+        offload: bool,
+    ) -> None:
         cls = check_class(optimizer_class)
         check_master_dtype(master_dtype)
-        self.process_group: dist.ProcessGroup = check_group("process_group", process_group) or dist.group.WORLD  # type: ignore[assignment]
+        for name, flag in {"overlap_with_ddp": overlap_with_ddp, "offload": offload}.items():
+            check_flag(name, flag)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.overlap_with_ddp = overlap_with_ddp
-        groups = read_groups(params)
-        self._experiments = Experiments(cls, defaults, master_dtype=master_dtype, offload=offload)
-        self.separability = self._experiments.separability_of(groups)
-        """How ``optimizer_class`` may be stepped."""
-        self.partition = choose_partition(cls, self.separability, partition)
-        self.ownership = Ownership(self.process_group, self.partition, master_dtype, offload=offload)
-        self.stage: ShardedUpdate | None = None
         self._whole_state = WholeState(self.rank)
+        groups = read_groups(params)
+        self._local = local = LocalOptimizer(
+            cls,
+            groups,
+            defaults,
+            self.process_group,
+            partition=partition,
+            master_dtype=master_dtype,
+            offload=offload,
+            meeting=meeting,
+            on_change=self._whole_state.note_change,
+        )
+        self.optim = local.optim
+        """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
+        self.separability = local.separability
+        """How ``optimizer_class`` may be stepped."""
+        self.partition, self.ownership = local.partition, local.ownership
+        self.offload = local.offload
+        """What makes the updates on the CPU; ``None`` where they are made on the parameters' device."""
+        self.update = local.update
+        """Steps what this rank owns; not a method, since it is called for each bucket. See :class:`LocalOptimizer`."""
+        self._stage: ShardedUpdate | None = None
         self.skipped = SkippedUpdates()
         """Where the loop says that a backward is not this optimizer's."""
-        chunks = self.ownership.add(
-            groups,
-            first_group=0,
-            orthogonalizes=self._experiments.orthogonalizes(groups),
-            blocks=self._experiments.state_blocks(groups),
-        )
-        self.optim = make_optimizer(cls, chunks, defaults)
-        """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
-        self._stepper = SubsetStepper(self.optim)
-        if self.ownership.is_on_host:
-            check_on_host(self.optim)
-        self.offload = Offload(self._step_owned) if self.ownership.is_on_host else None
-        """What makes the updates on the CPU; ``None`` where they are made on the parameters' device."""
         sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
         self.exchange = Exchange(sends_directly and not has_streams(self.ownership.device), Workspace())
         self._without_hooks = UpdateWithoutHooks(self.ownership, self.exchange)
-        self._step_arguments: dict[str, Any] = {}
-        self._state_sizes: dict[int, int] = {}
         self._is_complete = False
         Joinable.__init__(self)
         Optimizer.__init__(self, [with_names(group) for group in groups], self.optim.defaults)
         copy_options(self.optim.param_groups, self.param_groups)
         self._is_complete = True
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of whole parameters."""
+        return self._local.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._local.param_groups = groups
 
     @property
     def state(self) -> defaultdict[Any, Any]:
@@ -209,6 +217,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._whole_state.note_change()
 
     @property
+    def stage(self) -> ShardedUpdate | None:
+        """What updates in backward; ``None`` where nothing is registered."""
+        return self._stage
+
+    @stage.setter
+    def stage(self, stage: ShardedUpdate | None) -> None:
+        self._stage = stage
+        self._local.steps_together = stage is None or stage.is_deferred
+        self._local.publishes = stage is None or not stage.gathers_differences
+
+    @property
     def shards(self) -> Mapping[int, Shard]:
         """The shard of each parameter, by ``id`` of the parameter, in the groups' order."""
         return self.ownership.shards
@@ -225,19 +244,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not isinstance(param_group, Mapping):
             raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
         (group,) = groups = read_groups([param_group])
-        found = self._experiments.separability_of([*self.param_groups, group])
-        check_division(type(self.optim), found, self.partition)
+        self._local.check_addition(group)
         if self.stage is not None:
             self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
-        (chunks,) = self.ownership.add(
-            groups,
-            first_group=len(self.param_groups),
-            orthogonalizes=self._experiments.orthogonalizes([*self.param_groups, group])[-1:],
-            blocks=self._experiments.state_blocks([*self.param_groups, group])[-1:],
-        )
-        self.optim.add_param_group(chunks)
-        if self.offload is not None:
-            check_on_host(self.optim)
+        self._local.add(group)
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
         if not self._whole_state.is_untouched:
@@ -253,39 +263,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ConfigurationError: parameters were put into the groups, or taken out, by hand.
         """
-        check_members(self.param_groups, self.shards)
-        self._stepper.begin()
-        for shard in self.shards.values():
-            shard.refresh()
-
-    @torch.no_grad()
-    def update(self, pairs: Sequence[tuple[Shard, Tensor]], veto: Veto) -> None:
-        """Step what this rank owns of each shard with its flat gradient, and write the parameters, unless a gather of
-        differences is going to. Where ``veto`` is left to the device, it changes nothing there."""
-        if self.offload is not None:
-            at_once = self.separability.in_turn.verdict is not Verdict.SEPARABLE
-            self.offload.update(pairs, veto.found_inf, at_once=at_once)
-            return
-        with veto.passed_to(self.optim):
-            self._step_owned(pairs)
-        if self.stage is None or not self.stage.gathers_differences:
-            for shard, _ in pairs:
-                shard.publish()
-
-    def _step_owned(self, pairs: Sequence[tuple[Shard, Tensor]]) -> None:
-        self._whole_state.note_change()
-        shards = [shard for shard, _ in pairs]
-        chunks = [shard.own for shard in shards if shard.own is not None]
-        shaped = [shard.shaped(gradient) for shard, gradient in pairs]
-        matching = [g if g.dtype == own.dtype else g.to(own.dtype) for g, own in zip(shaped, chunks, strict=True)]
-        copy_options(self.param_groups, self.optim.param_groups)
-        # What step() does once, whatever it steps, is then done on ranks and in groups without a gradient, too.
-        is_together = self.stage is None or self.stage.is_deferred
-        is_whole = is_together and self.separability.in_turn.verdict is not Verdict.SEPARABLE
-        self._stepper.step(chunks, matching, is_whole=is_whole, **self._step_arguments)
-        copy_options(self.optim.param_groups, self.param_groups)
-        if self.partition == "element":
-            check_new_state(self.optim, shards, self._state_sizes)
+        self._local.begin()
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """Finish the step: update what a stage has not updated in backward, and gather the parameters.
@@ -307,19 +285,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         refuse_capture("ZeroRedundancyOptimizer.step()", "call it outside of the capture")
         if is_in_checkpointing():
-            self._make_state()
+            self._local.make_state()
             return None
-        Join.notify_join_context(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        Join.notify_join_context(self)
         self._check_arguments(arguments)
-        self._step_arguments = arguments
+        self._local.step_arguments = arguments
         try:
             self._finish_step()
         finally:
-            self._step_arguments = {}
+            self._local.step_arguments = {}
         return loss
 
     def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
@@ -355,17 +333,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.follow_strides()
         self.begin()
         self._without_hooks.step(self.optim, self.update, loss_scale, is_joining=self.is_joining, is_joined=is_joined)
-
-    @torch.no_grad()
-    def _make_state(self) -> None:
-        """Let the optimizer make the state of this rank's part by a step on zeros, which changes no parameter."""
-        self.begin()
-        owned = [shard for shard in self.shards.values() if shard.own is not None and shard.parameter.requires_grad]
-        values = [shard.own.clone() for shard in owned if shard.own is not None]
-        self._step_owned([(shard, flatten(torch.zeros_like(shard.own))) for shard in owned if shard.own is not None])
-        for shard, value in zip(owned, values, strict=True):
-            if shard.own is not None:
-                shard.own.copy_(value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As any optimizer's; between backward and :meth:`step` it discards the backward.
@@ -435,7 +402,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Goes on updating this rank's chunks after its last input; for ``with Join([ddp, zero])``."""
-        return _JoinHook(self.step_joined, self.wait)
+        return ZeroJoinHook(self.step_joined, self.wait)
 
     @property
     def join_device(self) -> torch.device:
@@ -465,8 +432,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             ConfigurationError: the group has no rank ``to``.
+            TrainingLoopError: inside of a ``Join``, when a rank has run out of inputs.
             UnsupportedError: the optimizer's state cannot be put together from the ranks' parts.
         """
+        refuse_once_joined(self.process_group, "zero.consolidate_state_dict()")
         self._whole_state.keep(consolidate(self._settled_state(), to))
 
     def state_dict(self) -> dict[str, Any]:
@@ -480,7 +449,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         before_state_dict(self)
         if is_in_loading() and not self.optim.state:
-            self._make_state()
+            self._local.make_state()
         if is_in_checkpointing():
             self.consolidate_state_dict(to=None)
         elif self._whole_state.is_untouched and not self.optim.state:
@@ -499,7 +468,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         load_plain(self._settled_state(), given)
         if was_untouched and not given["state"]:
             # Accelerate loads what a new optimizer gave, which leaves it as it was.
-            self._whole_state = WholeState(self.rank)
+            self._whole_state.reset()
         after_load_state_dict(self)
 
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -547,19 +516,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def __repr__(self) -> str:
         return f"ZeroRedundancyOptimizer({self.optim!r}, rank {self.rank} of {self.world_size})"
-
-
-class _JoinHook(JoinHook):
-    """Runs ``step`` on a rank that has run out of inputs. DDP's own hook runs what stages do in backward, and brings
-    the last joiner's parameters to all ranks."""
-
-    def __init__(self, step: Callable[[], None], wait: Callable[[], None]) -> None:
-        self._step, self._wait = step, wait
-
-    def main_hook(self) -> None:
-        """The collectives of one step, as the active ranks issue them."""
-        self._step()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """After the block parameters are final."""
-        self._wait()

@@ -20,10 +20,11 @@ __all__ = ["check_own_state", "load_own_state", "own_state"]
 def own_state(zero: ZeroRedundancyOptimizer) -> dict[str, Any]:
     """The state of what this rank owns; waits for gathers.
 
-    For another number of ranks use ``sharded_state_dict`` or ``consolidate_state_dict``.
+    :func:`overlap.optim.zero.other_ranks.joined` makes the whole state of those of all ranks.
     """
     zero.wait()
     return {
+        "partition": zero.partition,
         "optimizer": as_plain(zero.optim.state_dict()),
         "shards": [[_described(shard) for shard in shards] for shards in _shards(zero)],
         "masters": [[shard.own if shard.has_master else None for shard in shards] for shards in _shards(zero)],

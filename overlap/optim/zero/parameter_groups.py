@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from overlap._checks import as_list, told
 from overlap.errors import ArgumentTypeError, ConfigurationError
 
 __all__ = [
@@ -38,12 +39,11 @@ def read_groups(params: Any) -> list[dict[str, Any]]:
     Raises:
         ConfigurationError: there are no parameters, or something is not a parameter.
     """
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+    if (given := as_list(params)) is None:
         raise ArgumentTypeError(
             f"params is an iterable of parameters or of groups, got {type(params).__name__}; "
             "pass ddp.parameters(), or [parameter]"
         )
-    given = list(params)
     groups = [dict(group) for group in given] if given and isinstance(given[0], Mapping) else [{"params": given}]
     for place, group in enumerate(groups):
         _read_group(place, group)
@@ -96,7 +96,8 @@ def check_class(optimizer_class: object) -> type[Optimizer]:
         )
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ConfigurationError(
-            f"optimizer_class is a subclass of torch.optim.Optimizer such as torch.optim.AdamW, got {optimizer_class!r}"
+            f"optimizer_class is a subclass of torch.optim.Optimizer such as torch.optim.AdamW, got "
+            f"{told(optimizer_class)}"
         )
     return optimizer_class
 
@@ -104,7 +105,9 @@ def check_class(optimizer_class: object) -> type[Optimizer]:
 def check_master_dtype(master_dtype: object) -> None:
     """Raises: ConfigurationError: it is neither ``None`` nor a floating-point dtype."""
     if master_dtype is not None and not (isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point):
-        raise ConfigurationError(f"master_dtype is a floating-point dtype such as torch.float32, got {master_dtype!r}")
+        raise ConfigurationError(
+            f"master_dtype is a floating-point dtype such as torch.float32, got {told(master_dtype)}"
+        )
 
 
 def is_narrower(parameter: Tensor, master_dtype: torch.dtype | None) -> bool:

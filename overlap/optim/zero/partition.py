@@ -21,6 +21,7 @@ have no state, so they are balanced by themselves.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -186,8 +187,13 @@ class Layout:
 
     def of_rank(self, rank: int) -> slice:
         """Where the pieces of ``rank`` are among :attr:`pieces`."""
-        before = sum(piece.rank < rank for piece in self.pieces)
-        return slice(before, before + sum(piece.rank == rank for piece in self.pieces))
+        return self._by_rank[rank]
+
+    @cached_property
+    def _by_rank(self) -> tuple[slice, ...]:
+        counts = [sum(piece.rank == rank for piece in self.pieces) for rank in range(self.ranks)]
+        ends = list(itertools.accumulate(counts))
+        return tuple(slice(end - count, end) for end, count in zip(ends, counts, strict=True))
 
     @cached_property
     def owned_numels(self) -> tuple[int, ...]:

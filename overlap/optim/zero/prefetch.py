@@ -150,12 +150,12 @@ class _ModuleHooks:
         self._model = weakref.ref(model)
         self._prefetch = prefetch
         self._called: set[str] = set()
+        # Empty until the first forward has shown which modules are called.
         self._needs: dict[str, tuple[int, ...]] = {}
         self._own = {
             name: tuple(map(id, module.parameters(recurse=False)))
             for name, module in model.named_modules(remove_duplicate=False)
         }
-        self._is_learned = False
         self._handles: list[Any] = []
         for name, module in model.named_modules():
             below = tuple(map(id, module.parameters()))
@@ -201,9 +201,8 @@ class _ModuleHooks:
 
     def _learn(self) -> None:
         """At the second forward: find which modules wait for those that the first forward did not call."""
-        if self._is_learned or not self._called:
+        if self._needs or not self._called:
             return
-        self._is_learned = True
         needs = {name: set(own) for name, own in self._own.items()}
         for name, own in self._own.items():
             above = name

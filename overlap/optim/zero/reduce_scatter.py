@@ -47,6 +47,10 @@ class ReduceScatter(Stage):
     Raises:
         ConfigurationError: ``zeros`` are not different optimizers of one process group, or (at registration) the chain
             has no ``ZeroStep`` of one of them.
+
+    >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, overlap_with_ddp=True)
+    >>> chain(ReduceScatter(zero), ClipGradNorm(1.0), ZeroStep(zero))
+    chain(ReduceScatter(AdamW), ClipGradNorm(1), ZeroStep(AdamW, interleaved))
     """
 
     role = Role.REDUCER

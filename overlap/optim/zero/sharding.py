@@ -206,9 +206,8 @@ class Shard:
         """Whether the parameter's memory format has changed, so that its elements are in another order."""
         return self.parameter.stride() != self.strides
 
-    @torch.no_grad()
     def refresh(self) -> None:
-        """Take note of a parameter that was moved to other memory, or changed by other code.
+        """Take note of a parameter that was moved to other memory, or changed by other code; called without gradients.
 
         Raises:
             TrainingLoopError: the elements of the parameter are in another order than the state.

@@ -19,10 +19,10 @@ from overlap.optim.zero.parameter_groups import copy_options, options_of
 from overlap.optim.zero.plain_values import as_plain, cloned, fingerprint
 from overlap.optim.zero.sharding import Shard
 
-__all__ = ["CPU", "GlobalState", "LocalState", "ShardedState", "check_new_state"]
+__all__ = ["CPU", "MASTER", "GlobalState", "LocalState", "ShardedState", "check_new_state"]
 
 # The key of a parameter's master, its copy in a wider dtype.
-_MASTER = "master_param"
+MASTER = "master_param"
 
 CPU = torch.device("cpu")
 
@@ -85,7 +85,7 @@ class ShardedState:
             if shard.own is None:
                 continue
             place = place_of[id(shard.own)]
-            master = {_MASTER: shard.own} if shard.has_master else {}
+            master = {MASTER: shard.own} if shard.has_master else {}
             if place in packed["state"] or master:
                 by_shard[id(shard)] = {**packed["state"].get(place, {}), **master}
         beside = {key: value for key, value in packed["state"].items() if key not in range(len(order))}
@@ -128,7 +128,7 @@ class ShardedState:
         for place, chunk in enumerate(order):
             shard = by_chunk[id(chunk)]
             state = dict(states.get(id(shard), {}))
-            master = state.pop(_MASTER, None)
+            master = state.pop(MASTER, None)
             if master is not None and master.dtype == shard.parameter.dtype:
                 # Of a run with a wire, whose true weights the parameters need not equal.
                 shard.keep_true()

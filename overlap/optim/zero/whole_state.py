@@ -35,6 +35,10 @@ class WholeState:
         self._changes += 1
         self._state = None
 
+    def reset(self) -> None:
+        """The state is again what it was when the optimizer was made."""
+        self._changes, self._taken_at, self._state = 0, None, None
+
     def keep(self, state: dict[str, Any] | None) -> None:
         """Keep what was consolidated; ``None`` if that was for another rank, which takes nothing away from this one."""
         if state is not None:

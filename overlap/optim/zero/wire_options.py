@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from overlap._checks import described
+from overlap._checks import check_flag, described
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.wires import Wire
 from overlap.optim.zero.sharding import Shard
@@ -19,8 +19,7 @@ def check_wires(reduce_wire: Wire | None, gather_wire: Wire | None, *, error_fee
             raise ConfigurationError(f"{name} is the class {wire.__name__}: give one of its objects, {wire.__name__}()")
         if wire is not None and not isinstance(wire, Wire):
             raise ConfigurationError(f"{name} is a Wire such as Int8(), or None, got {described(wire)}")
-    if not isinstance(error_feedback, bool):
-        raise ConfigurationError(f"error_feedback is True or False, got {error_feedback!r}")
+    check_flag("error_feedback", error_feedback)
     if error_feedback and reduce_wire is None:
         raise ConfigurationError(
             "error_feedback=True keeps what reduce_wire leaves out of gradients, and reduce_wire is None: give one, as "

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness import bucket_sizes_bytes, run_ranks, wrap
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap.optim.zero import exchange, without_hooks
+from overlap.optim.zero import exchange, gather_parts, without_hooks
 from overlap.optim.zero.exchange import Workspace
 
 
@@ -218,3 +218,38 @@ def test_as_many_temporaries_live_together_as_there_are_buckets_under_way(tempor
 
 def test_the_buffers_of_the_first_backward_are_not_kept(temporaries: list[Temporaries]) -> None:
     assert all(rank.workspace_bytes <= 3 * rank.bucket_bytes for rank in temporaries)
+
+
+def _first_pass(rank: int, world_size: int, at_once_bytes: int) -> tuple[int, list[torch.Tensor]]:
+    """The largest workspace of a pass with one bucket of all parameters, and what it has made of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(8)), nn.Linear(40, 40).requires_grad_(False))
+    ddp = wrap(model)
+    trained = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+    # The model's other parameters are averaged.
+    zero = ZeroRedundancyOptimizer([*trained[:4], *trained[6:]], torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    chain(ZeroStep(zero)).register(ddp)
+    taken: list[int] = []
+    take = Workspace.take
+
+    def watched(self: Workspace, numel: int, like: torch.Tensor) -> torch.Tensor:
+        taken.append(numel * like.element_size())
+        return take(self, numel, like)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workspace, "take", watched)
+        patch.setattr(gather_parts, "_AT_ONCE_BYTES", at_once_bytes)
+        patch.setattr(exchange, "_LARGE_NUMEL", 1)  # So that only what comes in needs workspace.
+        ddp(torch.randn(4, 40, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
+        zero.step()
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    return max(taken), [tensor.detach().clone() for tensor in (*trained, *gradients)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_bucket_of_the_whole_model_is_reduced_in_parts(world_size: int) -> None:
+    whole = run_ranks(_first_pass, world_size, 2**20)
+    parts = run_ranks(_first_pass, world_size, 8 * 1024)
+    for (whole_bytes, expected), (part_bytes, found) in zip(whole, parts, strict=True):
+        assert part_bytes < whole_bytes / 2
+        assert all(map(torch.equal, found, expected))

@@ -1,0 +1,162 @@
+"""The sharded update that is left to ``step()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap.errors import TrainingLoopError, UnsupportedError
+from overlap.hooks.clipping import Clipping, ShardedNorm
+from overlap.optim.grad_scaler import LossScale
+from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.phases import Phase
+from overlap.optim.veto import Veto
+from overlap.optim.zero.backward_update import BackwardUpdate, Pairs
+from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
+from overlap.optim.zero.scale_vote import ScaleVote
+from overlap.optim.zero.sharding import Shard
+
+__all__ = ["StepUpdate"]
+
+
+class StepUpdate:
+    """What ``step()`` does after a backward, from ``.grad``, of which each rank may have the mean in part only.
+
+    Args:
+        zero: the optimizer.
+        lifecycle: of the update.
+        backward: the last backward.
+        clipping: how to clip; ``None``: not.
+        updates_in_step: whether the update is left to ``step()``.
+        gather: brings what each rank owns of the parameters to all.
+    """
+
+    def __init__(
+        self,
+        zero: ZeroRedundancyOptimizer,
+        lifecycle: UpdateLifecycle,
+        backward: BackwardUpdate,
+        *,
+        clipping: Clipping | None,
+        updates_in_step: bool,
+        gather: Callable[[], None],
+    ) -> None:
+        self.zero = zero
+        self.lifecycle = lifecycle
+        self.clipping = clipping
+        self.updates_in_step = updates_in_step
+        self._backward = backward
+        self._gather = gather
+        self._scales = ScaleVote()
+
+    def note_backward(self) -> None:
+        """Backward is over, and has left the update to ``step()``."""
+        if not (self.lifecycle.is_replay or self.lifecycle.is_joining()):
+            self._backward.used.note_gradients(self._reduced_shards())
+        if not (self._backward.has_whole_mean or self.lifecycle.is_replay):
+            self._scales.note(self._reduced_shards())
+
+    def step(self, loss_scale: LossScale) -> None:
+        """What is left of a step, on the training thread."""
+        lifecycle, parameters = self.lifecycle, [shard.parameter for shard in self.zero.shards.values()]
+        lifecycle.check_step()
+        pending = [p for p in parameters if p.grad is not None and not lifecycle.gradients.has_applied(p)]
+        lifecycle.check_reduced(pending, applies_what_the_user_set=False)
+        lifecycle.check_once()
+        if lifecycle.phase is Phase.REDUCED and not loss_scale.skips_step(self.zero.optim):
+            self._update_in_step(loss_scale)
+        lifecycle.on_step(parameters)
+
+    def step_replayed(self) -> None:
+        """The same, on a rank that has run out of inputs; nothing where the others only accumulate."""
+        lifecycle = self.lifecycle
+        if lifecycle.phase is Phase.REDUCED and lifecycle.is_replay:
+            self._update_in_step(LossScale())
+            lifecycle.on_step(shard.parameter for shard in self.zero.shards.values())
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip what ``step()`` is going to apply; returns the global norm."""
+        if not self.updates_in_step:
+            raise TrainingLoopError(
+                "zero.clip_grad_norm_() after backward, but the update had been made in backward: use "
+                "ZeroStep(zero, deferred=True), or ZeroStep(zero, clip_grad_norm=...) without the call"
+            )
+        if self.zero.is_joining:
+            raise UnsupportedError(
+                "under Join a rank that has run out of inputs calls nothing: use ZeroStep(zero, clip_grad_norm=...) "
+                "instead of zero.clip_grad_norm_()"
+            )
+        if self.lifecycle.phase is not Phase.REDUCED:
+            raise TrainingLoopError(
+                "zero.clip_grad_norm_() clips the mean over ranks: call it between a synchronized backward and step()"
+            )
+        parameters = [
+            s.parameter for s in self.zero.shards.values() if self.lifecycle.gradients.has_reduced(s.parameter)
+        ]
+        if self._backward.has_whole_mean:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        self._check_scales()
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is not None and grad.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
+        gradients = [gradient for _, gradient in self._pairs_of_step()]
+        norm = self._norm(Clipping(max_norm, norm_type), gradients)
+        if error_if_nonfinite and not bool(torch.isfinite(norm.total)):
+            raise TrainingLoopError(
+                f"the total norm of order {norm_type} of the mean gradients is non-finite, so they cannot be clipped; "
+                "to clip them all the same, set error_if_nonfinite=False"
+            )
+        total = norm.clip_()
+        self._scales.note(self._reduced_shards())
+        return total
+
+    @torch.no_grad()
+    def _update_in_step(self, loss_scale: LossScale) -> None:
+        if self.lifecycle.veto.stops:
+            return
+        try:
+            self.zero.begin()  # Parameters may have been moved since backward.
+            pairs = self._pairs_of_step()
+            if not (self._backward.has_whole_mean or self.zero.is_joining):
+                self._check_scales()
+            gradients = [gradient for _, gradient in pairs]
+            loss_scale.unscale_(gradients)
+            if self.clipping is not None:
+                self._norm(self.clipping, gradients).clip_()
+            verdict = Veto(loss_scale.verdict_for(self.zero.optim))
+            self._backward.update(pairs, Veto.of_any([self.lifecycle.veto, verdict]))
+            self._gather()
+        except BaseException:
+            self.lifecycle.on_update_failure()
+            raise
+
+    def _norm(self, clipping: Clipping, gradients: list[Tensor]) -> ShardedNorm:
+        """Of all ranks' parts. Issues: one all-reduce of a number."""
+        norm = ShardedNorm(clipping, gradients, self.zero.join_device)
+        dist.all_reduce(norm.partial, op=norm.op, group=self.zero.process_group)
+        return norm
+
+    def _check_scales(self) -> None:
+        shards = list(self.zero.shards.values())
+        self._scales.check(shards, self.zero.process_group, self.zero.join_device)
+
+    def _reduced_shards(self) -> list[Shard]:
+        gradients = self.lifecycle.gradients
+        return [shard for shard in self.zero.shards.values() if gradients.has_reduced(shard.parameter)]
+
+    def _pairs_of_step(self) -> Pairs:
+        """What ``step()`` applies: parts of ``.grad``, or what was held on a rank that has none."""
+        if self.lifecycle.is_replay:
+            return self._backward.take_held()
+        return [
+            (shard, shard.gradient())
+            for shard in self.zero.shards.values()
+            if shard.own is not None
+            and shard.parameter.grad is not None
+            and self.lifecycle.gradients.has_reduced(shard.parameter)
+        ]
