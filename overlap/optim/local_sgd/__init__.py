@@ -1,5 +1,6 @@
 """Local SGD: averaging parameters now and then instead of gradients at every step."""
 
+from overlap.optim.local_sgd.elastic import ElasticLocalSGD
 from overlap.optim.local_sgd.model_averaging import average_parameters
 from overlap.optim.local_sgd.optimizer import LocalSGD
 from overlap.optim.local_sgd.stages import Average
@@ -12,6 +13,7 @@ from overlap.optim.local_sgd.torch_names import (
 
 __all__ = [
     "Average",
+    "ElasticLocalSGD",
     "HierarchicalModelAverager",
     "LocalSGD",
     "ModelAverager",

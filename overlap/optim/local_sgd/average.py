@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from overlap._checks import described
+from overlap._checks import as_list, described
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks import all_reduce
@@ -196,9 +197,9 @@ def tensors_of(params: Iterable[Tensor] | Iterable[dict[str, Tensor]]) -> list[T
         raise ConfigurationError(
             "averaging takes parameters or groups of them, got an optimizer: give its param_groups"
         )
-    if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+    given: list[Any] | None = [params] if isinstance(params, Tensor) else as_list(params)
+    if isinstance(params, nn.Module) or given is None:
         raise ConfigurationError(f"averaging takes parameters, got {described(params)}; give model.parameters()")
-    given = [params] if isinstance(params, Tensor) else list(params)
     if not given and isinstance(params, Iterator):
         raise ConfigurationError(
             "averaging was given an iterator that has nothing left: it can be read only once, so call "

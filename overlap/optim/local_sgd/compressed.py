@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlap._checks import described
+from overlap._checks import described, told
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import StageContext
 from overlap.hooks.engine.background import Item, run_and_wait, run_now
@@ -167,11 +167,13 @@ def check_wire(
         hint = f"{wire.__name__}()" if isinstance(wire, type) else "Int8()"
         raise ConfigurationError(f"wire is {described(wire)}; give a wire such as {hint}, or None for full precision")
     if not isinstance(error_feedback, bool):
-        raise ConfigurationError(f"error_feedback is {error_feedback!r}: give True or False")
+        raise ConfigurationError(f"error_feedback is {told(error_feedback)}: give True or False")
     if error_feedback and wire is None:
         raise ConfigurationError(
             "error_feedback=True keeps what a wire leaves out, and there is no wire: give one, as in wire=Int8()"
         )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigurationError(f"{dtype_is} is a floating-point dtype such as torch.float32, got {told(dtype)}")
     if wire is not None and dtype is not None and dtype.itemsize > torch.float32.itemsize:
         raise ConfigurationError(
             f"{dtype_is} is {dtype}, and what a wire carries is summed in torch.float32: leave one of the two out"

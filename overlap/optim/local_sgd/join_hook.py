@@ -19,9 +19,9 @@ class LocalSGDJoinHook(JoinHook):
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel | None, end_step: Callable[[], None], synchronize: Callable[[], None]
+        self, ddp: DistributedDataParallel | None, follow_step: Callable[[], None], synchronize: Callable[[], None]
     ) -> None:
-        self._end_step = end_step
+        self._follow_step = follow_step
         self._synchronize = synchronize
         self.is_open = True
         self.has_replayed = False
@@ -33,7 +33,7 @@ class LocalSGDJoinHook(JoinHook):
         """The collectives of one step of the other ranks; none where they only accumulate gradients."""
         if self.has_replayed:
             self.has_replayed = False
-            self._end_step()
+            self._follow_step()
 
     def post_hook(self, is_last_joiner: bool = True) -> None:
         """All ranks end with the same parameters."""

@@ -48,6 +48,8 @@ def average_parameters(
     Raises:
         ConfigurationError: ``params`` holds something else, or ``wire`` is not a wire.
         UnsupportedError: a parameter is complex, and there is a wire.
+
+    >>> average_parameters(model.parameters(), dist.group.WORLD)
     """
     check_group("process_group", process_group, may_be_outside=True)
     check_wire(wire, dtype=dtype)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from overlap._torch.compiled import plain_name
 from overlap._torch.ddp import data_parallel_parameters
 from overlap.errors import ConfigurationError
 from overlap.optim.local_sgd.average import tensors_of
@@ -112,15 +113,19 @@ def into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[list[st
     return fragments
 
 
-def trained_parameters(ddp: DistributedDataParallel, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The model's parameters that require a gradient, by name.
+def trained_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The parameters of a model, in DDP or not, that require a gradient, by name.
 
     Raises:
         ConfigurationError: the optimizer has none of them.
     """
-    trained = {name: p for p, name in data_parallel_parameters(ddp).items() if p.requires_grad}
+    if isinstance(model, DistributedDataParallel):
+        named = {name: p for p, name in data_parallel_parameters(model).items()}
+    else:
+        named = {plain_name(name): p for name, p in model.named_parameters()}
+    trained: dict[str, Tensor] = {name: p for name, p in named.items() if p.requires_grad}
     if not {id(p) for p in tensors_of(optimizer.param_groups)} & {id(p) for p in trained.values()}:
         raise ConfigurationError(
-            f"the {type(optimizer).__name__} has no parameter of this model; build it from ddp.parameters()"
+            f"the {type(optimizer).__name__} has no parameter of this model; build it from the model's parameters()"
         )
     return trained

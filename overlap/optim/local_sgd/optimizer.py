@@ -14,12 +14,16 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overlap._checks import check_ddp, refuse_capture
+from overlap._checks import check_ddp, is_one_of, refuse_capture
 from overlap._torch.ddp import GradientSync
+from overlap._torch.joined_ddp import used_in_shadow
+from overlap._torch.optimizer import run_post_hooks, run_pre_hooks
 from overlap.errors import ConfigurationError, OverlapError, TrainingLoopError
 from overlap.hooks import Stage, StageContext, chain
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
 from overlap.hooks.wires import Wire
+from overlap.join.active import active_join, refuse_once_joined
+from overlap.join.adapters import once_after
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.local_sgd.anchors import Anchors
@@ -34,7 +38,7 @@ from overlap.optim.local_sgd.schedule import Period, Schedule
 from overlap.optim.local_sgd.several import name_of
 from overlap.optim.local_sgd.stages import LocalSGDStage, check_transforms, check_update
 from overlap.optim.local_sgd.synchronizer import Synchronizer
-from overlap.optim.phases import Form, Phase
+from overlap.optim.phases import SCALED_UNDER_JOIN, Form, Phase
 from overlap.optim.update_stage import check_unscaled
 
 __all__ = ["LocalSGD"]
@@ -97,6 +101,12 @@ class LocalSGD(AveragingOptimizer, Joinable):
         ConfigurationError: an argument is out of range, two do not fit together, or optimizer and model do not.
         UnsupportedError: ``update`` or ``outer`` does not work with this model.
         RegistrationError: the model takes no registration.
+
+    >>> local = LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=8, start_step=1000)
+    >>> for x, y in loader:
+    ...     local.zero_grad()
+    ...     loss_fn(ddp(x), y).backward()
+    ...     local.step()
     """
 
     def __init__(
@@ -128,7 +138,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
             overlap=overlap, fragments=fragments, average_buffers=average_buffers, optimizer_state=optimizer_state,
             average_dtype=average_dtype, wire=wire, error_feedback=error_feedback,
         )  # fmt: skip
-        if subgroup not in (None, "machine"):
+        if not is_one_of(subgroup, None, "machine"):
             check_subgroup(subgroup, self.process_group)
         check_update(update, optimizer, ddp)
         tensors = ModelTensors(
@@ -149,7 +159,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
         """Makes the averages."""
         self._ddp = weakref.ref(ddp)
         self._gradient_sync = GradientSync(ddp)
-        self._always_syncs = bool(subgroup is not None or update is not None or ddp.static_graph or transforms)
+        self._transforms = check_transforms(transforms)
+        self._always_syncs = bool(subgroup is not None or update is not None or ddp.static_graph or self._transforms)
         self._join: LocalSGDJoinHook | None = None
         # An update in backward has a lifecycle of its own. Without one gradients stay until the loop clears them.
         self._lifecycle = None if update is not None else UpdateLifecycle(_FORM, clears=lambda parameter: True)
@@ -168,7 +179,6 @@ class LocalSGD(AveragingOptimizer, Joinable):
             post_local_gradient_allreduce=subgroup is not None,
         )
         reduce = PostLocal(state, reducer, is_local=lambda: schedule.is_local)
-        self._transforms = check_transforms(transforms)
         self.registration = chain(
             reduce, *self._transforms, *([] if update is None else [update]), self._stage
         ).register(ddp)
@@ -204,8 +214,11 @@ class LocalSGD(AveragingOptimizer, Joinable):
             UnsupportedError: a CUDA graph is being captured.
         """
         refuse_capture("LocalSGD.step()", "call it outside of the capture")
-        Join.notify_join_context(self)
         _ = self.context  # Raises once it is removed.
+        if closure is None:
+            Join.notify_join_context(self)
+        elif self.is_joining:
+            closure = once_after(closure, lambda: Join.notify_join_context(self))
         loss = self._update(closure)
         self._end_step(is_own=True)
         return loss
@@ -215,6 +228,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
         if lifecycle is None:
             return self.step_wrapped(closure)
         if LossScale.given_to(self).is_used:
+            if self.is_joining and not self.schedule.is_local:
+                raise TrainingLoopError(SCALED_UNDER_JOIN)
             check_unscaled(self._transforms, "Clip in the loop, after scaler.unscale_(local)")
 
         def checked_closure() -> Any:
@@ -248,7 +263,14 @@ class LocalSGD(AveragingOptimizer, Joinable):
 
         For one model to evaluate or save. It changes nothing where ranks have the same parameters already: before
         ``start_step``, and in fragments that were averaged after the last step, which an outer momentum would move.
+
+        Raises:
+            TrainingLoopError: inside of a ``Join``, when a rank has run out of inputs.
         """
+        refuse_once_joined(self.process_group, "local.synchronize()")
+        self._synchronize()
+
+    def _synchronize(self) -> None:
         self.synchronizer.synchronize(self.context, is_joining=self.is_joining)
 
     def remove(self) -> None:
@@ -267,6 +289,29 @@ class LocalSGD(AveragingOptimizer, Joinable):
                 raise TrainingLoopError("LocalSGD acts outside of backward, too: use `with Join([ddp, local])`")
             self._join.has_replayed = True
         self.synchronizer.begin_step()
+        # PyTorch's Join leaves no .grad on a rank without inputs; ours leaves the mean.
+        self._stage.holds_mean = is_replay and not self.steps_alone and active_join(self.process_group) is None
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether the next step is this rank's own, and not the same on every rank."""
+        return self._lifecycle is None or self.schedule.is_local
+
+    def _follow_step(self) -> None:
+        """A step of the ranks that have inputs, on one that has run out."""
+        if self.steps_alone:
+            self._end_step(is_own=False)
+            return
+        ddp, held = self._ddp(), self._stage.held
+        if held and ddp is not None:
+            used = used_in_shadow(ddp)
+            for parameter, mean in held.items():
+                parameter.grad = mean if used is None or id(parameter) in used else None
+            held.clear()
+        run_pre_hooks(self)
+        self.step_wrapped(None)
+        self._end_step(is_own=False)
+        run_post_hooks(self)
 
     def _end_step(self, *, is_own: bool) -> None:
         self.synchronizer.end_step(self.context, is_own=is_own, is_joining=self.is_joining)
@@ -287,7 +332,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         """Keeps a rank that has run out of inputs in the averages, with the weight of the steps that it made."""
         if self._join is not None:
             self._join.stop_watching()
-        self._join = LocalSGDJoinHook(self._ddp(), lambda: self._end_step(is_own=False), self.synchronize)
+        self._join = LocalSGDJoinHook(self._ddp(), self._follow_step, self._synchronize)
         return self._join
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from overlap._checks import check_whole_number
+from overlap._checks import check_flag, check_whole_number, is_one_of, told
 from overlap.errors import ConfigurationError
 from overlap.hooks.wires import Wire
 from overlap.optim.local_sgd.compressed import check_wire
@@ -36,9 +36,10 @@ class Options:
         # overlap=True means one step.
         check_whole_number("overlap", int(self.overlap) if isinstance(self.overlap, bool) else self.overlap, least=0)
         check_whole_number("fragments", self.fragments, least=1)
-        if self.optimizer_state not in _STATES:
+        check_flag("average_buffers", self.average_buffers)
+        if not is_one_of(self.optimizer_state, *_STATES):
             raise ConfigurationError(
-                f"optimizer_state must be one of {', '.join(_STATES)}, got {self.optimizer_state!r}"
+                f"optimizer_state must be one of {', '.join(_STATES)}, got {told(self.optimizer_state)}"
             )
         if self.overlap and self.optimizer_state == "average":
             raise ConfigurationError(
@@ -48,7 +49,7 @@ class Options:
         dtype = self.average_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigurationError(
-                f"average_dtype must be a floating-point dtype such as torch.float32, got {dtype!r}"
+                f"average_dtype must be a floating-point dtype such as torch.float32, got {told(dtype)}"
             )
         check_wire(self.wire, error_feedback=self.error_feedback, dtype=dtype, dtype_is="average_dtype")
 

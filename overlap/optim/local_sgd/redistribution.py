@@ -44,5 +44,4 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
     if any(wire is None for wire in own):
         raise ConfigurationError("some of the states are of runs with a wire, and others without: they are of two runs")
     made = wires.redistribute(own, rank=rank, ranks=ranks)
-    kept = {"anchors": own[0]["anchors"]} if "anchors" in own[0] else {}
-    return {**base, "local_sgd": {**base["local_sgd"], "wire": {**made, **kept}}}
+    return {**base, "local_sgd": {**base["local_sgd"], "wire": made}}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
-from overlap._checks import check_whole_number
+from overlap._checks import check_whole_number, told
 from overlap.errors import ConfigurationError
 from overlap.optim.local_sgd.wired_sum import Ranks
 
@@ -112,6 +112,10 @@ def check_hierarchy(name: str, sizes: Mapping[int, int], group: dist.ProcessGrou
     Raises:
         ConfigurationError: they do not; the message calls them ``name``.
     """
+    if not isinstance(sizes, Mapping):
+        raise ConfigurationError(
+            f"{name} is a mapping of periods to group sizes, as in {{4: 2, 16: 8}}, got {told(sizes)}"
+        )
     if not sizes:
         raise ConfigurationError(f"{name} is empty; give the group size for each period, as in {{4: 2, 16: 8}}")
     periods = [check_whole_number(f"a period of {name}", period, least=1) for period in sizes]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from overlap._checks import as_list, told
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, SkipNonFinite, Stage, StageContext
 from overlap.hooks.adapters import stage_from
@@ -40,13 +41,18 @@ class Average(Stage):
         ConfigurationError: ``averager`` is not a ModelAverager, or (at registration) the model's parameters are not
             known.
         TrainingLoopError: in ``backward``, under ``Join``, which needs :class:`LocalSGD`.
+
+    >>> averager = PeriodicModelAverager(period=4, warmup_steps=2)
+    >>> update = Step(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    >>> chain(PostLocal(PostLocalSGDState(None, None, start_localSGD_iter=2)), update, Average(averager)).register(ddp)
+    <chain(PostLocal(AllReduce(), from step 2), Step(SGD, interleaved), Average(PeriodicModelAverager)) registered>
     """
 
     role = Role.AVERAGER
 
     def __init__(self, averager: ModelAverager) -> None:
         if not hasattr(averager, "average_parameters") or isinstance(averager, type):
-            raise ConfigurationError(f"Average takes a ModelAverager, got {averager!r}")
+            raise ConfigurationError(f"Average takes a ModelAverager, got {told(averager)}")
         self.averager = averager
         self._parameters: list[Tensor] = []
 
@@ -123,6 +129,9 @@ class LocalSGDStage(Stage):
         self._before_backward = before_backward
         self._on_detach = on_detach
         self._context: StageContext | None = None
+        self.holds_mean = False
+        """Whether the mean of the pass under way is to be kept in ``held``: DDP sets no ``.grad`` in a replay."""
+        self.held: dict[Tensor, Tensor] = {}
 
     @property
     def context(self) -> StageContext:
@@ -163,6 +172,8 @@ class LocalSGDStage(Stage):
 
     async def __call__(self, bucket: Bucket) -> None:
         """Nothing to do to a bucket: parameters are averaged when all are updated."""
+        if self.holds_mean:
+            self.held.update(zip(bucket.parameters, [each.clone() for each in bucket.gradients], strict=True))
         if self._lifecycle is not None:
             self._lifecycle.gradients.note_reduced(bucket.parameters)
 
@@ -195,7 +206,9 @@ def check_transforms(transforms: Sequence[Stage | Callable[..., Any]]) -> list[S
         ConfigurationError: one is not a transform.
         UnsupportedError: one leaves out steps, which ranks would no longer count alike.
     """
-    stages = [stage_from(one) for one in transforms]
+    if (given := as_list(transforms)) is None:
+        raise ConfigurationError(f"transforms is a list of stages, as in [ClipGradNorm(1.0)], got {told(transforms)}")
+    stages = [stage_from(one) for one in given]
     for stage in stages:
         if stage.role is not Role.TRANSFORM:
             raise ConfigurationError(

@@ -71,8 +71,6 @@ class Synchronizer:
             fragment = self.rounds % self.options.fragments
             self._average(fragment, level, context, delay=self.options.delay, is_joining=is_joining)
             self.rounds += 1
-        elif is_joining and step == self.schedule.start_step:
-            self._bring_joined_up_to_date(context, is_own=is_own)
 
     def synchronize(self, context: StageContext, *, is_joining: bool) -> None:
         """Average every fragment that was stepped since its last average, over all ranks, and begin a new round."""
@@ -233,13 +231,6 @@ class Synchronizer:
     def _after_average(self, fragment: int) -> None:
         if self.options.optimizer_state == "reset":
             self.tensors.reset_state(fragment)
-
-    def _bring_joined_up_to_date(self, context: StageContext, *, is_own: bool) -> None:
-        """When local SGD starts, give ranks that have run out of inputs what the others have, who are equal."""
-        group = self.schedule.group_of(self.schedule.levels - 1)
-        weight = _weight_by_steps(int(is_own), group, context.device)
-        if weight is not None and weight.total < group.size():
-            average_parts(into_parts(self.tensors.parameters.values()), group, weight=weight)
 
 
 def _weight_by_steps(steps: int, group: dist.ProcessGroup, device: torch.device) -> Weight | None:

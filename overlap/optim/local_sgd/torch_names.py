@@ -36,6 +36,10 @@ class ModelAverager(ABC):
 
     Raises:
         ConfigurationError: ``torch.distributed`` is not initialized.
+
+    >>> averager = PeriodicModelAverager(period=4, warmup_steps=100)
+    >>> isinstance(averager, ModelAverager)
+    True
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -96,6 +100,13 @@ class PeriodicModelAverager(_ThroughAWire):
     Raises:
         ConfigurationError: ``period`` is below 1, or ``warmup_steps`` below 0, or ``wire`` is not a wire; or with a
             wire :meth:`average_parameters` is given other parameters than before.
+
+    >>> averager = PeriodicModelAverager(period=4, warmup_steps=100)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> for x, y in loader:
+    ...     loss_fn(model(x), y).backward()
+    ...     optimizer.step()
+    ...     averager.average_parameters(model.parameters())
     """
 
     def __init__(
@@ -147,6 +158,9 @@ class HierarchicalModelAverager(_ThroughAWire):
     Raises:
         ConfigurationError: periods or sizes are below 1, do not ascend, or sizes do not divide each other; or
             ``process_group`` lacks ranks of the job.
+
+    >>> averager = HierarchicalModelAverager(period_group_size_dict={4: 1}, warmup_steps=100)
+    >>> averager.average_parameters(model.parameters())
     """
 
     def __init__(
@@ -160,7 +174,8 @@ class HierarchicalModelAverager(_ThroughAWire):
     ) -> None:
         self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
         super().__init__(process_group, wire, error_feedback=error_feedback)
-        sizes = check_hierarchy("period_group_size_dict", period_group_size_dict or {}, self.process_group)
+        given = {} if period_group_size_dict is None else period_group_size_dict
+        sizes = check_hierarchy("period_group_size_dict", given, self.process_group)
         self.period_process_group_dict = make_groups(sizes, self.process_group)
         """This rank's group for each period."""
         if wire is not None:
@@ -195,6 +210,14 @@ class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
 
     Raises:
         ConfigurationError: ``optim`` is not an optimizer, or ``averager`` is not a ModelAverager.
+
+    >>> averager = PeriodicModelAverager(period=4, warmup_steps=2)
+    >>> optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), averager)
+    >>> registration = overlap.register(ddp, post_localSGD_hook, PostLocalSGDState(None, None, start_localSGD_iter=2))
+    >>> for x, y in loader:
+    ...     optimizer.zero_grad()
+    ...     loss_fn(ddp(x), y).backward()
+    ...     optimizer.step()
     """
 
     def __init__(self, optim: Optimizer | Sequence[Optimizer], averager: ModelAverager) -> None:
