@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from overlap.optim.local_sgd import (
         Average,
+        ElasticLocalSGD,
         HierarchicalModelAverager,
         LocalSGD,
         ModelAverager,
@@ -53,6 +54,7 @@ else:
         ),
         "local_sgd": (
             "Average",
+            "ElasticLocalSGD",
             "HierarchicalModelAverager",
             "LocalSGD",
             "ModelAverager",
@@ -76,6 +78,7 @@ else:
 __all__ = [
     "AdamW8bit",
     "Average",
+    "ElasticLocalSGD",
     "FunctionalAdadelta",
     "FunctionalAdagrad",
     "FunctionalAdam",

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import described
+from overlap._checks import as_list, told
 from overlap._torch.device import has_streams
 from overlap._torch.state_dict_hooks import after_load_state_dict, before_load_state_dict, load_hooks_suspended
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.dynamic_map import DynamicMap
+from overlap.optim.adamw8bit_options import REFUSED, check_options, refuse_options
+from overlap.optim.adamw8bit_state import FIRST, MAPS, SCALE, SECOND, check_blocks, checked_states, loaded, new_state
 from overlap.optim.state_blocks import StateBlocks
 from overlap.optim.update_stream import uses_current_stream
 
@@ -23,13 +24,6 @@ __all__ = ["AdamW8bit"]
 # beside the computation; on a device with streams, to bound what is decoded.
 _CACHED_NUMEL = 256 * 1024
 _DEVICE_NUMEL = 16 * 1024 * 1024
-
-# Then vectorized kernels treat a block in any part as in the whole, see [Note: ownership].
-_BLOCK_MULTIPLE = 64
-
-_FIRST, _SECOND = "exp_avg", "exp_avg_sq"
-_SCALE = "{}_scale"
-_MAPS = {_FIRST: DynamicMap(is_signed=True), _SECOND: DynamicMap(is_signed=False)}
 
 
 @uses_current_stream
@@ -73,7 +67,7 @@ class AdamW8bit(Optimizer):
      'exp_avg_sq_scale': torch.float32}
     """
 
-    state_by_block = (_SCALE.format(_FIRST), _SCALE.format(_SECOND))
+    state_by_block = (SCALE.format(FIRST), SCALE.format(SECOND))
     """The keys of the state that have one number for each block. See [Note: state in blocks]."""
 
     def __init__(
@@ -93,7 +87,9 @@ class AdamW8bit(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        _refuse(amsgrad=amsgrad, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
+        refuse_options(
+            amsgrad=amsgrad, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused
+        )
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -103,8 +99,11 @@ class AdamW8bit(Optimizer):
             "block_numel": block_numel,
             "min_numel": min_numel,
         }
-        _check_options(defaults)
-        super().__init__(params, defaults)
+        check_options(defaults)
+        given = None if isinstance(params, (str, bytes)) else as_list(params)
+        if given is None:
+            raise ConfigurationError(f"params is an iterable of parameters or of groups, got {told(params)}")
+        super().__init__(given, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As any optimizer's.
@@ -114,8 +113,8 @@ class AdamW8bit(Optimizer):
             UnsupportedError: an option is one that this optimizer does not have, or a parameter is complex.
         """
         if isinstance(param_group, Mapping):
-            _refuse(**{key: param_group[key] for key in _REFUSED if key in param_group})
-            _check_options({**self.defaults, **param_group})
+            refuse_options(**{key: param_group[key] for key in REFUSED if key in param_group})
+            check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if any(parameter.is_complex() for parameter in self.param_groups[-1]["params"]):
             del self.param_groups[-1]
@@ -141,18 +140,18 @@ class AdamW8bit(Optimizer):
             raise UnsupportedError("AdamW8bit takes dense gradients: build the embedding with sparse=False")
         state = self.state[parameter]
         if not state:
-            state.update(_new_state(parameter, blocks))
+            state.update(new_state(parameter, blocks))
         state["step"] += 1
         hyper = _Hyper(group, int(state["step"]))
         # Blocks are of elements in this order, whatever the memory format. A copy if that is another one.
         values = parameter.detach().reshape(-1)
         gradients = gradient.reshape(-1)
+        check_blocks(state, parameter, blocks)
         if blocks.keys[0] in state:
-            _check_scales(state, parameter, blocks)
             for rows in _rows(parameter.numel(), blocks.numel, parameter.device):
                 _step_rows(values, gradients, state, rows, hyper)
         else:
-            hyper.apply(values, gradients, state[_FIRST].view(-1), state[_SECOND].view(-1))
+            hyper.apply(values, gradients, state[FIRST].view(-1), state[SECOND].view(-1))
         if values.data_ptr() != parameter.data_ptr():
             parameter.copy_(values.view(parameter.shape))
 
@@ -164,7 +163,7 @@ class AdamW8bit(Optimizer):
                 :class:`torch.optim.AdamW` are not encoded.
         """
         given = _with_options(self, before_load_state_dict(self, state_dict))
-        states = _checked_states(self, given)
+        states = checked_states(self, given)
         of_parameters = set(states)
         others = {key: value for key, value in given["state"].items() if key not in of_parameters}
         with load_hooks_suspended(self):
@@ -175,7 +174,7 @@ class AdamW8bit(Optimizer):
         for key, parameter in zip(keys, parameters, strict=True):
             if key in states and parameter.numel():  # As at the first step: others have nothing to keep.
                 self.state[parameter] = {
-                    name: _loaded(value, parameter.device if name != "step" else torch.device("cpu"))
+                    name: loaded(value, parameter.device if name != "step" else torch.device("cpu"))
                     for name, value in states[key].items()
                 }
         after_load_state_dict(self)
@@ -206,30 +205,17 @@ class _Hyper:
             values.copy_(exact)
 
 
-def _new_state(parameter: Tensor, blocks: StateBlocks) -> dict[str, Any]:
-    state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
-    is_blocked = parameter.numel() >= blocks.min_numel
-    for key in _MAPS:
-        dtype = torch.uint8 if is_blocked else torch.float32
-        state[key] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-    if is_blocked:
-        # With scales of zero, codes mean nothing yet.
-        count = blocks.count(parameter.numel())
-        state.update((key, torch.zeros(count, dtype=torch.float32, device=parameter.device)) for key in blocks.keys)
-    return state
-
-
 def _step_rows(
     values: Tensor, gradients: Tensor, state: Mapping[str, Tensor], rows: tuple[slice, slice], hyper: _Hyper
 ) -> None:
     """The update of the elements of some blocks that are all of one length: ``rows`` are these elements and blocks."""
     elements, of_blocks = rows
     count = of_blocks.stop - of_blocks.start
-    codes = {key: state[key].view(-1)[elements].view(count, -1) for key in _MAPS}
-    scales = {key: state[_SCALE.format(key)][of_blocks] for key in _MAPS}
-    moments = {key: a_map.decode(codes[key], scales[key]) for key, a_map in _MAPS.items()}
+    codes = {key: state[key].view(-1)[elements].view(count, -1) for key in MAPS}
+    scales = {key: state[SCALE.format(key)][of_blocks] for key in MAPS}
+    moments = {key: a_map.decode(codes[key], scales[key]) for key, a_map in MAPS.items()}
     hyper.apply(values[elements], gradients[elements], *(moment.view(-1) for moment in moments.values()))
-    for key, a_map in _MAPS.items():
+    for key, a_map in MAPS.items():
         a_map.encode(moments[key], codes[key], scales[key])
 
 
@@ -245,47 +231,6 @@ def _rows(numel: int, block_numel: int, device: torch.device) -> Iterator[tuple[
 
 
 _MEMBERS = ("params", "param_names")
-_REFUSED = {
-    "amsgrad": "it would need a third moment",
-    "foreach": "it updates some blocks after others",
-    "capturable": "the host decides how many blocks are updated at a time",
-    "differentiable": "codes have no derivative",
-    "fused": "it updates some blocks after others",
-}
-
-
-def _refuse(**options: Any) -> None:
-    for option, value in options.items():
-        if value:
-            raise UnsupportedError(f"AdamW8bit has no {option}={value} ({_REFUSED[option]}): leave it out")
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises: ConfigurationError: an option is out of range."""
-    lr, betas = options["lr"], options["betas"]
-    if isinstance(lr, Tensor) and (lr.numel() != 1 or has_streams(lr.device)):
-        raise ConfigurationError(f"lr is a number, or a tensor of one on the CPU, got {described(lr)}")
-    for name in ("lr", "eps", "weight_decay"):
-        if not float(options[name]) >= 0:
-            raise ConfigurationError(f"{name} is a number of at least 0, got {options[name]}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigurationError(f"betas are two numbers of at least 0 and below 1, got {betas}")
-    block_numel, min_numel = options["block_numel"], options["min_numel"]
-    if not isinstance(block_numel, int) or block_numel < 1 or block_numel % _BLOCK_MULTIPLE:
-        raise ConfigurationError(f"block_numel is a multiple of {_BLOCK_MULTIPLE}, got {block_numel!r}")
-    if not isinstance(min_numel, int) or min_numel < 0:
-        raise ConfigurationError(f"min_numel is a number of elements, got {min_numel!r}")
-
-
-def _check_scales(state: Mapping[str, Any], parameter: Tensor, blocks: StateBlocks) -> None:
-    """Raises: ConfigurationError: the state has other blocks than the group says."""
-    count = blocks.count(parameter.numel())
-    if any(state[key].numel() != count for key in blocks.keys):
-        raise ConfigurationError(
-            f"the state of a parameter of shape {tuple(parameter.shape)} has {state[blocks.keys[0]].numel()} blocks, "
-            f"but blocks of block_numel={blocks.numel} elements are {count}: block_numel cannot be changed while there "
-            "is state"
-        )
 
 
 def _with_options(optimizer: AdamW8bit, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -294,48 +239,6 @@ def _with_options(optimizer: AdamW8bit, given: Mapping[str, Any]) -> dict[str, A
         raise ConfigurationError(f"this is not a state_dict of an optimizer: its keys are {sorted(map(str, given))}")
     groups = list(given["param_groups"])
     for place, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
-        _refuse(amsgrad=saved.get("amsgrad"))
+        refuse_options(amsgrad=saved.get("amsgrad"))
         groups[place] = {**{key: value for key, value in group.items() if key not in _MEMBERS}, **saved}
     return {**given, "param_groups": groups}
-
-
-def _checked_states(optimizer: AdamW8bit, given: Mapping[str, Any]) -> dict[Any, Mapping[str, Any]]:
-    """The state of each parameter of which there is any, by its key in ``given``.
-
-    Raises:
-        ConfigurationError: it is another optimizer's.
-    """
-    states: dict[Any, Mapping[str, Any]] = {}
-    for place, (group, saved) in enumerate(zip(optimizer.param_groups, given["param_groups"], strict=False)):
-        blocks = StateBlocks.of(optimizer, saved)
-        assert blocks is not None, "the options are those of every group"
-        for parameter, key in zip(group["params"], saved["params"], strict=False):
-            if not (state := given["state"].get(key)):
-                continue
-            states[key] = state
-            if parameter.numel() == 0 or _fits(state, parameter, blocks):
-                continue
-            raise ConfigurationError(
-                f"the state of a parameter of shape {tuple(parameter.shape)} in group {place} is not AdamW8bit's with "
-                f"{blocks.told}: load a state_dict() of this class. "
-                "Moments that another optimizer has saved are not encoded; leave 'state' empty to begin with new ones"
-            )
-    return states
-
-
-def _fits(state: Mapping[str, Any], parameter: Tensor, blocks: StateBlocks) -> bool:
-    scales = [state[key] for key in blocks.keys if key in state]
-    if parameter.numel() < blocks.min_numel:
-        moments = [state[key] for key in _MAPS if key in state]
-        are_whole = all(moment.dtype == torch.float32 and moment.shape == parameter.shape for moment in moments)
-        return not scales and len(moments) == len(_MAPS) and are_whole
-    codes = [state[key] for key in _MAPS if key in state]
-    if len(codes) != len(_MAPS) or any(code.dtype != torch.uint8 or code.shape != parameter.shape for code in codes):
-        return False
-    count = blocks.count(parameter.numel())
-    return len(scales) == len(blocks.keys) and all(scale.numel() == count for scale in scales)
-
-
-def _loaded(value: Any, device: torch.device) -> Any:
-    # Contiguous, whatever the memory format of the parameter that it was saved with.
-    return value.detach().to(device, copy=True).contiguous() if isinstance(value, Tensor) else value

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlap._torch.device import future_for, resize_storage
+from overlap._torch.device import current_stream, future_for, has_streams, recorded_event, resize_storage
 from overlap._torch.storages import holders, is_referred_to, storage_key, tensors_on
 from overlap.hooks import Bucket
 
 __all__ = ["BucketMemory", "Future"]
 
-# A backend's thread may hold tensors of a collective for a moment after it has told that it is done.
-_PATIENCE_S = 0.05
+# A thread of the backend may hold tensors of a collective for a moment after it has told that it is done, and that
+# moment is as long as the machine is busy.
+_PATIENCE_S = 1.0
 # On a storage, beside DDP's of each parameter: DDP's of the bucket, and this module's reference to the storage itself.
 _OWN_TENSORS = 2
 # To DDP's object for a bucket when backward is over: this module's, and that of the call which counts.
@@ -46,6 +47,7 @@ class BucketMemory:
         self._tensors = self._by_future = 0
         self._holders = 1
         self._raw: Any = None
+        self._filled: tuple[Any, Any] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -53,16 +55,25 @@ class BucketMemory:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether DDP has no tensor on it any longer."""
-        return tensors_on(self._storage) == 1
+        """Whether DDP has let it go: then no parameter has a view of it. What the last pass has returned may have."""
+        return tensors_on(self._storage) <= _OWN_TENSORS
 
     def fill(self) -> None:
-        """Give it memory of undefined contents."""
+        """Give it memory of undefined contents, which is the current stream's."""
         resize_storage(self._storage, self._nbytes)
+        if has_streams(self._storage.device):
+            self._filled = current_stream(self._storage.device), recorded_event(self._storage.device)
+
+    def wait_until_filled(self) -> None:
+        """Let the current stream go on when the memory is there, if it was given on another: until then that one may
+        work with what was in the same place before."""
+        if self._filled is not None and (current := current_stream(self._storage.device)) != self._filled[0]:
+            current.wait_event(self._filled[1])
 
     def empty(self) -> None:
         """Give its memory back."""
         resize_storage(self._storage, 0)
+        self._filled = None
 
     def views(self) -> Iterator[Tensor]:
         """The parameters whose ``.grad`` lies in it."""

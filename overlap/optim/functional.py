@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap.errors import ConfigurationError
+from overlap._checks import as_list, described
+from overlap.errors import ConfigurationError, OverlapError
 from overlap.optim.subset import SubsetStepper
 
 __all__ = [
@@ -40,17 +41,31 @@ class FunctionalOptimizer:
 
     Raises:
         ConfigurationError: an argument that the wrapped class does not take, or a value that it refuses.
+
+    >>> parameter, gradient = torch.ones(2), torch.ones(2)
+    >>> optimizer = FunctionalSGD([parameter], lr=0.5)
+    >>> isinstance(optimizer, FunctionalOptimizer)
+    True
+    >>> optimizer.step([gradient])
+    >>> parameter
+    tensor([0.5000, 0.5000])
     """
 
     optimizer_class: ClassVar[type[Optimizer]]
 
     def __init__(self, params: Iterable[Any] = (), **defaults: Any) -> None:
-        groups = list(params)
+        if (groups := as_list(params)) is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}: params is an iterable of parameters or of groups, got {described(params)}; "
+                "pass ddp.parameters(), or [parameter]"
+            )
         defaults.pop("_allow_empty_param_list", None)  # What PyTorch's need to be told is a matter of course here.
         # An optimizer refuses an empty list of parameters, but not a group that has none yet.
         try:
             self.optimizer = self.optimizer_class(groups or [{"params": []}], **defaults)
-        except (TypeError, ValueError) as error:
+        except OverlapError:
+            raise
+        except Exception as error:
             raise ConfigurationError(f"{type(self).__name__}: {error}") from error
         self._stepper = SubsetStepper(self.optimizer)
         self.adopts = not any(group["params"] for group in self.param_groups)
@@ -111,48 +126,92 @@ class FunctionalOptimizer:
 
 
 class FunctionalSGD(FunctionalOptimizer):
-    """``torch.optim.SGD`` with gradients as arguments."""
+    """``torch.optim.SGD`` with gradients as arguments.
+
+    >>> parameter = torch.ones(2)
+    >>> FunctionalSGD([parameter], lr=0.5).step([torch.ones(2)])
+    >>> parameter
+    tensor([0.5000, 0.5000])
+    """
 
     optimizer_class = torch.optim.SGD
 
 
 class FunctionalAdam(FunctionalOptimizer):
-    """``torch.optim.Adam`` with gradients as arguments."""
+    """``torch.optim.Adam`` with gradients as arguments.
+
+    >>> parameter = torch.ones(2)
+    >>> FunctionalAdam([parameter], lr=0.5).step([torch.ones(2)])
+    >>> parameter
+    tensor([0.5000, 0.5000])
+    """
 
     optimizer_class = torch.optim.Adam
 
 
 class FunctionalAdamW(FunctionalOptimizer):
-    """``torch.optim.AdamW`` with gradients as arguments."""
+    """``torch.optim.AdamW`` with gradients as arguments.
+
+    >>> parameter = torch.ones(2)
+    >>> FunctionalAdamW([parameter], lr=0.5, weight_decay=0.0).step([torch.ones(2)])
+    >>> parameter
+    tensor([0.5000, 0.5000])
+    """
 
     optimizer_class = torch.optim.AdamW
 
 
 class FunctionalAdagrad(FunctionalOptimizer):
-    """``torch.optim.Adagrad`` with gradients as arguments; what is added late starts at its first step."""
+    """``torch.optim.Adagrad`` with gradients as arguments; what is added late starts at its first step.
+
+    >>> parameter = torch.ones(2)
+    >>> FunctionalAdagrad([parameter], lr=0.5).step([torch.ones(2)])
+    >>> parameter
+    tensor([0.5000, 0.5000])
+    """
 
     optimizer_class = torch.optim.Adagrad
 
 
 class FunctionalAdadelta(FunctionalOptimizer):
-    """``torch.optim.Adadelta`` with gradients as arguments."""
+    """``torch.optim.Adadelta`` with gradients as arguments.
+
+    >>> optimizer = FunctionalAdadelta([torch.ones(2)], lr=0.5)
+    >>> optimizer.step([torch.ones(2)])
+    """
 
     optimizer_class = torch.optim.Adadelta
 
 
 class FunctionalAdamax(FunctionalOptimizer):
-    """``torch.optim.Adamax`` with gradients as arguments."""
+    """``torch.optim.Adamax`` with gradients as arguments.
+
+    >>> parameter = torch.ones(2)
+    >>> FunctionalAdamax([parameter], lr=0.5).step([torch.ones(2)])
+    >>> parameter
+    tensor([0.5000, 0.5000])
+    """
 
     optimizer_class = torch.optim.Adamax
 
 
 class FunctionalRMSprop(FunctionalOptimizer):
-    """``torch.optim.RMSprop`` with gradients as arguments."""
+    """``torch.optim.RMSprop`` with gradients as arguments.
+
+    >>> optimizer = FunctionalRMSprop([torch.ones(2)], lr=0.5)
+    >>> optimizer.step([torch.ones(2)])
+    """
 
     optimizer_class = torch.optim.RMSprop
 
 
 class FunctionalRprop(FunctionalOptimizer):
-    """``torch.optim.Rprop`` with gradients as arguments."""
+    """``torch.optim.Rprop`` with gradients as arguments.
+
+    >>> parameter = torch.ones(2)
+    >>> FunctionalRprop([parameter], lr=0.5).step([torch.ones(2)])
+    >>> parameter
+    tensor([0.5000, 0.5000])
+    """
 
     optimizer_class = torch.optim.Rprop

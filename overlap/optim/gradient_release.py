@@ -16,6 +16,9 @@ the time, and ``.grad`` are views of it (``gradient_as_bucket_view=True``). A re
    nobody touches takes nothing. Elsewhere it takes blocks, when the activations are gone.
 5. When backward is over, ``.grad`` is cleared and everything is emptied.
 
+A backward under ``no_sync`` does not come near the buckets: its gradients get memory of their own, and no storage is
+filled for them. After its first pass DDP makes other buckets; those of before, which it has let go, stay empty.
+
 Who reads memory that is not there crashes. So a storage is emptied only if nobody else has a tensor on it: DDP has one
 for the bucket and one or two for each parameter (its views of before and after the reduction), and
 :class:`~overlap.optim.bucket_memory.BucketMemory` one reference; Python must not hold ``.grad``, nor the bucket, which
@@ -26,6 +29,7 @@ a backward in ``skip_update()``, stays as it is.
 
 from __future__ import annotations
 
+import enum
 import threading
 import weakref
 from collections.abc import Callable
@@ -33,9 +37,10 @@ from typing import Any
 
 from torch import Tensor
 
+from overlap._torch.ddp import backward_may_synchronize
 from overlap._torch.device import has_streams, hold
 from overlap._torch.storages import storage_key
-from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, StageContext
 from overlap.optim.bucket_memory import BucketMemory, Future
 
@@ -43,7 +48,7 @@ __all__ = ["GradientRelease", "check_releasable"]
 
 
 def check_releasable(context: StageContext, stage: object) -> None:
-    """Raises: ConfigurationError: the gradients of this model cannot be released."""
+    """Raises: ConfigurationError, UnsupportedError: the gradients of this model cannot be released."""
     ddp = None if context.ddp is None else context.ddp()
     if context.names is None or ddp is None:
         raise ConfigurationError(
@@ -56,6 +61,25 @@ def check_releasable(context: StageContext, stage: object) -> None:
             "so all would be there once more; build it with gradient_as_bucket_view=True, or use "
             "release_gradients=False"
         )
+    for parameter, name in context.names.items():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise UnsupportedError(
+                f"{stage!r}: {name} is {parameter.dtype}, and DDP has the gradient in its bucket as pairs of real "
+                "numbers, by views that cannot be told from those of others: use release_gradients=False"
+            )
+
+
+class _Pass(enum.Enum):
+    """Where the model stands with its buckets."""
+
+    NONE = "none"
+    """Since the last pass no forward was seen whose backward synchronizes."""
+    DUE = "due"
+    """The next gradient may be the first of a pass."""
+    COMING = "coming"
+    """Gradients come; a bucket is emptied when it is updated."""
+    ENDING = "ending"
+    """The last bucket has come: all have memory until backward is over."""
 
 
 class GradientRelease:
@@ -75,6 +99,8 @@ class GradientRelease:
     ) -> None:
         self.released: list[Tensor] = []
         """The parameters of which the last backward's gradients were released."""
+        assert context.ddp is not None, "see check_releasable"
+        self._ddp = context.ddp
         self._names = context.names or {}
         self._finds_unused = bool(context.finds_unused)
         self._is_applied = is_applied
@@ -83,8 +109,7 @@ class GradientRelease:
         self._lock = threading.Lock()
         self._memories: dict[int, BucketMemory] = {}
         self._by_parameter: dict[int, BucketMemory] = {}
-        self._is_between_passes = True
-        self._has_last_come = False
+        self._pass = _Pass.NONE
         self._kept_for_others: list[Tensor] = []
         self._hooks: list[Any] = []
         self._without_hook = list(self._names)
@@ -93,6 +118,9 @@ class GradientRelease:
 
     def before_forward(self) -> None:
         """A forward begins; from now on its parameters may get gradients, also those that were frozen before."""
+        ddp = self._ddp()
+        if self._pass is _Pass.NONE and ddp is not None and ddp.require_backward_grad_sync:
+            self._pass = _Pass.DUE
         alive = weakref.ref(self)
         for parameter in [parameter for parameter in self._without_hook if parameter.requires_grad]:
             self._hooks.append(parameter.register_hook(_told_of(id(parameter), alive)))
@@ -100,14 +128,26 @@ class GradientRelease:
 
     def gradient_comes(self, parameter: int) -> None:
         """A gradient of the parameter of this ``id`` is about to be written."""
+        if self._pass is _Pass.NONE and not self._may_synchronize:
+            return
+        is_first = self._pass in (_Pass.NONE, _Pass.DUE)
+        if is_first:
+            self._pass = _Pass.COMING
         memory = self._by_parameter.get(parameter)
-        if self._is_between_passes and self._finds_unused:
+        if is_first and self._finds_unused:
             with self._lock:
                 self._fill(list(self._memories.values()))
-        self._is_between_passes = False
-        if memory is not None and memory.is_empty:
+        elif memory is not None and memory.is_empty:
             with self._lock:
                 self._fill([memory])
+        if memory is not None:
+            memory.wait_until_filled()
+
+    @property
+    def _may_synchronize(self) -> bool:
+        """Asked where no forward was seen that says so: one may have been called by ``ddp.forward(...)``."""
+        ddp = self._ddp()
+        return ddp is None or backward_may_synchronize(ddp)
 
     def arrived(self, bucket: Bucket, future: Future) -> None:
         """All gradients of ``bucket`` are there; DDP gets it back by ``future``."""
@@ -117,13 +157,13 @@ class GradientRelease:
             if not bucket.buffer.is_sparse:  # Otherwise the pass is going to fail.
                 self._memory_of(bucket).note_arrival(bucket, future)
             if bucket.is_last:
-                self._has_last_come = True
+                self._pass = _Pass.ENDING
                 self._fill(list(self._memories.values()))
 
     def _begin(self) -> None:
         self.released = []
         self._kept_for_others = []
-        self._has_last_come = False
+        self._pass = _Pass.COMING
         for memory in self._memories.values():
             memory.is_done = False
 
@@ -156,7 +196,7 @@ class GradientRelease:
             parameter.grad = None
         memory.is_done = True
         hold(bucket.buffer)
-        if not self._has_last_come:
+        if self._pass is not _Pass.ENDING:
             memory.empty()
         elif not has_streams(bucket.buffer.device):
             memory.empty()
@@ -176,8 +216,7 @@ class GradientRelease:
             if failed:
                 self._restore()
                 return
-            self._is_between_passes = True
-            self._has_last_come = False
+            self._pass = _Pass.NONE
             for memory in [memory for memory in self._memories.values() if memory.is_done]:
                 memory.is_done = False
                 used = memory.used_elsewhere()
@@ -210,6 +249,7 @@ class GradientRelease:
 
     def _restore(self) -> None:
         self._begin()
+        self._pass = _Pass.DUE
         self._fill(list(self._memories.values()))
 
     def _fill(self, memories: list[BucketMemory]) -> None:

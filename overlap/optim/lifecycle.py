@@ -86,6 +86,11 @@ class UpdateLifecycle:
         """Whether the last backward was a replay, so that no ``.grad`` came of it on this rank."""
         return self._is_replay
 
+    @property
+    def leaves_update(self) -> bool:
+        """Whether the update of the last backward (or of the one under way) is left to ``step()``."""
+        return self.outcome is Phase.REDUCED
+
     # Events.
 
     def on_forward(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,39 +18,20 @@ from overlap._torch.optimizer import (
     run_pre_hooks,
     unwrapped,
 )
-from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import StageContext
-from overlap.hooks.clipping import Clipping
+from overlap.errors import ConfigurationError
 from overlap.join import Join, Joinable, JoinHook
-from overlap.optim.clipping import GradientNorms
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.in_backward import check_nothing_before
-from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.outside import OutsideGradients
-from overlap.optim.phases import SCALED_UNDER_JOIN, Event, Phase
+from overlap.optim.phases import Event, Phase
 from overlap.optim.proxy import OptimizerProxy
+from overlap.optim.registered_updates import Registered, RegisteredUpdate, RegisteredUpdates
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.step_guard import guards_lifted
 from overlap.optim.subset import SubsetStepper, check_optimizer, grads_replaced, step_whole
 from overlap.optim.veto import Veto
 
 __all__ = ["OverlappedOptimizer"]
-
-
-class _Update(Protocol):
-    """What a :class:`Step` stage tells of itself."""
-
-    is_deferred: bool
-    may_skip: bool
-    clipping: Clipping | None
-    norms: GradientNorms | None
-    lifecycle: UpdateLifecycle
-    context: StageContext | None
-
-    @property
-    def updates_in_step(self) -> bool: ...
-
-    def check_unscaled(self) -> None: ...
 
 
 class OverlappedOptimizer(OptimizerProxy, Joinable):
@@ -72,6 +53,17 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
     Raises:
         ConfigurationError: ``optimizer`` is something else, or is overlapped already.
         UnsupportedError: it needs a closure or sparse gradients.
+
+    >>> optim = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=1e-3))
+    >>> chain(AllReduce(), Step(optim)).register(ddp)
+    <chain(AllReduce(), Step(AdamW, interleaved)) registered>
+    >>> scheduler = torch.optim.lr_scheduler.StepLR(optim, step_size=1)
+    >>> for x, y in loader:
+    ...     loss_fn(ddp(x), y).backward()  # updates
+    ...     optim.step()  # all is updated
+    ...     scheduler.step()
+    >>> len(optim.state_dict()["state"])
+    4
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -80,8 +72,8 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             raise ConfigurationError("this optimizer is an OverlappedOptimizer already; use it as it is")
         self.optimizer = check_optimizer(optimizer)
         Joinable.__init__(self)
-        self._updates: list[_Update] = []
-        self._was_registered = False
+        self.registered_updates = RegisteredUpdates(self.optimizer)
+        """The stages that update with this optimizer."""
         self._stepper = SubsetStepper(self.optimizer)
         self.outside = OutsideGradients()
         """Gradients that :meth:`step` has applied of parameters which are in no registered model."""
@@ -102,15 +94,15 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             UnsupportedError: a CUDA graph is being captured.
         """
         refuse_capture("OverlappedOptimizer.step()", "call it outside of the capture")
-        Join.notify_join_context(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        Join.notify_join_context(self)
         loss_scale = LossScale.given_to(self)
-        pending = self._pending(loss_scale)
-        self._check_call(arguments)
-        veto = Veto.of_any(update.lifecycle.veto for update in self._updates)
+        pending = self.registered_updates.pending(loss_scale, self.outside)
+        self.registered_updates.check_call(arguments)
+        veto = Veto.of_any(update.lifecycle.veto for update in self.registered_updates)
         is_made = not veto.stops
         try:
             if is_made:
@@ -118,14 +110,14 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
                 with nullcontext() if loss_scale.is_used else veto.passed_to(self.optimizer):
                     self._update(pending, loss_scale, arguments)
         except BaseException:
-            for update in self._updates:
+            for update in self.registered_updates:
                 update.lifecycle.on_update_failure()
             raise
         mark_stepped(self.optimizer)
-        for update in self._updates:
+        for update in self.registered_updates:
             update.lifecycle.on_step(pending)
         if is_made:
-            self.outside.note_stepped(pending, [update.lifecycle.names for update in self._updates])
+            self.outside.note_stepped(pending, [update.lifecycle.names for update in self.registered_updates])
         return loss
 
     def skip_update(self) -> AbstractContextManager[None]:
@@ -145,55 +137,14 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         """
         return self.skipped.skipping()
 
-    def _pending(self, loss_scale: LossScale) -> list[Tensor]:
-        """The parameters to update, if the lifecycles allow it."""
-        self._check_registered()
-        lifecycles = [update.lifecycle for update in self._updates]
-        if loss_scale.is_used and any(lifecycle.outcome is not Phase.REDUCED for lifecycle in lifecycles):
-            raise TrainingLoopError(
-                "GradScaler decides after backward whether to step, but the parameters were updated in backward; "
-                "use Step(optimizer, deferred=True) with it"
-            )
-        if loss_scale.is_used and any(lifecycle.is_joining() for lifecycle in lifecycles):
-            raise TrainingLoopError(SCALED_UNDER_JOIN)
-        if loss_scale.is_used:
-            for update in self._updates:
-                update.check_unscaled()
-        for lifecycle in lifecycles:
-            lifecycle.check_step()
-        self.outside.refuse_edits()
-        applied = self.outside.applied_ids.union(*(lifecycle.gradients.applied_ids for lifecycle in lifecycles))
-        pending = [
-            parameter
-            for group in self.param_groups
-            for parameter in group["params"]
-            if id(parameter) not in applied and parameter.grad is not None
-        ]
-        for lifecycle in lifecycles:
-            lifecycle.check_reduced(pending)
-        if not pending and all(lifecycle.phase is Phase.STEPPED for lifecycle in lifecycles):
-            for lifecycle in lifecycles:
-                lifecycle.check_once()
-        return pending
-
-    def _check_registered(self) -> None:
-        if self._was_registered:
-            return
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if any(bool(gradient.any()) for gradient in gradients):
-            raise TrainingLoopError(
-                f"no stage updates with this {type(self.optimizer).__name__}'s OverlappedOptimizer, so nothing has "
-                "averaged its gradients over ranks: first call chain(AllReduce(), Step(optimizer)).register(ddp)"
-            )
-
     def _update(self, pending: list[Tensor], loss_scale: LossScale, arguments: dict[str, Any]) -> None:
-        phases = {update.lifecycle.phase for update in self._updates}
+        phases = {update.lifecycle.phase for update in self.registered_updates}
         if Phase.APPLIED in phases:
             self._finish(pending)
             return
         if not pending and phases == {Phase.STEPPED}:
             return
-        clipped = next((update for update in self._updates if update.clipping is not None), None)
+        clipped = next((update for update in self.registered_updates if update.clipping is not None), None)
         if clipped is None and loss_scale.is_supported_by(self.optimizer):
             with loss_scale.passed_to(self.optimizer):
                 self._step(pending, arguments)
@@ -215,17 +166,6 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         with grads_replaced(hidden, [None] * len(hidden)):
             step_whole(self.optimizer, **arguments)
 
-    def _check_call(self, arguments: dict[str, Any]) -> None:
-        """Raises: TrainingLoopError: the update was made in backward, but should have known ``arguments`` or a hook."""
-        if all(update.lifecycle.phase is not Phase.APPLIED for update in self._updates):
-            return
-        check_nothing_before(self.optimizer)
-        if arguments:
-            raise TrainingLoopError(
-                f"step() was given {', '.join(arguments)}, but the update was made in backward; use "
-                "Step(optimizer, deferred=True)"
-            )
-
     @torch.no_grad()
     def _finish(self, pending: list[Tensor]) -> None:
         """Update what backward has left, such as parameters that are not in the model, and run the step hooks."""
@@ -242,9 +182,9 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         Raises:
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
-        for update in self._updates:
+        for update in self.registered_updates:
             update.lifecycle.check(Event.ZERO_GRAD)
-        for update in self._updates:
+        for update in self.registered_updates:
             update.lifecycle.on_zero_grad(set_to_none=set_to_none)
         self.outside.forget()
         super().zero_grad(set_to_none)
@@ -255,9 +195,9 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         Raises:
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
-        for update in self._updates:
+        for update in self.registered_updates:
             update.lifecycle.check(Event.LOAD)
-        for update in self._updates:
+        for update in self.registered_updates:
             update.lifecycle.on_load()
         super().load_state_dict(state_dict)
 
@@ -279,37 +219,27 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The model's process group, once a stage is registered; the default one before."""
-        groups = [update.context.group for update in self._updates if update.context is not None]
+        groups = [update.context.group for update in self.registered_updates if update.context is not None]
         return groups[0] if groups else dist.group.WORLD  # type: ignore[return-value]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer, "was_registered": self._was_registered and not self._updates}
+        return {"optimizer": self.optimizer, "was_registered": self.registered_updates.phase is Registered.BEFORE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["optimizer"])  # type: ignore[misc]
-        self._was_registered = state.get("was_registered", False)
+        if state.get("was_registered", False):
+            self.registered_updates.phase = Registered.BEFORE
 
     def __repr__(self) -> str:
         return f"OverlappedOptimizer({self.optimizer!r})"
 
     # What a Step stage uses.
 
-    def outside_of_models(self) -> list[Tensor]:
-        """Parameters that have a gradient, and that no registered model has."""
-        lifecycles = [update.lifecycle for update in self._updates]
-        return [
-            parameter
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-            and not any(parameter in one.names or one.gradients.has_reduced(parameter) for one in lifecycles)
-        ]
-
-    def begin_backward(self, update: _Update) -> None:
+    def begin_backward(self, update: RegisteredUpdate) -> None:
         """A backward of the model of ``update`` begins; that of another model may be part of the same step."""
         if not update.is_deferred:
             check_nothing_before(self.optimizer)
-        phases = {other.lifecycle.phase for other in self._updates if other is not update}
+        phases = {other.lifecycle.phase for other in self.registered_updates if other is not update}
         if phases & {Phase.BACKWARD, Phase.APPLIED}:
             self._stepper.refresh()
         else:
@@ -320,29 +250,8 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         """Steps parts of the parameters."""
         return self._stepper
 
-    def check_same_way(self, update: _Update) -> None:
-        """Raises: ConfigurationError: another stage updates this optimizer in another way."""
-        for other in self._updates:
-            if (other.is_deferred, other.clipping) != (update.is_deferred, update.clipping):
-                raise ConfigurationError(f"one optimizer is updated in one way, but has {other!r} and {update!r}")
-            if (other.may_skip or update.may_skip) and not update.updates_in_step:
-                raise UnsupportedError(
-                    f"one optimizer serves two models, and where gradients of one are not finite {update!r} may have "
-                    "updated the other already: use Step(optimizer, deferred=True) for both"
-                )
-
     def run_hooks(self) -> None:
         """Run the step hooks of an update that was made in backward; the pre-hooks among them only watch."""
         with guards_lifted(self.optimizer):
             run_pre_hooks(self.optimizer)
             run_post_hooks(self.optimizer)
-
-    def adopt(self, update: _Update) -> None:
-        """Have :meth:`step` finish what ``update`` leaves."""
-        self._updates.append(update)
-        self._was_registered = True
-
-    def release(self, update: _Update) -> None:
-        """Forget ``update``."""
-        if update in self._updates:
-            self._updates.remove(update)

@@ -34,9 +34,8 @@ class PassGradients:
         self._versions: GradientVersions | None = None
         self._late = LateVerdicts()
         self._passes = 0
-        # The buckets of the last backward, where all of them were copied to .grad.
-        self._copied: list[Bucket] = []
-        self._are_copied = True
+        # The buckets of the last backward; None where one of them was not copied to .grad.
+        self._copied: list[Bucket] | None = []
         # Whether there is a gradient of each parameter, and a note of it.
         self._are_noted = False
 
@@ -82,8 +81,8 @@ class PassGradients:
         self._reduced.update(own)
         self._are_noted = False
         if copied is None:
-            self._are_copied = False
-        else:
+            self._copied = None
+        elif self._copied is not None:
             self._copied.append(copied)
 
     def note_applied(self, parameters: Iterable[Tensor]) -> None:
@@ -132,7 +131,7 @@ class PassGradients:
         everything = {**self._reduced, **self._applied}
         if not are_there:
             self._versions = None
-        elif are_new and self._are_copied:
+        elif are_new and self._copied is not None:
             buckets = tuple(self._copied)
             self._versions = GradientVersions(everything.values(), copies=lambda: _gradients_in(buckets))
         else:
@@ -147,7 +146,7 @@ class PassGradients:
     def forget(self) -> None:
         """What is in ``.grad`` from here on is not of a backward that was reduced."""
         self._reduced, self._applied, self._versions, self._released = {}, {}, None, set()
-        self._copied, self._are_copied = [], True
+        self._copied = []
 
     def forget_cleared(self) -> None:
         """What comes where a gradient was cleared is not of a backward that was reduced."""

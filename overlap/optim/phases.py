@@ -13,6 +13,7 @@ __all__ = [
     "ADDED_TO_APPLIED",
     "APPLIED_TWICE",
     "CANNOT_DISCARD_UNDER_JOIN",
+    "SCALED_IN_BACKWARD",
     "SCALED_UNDER_JOIN",
     "SECOND_BACKWARD",
     "TRANSITIONS",
@@ -111,6 +112,10 @@ _CANNOT_LOAD = Refusal(
 CANNOT_DISCARD_UNDER_JOIN = Refusal(
     "under Join a backward cannot be discarded or added to before {step}: ranks that have run out of inputs have made "
     "its update already; call {step} after each synchronized backward"
+)
+SCALED_IN_BACKWARD = (
+    "GradScaler decides after backward whether to step, but the parameters were updated in backward; use {deferred} "
+    "with it"
 )
 SCALED_UNDER_JOIN = (
     "GradScaler decides after backward whether to step, and ranks that have run out of inputs are not told: leave the "

@@ -11,22 +11,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from overlap._checks import as_list, told
 from overlap._torch.device import has_streams
 from overlap._torch.optimizer import mark_stepped, unwrapped
-from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, Role, Stage, StageContext, whole_pass
-from overlap.join.active import active_join
+from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap.hooks import Bucket, Role, Stage, StageContext
 from overlap.optim.clipping import GradientNorms
+from overlap.optim.deferred import DeferredUpdate
 from overlap.optim.functional import FunctionalOptimizer
-from overlap.optim.in_backward import check_draws, check_in_turn
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.phases import Phase
-from overlap.optim.probe import probe
 from overlap.optim.share import LateUpdate, Share, Shares
 from overlap.optim.skipping import SkippedUpdates
+from overlap.optim.step_checks import check_coverage, check_order, check_params, instead_of_step
 from overlap.optim.step_guard import StepGuard, check_one_model, guarded_by
-from overlap.optim.subset import grads_replaced, raise_versions, step_whole
-from overlap.optim.unused import tell_used, used_on_any_rank
+from overlap.optim.unused import used_on_any_rank
 from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.update_stage import UpdateStage
 
@@ -103,27 +102,18 @@ class Step(UpdateStage):
         self._functional = optimizer if isinstance(optimizer, FunctionalOptimizer) else None
         plain = optimizer.optimizer if isinstance(optimizer, FunctionalOptimizer) else optimizer
         self.optimizer = plain if isinstance(plain, OverlappedOptimizer) else OverlappedOptimizer(plain)
-        self._only = None if params is None else {id(parameter): parameter for parameter in params}
-        self._check_params()
+        self._only = None if params is None else _by_id(params)
+        check_params(self._only, self.optimizer, is_deferred=self.is_deferred)
         self._guard: torch.utils.hooks.RemovableHandle | None = None
         # As the update of the last pass had them.
         self._named: dict[Tensor, str] = {}
         self._shares = Shares(self._updates, self.owns_gradient_of)
         self._late = LateUpdate()
-        self._ends_chain = False
         self._is_copied = False
-        # Of a deferred update in backward, bucket by bucket.
-        self._held: list[tuple[list[Tensor], list[Tensor]]] = []
-
-    def _check_params(self) -> None:
-        if self._only is None:
-            return
-        if not self._only:
-            raise ConfigurationError("params is empty: nothing would be updated; leave it out to update all")
-        if any(not self.optimizer.stepper.covers(parameter) for parameter in self._only.values()):
-            raise ConfigurationError(f"params has parameters that the {self.optimizer_name} does not have")
-        if self.is_deferred:
-            raise ConfigurationError("params chooses what is updated in backward, but deferred updates come after it")
+        self._finds_unused: bool | None = None
+        self._deferred = DeferredUpdate(
+            self.optimizer, self.lifecycle, clipping=self.clipping, norms=self.norms, is_automatic=automatic
+        )
 
     @property
     def stepped(self) -> Optimizer:
@@ -143,72 +133,31 @@ class Step(UpdateStage):
         return self._functional is not None and self._functional.adopts
 
     def attach(self, context: StageContext) -> None:
-        self._check_coverage(context)
-        self.optimizer.check_same_way(self)
+        if not self._adopts_parameters:
+            check_coverage(context, self.optimizer, is_automatic=self.is_automatic, updates_all=self._only is None)
+        self.optimizer.registered_updates.check_same_way(self)
         check_one_model(self.optimizer.optimizer, context)
-        self._check_order()
+        if not self.updates_in_step:
+            check_order(self.optimizer, is_deferred=self.is_deferred, instead=self.lifecycle.form.deferred)
         super().attach(context)
         if self._functional is not None and self._adopts_parameters and context.names is not None:
             # In the model's order, which is that of its state, and not as buckets bring them.
             self._functional.adopt(parameter for parameter in context.names if parameter.requires_grad)
             self.optimizer.stepper.refresh()
-        self.optimizer.adopt(self)
+        self.optimizer.registered_updates.adopt(self)
+        self._finds_unused = context.finds_unused
         ddp = None if context.ddp is None else context.ddp()
         self._is_copied = ddp is not None and not ddp.gradient_as_bucket_view and not has_streams(context.device)
         if self._functional is None:
             through = None if self.is_automatic else self.optimizer
-            self._guard = guarded_by(StepGuard(self, self._instead, through=through), self.optimizer.optimizer)
-
-    @property
-    def _instead(self) -> str:
-        """How the optimizer is stepped, and what to call in place of its own ``step()``."""
-        if not self.is_automatic:
-            return (
-                "by the OverlappedOptimizer that wraps it, and its own step() would apply the gradients again: call "
-                "step() of the OverlappedOptimizer"
-            )
-        return (
-            "inside backward, and step() would apply the gradients again: leave the call out, or give "
-            "OverlappedOptimizer(optimizer) to Step and call that one's step() (with GradScaler, together with "
-            "deferred=True)"
-        )
-
-    def _check_order(self) -> None:
-        """Raises: UnsupportedError: an update in backward would not come in the order of one whole step."""
-        if self.updates_in_step:
-            return
-        optimizer, instead = self.optimizer.optimizer, self.lifecycle.form.deferred
-        found = probe(optimizer)
-        check_draws(optimizer, found, instead=instead)
-        if not self.is_deferred:
-            check_in_turn(optimizer, found, instead=instead)
-
-    def _check_coverage(self, context: StageContext) -> None:
-        if context.names is None or self._adopts_parameters:
-            return
-        self.optimizer.stepper.refresh()
-        of_model = set(map(id, context.names))
-        of_optimizer = [p for group in self.optimizer.param_groups for p in group["params"]]
-        outside = [p for p in of_optimizer if id(p) not in of_model and p.requires_grad]
-        if of_model.isdisjoint(map(id, of_optimizer)):
-            raise ConfigurationError(
-                f"the {self.optimizer_name} has no parameter of this model; build it from ddp.parameters()"
-            )
-        if outside and self.is_automatic and self._only is None:
-            raise ConfigurationError(
-                f"{len(outside)} parameters of the {self.optimizer_name} are not in this model, so backward would "
-                "never update them; give OverlappedOptimizer(optimizer) to Step and call its step()"
-            )
-
-    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
-        super().placed(before, after)
-        self._ends_chain = not after
+            guard = StepGuard(self, instead_of_step(is_automatic=self.is_automatic), through=through)
+            self._guard = guarded_by(guard, self.optimizer.optimizer)
 
     def detach(self) -> None:
         super().detach()
         self._shares.forget()
         self._named = {}
-        self.optimizer.release(self)
+        self.optimizer.registered_updates.release(self)
         if self._guard is not None:
             self._guard.remove()
 
@@ -252,7 +201,7 @@ class Step(UpdateStage):
     def before_backward(self, *, is_replay: bool) -> None:
         super().before_backward(is_replay=is_replay)
         self.optimizer.begin_backward(self)
-        self._held.clear()
+        self._deferred.clear()
         self._late.clear()
         if self.norms is not None:
             self.norms.clear()
@@ -265,7 +214,7 @@ class Step(UpdateStage):
             self.optimizer.stepper.refresh()
         share = self._shares.of(bucket, self.optimizer.stepper.layout)
         if self.is_deferred:
-            await self._defer(bucket, share)
+            await self._deferred.take(bucket, share, self._finds_unused)
         else:
             await self._interleave(bucket, share)
         is_copied = self._is_copied and bucket.step > 0 and bucket.raw is not None and not bucket.is_replay
@@ -277,67 +226,12 @@ class Step(UpdateStage):
             used = await used_on_any_rank(bucket, parameters, self._finds_unused)
             self.lifecycle.gradients.note_unused(compress(parameters, map(operator.not_, used)))
             parameters, gradients = list(compress(parameters, used)), list(compress(gradients, used))
-        if self.leaves_update:
+        if self.lifecycle.leaves_update:
             return
         if not (bucket.is_late and self._ends_chain):
             self._apply(parameters, gradients)
         elif (everything := self._late.with_all(bucket, parameters, gradients)) is not None:
             self._apply(*everything)
-
-    @property
-    def _finds_unused(self) -> bool | None:
-        return None if self.context is None else self.context.finds_unused
-
-    async def _defer(self, bucket: Bucket, share: Share) -> None:
-        parameters = share.parameters
-        if self.norms is not None:
-            self.norms.take(parameters, share.gradients(bucket))
-        # A rank that replays has no step() of its own to wait for, and learns here what the others' .grad tells them.
-        is_told = self._finds_unused is not False and active_join(bucket.group) is not None
-        if not (self.is_automatic or bucket.is_replay or is_told):
-            return
-        if bucket.is_replay and self._finds_unused and not (self.is_automatic or is_told):
-            raise UnsupportedError(
-                "PyTorch's Join with find_unused_parameters does not tell a rank without inputs which parameters the "
-                "others used; use `with overlap.Join([ddp, optimizer])`, or the interleaved update"
-            )
-        if self.leaves_update and not bucket.is_replay and self._finds_unused:
-            await tell_used(bucket, parameters)
-            return
-        used = await used_on_any_rank(bucket, parameters, self._finds_unused)
-        if self.leaves_update and not bucket.is_replay:
-            return
-        self._held.append((list(compress(parameters, used)), list(compress(share.gradients(bucket), used))))
-        await whole_pass()
-        # The first to go on updates all: as soon as it is through, DDP may copy its gradients out of the bucket.
-        if self._held:
-            self._apply_all()
-
-    @torch.no_grad()
-    def _apply_all(self) -> None:
-        pairs = {
-            id(parameter): (parameter, gradient)
-            for parameters, gradients in self._held
-            for parameter, gradient in zip(parameters, gradients, strict=True)
-        }
-        self._held.clear()
-        if self.lifecycle.veto.stops:
-            self.lifecycle.gradients.note_applied(parameter for parameter, _ in pairs.values())
-            return
-        groups = self.optimizer.param_groups
-        # In the optimizer's order, in which clip_grad_norm_ adds norms up.
-        ordered = [pairs[id(parameter)] for group in groups for parameter in group["params"] if id(parameter) in pairs]
-        if self.clipping is not None and self.norms is not None and ordered:
-            noted = self.norms.noted([parameter for parameter, _ in ordered])
-            self.clipping.scale_([gradient for _, gradient in ordered], noted)
-        parameters = [parameter for parameter, _ in ordered]
-        optimizer = self.optimizer.optimizer
-        every = [parameter for group in groups for parameter in group["params"]]
-        gradients = [pairs[id(parameter)][1] if id(parameter) in pairs else None for parameter in every]
-        with grads_replaced(every, gradients), self.lifecycle.veto.passed_to(optimizer):
-            step_whole(optimizer)
-        raise_versions(parameters, groups)
-        self.lifecycle.gradients.note_applied(parameters)
 
     def _apply(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         veto = self.lifecycle.veto
@@ -368,9 +262,7 @@ class Step(UpdateStage):
 
     def _check_left_out(self) -> None:
         """Raises: TrainingLoopError: a parameter has a gradient but came in no bucket, such as one added since."""
-        if self._only is not None:
-            return
-        left = self.optimizer.outside_of_models()
+        left = [] if self._only is not None else self.optimizer.registered_updates.outside_of_models()
         if left:
             self.lifecycle.on_failure()
             raise TrainingLoopError(
@@ -406,3 +298,10 @@ class Step(UpdateStage):
         if self.releases_gradients:
             parts.append("release_gradients=True")
         return f"Step({', '.join(parts)})"
+
+
+def _by_id(params: object) -> dict[int, Tensor]:
+    """Raises: ConfigurationError: ``params`` are not parameters."""
+    if (given := as_list(params)) is None or not all(isinstance(one, Tensor) for one in given):
+        raise ConfigurationError(f"params is an iterable of parameters, or None for all, got {told(params)}")
+    return {id(parameter): parameter for parameter in given}

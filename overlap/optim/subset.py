@@ -19,7 +19,6 @@ as is a look at the other parameters' version counters in the first steps.
 from __future__ import annotations
 
 import inspect
-import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,12 +34,16 @@ from overlap._torch.isolation import global_step_hooks_suspended
 from overlap._torch.optimizer import drop_hooks, hook_attributes, unhooked_step
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.step_guard import guards_lifted
+from overlap.optim.step_snapshot import StepSnapshot
 from overlap.optim.update_stream import ordered_after_gradients
 
 __all__ = ["CoupledError", "SubsetStepper", "check_optimizer", "grads_replaced", "raise_versions", "step_whole"]
 
 # Steps after which what a step reaches is taken to be known.
 _WATCHED_STEPS = 10
+
+_SHARED = frozenset({"param_groups", "state", "defaults", *hook_attributes})
+_MEMBERS = frozenset({"params", "param_names"})
 
 
 class CoupledError(UnsupportedError):
@@ -154,9 +157,9 @@ class SubsetStepper:
         if is_whole:
             split = [(place, dict(split).get(place, [])) for place in range(len(self._optimizer.param_groups))]
         twin = self._twin(split)
-        attributes = _Snapshot(twin.__dict__, skipped=_SHARED)
-        shared = _Snapshot(self._beside(twin.state))
-        groups = [_Snapshot(group, skipped=_MEMBERS) for group in twin.param_groups]
+        attributes = StepSnapshot(twin.__dict__, skipped=_SHARED)
+        shared = StepSnapshot(self._beside(twin.state))
+        groups = [StepSnapshot(group, skipped=_MEMBERS) for group in twin.param_groups]
         others = self._others(parameters) if self._steps <= _WATCHED_STEPS else []
         versions = [version(parameter) for parameter in others]
         with (
@@ -263,62 +266,6 @@ def step_whole(optimizer: Optimizer, **arguments: Any) -> None:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     with guards_lifted(optimizer), ordered_after_gradients(optimizer, parameters):
         optimizer.step(**arguments)
-
-
-_ABSENT = object()
-
-
-class _Snapshot:
-    """Values before a step, to tell which of them it changed: those replaced, and those changed in place."""
-
-    def __init__(self, values: Mapping[Any, Any], *, skipped: frozenset[str] = frozenset()) -> None:
-        self._skipped = skipped
-        self._before = dict(values)
-        self._contents = [
-            (key, value, _contents(value))
-            for key, value in values.items()
-            if type(value) not in _ATOMS and key not in skipped
-        ]
-
-    def changed(self, values: Mapping[Any, Any]) -> list[Any]:
-        """The keys whose values are not what they were."""
-        before = self._before
-        changed = [
-            key for key, value, contents in self._contents if key in values and not _is_same(contents, _contents(value))
-        ]
-        if len(before) == len(values) and all(map(operator.is_, before.values(), values.values())):
-            return changed  # As in nearly every step: all objects are the same ones, in the same order.
-        others = [
-            key
-            for key, value in values.items()
-            if key not in self._skipped and key not in changed and not _is_same(before.get(key, _ABSENT), value)
-        ]
-        return [*changed, *others]
-
-
-def _contents(value: Any) -> Any:
-    """What tells an object that was changed in place from one that was not, as far as plain values go."""
-    if isinstance(value, Tensor):
-        return version(value)
-    if isinstance(value, dict):
-        return tuple((key, item) for key, item in value.items() if isinstance(item, _PLAIN))
-    if isinstance(value, list):
-        return tuple(item for item in value if isinstance(item, _PLAIN))
-    return None
-
-
-_PLAIN = (bool, int, float, str)
-_ATOMS = frozenset({*_PLAIN, type(None)})
-_SHARED = frozenset({"param_groups", "state", "defaults", *hook_attributes})
-_MEMBERS = frozenset({"params", "param_names"})
-
-
-def _is_same(before: Any, after: Any) -> bool:
-    if before is after:
-        return True
-    if isinstance(after, (bool, int, float, str, tuple)) and type(before) is type(after):
-        return bool(before == after)
-    return False
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 from overlap._torch.device import to_device
 from overlap.errors import UnsupportedError
 from overlap.hooks import Bucket, all_reduce
+from overlap.join.active import active_join
 
 __all__ = ["tell_used", "used_on_any_rank"]
 
@@ -33,7 +34,8 @@ async def used_on_any_rank(
     """
     if finds_unused is False or not parameters:
         return [True] * len(parameters)
-    if bucket.is_replay:
+    join = active_join(bucket.group)
+    if bucket.is_replay and not (join is not None and join.replays_own_gradients):
         local = [id(parameter) in used_before for parameter in parameters]
     else:
         local = [parameter.grad is not None for parameter in parameters]

@@ -10,10 +10,11 @@ from dataclasses import replace
 from torch import Tensor
 from torch.optim import Optimizer
 
+from overlap._checks import check_flag, told
 from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Role, Stage, StageContext
-from overlap.hooks.clipping import Clipping
+from overlap.hooks.clipping import Clipping, check_norm_type
 from overlap.optim.fingerprint import prepare_fingerprints
 from overlap.optim.grad_scaler import skips_by_itself
 from overlap.optim.gradient_release import GradientRelease, check_releasable
@@ -55,10 +56,10 @@ class UpdateStage(Stage):
         adds_up: bool,
         release_gradients: bool,
     ) -> None:
-        if not isinstance(release_gradients, bool):
-            raise ConfigurationError(f"release_gradients is True or False, got {release_gradients!r}")
+        check_flag("release_gradients", release_gradients)
         if deferred is not None and not isinstance(deferred, bool):
-            raise ConfigurationError(f"deferred is True, False or None, got {deferred!r}")
+            raise ConfigurationError(f"deferred is True, False or None, got {told(deferred)}")
+        check_norm_type(norm_type)
         self.clipping = None if clip_grad_norm is None else Clipping(clip_grad_norm, norm_type)
         if self.clipping is not None and deferred is False:
             raise ConfigurationError(
@@ -80,6 +81,7 @@ class UpdateStage(Stage):
         self.may_skip = False
         """Whether a stage before it may have an update left out."""
         self._adds_up = adds_up
+        self._ends_chain = False
         self._transforms: Sequence[Stage] = ()
         self.context: StageContext | None = None
         """Where this is registered."""
@@ -117,7 +119,7 @@ class UpdateStage(Stage):
     @property
     def leaves_update(self) -> bool:
         """Whether the update of the last backward (or of the one under way) is left to ``step()``."""
-        return self.lifecycle.outcome is Phase.REDUCED
+        return self.lifecycle.leaves_update
 
     @property
     def updates_in_step(self) -> bool:
@@ -130,6 +132,7 @@ class UpdateStage(Stage):
 
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         self.may_skip = False  # A stage that may skip says so when it is attached.
+        self._ends_chain = not after
         self._transforms = [stage for stage in before if stage.role is Role.TRANSFORM]
         self._form = without_adding_up(replace(self._form, adds_up=self._adds_up), before)
         self.lifecycle.form = self._form

@@ -61,6 +61,9 @@ def uses_current_stream(optimizer_class: T) -> T:
 
     Raises:
         ConfigurationError: it is not a subclass of ``torch.optim.Optimizer``.
+
+    >>> class Lion(torch.optim.Optimizer): ...
+    >>> Lion = uses_current_stream(Lion)
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ConfigurationError(

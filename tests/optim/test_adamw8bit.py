@@ -228,9 +228,22 @@ def test_a_state_of_another_kind_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="not a state_dict of an optimizer"):
         optimizer.load_state_dict({})
     _train(optimizer, parameters, steps=1)
-    optimizer.param_groups[0]["block_numel"] = 128
-    with pytest.raises(ConfigurationError, match="has 33 blocks, but blocks of block_numel=128 elements are 65"):
+    for option, value, match in (
+        ("block_numel", 128, "has 33 blocks, but with block_numel=128 and min_numel=4096 it has 65"),
+        ("min_numel", 10_000, "has 33 blocks, but with block_numel=256 and min_numel=10000 it has 0"),
+    ):
+        before = parameters[0].detach().clone()
+        was, optimizer.param_groups[0][option] = optimizer.param_groups[0][option], value
+        with pytest.raises(ConfigurationError, match=match):
+            _train(optimizer, parameters, steps=1)
+        assert torch.equal(parameters[0], before)
+        optimizer.param_groups[0][option] = was
         _train(optimizer, parameters, steps=1)
+    small = AdamW8bit(_parameters((8, 8)))
+    _train(small, small.param_groups[0]["params"], steps=1)
+    small.param_groups[0]["min_numel"] = 0
+    with pytest.raises(ConfigurationError, match="has 0 blocks, but with block_numel=256 and min_numel=0 it has 1"):
+        _train(small, small.param_groups[0]["params"], steps=1)
 
 
 @pytest.mark.parametrize(

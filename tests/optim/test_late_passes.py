@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness import assert_parity, overlapped_step, run_ranks, train, wrap
-from harness.models import MLP, mean_squared_error
+from harness.models import DTYPES, FROZEN, MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import (
     AllReduce,
     Bucket,
@@ -27,6 +27,7 @@ from overlap import (
 from overlap.hooks import Role
 from overlap.hooks.engine.executors import HostExecutor
 from overlap.hooks.engine.nothing_to_hide import has_nothing_to_hide, limit_replaced
+from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.engine.worker import Worker
 from overlap.optim.subset import SubsetStepper
 
@@ -107,6 +108,59 @@ def test_a_late_pass_is_updated_at_once() -> None:
     at_once, in_parts = run_ranks(_updates, 2)[0]
     assert at_once == 1, "the first pass has one bucket"
     assert in_parts >= 3 * (STEPS - 1)
+
+
+class _Labels:
+    """An observer that notes what is launched."""
+
+    def __init__(self) -> None:
+        self.launched_in: dict[int, list[str]] = {}
+
+    def launched(self, subject: Any, label: str, operation: Any) -> None:
+        if operation.label != "whole pass":
+            self.launched_in.setdefault(subject.step, []).append(operation.label)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+def _exchanges(rank: int, world_size: int, name: str) -> list[list[str]]:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    zero = FORMS[name](ddp)
+    registration = registration_of(ddp)
+    assert registration is not None
+    registration.observer = labels = _Labels()  # type: ignore[assignment]
+    for batch in MLP.batches(rank, steps=STEPS):
+        overlapped_step(ddp, zero, batch, mean_squared_error)
+    zero.wait()
+    return list(labels.launched_in.values())
+
+
+@pytest.mark.parametrize("name", ["sharded", "sharded, gather in forward"])
+def test_a_late_pass_is_exchanged_at_once(name: str) -> None:
+    assert run_ranks(_exchanges, 2, name, env=LATE) == [[["reduce_scatter", "all_gather"]] * STEPS] * 2
+    assert len(run_ranks(_exchanges, 2, name)[0][-1]) >= 2 * 3
+
+
+def _sharded_late_passes(rank: int, world_size: int, case: Case) -> list[Any]:
+    """By element and by parameter, with parameters of the model that the optimizer averages alone."""
+    found = []
+    for options in ({}, {"partition": "parameter"}):
+        ddp = wrap(case.model(), **case.ddp_options())
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, **options)
+        chain(*([AllReduce()] if options else []), ZeroStep(zero)).register(ddp)
+        for batch in case.batches(rank, steps=STEPS):
+            mean_squared_error(ddp, batch).backward()
+            zero.step()
+        found.append([parameter.detach().clone() for parameter in ddp.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", [UNUSED_ON_SOME_RANKS, FROZEN, DTYPES], ids=str)
+def test_a_late_sharded_pass_is_as_another(case: Case, world_size: int) -> None:
+    late, usual = (run_ranks(_sharded_late_passes, world_size, case, env=env) for env in (LATE, {}))
+    assert_parity(late, usual, what=f"{case}, late")
 
 
 class _Uneven(Stage):

@@ -49,6 +49,26 @@ def test_only_true_and_false_are_taken() -> None:
         Step(SGD(torch.nn.Linear(2, 2).parameters()), release_gradients=1)  # type: ignore[arg-type]
 
 
+class _Complex(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4, dtype=torch.complex64)
+
+
+def _complex_is_refused(rank: int, world_size: int) -> None:
+    ddp = wrap(_Complex(), gradient_as_bucket_view=True)
+    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    for stages in ((AllReduce(), Step(optimizer, release_gradients=True)), (ZeroStep(zero, release_gradients=True),)):
+        with pytest.raises(UnsupportedError, match=r"inner\.weight is torch\.complex64"):
+            chain(*stages).register(ddp)
+    chain(ZeroStep(zero)).register(ddp)
+
+
+def test_complex_gradients_are_not_released() -> None:
+    run_ranks(_complex_is_refused, 2)
+
+
 def _registration_is_refused(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model())
     optimizer = OverlappedOptimizer(SGD(ddp.parameters()))

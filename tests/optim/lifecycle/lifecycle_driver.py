@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overlap import CollectiveError, TrainingLoopError
 
+_SYNCHRONIZING = ("backward", "no_sync", "step_with_closure")  # Under no_sync, where a forward before it was not.
 _BUCKET_CAP_MB = 80 / 2**20
 
 
@@ -32,11 +33,12 @@ class Pair:
     uses: int = 0
 
     @classmethod
-    def make(cls, *, is_warm: bool) -> Pair:
+    def make(cls, *, is_warm: bool, releases: bool = False) -> Pair:
         torch.manual_seed(0)
         model = Net()
         start = copy.deepcopy(model.state_dict())
-        sides = [DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=_BUCKET_CAP_MB) for _ in range(2)]
+        options = {"bucket_cap_mb": _BUCKET_CAP_MB, "gradient_as_bucket_view": releases}
+        sides = [DistributedDataParallel(copy.deepcopy(model), **options) for _ in range(2)]
         pair = cls(*sides, start=start)
         if is_warm:
             for _, ddp in itertools.product(range(2), sides):
@@ -78,6 +80,8 @@ class Run:
         if outcome != "ok":
             self.errors.append(outcome)
         self.oracle.follow(call, outcome, batch)
+        if self.form.releases and outcome == "ok" and call.name in _SYNCHRONIZING:
+            self.oracle.note_released({place for place, p in enumerate(self.parameters) if p.grad is None})
         if self.oracle.loss is None:
             self.loss = None
         self.form.settle(self.optimizer)
@@ -218,6 +222,8 @@ class Run:
         for (name, ours), theirs in zip(self.ddp.module.named_parameters(), self.oracle.parameters, strict=True):
             if not torch.equal(ours, theirs):
                 return f"{where} {name} is {_short(ours)}, but of plain DDP {_short(theirs)}"
+            if self.form.releases and self.oracle.has_garbage:
+                continue  # What a backward had released before it failed is gone.
             if (ours.grad is None) != (theirs.grad is None):
                 return f"{where} the gradient of {name} is {_short(ours.grad)}, but of plain DDP {_short(theirs.grad)}"
             if ours.grad is None or theirs.grad is None or not self._compares_gradients:
@@ -288,7 +294,7 @@ class Player:
         """Make the calls of ``script`` that can be made; ``difference`` is the same on whether it is on every rank."""
         pair, self._pair = self._pair, None
         if pair is None or not script.is_warm:
-            pair = Pair.make(is_warm=script.is_warm)
+            pair = Pair.make(is_warm=script.is_warm, releases=self.form.releases)
         pair.reset()
         run = Run(self.form, pair, self.rank)
         self.played += 1

@@ -120,6 +120,9 @@ class Form:
     subset: tuple[int, ...] | None = None
     """The parameters that backward updates, where not all or none."""
 
+    releases: bool = False
+    """Whether backward gives gradients back that it has applied."""
+
     adds_up: bool = True
     """Whether a second backward before ``step()`` adds up."""
     has_whole_gradients: bool = True
@@ -154,7 +157,7 @@ class Form:
 
     def stage(self, ddp: DistributedDataParallel, optimizer: Any) -> Stage:
         """The chain that is registered; may be registered again after it was removed."""
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"release_gradients": self.releases}
         if self.clip is not None:
             options["clip_grad_norm"] = self.clip
         elif self.is_deferred:
@@ -233,9 +236,8 @@ class ZeroForm(Form):
         )
 
     def stage(self, ddp: DistributedDataParallel, optimizer: Any) -> Stage:
-        return chain(
-            ArmedZeroStep(optimizer, deferred=self.is_deferred, automatic=self.is_automatic, gather=self.gather)
-        )
+        options = {"automatic": self.is_automatic, "gather": self.gather, "release_gradients": self.releases}
+        return chain(ArmedZeroStep(optimizer, deferred=self.is_deferred, **options))
 
     def settle(self, optimizer: Any) -> None:
         optimizer.wait()
@@ -302,12 +304,15 @@ FORMS: tuple[Form, ...] = (
     Form(name="step_deferred_automatic", is_deferred=True, is_automatic=True),
     Form(name="step_clipped_automatic", is_deferred=True, is_automatic=True, clip=0.05),
     Form(name="step_subset", subset=(0, 3, 4)),
+    Form(name="step_released", releases=True),
+    Form(name="step_released_automatic", releases=True, is_automatic=True, make=adamw),
     ZeroForm(name="zero_interleaved"),
     ZeroForm(name="zero_deferred", is_deferred=True, make=adamw),
     ZeroForm(name="zero_automatic", is_automatic=True),
     ZeroForm(name="zero_deferred_automatic", is_deferred=True, is_automatic=True),
     ZeroForm(name="zero_gather_in_forward", gather="forward", make=adamw),
     ZeroForm(name="zero_deferred_gather_in_forward", is_deferred=True, gather="forward"),
+    ZeroForm(name="zero_released", releases=True),
     LocalForm(name="local_before_start", start_step=1000, make=adamw),
     LocalForm(name="local", start_step=3, period=2),
     LocalUpdateForm(name="local_with_update", start_step=3, period=2),

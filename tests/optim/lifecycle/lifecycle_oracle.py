@@ -43,6 +43,8 @@ class Oracle:
         """With which backward has made the update, if the loop has not been told of another one since."""
         self.cleared: set[int] = set()
         """Parameters whose gradient a forward has cleared since the last backward."""
+        self.released: set[int] = set()
+        """Parameters whose gradient the last backward has applied and given back."""
         self.has_garbage = False
         """A backward failed: ``.grad`` is there, but its values are anything."""
         self.is_unknown = False
@@ -76,6 +78,8 @@ class Oracle:
             return call.argument != "update" or bool(self.form.in_backward)
         if name == "incomplete_backward":
             return self.phase != "off"
+        if name in ("zero_grad", "ddp_zero_grad") and self.form.releases and self.has_garbage:
+            return bool(call.argument)  # Which gradients are there to be set to zero is not known.
         if name == "own_gradient":
             return not self.synchronizes_next  # DDP would take it for the backward that it waits for.
         if name == "save":
@@ -152,7 +156,7 @@ class Oracle:
 
     def _is_step_again(self) -> bool:
         """Whether all that is there has been applied already; an ordinary optimizer would apply it again."""
-        is_there = any(self.parameters[place].grad is not None for place in self.marks)
+        is_there = bool(self.released) or any(self.parameters[place].grad is not None for place in self.marks)
         clears = self.form.clears and not self.form.is_automatic
         return self.phase == "stepped" and clears and is_there and not self._pending()
 
@@ -181,7 +185,11 @@ class Oracle:
         if self.phase == "stepped":
             # An edit that raises no version is looked for where backward has made the update, until step().
             edited = ("edited", "hidden") if self.form.is_automatic else ("edited",)
-            return any(mark in edited and self._is_nonzero(place) for place, mark in self.marks.items())
+            # Where a gradient was given back, nobody can tell whether another was added to it.
+            return any(
+                (mark in edited or (mark == "replaced" and place in self.released)) and self._is_nonzero(place)
+                for place, mark in self.marks.items()
+            )
         return False
 
     def _lr(self) -> float:
@@ -288,6 +296,13 @@ class Oracle:
         in_step = "reduced" if self.form.is_deferred else "applied"
         self.phase = "stepped" if self.form.is_automatic else in_step
 
+    def note_released(self, gone: set[int]) -> None:
+        """``.grad`` of these is gone after a backward, which need not release what others may have seen before."""
+        if released := gone & {place for place, mark in self.marks.items() if mark == "as left"}:
+            self.released = released
+            self.cleared |= released
+            self._clear(released)
+
     def _failing_backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         assert self.loss is not None
         self.loss.backward()
@@ -375,7 +390,7 @@ class Oracle:
         if not self.form.sees_calls or self.phase == "off":
             self._ddp_zero_grad(call, outcome, batch)
             return
-        if self.phase == "forward" and not call.argument:
+        if self.phase in ("forward", "stepped") and not call.argument:
             for place in self.cleared:  # As if the forward had left them for this call.
                 if self.parameters[place].grad is None:
                     self.parameters[place].grad = torch.zeros_like(self.parameters[place])
@@ -461,7 +476,7 @@ class Oracle:
     # Gradients and the update.
 
     def _forget(self) -> None:
-        self.marks, self.means = {}, set()
+        self.marks, self.means, self.released = {}, set(), set()
 
     def _clear(self, places: Iterable[int]) -> None:
         for place in places:
