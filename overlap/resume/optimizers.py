@@ -13,9 +13,16 @@ from overlap.errors import ConfigurationError
 from overlap.optim import FunctionalOptimizer, LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.optim.packed_state import load_packed
 from overlap.optim.proxy import OptimizerProxy
+from overlap.optim.zero.other_ranks import check_joined, joined, load_joined
 from overlap.optim.zero.own_state import check_own_state, load_own_state, own_state
 
-__all__ = ["check_optimizer_state", "inner_optimizer", "load_optimizer_state", "optimizer_state"]
+__all__ = [
+    "check_optimizer_state",
+    "inner_optimizer",
+    "joined_optimizer_state",
+    "load_optimizer_state",
+    "optimizer_state",
+]
 
 State = dict[str, Any]
 Names = Mapping[Tensor, str]
@@ -46,8 +53,29 @@ def optimizer_state(optim: Any, names: Names) -> State:
     return {**state, "state": _without_stages(optim.state_dict())}
 
 
+def joined_optimizer_state(optim: Any, names: Names, states: Sequence[Mapping[str, Any]]) -> State:
+    """What :func:`load_optimizer_state` takes on any number of ranks, from what a ``ZeroRedundancyOptimizer`` has saved
+    on each of another number.
+
+    Raises:
+        ConfigurationError: as :func:`check_optimizer_state`; or the states do not belong together.
+    """
+    _check_parameters(optim, names, states[0])
+    order = _order(states[0]["parameters"], _labels(optim, names))
+    own = {key: value for key, value in states[0].items() if key != "own"}
+    return {**own, "joined": joined(optim, [state["own"] for state in states], order)}
+
+
 def check_optimizer_state(optim: Any, names: Names, state: Mapping[str, Any]) -> None:
     """Raises: ConfigurationError: ``state`` is of another kind of optimizer, or of other parameters."""
+    _check_parameters(optim, names, state)
+    if "joined" in state:
+        check_joined(optim, state["joined"])
+    elif isinstance(optim, ZeroRedundancyOptimizer):
+        check_own_state(optim, state["own"], _order(state["parameters"], _labels(optim, names)))
+
+
+def _check_parameters(optim: Any, names: Names, state: Mapping[str, Any]) -> None:
     if state["class"] != _class_of(optim):
         raise ConfigurationError(
             f"the state is of an optimizer of class {state['class']}, but this one is a {_class_of(optim)}"
@@ -63,12 +91,13 @@ def check_optimizer_state(optim: Any, names: Names, state: Mapping[str, Any]) ->
             "the optimizer has parameters outside of the model, in another order than in the run that was saved, and "
             "they have no names to tell them apart: pass them in the same order"
         )
-    if isinstance(optim, ZeroRedundancyOptimizer):
-        check_own_state(optim, state["own"], _order(saved, here))
 
 
 def load_optimizer_state(optim: Any, names: Names, state: Mapping[str, Any], stages: Mapping[str, Any] | None) -> None:
     """Load what :func:`optimizer_state` returned; ``stages`` is the state of the stages, which a LocalSGD loads."""
+    if "joined" in state:
+        load_joined(optim, state["joined"])
+        return
     order = _order(state["parameters"], _labels(optim, names))
     if isinstance(optim, ZeroRedundancyOptimizer):
         load_own_state(optim, state["own"], order)

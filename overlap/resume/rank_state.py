@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,18 +22,18 @@ from overlap.hooks.stage import walk
 from overlap.optim import FunctionalOptimizer, LocalSGD, ZeroRedundancyOptimizer
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.phases import Event, Phase
+from overlap.resume.checks import VERSION, check_form, check_model, check_place, check_stages, classes_of
 from overlap.resume.optimizers import (
     check_optimizer_state,
     inner_optimizer,
     load_optimizer_state,
     optimizer_state,
 )
+from overlap.resume.other_ranks import in_order, redistribute
 from overlap.resume.snapshot import snapshot
 
-__all__ = ["load_state_dict", "state_dict"]
+__all__ = ["load_state_dict", "rank_parts", "stage_of", "state_dict", "state_of_rank"]
 
-_KEYS = {"version", "rank", "ranks", "model", "optimizer", "stages"}
-_VERSION = 1
 OneOptim = Optimizer | FunctionalOptimizer
 Optim = OneOptim | Sequence[OneOptim] | None
 
@@ -59,36 +59,58 @@ def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, A
         TrainingLoopError: between backward and ``step()``, since gradients are not saved.
         ConfigurationError: the model is not in DDP, or has a hook or a state that cannot be saved; or a registered
             stage updates with an optimizer that is not given.
+
+    >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
+    >>> chain(PowerSGD(rank=1), Step(optim)).register(ddp)
+    <chain(PowerSGD(rank=1), Step(SGD, interleaved)) registered>
+    >>> loss_fn(ddp(x), y).backward()
+    >>> optim.step()
+    >>> state = overlap.state_dict(ddp, optim)
+    >>> sorted(state)
+    ['model', 'optimizer', 'rank', 'ranks', 'stages', 'version']
     """
+    return rank_parts(ddp, optim)
+
+
+def rank_parts(ddp: DistributedDataParallel, optim: Optim = None, *, omit: Collection[str] = ()) -> dict[str, Any]:
+    """What :func:`state_dict` returns, without the parts in ``omit``, of which no copy is made."""
     model = check_ddp(ddp)
-    stage = _stage_of(model)
+    stage = stage_of(model)
     _check_phase(stage)
     found = _optimizers(optim, stage, "state_dict")
     _wait(found)
-    optimizers = [optimizer_state(one, _names(model)) for one in found]
-    state = {
-        "version": _VERSION,
-        "rank": model.process_group.rank(),
-        "ranks": model.process_group.size(),
-        "model": _plain_names(model.module.state_dict()),
-        "optimizer": None if not optimizers else optimizers[0] if len(optimizers) == 1 else optimizers,
-        "stages": None if stage is None else {"classes": _classes(stage), "state": stage.state_dict()},
+
+    def of_optimizers() -> Any:
+        states = [optimizer_state(one, _names(model)) for one in found]
+        return None if not states else states[0] if len(states) == 1 else states
+
+    parts: dict[str, Callable[[], Any]] = {
+        "version": lambda: VERSION,
+        "rank": model.process_group.rank,
+        "ranks": model.process_group.size,
+        "model": lambda: _plain_names(model.module.state_dict()),
+        "optimizer": of_optimizers,
+        "stages": lambda: None if stage is None else {"classes": classes_of(stage), "state": stage.state_dict()},
     }
-    return {key: snapshot(value, f"state_dict()[{key!r}]") for key, value in state.items()}
+    return {key: snapshot(part(), f"state_dict()[{key!r}]") for key, part in parts.items() if key not in omit}
 
 
 @torch.no_grad()
-def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: Mapping[str, Any]) -> None:
+def load_state_dict(
+    ddp: DistributedDataParallel, optim: Optim, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+) -> None:
     """Load what :func:`state_dict` returned on this rank; call it on every rank, after stages are registered.
+
+    Given what it returned on all ranks, as a list, it loads this rank's; or where their number was another one, what
+    this rank gets of it by the rules in ``docs/resuming.md``.
 
     Everything is compared by name before anything is changed. The optimizer's parameters may be in another order than
     in the run that was saved; a plain optimizer's state loads into an ``OverlappedOptimizer``, and the other way round.
-    For another number of ranks see ``docs/resuming.md``.
 
     Args:
         ddp: the model, with the same stages registered as in the run that was saved.
         optim: its optimizer, or the list of them in the order in which they were saved, or ``None`` if none was.
-        state: this rank's.
+        state: this rank's, or the list of those of all ranks.
 
     Issues: nothing.
 
@@ -96,15 +118,26 @@ def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: Mapping[s
         ConfigurationError: the state is another rank's, another number of ranks', or another model's, optimizer's or
             chain's.
         TrainingLoopError: between backward and ``step()``, where the update was made in backward.
+
+    >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
+    >>> registration = chain(PowerSGD(rank=1), Step(optim)).register(ddp)
+    >>> loss_fn(ddp(x), y).backward()
+    >>> optim.step()
+    >>> state = overlap.state_dict(ddp, optim)
+    >>> overlap.load_state_dict(ddp, optim, state)  # in a new process, after the same registration
     """
     model = check_ddp(ddp)
-    stage = _stage_of(model)
+    stage = stage_of(model)
     found = _optimizers(optim, stage, "load_state_dict")
-    _check_form(state)
-    _check_place(model.process_group, state)
+    if isinstance(state, Sequence):
+        for one in state:
+            check_form(one)
+        state = state_of_rank(model, optim, state)
+    check_form(state)
+    check_place(model.process_group, state)
     here = model.module.state_dict()
-    _check_model(_plain_names(here), state["model"])
-    _check_stages(stage, state["stages"])
+    check_model(_plain_names(here), state["model"])
+    check_stages(stage, state["stages"])
     saved = _saved_optimizers(state["optimizer"])
     if len(found) != len(saved):
         then = {0: "without an optimizer", 1: "with one optimizer"}.get(len(saved), f"with {len(saved)} optimizers")
@@ -126,6 +159,20 @@ def load_state_dict(ddp: DistributedDataParallel, optim: Optim, state: Mapping[s
     model.module.load_state_dict({name: state["model"][plain_name(name)] for name in here})
     for one, of_one in zip(found, saved, strict=True):
         load_optimizer_state(one, _names(model), of_one, stages)
+
+
+def state_of_rank(ddp: DistributedDataParallel, optim: Optim, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """This rank's of the states of all ranks, whatever their number was; some of the parts may be missing."""
+    model = check_ddp(ddp)
+    group, stage, by_rank = model.process_group, stage_of(model), in_order(states)
+    if len(by_rank) == group.size():
+        return by_rank[group.rank()]
+    optimizers = _optimizers(optim, stage, "load_state_dict")
+    if "stages" in by_rank[0]:
+        check_stages(stage, by_rank[0]["stages"])
+    return redistribute(
+        by_rank, rank=group.rank(), ranks=group.size(), stage=stage, optimizers=optimizers, names=_names(model)
+    )
 
 
 def _optimizers(optim: Optim, stage: Stage | None, function: str) -> list[Any]:
@@ -159,8 +206,12 @@ def _wait(optimizers: Sequence[Any]) -> None:
             one.wait()
 
 
-def _stage_of(ddp: DistributedDataParallel) -> Stage | None:
-    """The stage that is registered, by overlap or with DDP itself."""
+def stage_of(ddp: DistributedDataParallel) -> Stage | None:
+    """The stage that is registered, by overlap or with DDP itself.
+
+    Raises:
+        ConfigurationError: there is a hook that is not overlap's, and it may remember something.
+    """
     if (registration := registration_of(ddp)) is not None:
         for stage in walk(registration.stage):
             if isinstance(stage, HookStage):
@@ -202,52 +253,3 @@ def _names(ddp: DistributedDataParallel) -> dict[Tensor, str]:
 
 def _plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
     return {plain_name(name): value for name, value in state.items()}
-
-
-def _classes(stage: Stage) -> list[str]:
-    return [type(one).__name__ for one in walk(stage)]
-
-
-def _check_form(state: object) -> None:
-    if not isinstance(state, Mapping) or set(state) != _KEYS or state["version"] != _VERSION:
-        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-        raise ConfigurationError(
-            f"this is not what overlap.state_dict(ddp, optim) returns (version {_VERSION}): {found}"
-        )
-
-
-def _check_place(group: dist.ProcessGroup, state: Mapping[str, Any]) -> None:
-    if (state["rank"], state["ranks"]) != (group.rank(), group.size()):
-        raise ConfigurationError(
-            f"the state was saved by rank {state['rank']} of {state['ranks']}, but this is rank {group.rank()} of "
-            f"{group.size()}: each rank loads its own file; for another number of ranks see docs/resuming.md"
-        )
-
-
-def _check_model(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    missing, added = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
-    if missing or added:
-        raise ConfigurationError(
-            f"the state is another model's: it lacks {missing[:3] or 'nothing'}{', ...' if len(missing) > 3 else ''} "
-            f"and adds {added[:3] or 'nothing'}{', ...' if len(added) > 3 else ''}"
-        )
-    for name, value in here.items():
-        if isinstance(value, Tensor) and (value.shape, value.dtype) != (saved[name].shape, saved[name].dtype):
-            raise ConfigurationError(
-                f"the state is another model's: {name} is {tuple(saved[name].shape)} {saved[name].dtype} in it, and "
-                f"{tuple(value.shape)} {value.dtype} here"
-            )
-
-
-def _check_stages(stage: Stage | None, saved: Mapping[str, Any] | None) -> None:
-    here = None if stage is None else _classes(stage)
-    then = None if saved is None else saved["classes"]
-    if here != then:
-        raise ConfigurationError(
-            f"the state was saved with {_told(then)} registered, and here {_told(here)} is: register the same stages "
-            "before load_state_dict"
-        )
-
-
-def _told(classes: list[str] | None) -> str:
-    return "no stage" if classes is None else " > ".join(classes)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap._checks import check_ddp
+from overlap._checks import as_list, check_ddp, check_whole_number, is_one_of, told
 from overlap.errors import ConfigurationError
-from overlap.resume.rank_state import Optim, load_state_dict, state_dict
+from overlap.hooks.stage import walk
+from overlap.resume.rank_state import Optim, load_state_dict, rank_parts, stage_of, state_of_rank
 
-__all__ = ["TrainState"]
+__all__ = ["TrainState", "remembers"]
 
 _KEY = "overlap"
+_ALL = frozenset({"model", "optimizer"})
 
 
 class TrainState:
@@ -26,7 +29,6 @@ class TrainState:
     Frameworks save the model and the optimizer of rank 0. What each rank's stages remember is lost there without a
     word; hand them this object, and it is saved and loaded with the rest::
 
-        accelerator.register_for_checkpointing(overlap.TrainState(ddp, optim))
         dcp.save({"run": overlap.TrainState(ddp, optim), ...}, checkpoint_id=folder)
 
     Both methods are called on every rank, and any rank may write the file. What all ranks have alike, such as the model
@@ -36,30 +38,63 @@ class TrainState:
         ddp: the model, with its stages registered.
         optim: the optimizer of the training loop, or a list of all where it has several; where ``None`` no optimizer is
             saved.
+        omit: ``"model"``, ``"optimizer"`` or both, where all ranks have them alike and the framework saves and loads
+            them itself, before this. With both omitted, a state in which no stage remembers anything loads at any
+            number of ranks and with any stages.
+        writer: the rank of the model's group that writes the file, if it is always the same: on the others
+            :meth:`state_dict` then returns an empty dict, and they need no memory for all states.
+
+    >>> optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    >>> chain(AllReduce(), Step(optim)).register(ddp)
+    <chain(AllReduce(), Step(SGD, interleaved)) registered>
+    >>> run = TrainState(ddp, optim)
+    >>> run.load_state_dict(run.state_dict())
     """
 
-    def __init__(self, ddp: DistributedDataParallel, optim: Optim = None) -> None:
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optim: Optim = None,
+        *,
+        omit: Collection[str] = frozenset(),
+        writer: int | None = None,
+    ) -> None:
+        names = [omit] if (given := as_list(omit)) is None else given
+        if unknown := [name for name in names if not is_one_of(name, "model", "optimizer")]:
+            raise ConfigurationError(f'omit names "model", "optimizer" or both, got {told(unknown)}')
         self._ddp = ddp
         self._optim = optim
+        self._omit = frozenset(names)
+        ranks = check_ddp(ddp).process_group.size()
+        if writer is not None and check_whole_number("writer", writer, least=0) >= ranks:
+            raise ConfigurationError(f"writer is a rank of the model's group, 0 to {ranks - 1}, got {told(writer)}")
+        self._writer = writer
+        self._frozen: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks, as bytes, the same on every rank.
+        """The states of all ranks, as bytes: the same on every rank, or on the writer alone.
 
         Issues: two gathers on the model's process group, the second of all that ranks do not have alike.
 
         Raises:
             TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
         """
+        return self.gathered(self.rank_state_dict())
+
+    def gathered(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """:meth:`state_dict` of what :meth:`rank_state_dict` has returned on each rank. Issues: as that one."""
         group = check_ddp(self._ddp).process_group
-        own = {key: _to_bytes(part) for key, part in state_dict(self._ddp, self._optim).items()}
+        own = {key: _to_bytes(part) for key, part in parts.items()}
         digests = _gathered({key: hashlib.sha256(part).hexdigest() for key, part in own.items()}, group)
         shared = {key for key in own if len({one[key] for one in digests}) == 1}
-        gathered = _gathered({key: part for key, part in own.items() if key not in shared}, group)
+        gathered = _gathered({key: part for key, part in own.items() if key not in shared}, group, self._writer)
+        if not gathered:
+            return {}
         whole = {"shared": {key: own[key] for key in sorted(shared)}, "own": gathered}
         return {_KEY: _to_bytes(whole)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this rank's state of what :meth:`state_dict` returned.
+        """Load this rank's state of what :meth:`state_dict` returned, on any number of ranks.
 
         Raises:
             ConfigurationError, TrainingLoopError: as :func:`overlap.load_state_dict`.
@@ -70,19 +105,83 @@ class TrainState:
             )
         whole = _from_bytes(state_dict[_KEY])
         group = check_ddp(self._ddp).process_group
-        if len(whole["own"]) != group.size():
+        shared = _decoded(whole["shared"])
+        states = [{**shared, **_decoded(own)} for own in whole["own"]]
+        if not any(map(remembers, states)):
+            self.forget()  # The framework has loaded all that there is.
+            return
+        if len(states) == group.size():
+            parts = states[group.rank()]
+        else:
+            parts = {**state_of_rank(self._ddp, self._optim, states)}
+        self._load(parts)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """This rank's part alone, for frameworks where each rank writes a file of its own. Issues nothing.
+
+        Raises:
+            TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
+        """
+        return rank_parts(self._ddp, self._optim, omit=self._omit) if self._frozen is None else self._frozen
+
+    def load_rank_state_dict(self, parts: Mapping[str, Any]) -> None:
+        """Load what :meth:`rank_state_dict` returned on this rank.
+
+        Raises:
+            ConfigurationError, TrainingLoopError: as :func:`overlap.load_state_dict`.
+        """
+        if not remembers(parts):
+            self.forget()  # The framework has loaded all that there is.
+            return
+        ranks = check_ddp(self._ddp).process_group.size()
+        if parts["ranks"] != ranks:
             raise ConfigurationError(
-                f"the state was saved by {len(whole['own'])} ranks, and here are {group.size()}: for another number of "
-                "ranks see docs/resuming.md"
+                f"the state was saved by {parts['ranks']} ranks, and here are {ranks}: for another number of ranks see "
+                "docs/resuming.md"
             )
-        parts = {**whole["shared"], **whole["own"][group.rank()]}
-        load_state_dict(self._ddp, self._optim, {key: _from_bytes(part) for key, part in parts.items()})
+        self._load(parts)
+
+    def _load(self, parts: Mapping[str, Any]) -> None:
+        if self._omit:  # As the framework has loaded them by now.
+            parts = {**parts, **rank_parts(self._ddp, self._optim, omit=parts)}
+        load_state_dict(self._ddp, self._optim, parts)
+
+    def forget(self) -> None:
+        """Have the stages begin anew, as if nothing had ever been remembered."""
+        stage = None if self._omit != _ALL else stage_of(check_ddp(self._ddp))
+        for one in () if stage is None else walk(stage):
+            if not one.children and one.state_dict():
+                with suppress(ConfigurationError):  # One that has a state from the start keeps it.
+                    one.load_state_dict({})
+
+    def freeze(self) -> None:
+        """Take this rank's state now: :meth:`state_dict` returns what it is, also when the stages are registered no
+        more. Issues nothing.
+
+        Raises:
+            TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
+        """
+        self._frozen = rank_parts(self._ddp, self._optim, omit=self._omit)
 
 
-def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def remembers(parts: Mapping[str, Any]) -> bool:
+    """Whether a rank's state has anything in it: the model, the optimizer, or what a stage remembers."""
+    return "model" in parts or "optimizer" in parts or bool((parts["stages"] or {}).get("state"))
+
+
+def _gathered(value: Any, group: dist.ProcessGroup, to: int | None = None) -> list[Any]:
+    """The values of all ranks, on all or on rank ``to`` of the group; elsewhere an empty list."""
     everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
+    if to is None:
+        dist.all_gather_object(everyone, value, group=group)
+        return everyone
+    is_here = group.rank() == to
+    dist.gather_object(value, everyone if is_here else None, dst=dist.get_global_rank(group, to), group=group)
+    return everyone if is_here else []
+
+
+def _decoded(parts: Mapping[str, bytes]) -> dict[str, Any]:
+    return {key: _from_bytes(part) for key, part in parts.items()}
 
 
 def _to_bytes(value: Any) -> bytes:

@@ -1,0 +1,388 @@
+"""Four ranks, then three, then two, then four again: what each part of a run carries over, through files and DCP."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+import overlap
+from harness import assert_parity, run_ranks, wrap
+from harness.models import MLP, mean_squared_error
+from overlap import (
+    AddNoise,
+    Cast,
+    CheckpointManager,
+    ConfigurationError,
+    Hierarchical,
+    Int4,
+    Int8,
+    LocalSGD,
+    OverlappedOptimizer,
+    PowerSGD,
+    Quantize,
+    Step,
+    TrainState,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+    route,
+)
+from overlap._torch.device import streams_replaced
+from overlap.hooks import PostLocal, PostLocalSGDState
+from overlap.optim import AdamW8bit
+from streams.at_once import AtOnce
+
+SIZES = (4, 3, 2, 4)
+STEPS = 2  # Of each number of ranks.
+ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+BLOCKS: dict[str, Any] = {"lr": 0.01, "block_numel": 64, "min_numel": 64}
+OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def _zero(
+    ddp: Any, *stages: Any, cls: Any = torch.optim.AdamW, zero: Mapping[str, Any] | None = None, **stage: Any
+) -> ZeroRedundancyOptimizer:
+    arguments = BLOCKS if cls is AdamW8bit else ADAMW
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), cls, overlap_with_ddp=True, **arguments, **(zero or {}))
+    chain(*stages, ZeroStep(optimizer, **stage)).register(ddp)
+    return optimizer
+
+
+def _step(ddp: Any, reducer: Callable[[], Any]) -> OverlappedOptimizer:
+    optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), **ADAMW))
+    chain(reducer(), Step(optimizer)).register(ddp)
+    return optimizer
+
+
+def _powersgd() -> PowerSGD:
+    return PowerSGD(rank=1, min_compression_rate=1)
+
+
+def _feedback() -> Quantize:
+    return Quantize(bits=4, error_feedback=True)
+
+
+def _routed() -> Any:
+    return route({"*.bias": _feedback(), "*": _powersgd()})
+
+
+def _local(ddp: Any, period: int = 1) -> LocalSGD:
+    optimizer = torch.optim.AdamW(ddp.parameters(), **ADAMW)
+    options: dict[str, Any] = {"outer": OUTER, "wire": Int4(), "error_feedback": True, "reducer": _powersgd()}
+    return LocalSGD(ddp, optimizer, period=period, start_step=1, **options)
+
+
+EXACT: dict[str, Callable[[Any], ZeroRedundancyOptimizer]] = {
+    "gathered in backward": _zero,
+    "gathered in forward": functools.partial(_zero, gather="forward"),
+    "gathered in step": functools.partial(_zero, deferred=True),
+    "state of 8 bits": functools.partial(_zero, cls=AdamW8bit),
+    "offloaded": functools.partial(_zero, zero={"offload": True}),
+    "whole parameters": functools.partial(_zero, zero={"partition": "parameter"}),
+}
+"""The step after a resume is plain DDP's with the plain optimizer, bit for bit."""
+WIRES = {"reduce_wire": Int8(), "gather_wire": Int8(), "error_feedback": True}
+FORMS: dict[str, Callable[[Any], Any]] = {
+    **EXACT,
+    "wires": functools.partial(_zero, **WIRES),
+    "PowerSGD": functools.partial(_step, reducer=_powersgd),
+    "Quantize": functools.partial(_step, reducer=lambda: Cast(torch.bfloat16, _feedback())),
+    "route": lambda ddp: _zero(ddp, _routed(), gather="forward"),
+    "LocalSGD": _local,
+}
+
+
+def _made(form: str, seed: int = 0) -> tuple[Any, Any]:
+    ddp = wrap(MLP.model(seed=seed), **MLP.ddp_options())
+    return ddp, FORMS[form](ddp)
+
+
+def _train(ddp: Any, optimizer: Any, steps: range, rank: int) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+        optimizer.step()
+
+
+def _whole(optimizer: Any) -> Any:
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return None
+    optimizer.consolidate_state_dict(to=None)
+    return copy.deepcopy(optimizer.state_dict())
+
+
+class _Held(dcp.FileSystemWriter):
+    """Writes once training has gone on."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.may_write = threading.Event()
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        assert self.may_write.wait(60)
+        return super().write_data(plan, planner)
+
+
+def _leg(rank: int, ranks: int, folder: Path, begin: int, is_async: bool) -> None:
+    os.fsync = lambda descriptor: None  # It takes long, and is for when the machine fails.
+    background = dist.new_group()  # Of the threads of asynchronous saves.
+    for form in FORMS:
+        with streams_replaced(AtOnce()) if form == "offloaded" else nullcontext():
+            _leg_of(form, rank, ranks, folder / form, begin, background if is_async else None)
+
+
+def _leg_of(form: str, rank: int, ranks: int, folder: Path, begin: int, background: Any) -> None:
+    files = CheckpointManager(folder / "files", keep_last=1)
+    distributed = CheckpointManager(folder / "distributed", keep_last=1)
+    ddp, optimizer = _made(form, seed=begin)
+    # All ranks have the same batches, so that sums do not depend on their order.
+    batches_of = 0 if form in EXACT else rank
+    start = begin
+    if begin:
+        _check_resumed(form, ddp, optimizer, files.load_all(), distributed.path(), rank, ranks)
+        if form in EXACT:
+            _check_next_step(form, ddp, optimizer, begin)
+            start += 1
+    _train(ddp, optimizer, range(start, begin + STEPS), batches_of)
+    if form == "LocalSGD":
+        optimizer.synchronize()
+    end = begin + STEPS
+    state = {"run": overlap.state_dict(ddp, optimizer), "whole": _whole(optimizer)}
+    both: dict[str, Any] = {"run": TrainState(ddp, optimizer)}
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        both |= {"model": ddp.module.state_dict(), "optimizer": optimizer.sharded_state_dict()}
+    if background is not None:
+        files.async_save(end, state)
+        writer = _Held(distributed.begin(end))
+        future = dcp.async_save(both, storage_writer=writer, process_group=background)
+        _train(ddp, optimizer, range(end, end + 2), batches_of)  # Which changes nothing in what is saved.
+        writer.may_write.set()
+        files.commit()
+        distributed.commit(future)
+    else:
+        files.save(end, state)
+        with distributed.saving(end) as where:
+            dcp.save(both, checkpoint_id=where)
+
+
+def _check_resumed(
+    form: str, ddp: Any, optimizer: Any, saved: Sequence[Any], where: Path, rank: int, ranks: int
+) -> None:
+    states = [one["run"] for one in saved]
+    overlap.load_state_dict(ddp, optimizer, states)
+    now = overlap.state_dict(ddp, optimizer)
+    old = states[rank % len(states)]
+    assert_parity(now["model"], old["model"], what=f"{form}, the model")
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        assert_parity(_whole(optimizer), saved[0]["whole"], what=f"{form}, the optimizer")
+    elif form != "LocalSGD":
+        assert_parity(now["optimizer"], old["optimizer"], what=f"{form}, the optimizer")
+    else:
+        _check_local(now["optimizer"], [state["optimizer"] for state in states], rank, ranks)
+    if stages := now["stages"]["state"]:
+        _check_memories(form, stages, [state["stages"]["state"] for state in states], rank, ranks)
+    # Through torch.distributed.checkpoint it is the same.
+    other, its = _made(form, seed=9)
+    dcp.load({"run": TrainState(other, its)}, checkpoint_id=where)
+    assert_parity(overlap.state_dict(other, its), now, what=f"{form}, as a TrainState")
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        sharded, its = _made(form, seed=9)
+        model = {"model": sharded.module.state_dict()}
+        dcp.load(model, checkpoint_id=where)
+        sharded.module.load_state_dict(model["model"])
+        its.load_sharded(where, key="optimizer")
+        assert_parity(_whole(its), saved[0]["whole"], what=f"{form}, sharded")
+
+
+def _check_next_step(form: str, ddp: Any, zero: ZeroRedundancyOptimizer, step: int) -> None:
+    plain = wrap(MLP.model(), **MLP.ddp_options())
+    plain.module.load_state_dict(ddp.module.state_dict())
+    cls, arguments = (AdamW8bit, BLOCKS) if "8 bits" in form else (torch.optim.AdamW, ADAMW)
+    optimizer = cls(plain.parameters(), **arguments)
+    optimizer.load_state_dict(_whole(zero))
+    for one, its in ((plain, optimizer), (ddp, zero)):
+        _train(one, its, range(step, step + 1), 0)
+    assert_parity(ddp.module.state_dict(), plain.module.state_dict(), what=f"{form}, the next step")
+    assert_parity(_whole(zero)["state"], optimizer.state_dict()["state"], what=f"{form}, the next step's state")
+
+
+def _check_local(now: Any, olds: Sequence[Any], rank: int, ranks: int) -> None:
+    old = olds[rank % len(olds)]["state"]
+    own, was = dict(now["state"]["local_sgd"]), dict(old["local_sgd"])
+    wire, before = own.pop("wire"), was.pop("wire")
+    assert was["step"] >= STEPS and was["rounds"] > 0 and was["outer"]["optimizer"]["state"]
+    assert_parity(own, was, what="the round and the outer optimizer")
+    for what in ("state", "param_groups"):
+        assert_parity(now["state"][what], old[what], what=f"the inner optimizer's {what}")
+    _check_wire(wire, [one["state"]["local_sgd"]["wire"] for one in olds], rank, ranks)
+    assert before["error"]
+
+
+def _check_memories(form: str, now: Any, olds: Sequence[Any], rank: int, ranks: int) -> None:
+    """Each stage's memory, by its rule."""
+    if "residuals" in now:
+        _check_powersgd(now, olds, rank, ranks)
+    elif "error" in now:
+        _check_wire(now, olds, rank, ranks)
+    else:
+        assert now.keys() == olds[0].keys()
+        for key in now:
+            if key == "parameters":
+                assert now[key] == olds[0][key]
+            else:
+                _check_memories(form, now[key], [old[key] for old in olds], rank, ranks)
+
+
+def _check_wire(now: Any, olds: Sequence[Any], rank: int, ranks: int) -> None:
+    """The sum of what is left out stays."""
+    assert (now["rank"], now["ranks"]) == (rank, ranks)
+    errors = [old.get("error", {}) for old in olds]
+    expected = [_added(errors[new::ranks]) for new in range(ranks)]
+    assert_parity({**now.get("error", {}), "": 0}, {**expected[rank], "": 0}, what="error feedback")
+    for name in errors[0]:
+        then = sum(error[name].double() for error in errors)
+        after = sum(error[name].double() for error in expected if name in error)
+        torch.testing.assert_close(after, then, rtol=0, atol=1e-6)
+
+
+def _check_powersgd(now: Any, olds: Sequence[Any], rank: int, ranks: int) -> None:
+    """The mean of what is left out stays; all else is the same on all ranks."""
+    assert (now["rank"], now["ranks"]) == (rank, ranks)
+    times = ranks / len(olds)
+    expected = [
+        {name: residual * times for name, residual in _added([old["residuals"] for old in olds[new::ranks]]).items()}
+        for new in range(ranks)
+    ]
+    assert_parity({**now["residuals"], "": 0}, {**expected[rank], "": 0}, what="residuals")
+    for name in olds[0]["residuals"]:
+        then = sum(old["residuals"][name].double() for old in olds) / len(olds)
+        after = sum(residuals[name].double() for residuals in expected if name in residuals) / ranks
+        torch.testing.assert_close(after, then, rtol=0, atol=1e-6)
+    for key in ("factors", "steps", "buckets", "numel"):
+        assert_parity(now[key], olds[0][key], what=key)
+
+
+def _added(memories: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    added: dict[str, Tensor] = {}
+    for memory in memories:
+        for name, value in memory.items():
+            added[name] = added[name] + value if name in added else value
+    return added
+
+
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_with_3_ranks_then_2_then_4(tmp_path: Path) -> None:
+    for leg, ranks in enumerate(SIZES):
+        run_ranks(_leg, ranks, tmp_path, STEPS * leg, leg % 2 == 1, timeout_s=120, group_timeout_s=60)
+
+
+def _alone(form: str, group: dist.ProcessGroup, **model: Any) -> tuple[Any, Any]:
+    """On one rank."""
+    ddp = wrap(MLP.model(**model), process_group=group, **MLP.ddp_options())
+    return ddp, MORE[form](ddp)
+
+
+def _noisy(ddp: Any) -> Any:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), **ADAMW))
+    chain(AddNoise(generator, std=0.1), _feedback(), Step(optimizer)).register(ddp)
+    return optimizer
+
+
+MORE: dict[str, Callable[[Any], Any]] = {
+    "Quantize": functools.partial(_step, reducer=_feedback),
+    "bypassed": functools.partial(_step, reducer=lambda: Quantize(bits=4, error_feedback=True, bypass="auto")),
+    "LocalSGD": functools.partial(_local, period=4),
+    "noise": _noisy,
+}
+
+
+def _all_states(ddp: Any, optimizer: Any) -> list[Any]:
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, overlap.state_dict(ddp, optimizer))
+    return states
+
+
+def _refused(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([one]) for one in range(world_size)]
+
+    def states_of(form: str, steps: int) -> list[Any]:
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer = MORE[form](ddp)
+        _train(ddp, optimizer, range(steps), rank)
+        return _all_states(ddp, optimizer)
+
+    first, second = states_of("Quantize", 3)
+    (later, _) = states_of("Quantize", 4)
+    edited = copy.deepcopy(second)
+    edited["model"]["4.weight"][3, 3] += 1
+    others = copy.deepcopy(second)
+    others["stages"]["classes"] = [*others["stages"]["classes"][:-1], "Average"]
+    ddp, optimizer = _alone("Quantize", groups[rank], seed=5)
+    before = overlap.state_dict(ddp, optimizer)
+    for states, message in (
+        ([first], r"ranks \[0\] of 2: give those of all ranks"),
+        ([first, first], r"ranks \[0, 0\] of 2"),
+        ([first, second, second], r"ranks \[0, 1, 1\] of 2"),
+        ([], "of ranks .* of none"),
+        ([first, edited], "had different models: 4.weight of rank 1 is not that of rank 0"),
+        ([later, second], "had different models"),
+        ([first, others], "with different stages"),
+        ([first, {"model": {}}], "not what overlap.state_dict"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            overlap.load_state_dict(ddp, optimizer, states)
+    assert_parity(overlap.state_dict(ddp, optimizer), before, what="after states that were refused")
+    overlap.load_state_dict(ddp, optimizer, [second, first])  # In any order.
+    for form, steps, message in (
+        ("noise", 2, r"AddNoise.* remembers other things on each rank, and has no rule for another number"),
+        ("LocalSGD", 2, r"old rank 0 was saved in the middle of a round.*local.synchronize\(\)"),
+    ):
+        states = states_of(form, steps)
+        with pytest.raises(ConfigurationError, match=message):
+            overlap.load_state_dict(*_alone(form, groups[rank]), states)
+    states = states_of("bypassed", 5)
+    decided = states[0]["stages"]["state"]["0"]["bypass"]
+    assert decided["bypassed"] is not None
+    ddp, optimizer = _alone("bypassed", groups[rank])
+    overlap.load_state_dict(ddp, optimizer, states)
+    assert overlap.state_dict(ddp, optimizer)["stages"]["state"]["0"]["bypass"] == decided
+
+
+def test_states_that_do_not_belong_together_or_have_no_rule_are_refused_by_name() -> None:
+    run_ranks(_refused, 2)
+
+
+def _left_out(old: int) -> dict[str, Any]:
+    return {"error": {"weight": torch.tensor([1.0 + old])}, "rank": old, "ranks": 3}
+
+
+def test_stages_inside_of_others_have_their_rules() -> None:
+    stage = chain(PostLocal(PostLocalSGDState(None, None, 5), Cast(torch.bfloat16, _feedback())))
+    states = [{"0": {"iter": 3, "inner": _left_out(old)}} for old in range(3)]
+    made = stage.redistribute(states, rank=0, ranks=2)
+    inner = {"error": {"weight": torch.tensor([4.0])}, "rank": 0, "ranks": 2}
+    assert_parity(made, {"0": {"iter": 3, "inner": inner}}, what="of old ranks 0 and 2")
+    before = [{"0": {"iter": 0, "inner": {}}}] * 3
+    assert stage.redistribute(before, rank=0, ranks=2) == before[0]  # Before the first pass.
+    unknown = [{**state, "7": {"kept": 1}} for state in states]
+    assert stage.redistribute(unknown, rank=1, ranks=2)["7"] == {"kept": 1}  # To be refused when it is loaded.
+
+
+def test_parts_that_belong_to_places_on_machines_have_no_rule() -> None:
+    stage = chain(Hierarchical(outer=_feedback(), machine_size=1))
+    states = [{"0": {"outer": _left_out(old), "place": {"rank": old}}} for old in range(3)]
+    with pytest.raises(ConfigurationError, match=r"by the place of a rank on its machine.* resume with 3 ranks"):
+        stage.redistribute(states, rank=0, ranks=2)
