@@ -5,16 +5,16 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import math
 import weakref
-from collections.abc import Callable, Sequence
-from numbers import Real
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._checks import described
+from overlap._checks import as_number, described, is_one_of, told
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.wires import RoundingGenerator, Wire
 from overlap.quantized.algorithms import REDUCTIONS, Collective, Exchange
@@ -38,7 +38,8 @@ def auto_quantize(
 
     Values that ``qtype`` holds come back as they are. Sums are taken in fp32 of what was sent; an all-reduce sends its
     results quantized, too, and is equal in every bit on all ranks. On CPU tensors a thread issues the exchanges over
-    connections of its own, made at a group's first call, in the order of calls.
+    connections of its own, made at a group's first call, in the order of calls; there ranks compare a call the first
+    time that they make one like it.
 
     Args:
         collective: ``all_gather``, ``all_gather_into_tensor``, ``all_to_all``, ``all_to_all_single``, ``all_reduce``,
@@ -61,22 +62,25 @@ def auto_quantize(
         ConfigurationError: an argument is none of those; a list has not one tensor for each rank, or of another size.
         UnsupportedError: a tensor is not floating-point, or a reduction not of those.
         QuantizationOverflowError: a value was too large, with ``overflow="raise"``.
+        CollectiveError: ranks call different collectives, or with results of other sizes (on CPU tensors with Gloo).
 
     >>> auto_quantize(torch.distributed.all_reduce, overlap.DQuantType.FP16).__name__
     'all_reduce'
     """
-    name = getattr(collective, "__name__", repr(collective))
-    make = _known().get(collective)
+    name = getattr(collective, "__name__", told(collective))
+    make = _known().get(collective) if isinstance(collective, Hashable) else None
     if make is None:
         names = sorted({known.__name__ for known in _known()})
         raise ConfigurationError(f"{name} cannot be quantized; these can, of torch.distributed: {', '.join(names)}")
     kind = _kind(qtype)
-    if quant_loss is not None and (isinstance(quant_loss, bool) or not isinstance(quant_loss, Real)):
-        raise ConfigurationError(f"quant_loss is {quant_loss!r}: give a number, which results are divided by, or None")
+    if quant_loss is not None and ((number := as_number(quant_loss)) is None or not math.isfinite(number)):
+        raise ConfigurationError(
+            f"quant_loss is {told(quant_loss)}: give a number, which results are divided by, or None"
+        )
     if quant_loss is not None and not quant_loss:
         raise ConfigurationError("quant_loss is 0, and results are divided by it")
-    if overflow not in ("saturate", "raise"):
-        raise ConfigurationError(f"overflow is {overflow!r}: give 'saturate' or 'raise'")
+    if not is_one_of(overflow, "saturate", "raise"):
+        raise ConfigurationError(f"overflow is {told(overflow)}: give 'saturate' or 'raise'")
     form = format_of(kind)
     roundings: _Roundings = weakref.WeakKeyDictionary()
     signature = inspect.signature(collective)
@@ -99,13 +103,21 @@ def auto_quantize(
         coroutine, outputs = make(exchange, *bound.arguments.values())
         device = outputs[0].device
         work = QuantizedWork(outputs, name, device, used=tuple(bound.arguments.values()))
-        run(coroutine, work, used, device)
+        run(coroutine, work, used, device, _in_words(name, bound.arguments.get("op"), outputs, kind))
         if async_op:
             return work
         work.wait()
         return None
 
     return quantized
+
+
+def _in_words(name: str, op: Any, outputs: Sequence[Tensor], kind: DQuantType | Wire) -> str:
+    """A call as all ranks must make it; sizes of an all-to-all are each rank's own."""
+    reduction = next((f"{known.name} " for known in REDUCTIONS if known == op), "")
+    if name.startswith("all_to_all"):
+        return f"{name} as {kind}"
+    return f"{reduction}{name} with a result of {sum(output.numel() for output in outputs)} elements, as {kind}"
 
 
 def _kind(qtype: Any) -> DQuantType | Wire:

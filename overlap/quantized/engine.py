@@ -6,7 +6,7 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -19,6 +19,7 @@ from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.executors import Executor, HostExecutor, executor_for
 from overlap.hooks.engine.worker import Worker
 from overlap.quantized.algorithms import Collective
+from overlap.quantized.same_calls import SameCalls
 
 __all__ = ["QuantizedWork", "run"]
 
@@ -81,27 +82,48 @@ class QuantizedWork:
         self._future.set_exception(error)  # type: ignore[arg-type]
 
 
+class _HostExecutor(HostExecutor):
+    """Takes part in a comparison of calls while it waits. See [Note: compared once]."""
+
+    def __init__(self, channels: PrivateChannels, calls: SameCalls) -> None:
+        super().__init__(channels)
+        self._calls = calls
+        self._number, self._call = -1, ""
+
+    def begin_call(self, call: str) -> None:
+        """Compare the next call with those of the other ranks. Raises: CollectiveError: they differ."""
+        self._number, self._call = self._number + 1, call
+        self._calls.check(self._number, call)
+
+    def look(self) -> None:
+        self._calls.answer(self._number, self._call)
+
+
 class _Engine:
     """One process group's thread for tensors of the CPU, with connections of its own."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         channels = PrivateChannels(group)
-        self._executor = HostExecutor(channels)
-        self._worker = Worker(f"overlap-quantized-{id(self):x}", abandon=channels.abort)
+        self._executor = _HostExecutor(channels, SameCalls(group))
+        self._worker = Worker(f"overlap-quantized-{id(self):x}", abandon=channels.abort, group=group)
         weakref.finalize(self, self._worker.stop)
 
-    def submit(self, collective: Collective, work: QuantizedWork) -> None:
+    def submit(self, collective: Collective, work: QuantizedWork, call: str) -> None:
         executor = self._executor
         # Here and not on the thread: connections are made in the order of the program, the same on every rank.
-        executor.channels.open()
-        self._worker.submit(lambda: _drive(collective, work, executor))
+        try:
+            executor.channels.open()
+        except BaseException:
+            collective.close()
+            raise
+        self._worker.submit(lambda: _drive(collective, work, executor, lambda: executor.begin_call(call)))
 
 
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, _Engine] = weakref.WeakKeyDictionary()
 
 
-def run(collective: Collective, work: QuantizedWork, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Start ``collective``; ``work`` tells when it is done.
+def run(collective: Collective, work: QuantizedWork, group: dist.ProcessGroup, device: torch.device, call: str) -> None:
+    """Start ``collective``; ``work`` tells when it is done. On the CPU ranks compare a ``call`` that is new to them.
 
     On CPU tensors with Gloo a thread drives it, one for each group, in the order of calls. Elsewhere it is queued at
     once, on a CUDA device on a side stream, one for each group, in the order of calls.
@@ -109,7 +131,7 @@ def run(collective: Collective, work: QuantizedWork, group: dist.ProcessGroup, d
     if not has_streams(device) and PrivateChannels.can_serve(group):
         if group not in _engines:
             _engines[group] = _Engine(group)
-        _engines[group].submit(collective, work)
+        _engines[group].submit(collective, work, call)
         return
     executor = executor_for(group, device)
     executor.begin()
@@ -118,9 +140,12 @@ def run(collective: Collective, work: QuantizedWork, group: dist.ProcessGroup, d
 
 
 @torch.no_grad()
-def _drive(collective: Collective, work: QuantizedWork, executor: Executor) -> None:
+def _drive(
+    collective: Collective, work: QuantizedWork, executor: Executor, begin: Callable[[], None] = lambda: None
+) -> None:
     channels = executor.channels
     try:
+        begin()
         value = None
         while True:
             operation = collective.send(value)
@@ -136,4 +161,5 @@ def _drive(collective: Collective, work: QuantizedWork, executor: Executor) -> N
                 if channels.failures is not None and not isinstance(error, CollectiveError):
                     channels.failures.report(error)
             channels.abort()
+        collective.close()
         work.fail(error)

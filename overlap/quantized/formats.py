@@ -17,7 +17,12 @@ __all__ = ["DQuantType", "Format", "format_of"]
 
 
 class DQuantType(enum.Enum):
-    """What :func:`overlap.auto_quantize` sends in place of a tensor's own dtype."""
+    """What :func:`overlap.auto_quantize` sends in place of a tensor's own dtype.
+
+    >>> collective = auto_quantize(dist.all_gather_into_tensor, DQuantType.INT8)
+    >>> DQuantType("fp16")
+    <DQuantType.FP16: 'fp16'>
+    """
 
     FP16 = "fp16"
     """:class:`overlap.Float16`: 11 bits of precision, up to 65,504."""
