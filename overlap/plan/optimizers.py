@@ -1,0 +1,83 @@
+"""What an optimizer rules out, and its sharded counterpart."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from overlap._torch.optimizer import hook_attributes
+from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.optim import ZeroRedundancyOptimizer
+from overlap.optim.in_backward import check_nothing_before
+
+__all__ = ["backward_obstacle", "sharded", "sharding_obstacle"]
+
+# What a new optimizer is given, or has none of.
+_GIVEN = {"defaults", "param_groups", "state", *hook_attributes}
+
+
+def backward_obstacle(optimizer: Optimizer) -> str | None:
+    """Why ``optimizer`` cannot update while backward runs: something must come before."""
+    try:
+        check_nothing_before(optimizer)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def sharding_obstacle(optimizer: Optimizer) -> str | None:
+    """Why the state of ``optimizer`` cannot be sharded: that takes another object, made anew."""
+    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        return "a learning rate scheduler holds the optimizer: make it after auto(), with what that returns"
+    if optimizer.state:
+        return "the optimizer has state already: choose before the first step"
+    if any(getattr(optimizer, name, None) for name in hook_attributes):
+        return "the optimizer has hooks: register them after auto(), with what that returns"
+    try:
+        again = type(optimizer)(_groups(optimizer), **_arguments(optimizer))
+    except Exception as error:
+        return f"{type(optimizer).__name__} cannot be made anew from its groups ({type(error).__name__}: {error})"
+    for name, value in vars(optimizer).items():
+        if name not in _GIVEN and not _same(value, vars(again).get(name)):
+            return f"{type(optimizer).__name__} keeps {name!r}, which one made anew from its groups would not have"
+    return None
+
+
+def sharded(optimizer: Optimizer, group: dist.ProcessGroup) -> ZeroRedundancyOptimizer:
+    """A sharded optimizer with the groups and the hyperparameters of ``optimizer``.
+
+    Raises:
+        UnsupportedError: it would not be the same.
+    """
+    if (why := sharding_obstacle(optimizer)) is not None:
+        raise UnsupportedError(why)
+    arguments = _arguments(optimizer)
+    try:
+        return ZeroRedundancyOptimizer(
+            _groups(optimizer), type(optimizer), process_group=group, overlap_with_ddp=True, **arguments
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{type(optimizer).__name__} cannot be made anew from its groups: {error}") from error
+
+
+def _groups(optimizer: Optimizer) -> Sequence[dict[str, Any]]:
+    return [dict(one) for one in optimizer.param_groups]
+
+
+def _arguments(optimizer: Optimizer) -> dict[str, Any]:
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in accepted}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    try:
+        return one is other or bool(one == other)
+    except Exception:
+        return False
