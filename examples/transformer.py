@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
+import overlap
 from overlap import AllReduce, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep, chain
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -27,6 +28,8 @@ parser.add_argument("--batch", type=int, default=8, help="sequences per rank and
 parser.add_argument("--context", type=int, default=64, help="bytes in a sequence")
 parser.add_argument("--width", type=int, default=96, help="of the model; a multiple of 32")
 parser.add_argument("--layers", type=int, default=3, help="blocks of the model")
+parser.add_argument("--checkpoint", type=Path, help="folder to go on from, and to save to")
+parser.add_argument("--save-every", type=int, default=10, help="steps between two saves")
 options = parser.parse_args()
 
 
@@ -60,7 +63,9 @@ class GPT(nn.Module):
 
 dist.init_process_group("gloo")  # or "nccl", with the model and its inputs on a GPU
 torch.manual_seed(0)
-ddp = DistributedDataParallel(GPT(options.width, options.layers, options.context), bucket_cap_mb=0.25)
+ddp = DistributedDataParallel(
+    GPT(options.width, options.layers, options.context), bucket_cap_mb=0.25, gradient_as_bucket_view=True
+)
 
 # Muon is for the matrices inside; embeddings, the head and all vectors are AdamW's.
 matrices = [p for p in ddp.module.blocks.parameters() if p.ndim == 2]
@@ -68,25 +73,42 @@ others = [p for p in ddp.parameters() if all(p is not matrix for matrix in matri
 if options.update == "sharded":
     muon = ZeroRedundancyOptimizer(matrices, torch.optim.Muon, lr=0.02)
     adamw = ZeroRedundancyOptimizer(others, torch.optim.AdamW, lr=3e-3)
-    chain(ZeroStep(muon), ZeroStep(adamw)).register(ddp)
+    chain(ZeroStep(muon, release_gradients=True), ZeroStep(adamw, release_gradients=True)).register(ddp)
 else:
     muon, adamw = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-3)
 if options.update == "overlapped":
     muon, adamw = OverlappedOptimizer(muon), OverlappedOptimizer(adamw)
-    chain(AllReduce(), Step(muon), Step(adamw)).register(ddp)
-schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(one, options.steps) for one in (muon, adamw)]
+    updates = (Step(one, release_gradients=True) for one in (muon, adamw))
+    chain(AllReduce(), *updates).register(ddp)
+schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.99) for one in (muon, adamw)]
 
 text = torch.frombuffer(bytearray(Path(options.text).read_bytes()), dtype=torch.uint8)
 generator = torch.Generator().manual_seed(dist.get_rank())  # every rank reads other parts of the text
-for step in range(options.steps):
+first_step = 0
+checkpoints = overlap.CheckpointManager(options.checkpoint, keep_last=2) if options.checkpoint else None
+if checkpoints and (steps := checkpoints.latest_step()) is not None:
+    saved = checkpoints.load()
+    overlap.load_state_dict(ddp, [muon, adamw], saved["run"])
+    for scheduler, state in zip(schedulers, saved["schedulers"], strict=True):
+        scheduler.load_state_dict(state)
+    generator.set_state(saved["generator"])
+    first_step = steps
+
+for step in range(first_step, options.steps):
     starts = torch.randint(len(text) - options.context, (options.batch,), generator=generator).tolist()
     batch = torch.stack([text[start : start + options.context + 1] for start in starts]).long()
     for one in (muon, adamw):
         one.zero_grad()  # plain DDP needs it; a registered chain clears gradients by itself
     loss = cross_entropy(ddp(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-    loss.backward()  # reduces each bucket of gradients and updates its parameters
+    loss.backward()  # reduces each bucket, updates its parameters, and gives the memory of its gradients back
     for one in (muon, adamw, *schedulers):
         one.step()
     if dist.get_rank() == 0:
         print(f"rank 0: loss {loss.item():.6f} at step {step}", flush=True)
+    if checkpoints and (step + 1) % options.save_every == 0:
+        state = {"run": overlap.state_dict(ddp, [muon, adamw]), "generator": generator.get_state()}
+        state["schedulers"] = [scheduler.state_dict() for scheduler in schedulers]
+        checkpoints.async_save(step + 1, state)  # written while the next steps are made
+if checkpoints:
+    checkpoints.commit()
 dist.destroy_process_group()

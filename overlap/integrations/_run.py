@@ -1,0 +1,149 @@
+"""What the integrations have in common: a chain on the model and the optimizers that a framework has made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from overlap._checks import check_ddp, described
+from overlap.errors import ConfigurationError
+from overlap.hooks import Registration, Role, Stage, chain
+from overlap.hooks.stage import walk
+from overlap.optim import LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
+from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.phases import Form, Phase
+from overlap.optim.proxy import OptimizerProxy
+from overlap.resume import TrainState
+
+__all__ = ["ChainFor", "LocalSGDFor", "Recipe", "Run"]
+
+ChainFor = Stage | Callable[..., Stage]
+LocalSGDFor = Callable[[DistributedDataParallel, Any], LocalSGD]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a user gave, before there is a model.
+
+    ``chain`` is a stage that reduces and makes no update, or a function of the optimizers that returns a stage: it is
+    called with an ``OverlappedOptimizer`` of each (a ``ZeroRedundancyOptimizer`` as it is). ``local_sgd`` is a function
+    of the model in DDP and its optimizer that returns a ``LocalSGD``.
+    """
+
+    chain: ChainFor | None = None
+    local_sgd: LocalSGDFor | None = None
+
+    def __post_init__(self) -> None:
+        if self.chain is not None and self.local_sgd is not None:
+            raise ConfigurationError("chain and local_sgd were both given: LocalSGD takes its reducer and its update")
+        for name, given in (("chain", self.chain), ("local_sgd", self.local_sgd)):
+            if given is not None and (isinstance(given, type) or not callable(given)):
+                raise ConfigurationError(
+                    f"{name} is a function that is called when the model is in DDP, such as {_EXAMPLES[name]}, "
+                    f"got {described(given)}"
+                )
+
+
+_EXAMPLES = {
+    "chain": "lambda optimizer: chain(AllReduce(), Step(optimizer)), or a stage that makes no update",
+    "local_sgd": "functools.partial(LocalSGD, period=8, start_step=1000)",
+}
+
+
+class Run:
+    """A recipe carried out: registered with ``model`` until :meth:`remove`.
+
+    Args:
+        recipe: what to register.
+        model: in DDP.
+        optimizers: the framework's, without wrappers.
+
+    Raises:
+        ConfigurationError: the recipe returned something else, or does not fit; and as registering does.
+    """
+
+    def __init__(self, recipe: Recipe, model: Any, optimizers: Sequence[Optimizer]) -> None:
+        self.ddp = check_ddp(model)
+        self.given = list(optimizers)
+        self.optimizers: list[Any] = list(optimizers)
+        """What the training loop is to step, in the place of those given."""
+        self.registration: Registration | None = None
+        if recipe.local_sgd is not None:
+            if len(self.given) != 1:
+                raise ConfigurationError(f"local_sgd takes one optimizer, and there are {len(self.given)}")
+            local = recipe.local_sgd(self.ddp, self.given[0])
+            if not isinstance(local, LocalSGD):
+                raise ConfigurationError(f"local_sgd returned {described(local)}, and not a LocalSGD")
+            self.optimizers, self.registration = [local], local.registration
+        elif isinstance(recipe.chain, Stage):
+            self.registration = chain(recipe.chain).register(self.ddp)
+        elif recipe.chain is not None:
+            self.optimizers = [_overlapped(one) for one in self.given]
+            made = recipe.chain(*self.optimizers)
+            if not isinstance(made, Stage):
+                raise ConfigurationError(
+                    f"chain is a function of the optimizer that returns a stage, such as {_EXAMPLES['chain']}; it "
+                    f"returned {described(made)}"
+                )
+            self.registration = chain(made).register(self.ddp)
+        # What all ranks have alike is in the framework's own checkpoint; ranks of local SGD have little alike.
+        omit = () if recipe.local_sgd is not None else ("model", "optimizer")
+        self.state = TrainState(self.ddp, self.optimizers, omit=omit, writer=0)
+        """What the framework's own checkpoint lacks."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks have models of their own, between two averages."""
+        return any(isinstance(one, LocalSGD) for one in self.optimizers)
+
+    @property
+    def sharded(self) -> list[ZeroRedundancyOptimizer]:
+        """The optimizers whose state is divided among the ranks."""
+        return [one for one in self.optimizers if isinstance(one, ZeroRedundancyOptimizer)]
+
+    def has_any(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether one of ``parameters`` is the model's."""
+        own = set(map(id, self.ddp.parameters()))
+        return any(id(parameter) in own for parameter in parameters)
+
+    @property
+    def updates(self) -> list[Stage]:
+        """The updates in the chain."""
+        stages = [] if self.registration is None else walk(self.registration.stage)
+        return [stage for stage in stages if stage.role is Role.UPDATE and _form_of(stage) is not None]
+
+    def refuse_in_backward(self, what: str, instead: str = "") -> None:
+        """Raises: ConfigurationError: an update is made in backward, and ``what`` comes after it."""
+        for update in self.updates:
+            form = _form_of(update)
+            if form is not None and form.outcome is not Phase.REDUCED:
+                raise ConfigurationError(
+                    f"{what}, but {update!r} has made the update in backward by then: use {form.deferred}{instead}"
+                )
+
+    def consolidate(self) -> None:
+        """Gather divided states on rank 0, whose ``state_dict()`` a framework saves; every rank calls it."""
+        for zero in self.sharded:
+            zero.consolidate_state_dict()
+
+    def remove(self) -> None:
+        """Leave the model to plain DDP, and ``given`` to the loop, as they are after the last step."""
+        if self.registration is not None:
+            self.registration.remove()
+            self.registration = None
+
+
+def _form_of(stage: Stage) -> Form | None:
+    """When an update is made; ``None`` for what is made of others."""
+    lifecycle = getattr(stage, "lifecycle", None)
+    return lifecycle.form if isinstance(lifecycle, UpdateLifecycle) else None
+
+
+def _overlapped(optimizer: Optimizer) -> Optimizer:
+    is_ours = isinstance(optimizer, (ZeroRedundancyOptimizer, OptimizerProxy))
+    return optimizer if is_ours else OverlappedOptimizer(optimizer)

@@ -1,0 +1,201 @@
+"""Lightning's DDP strategy with a chain, local SGD or ZeRO, on CPUs too."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from overlap.errors import ConfigurationError, OverlapError
+from overlap.integrations._run import ChainFor, LocalSGDFor, Recipe, Run
+from overlap.integrations.lightning.uneven import ClosureFirst, UnevenInputs
+from overlap.resume.train_state import remembers
+
+__all__ = ["OverlapStrategy"]
+
+_KEY = "overlap"
+
+
+class OverlapStrategy(DDPStrategy):
+    """``DDPStrategy`` whose gradients go through a chain; where its updates are made in backward, so are the trainer's.
+
+    ::
+
+        strategy = OverlapStrategy(chain=lambda optimizer: chain(AllReduce(), Step(optimizer)))
+        Trainer(strategy=strategy, devices=2, accelerator="cpu").fit(module)
+
+    Where stages remember something, the trainer's checkpoint has that of each rank under ``"overlap"``; the rest of it
+    is as ever.
+
+    Args:
+        chain: a stage that reduces and makes no update, such as ``PowerSGD(rank=4)``, or a function of the optimizers
+            of ``configure_optimizers`` that returns one with updates. It is called with an ``OverlappedOptimizer`` of
+            each; a ``ZeroRedundancyOptimizer``, which ``configure_optimizers`` may return, is given as it is.
+        local_sgd: a function of the DDP model and the optimizer that returns a ``LocalSGD``, such as
+            ``functools.partial(LocalSGD, period=8)``.
+        uneven_inputs: train each epoch in a ``Join``, so that ranks may have different numbers of batches. Needs
+            loaders with a length and ``Trainer(use_distributed_sampler=False)``.
+        **options: of ``DDPStrategy`` and ``DistributedDataParallel``.
+
+    Raises:
+        ConfigurationError: ``chain`` or ``local_sgd`` is something else; and in ``fit``, where the trainer is to do
+            something to gradients that backward has applied already.
+    """
+
+    strategy_name = "overlap"
+
+    def __init__(
+        self,
+        *,
+        chain: ChainFor | None = None,
+        local_sgd: LocalSGDFor | None = None,
+        uneven_inputs: bool = False,
+        **options: Any,
+    ) -> None:
+        if hooks := sorted(set(options) & {"ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"}):
+            raise ConfigurationError(
+                f"{hooks[0]} and a chain both say what becomes of gradients: put the hook into the chain, "
+                "as_stage(hook, state); post-local SGD is local_sgd=functools.partial(LocalSGD, period=8)"
+            )
+        super().__init__(**options)
+        self._recipe = Recipe(chain, local_sgd)
+        self._run: Run | None = None
+        self._uneven = UnevenInputs(is_allowed=uneven_inputs)
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        self.optimizers: list[Any]
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._run = Run(self._recipe, self.model, self.optimizers)
+        _check(trainer, self._run, has_scaler=self._scaler is not None)
+        self.optimizers = self._run.optimizers
+        self._uneven.reset()
+
+    @property
+    def _scaler(self) -> Any:
+        return getattr(self.precision_plugin, "scaler", None)
+
+    def teardown(self) -> None:
+        if self._run is not None and self._run.registration is not None:  # The end of a fit, not of a test after it.
+            with suppress(OverlapError):  # After a failure there is nothing to save.
+                self._run.state.freeze()
+            self._run.remove()
+        super().teardown()
+
+    # Checkpoints.
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._run is not None and "optimizer_states" in checkpoint:  # Not one of weights alone.
+            # Slurm's signal may come anywhere, and Lightning saves there and then.
+            is_alone = self._is_interrupted or Path(filepath).name.startswith("hpc_ckpt_")
+            checkpoint = {**checkpoint, **(self._of_this_rank_alone() if is_alone else self._remembered())}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @property
+    def _trainer(self) -> Trainer:
+        module: Any = self.lightning_module  # Its trainer's, by now.
+        return module.trainer
+
+    @property
+    def _is_interrupted(self) -> bool:
+        return bool(self._trainer.interrupted)
+
+    def _remembered(self) -> dict[str, Any]:
+        assert self._run is not None
+        own = self._run.state.rank_state_dict()
+        return self._run.state.gathered(own) if remembers(own) else {}
+
+    def _of_this_rank_alone(self) -> dict[str, Any]:
+        """Nothing, and a warning: the other ranks may be elsewhere, and would not come to a gather."""
+        assert self._run is not None
+        lost = ""
+        try:
+            if remembers(self._run.state.rank_state_dict()):
+                lost = "without what the stages of each rank remember"
+        except OverlapError:
+            lost = "between backward and step(), with a part of that step in it"
+        if lost:
+            warnings.warn(
+                f"an exception or a signal has this checkpoint saved {lost}: a run that resumes from it goes on "
+                "otherwise than an uninterrupted one; one of ModelCheckpoint has all",
+                stacklevel=2,
+            )
+        return {}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        own = {_KEY: checkpoint[_KEY]} if _KEY in checkpoint else None
+        if self._run is None or not (self._run.is_local and own):  # That of rank 0, where each has its own.
+            super().load_optimizer_state_dict(checkpoint)
+        if self._run is None:
+            return
+        try:
+            if own is None:
+                self._run.state.forget()
+            else:
+                self._run.state.load_state_dict(own)
+        except ConfigurationError as error:
+            error.add_note(f"delete checkpoint[{_KEY!r}] to begin with nothing remembered")
+            raise
+
+    # Uneven inputs.
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        schedulers = [one.scheduler for one in self.lr_scheduler_configs if one.interval == "step"]
+        self._uneven.begin(self._trainer, [self.model, *self.optimizers, *schedulers])
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        # With a scaler Lightning calls the closure by itself.
+        stepped: Any = ClosureFirst(optimizer) if self._uneven.is_open and self._scaler is None else optimizer
+        output = super().optimizer_step(stepped, *args, **kwargs)
+        self._uneven.end_if_last(self._trainer)
+        return output
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._uneven.fail(exception)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._uneven.is_open and self._is_interrupted:
+            return  # That of a checkpoint which a callback saves; the others learn of the exception after it.
+        self._uneven.refuse("a barrier")
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        self._uneven.refuse("a broadcast")
+        return super().broadcast(*args, **kwargs)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        self._uneven.refuse("a reduction, such as that of self.log(..., sync_dist=True, on_step=True)")
+        return super().reduce(*args, **kwargs)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        self._uneven.refuse("a gather")
+        return super().all_gather(*args, **kwargs)
+
+
+def _check(trainer: Trainer, run: Run, *, has_scaler: bool) -> None:
+    """Raises: ConfigurationError: the trainer would change gradients, or skip an update, too late or not rightly."""
+    clip = trainer.gradient_clip_val
+    if clip:
+        what = f"gradient_clip_val={clip} clips after backward"
+        run.refuse_in_backward(what, f", or leave gradient_clip_val out and clip in the chain, clip_grad_norm={clip}")
+        if run.sharded and run.updates and trainer.gradient_clip_algorithm != "value":
+            raise ConfigurationError(
+                f"{what}, where each rank has the mean of its own share alone, and so another norm: leave it out and "
+                f"use ZeroStep(zero, clip_grad_norm={clip})"
+            )
+        if has_scaler and any(getattr(one, "_step_supports_amp_scaling", False) for one in run.optimizers):
+            raise ConfigurationError(
+                f"{what}, but with precision='16-mixed' gradients are unscaled in step(): leave it out and clip in the "
+                f"chain, clip_grad_norm={clip}"
+            )
+    if has_scaler:
+        run.refuse_in_backward("precision='16-mixed' decides after backward whether to step", ", or 'bf16-mixed'")

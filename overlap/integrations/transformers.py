@@ -1,0 +1,125 @@
+"""The HF Trainer: ``OverlapTrainer``, or ``OverlapMixin`` before a ``Trainer`` of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from overlap.errors import ConfigurationError
+from overlap.integrations import _files
+from overlap.integrations._extras import needs
+from overlap.integrations._run import ChainFor, LocalSGDFor, Recipe, Run
+from overlap.optim import ZeroRedundancyOptimizer
+
+with needs("transformers"):
+    from transformers import Trainer, TrainerCallback
+
+from overlap.integrations._attached import Attached, attach
+
+__all__ = ["OverlapCallback", "OverlapMixin", "OverlapTrainer"]
+
+
+class OverlapMixin:
+    """A chain, local SGD or ZeRO in a Trainer: ``class MyTrainer(OverlapMixin, Trainer)``.
+
+    ::
+
+        OverlapTrainer(model, args, train_dataset=data, chain=lambda optimizer: chain(AllReduce(), Step(optimizer)))
+
+    Where stages remember something, a checkpoint has one more file of each rank, ``overlap-rank-0.pt``.
+
+    Args:
+        chain: a stage that reduces and makes no update, or a function of the optimizer that returns one with an update;
+            it is called with an ``OverlappedOptimizer``, or with the ``ZeroRedundancyOptimizer``.
+        local_sgd: a function of the DDP model and the optimizer that returns a ``LocalSGD``.
+        zero: divide the state of the Trainer's optimizer among the ranks: ``True``, or options of
+            ``ZeroRedundancyOptimizer``.
+        *args, **kwargs: the Trainer's.
+
+    Raises:
+        ConfigurationError: an argument is something else; and in ``train()``, where the Trainer is to do something to
+            gradients that backward has applied already, such as clipping by ``max_grad_norm``.
+    """
+
+    optimizer: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        chain: ChainFor | None = None,
+        local_sgd: LocalSGDFor | None = None,
+        zero: bool | Mapping[str, Any] = False,
+        **kwargs: Any,
+    ) -> None:
+        if zero and local_sgd is not None:
+            raise ConfigurationError("zero and local_sgd were both given: local SGD keeps the whole state on each rank")
+        self.overlap_recipe = Recipe(chain, local_sgd)
+        self.overlap_run: Run | None = None
+        """What is registered, during ``train()``."""
+        self.overlap_resume: str | None = None
+        """The checkpoint that ``train()`` resumes from, until it is loaded."""
+        self._zero = {} if zero is True else dict(zero) if zero else None
+        super().__init__(*args, **kwargs)
+        self.add_callback(OverlapCallback(self))  # type: ignore[attr-defined]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
+        is_new = self.optimizer is None
+        optimizer: Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if is_new and self._zero is not None:
+            cls, defaults = self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
+            optimizer = ZeroRedundancyOptimizer(optimizer.param_groups, cls, **self._zero, **defaults)
+        self.optimizer = optimizer
+        return optimizer
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        run = self.overlap_run
+        if run is not None:
+            run.consolidate()
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if run is not None:
+            _files.save(output_dir, self.args.process_index, [run])  # type: ignore[attr-defined]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        self.overlap_resume = checkpoint
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """What is logged; where each rank has its share of the mean alone, nothing."""
+        run = self.overlap_run
+        if grad_norm is None and run is not None and run.sharded and run.updates:
+            return None
+        return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+
+
+class OverlapCallback(TrainerCallback):
+    """Registers the chain when training begins, when model and optimizer are prepared, and removes it at the end."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self._trainer
+        resume, trainer.overlap_resume = trainer.overlap_resume, None
+        if trainer.overlap_recipe == Recipe():
+            return
+        run = attach(trainer.accelerator, trainer.model_wrapped, [trainer.optimizer], trainer.overlap_recipe)
+        trainer.overlap_run = run
+        if args.max_grad_norm:
+            run.refuse_in_backward(
+                f"max_grad_norm={args.max_grad_norm} clips after backward",
+                f", or give max_grad_norm=0 and clip in the chain, clip_grad_norm={args.max_grad_norm}",
+            )
+        if resume is not None:
+            _files.load(resume, args.process_index, [run])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self._trainer
+        run, trainer.overlap_run = trainer.overlap_run, None
+        if run is not None:
+            Attached.to(trainer.accelerator).detach(run)
+
+
+class OverlapTrainer(OverlapMixin, Trainer):
+    """The Trainer with :class:`OverlapMixin`."""

@@ -1,0 +1,252 @@
+"""What is done with a Trainer in each row of Lightning's table, with one form of update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from comparing import model_of_two_buckets, state_of
+from forms import optimizer_of, options_of
+from lightning_runs import BATCHES, CLIP, left_by, loader_of, module_of, strategy_of, trainer_of
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from overlap import Join
+
+__all__ = ["play"]
+
+SAVED_AFTER = 3
+
+
+def play(feature: str, form: str, folder: str) -> Any:
+    """What the run of a row leaves; see :func:`playing.check_row`."""
+    if feature in SPECIAL:
+        return SPECIAL[feature](form, folder)
+    dtype = torch.float32
+    options: dict[str, Any] = {}
+    strategy = None
+    if feature == "`accumulate_grad_batches=3`":
+        options["accumulate_grad_batches"] = 3
+    elif feature.startswith("`gradient_clip_val`"):
+        options["gradient_clip_val"] = CLIP
+        if "value" in feature:
+            options["gradient_clip_algorithm"] = "value"
+    elif feature == "clipping in the chain":
+        options["gradient_clip_val"] = CLIP if form == "plain" else None
+        strategy = strategy_of(form, clip=CLIP) if form != "plain" else None
+    elif "16-mixed" in feature and "bf16" not in feature:
+        from lightning.pytorch.plugins import MixedPrecision
+
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=5)
+        options["plugins"] = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    elif "precision" in feature:
+        options["precision"] = feature.split('"')[1]
+        dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(options["precision"], dtype)
+    module = module_of(form, is_manual=feature == "manual optimization")
+    trainer = trainer_of(form, strategy, **options)
+    trainer.fit(module, loader_of(dtype=dtype), loader_of(2, dtype))
+    return left_by(trainer, module)
+
+
+def _two_fits(form: str, folder: str) -> Any:
+    module, trainer = module_of(form), trainer_of(form, max_epochs=1)
+    trainer.fit(module, loader_of(), loader_of(2))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader_of(), loader_of(2))
+    return left_by(trainer, module)
+
+
+def _everything(form: str, folder: str) -> Any:
+    module, trainer = module_of(form), trainer_of(form, max_epochs=1)
+    path = f"{folder}/{form}-everything.ckpt"
+    trainer.validate(module, loader_of(2), verbose=False)
+    trainer.fit(module, loader_of(), loader_of(2))
+    trainer.test(module, loader_of(2), verbose=False)
+    trainer.save_checkpoint(path)
+    trainer.predict(module, loader_of(2), ckpt_path=path)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader_of(), loader_of(2), ckpt_path=path)
+    return left_by(trainer, module)
+
+
+def _gan(form: str, folder: str) -> Any:
+    from lightning.pytorch import LightningModule
+    from torch.nn.functional import softplus
+
+    def without_update(optimizer: Any) -> Any:
+        return optimizer.skip_update() if hasattr(optimizer, "skip_update") else contextlib.nullcontext()
+
+    class Gan(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.net = torch.nn.ModuleDict({"generator": model_of_two_buckets(), "critic": torch.nn.Linear(4, 1)})
+            self.losses: list[torch.Tensor] = []
+
+        def training_step(self, batch: Any, index: int) -> None:
+            generator, critic = self.net["generator"], self.net["critic"]
+            of_generator, of_critic = self.optimizers()
+            loss = softplus(-critic(generator(batch[0]))).mean()
+            with without_update(of_critic):
+                self.manual_backward(loss)
+            of_generator.step()
+            of_generator.zero_grad()  # All of training_step is one forward of DDP, so none comes to clear them.
+            of_critic.zero_grad()
+            self.losses.append(loss.detach().clone())
+            loss = softplus(critic(generator(batch[0]).detach())).mean() + softplus(-critic(batch[0][:, :4])).mean()
+            with without_update(of_generator):
+                self.manual_backward(loss)
+            of_critic.step()
+            of_critic.zero_grad()
+            of_generator.zero_grad()
+            self.losses.append(loss.detach().clone())
+
+        def configure_optimizers(self) -> Any:
+            return [optimizer_of(form, part.parameters()) for part in self.net.values()]
+
+    module, trainer = Gan(), trainer_of(form, strategy_of(form, find_unused_parameters=True))
+    trainer.fit(module, loader_of())
+    left, of_critic = left_by(trainer, module), state_of(module.net, trainer.optimizers[1])
+    return {key: [value, of_critic[key]] if key == "state" else value for key, value in left.items()}
+
+
+def _found_rate(form: str, folder: str) -> Any:
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    module = module_of(form)
+    finder = LearningRateFinder(min_lr=1e-4, max_lr=1.0, num_training_steps=25, early_stop_threshold=None)
+    trainer = trainer_of(form, callbacks=[finder], default_root_dir=folder)
+    trainer.fit(module, loader_of(), loader_of(2))
+    assert module.lr != 1e-2
+    return {**left_by(trainer, module), "found": module.lr}
+
+
+def _averaged(form: str, folder: str) -> Any:
+    from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+
+    module = module_of(form)
+    callbacks = [StochasticWeightAveraging(swa_lrs=5e-3, swa_epoch_start=1)]
+    trainer = trainer_of(form, callbacks=callbacks, max_epochs=3)
+    trainer.fit(module, loader_of(), loader_of(2))
+    left = left_by(trainer, module)
+    module = module_of(form)
+    trainer = trainer_of(form, callbacks=[EMAWeightAveraging(decay=0.9)])
+    trainer.fit(module, loader_of(), loader_of(2))
+    return {**left, "moving average": left_by(trainer, module)["model"]}
+
+
+def _fit(
+    form: str,
+    epochs: int,
+    *,
+    resume: str | None = None,
+    is_saved_to: str | None = None,
+    as_form: Any = None,
+    by_index: bool = False,
+    averages: bool = True,
+    **options: Any,
+) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from overlap.integrations.lightning import OverlapStrategy
+
+    played = as_form or form
+    module = module_of(played)
+    module.batches = list(loader_of()) if by_index else None
+    chained = options_of(played, is_resumed=averages)
+    strategy = OverlapStrategy(**chained, bucket_cap_mb=0.005) if chained else DDPStrategy(bucket_cap_mb=0.005)
+    trainer = trainer_of(played, strategy, max_epochs=epochs, **options)
+    trainer.fit(module, loader_of(), ckpt_path=resume)
+    if is_saved_to is not None:
+        trainer.save_checkpoint(is_saved_to)
+    return trainer, module
+
+
+def _resumed(form: str, folder: str) -> Any:
+    whole = left_by(*_fit(form, 3))
+    path = f"{folder}/{form}.ckpt"
+    _fit(form, 1, is_saved_to=path)
+    resumed = left_by(*_fit(form, 3, resume=path))
+    whole["losses"] = whole["losses"][BATCHES:]
+    return resumed, whole
+
+
+def _resumed_within_an_epoch(form: str, folder: str) -> Any:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saved = ModelCheckpoint(f"{folder}/{form}", "saved", every_n_train_steps=BATCHES + SAVED_AFTER, save_top_k=-1)
+    whole = left_by(*_fit(form, 2, by_index=True, callbacks=[saved], enable_checkpointing=True))
+    whole["losses"] = whole["losses"][BATCHES + SAVED_AFTER :]
+    # Lightning begins the loader anew, so a batch is what its index says.
+    resumed = left_by(*_fit(form, 2, by_index=True, resume=f"{folder}/{form}/saved.ckpt"))
+    return resumed, whole
+
+
+def _resumed_within_an_accumulation(form: str, folder: str) -> Any:
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    path, step = f"{folder}/{form}.ckpt", {"accumulate_grad_batches": 3, "averages": False}
+
+    def save(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index == SAVED_AFTER:  # One batch is summed up, and not stepped.
+            trainer.save_checkpoint(path)
+
+    _fit(form, 1, by_index=True, callbacks=[LambdaCallback(on_train_batch_end=save)], **step)
+    return left_by(*_fit(form, 2, by_index=True, resume=path, **step))
+
+
+def _resumed_in_plain(form: str, folder: str) -> Any:
+    path = f"{folder}/{form}.ckpt"
+    _fit(form, 1, is_saved_to=path)
+    return left_by(*_fit(form, 3, resume=path, as_form="plain"))
+
+
+def _resumed_from_plain(form: str, folder: str) -> Any:
+    path = f"{folder}/plain-{form}.ckpt"
+    _fit("plain", 1, is_saved_to=path)
+    return left_by(*_fit(form, 3, resume=path))
+
+
+def _uneven(form: str, folder: str) -> Any:
+    rank = dist.get_rank()
+    batches = (3, 5)[rank]
+    module = module_of(form)
+    strategy = strategy_of(form, uneven_inputs=True)
+    trainer = trainer_of(form, strategy)
+    trainer.fit(module, loader_of(batches), loader_of(2))
+    net = model_of_two_buckets()
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.005)
+    optimizer, losses = optimizer_of("plain", ddp.parameters()), []
+    if form == "local":  # A rank without inputs makes no steps of its own there.
+        optimizer = options_of(form)["local_sgd"](ddp, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(2):
+        with Join([ddp, optimizer], lengths=batches):
+            for x, y in loader_of(batches):
+                optimizer.zero_grad()
+                loss = cross_entropy(ddp(x), y)
+                losses.append(loss.detach().clone())
+                loss.backward()
+                optimizer.step()
+        scheduler.step()
+    joined = {**state_of(net, optimizer), "losses": losses}
+    found = left_by(trainer, module)
+    return found, {key: value for key, value in joined.items() if key in found}
+
+
+SPECIAL: dict[str, Callable[[str, str], Any]] = {
+    "two `fit` of one trainer": _two_fits,
+    "`validate`, `fit`, `test`, `predict`, `fit` of one trainer": _everything,
+    "two optimizers, manual: a GAN with `skip_update()`": _gan,
+    "`LearningRateFinder`": _found_rate,
+    "`StochasticWeightAveraging`, `EMAWeightAveraging`": _averaged,
+    "a checkpoint, resumed": _resumed,
+    "a checkpoint within an epoch, resumed": _resumed_within_an_epoch,
+    "a checkpoint within an accumulation, resumed": _resumed_within_an_accumulation,
+    "a checkpoint, resumed in plain Lightning": _resumed_in_plain,
+    "a checkpoint of plain Lightning, resumed": _resumed_from_plain,
+    "uneven inputs": _uneven,
+}

@@ -1,0 +1,69 @@
+"""docs/integrations.md shows what the tests play, and says how to install what is missing. Needs no framework."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from features import FORMS, FRAMEWORKS, Refused, table
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = (ROOT / "docs" / "integrations.md").read_text()
+TESTS = {"Lightning": "test_lightning.py", "Accelerate": "test_accelerate.py", "HF Trainer": "test_transformers.py"}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_page_shows_the_table_that_is_played(framework: str) -> None:
+    assert table(framework) in PAGE
+
+
+def test_the_page_has_no_other_table_of_cells() -> None:
+    rows = [line for line in PAGE.splitlines() if line.startswith("|") and line.count("|") > 4]
+    declared = "\n".join(map(table, FRAMEWORKS)).splitlines()
+    assert rows == declared
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_every_row_is_played(framework: str) -> None:
+    source = (Path(__file__).parent / TESTS[framework]).read_text()
+    assert f'@pytest.mark.parametrize("feature", FRAMEWORKS["{framework}"])' in source
+    assert re.search(rf'check_row\("{framework}", feature, _?play, tmp_path\)', source)
+
+
+def test_every_cell_says_what_is_checked() -> None:
+    for rows in FRAMEWORKS.values():
+        for row in rows.values():
+            assert row and set(row) <= set(FORMS)
+            assert all(
+                cell.message and cell.why if isinstance(cell, Refused) else cell[0] == "=" for cell in row.values()
+            )
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
+    needed = ("lightning", "accelerate", "transformers")
+    # As where none is installed, also where they are.
+    program = (
+        "import sys, importlib\n"
+        f"sys.modules.update(dict.fromkeys({needed}))\n"
+        f"for extra in {needed}:\n"
+        "    try: importlib.import_module(f'overlap.integrations.{extra}')\n"
+        "    except ImportError as error: print(error)\n"
+    )
+    shown = subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, capture_output=True, text=True)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, said in zip(needed, shown.stdout.splitlines(), strict=True):
+        assert f"pip install 'ddp-overlap[{extra}]'" in said
+        assert any(re.match(rf"{extra}\b", package) for package in extras[extra])
+
+
+def test_importing_the_integrations_imports_no_framework() -> None:
+    program = (
+        "import sys, overlap.integrations\n"
+        "print([name for name in ('lightning', 'accelerate', 'transformers', 'torch') if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert shown.stdout.strip() == "[]"

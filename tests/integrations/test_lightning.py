@@ -1,0 +1,206 @@
+"""Lightning with a chain, beside Lightning without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from comparing import prepare_rank
+from features import FRAMEWORKS
+from lightning_plays import play
+from lightning_runs import loader_of, module_of, strategy_of, trainer_of
+from playing import check_row
+
+from harness import run_ranks
+from overlap import AllReduce, ConfigurationError, LocalSGD, OverlapError, Step
+
+
+def _refused(rank: int, world_size: int, what: str) -> str:
+    prepare_rank(rank, world_size)
+    options: dict[str, Any] = {}
+    module, batches = module_of("interleaved"), 4 if what == "lengths" else (3, 5)[rank]
+    if what == "accumulation":
+        options["accumulate_grad_batches"] = 2
+    elif what == "max_steps":
+        options["max_steps"] = 4
+    elif what == "a validation in the epoch":
+        options["val_check_interval"] = 2
+    elif what == "a reduction in the epoch":
+        step = module.training_step
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            loss = step(batch, batch_idx)
+            module.log("loss", loss, on_step=True, sync_dist=True)
+            return loss
+
+        module.training_step = training_step
+    trainer = trainer_of("interleaved", strategy_of("interleaved", uneven_inputs=True), **options)
+    try:
+        trainer.fit(module, loader_of(batches), loader_of(2))
+    except OverlapError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("lengths", "trained"),
+        ("accumulation", "accumulate_grad_batches=2 counts on each by itself"),
+        ("max_steps", "max_steps=4 counts on each by itself"),
+        ("a reduction in the epoch", "a reduction, such as that of self.log"),
+        ("a validation in the epoch", "in an epoch in which ranks have different numbers of batches"),
+    ],
+)
+def test_what_ranks_could_not_do_together_is_an_error_on_all(what: str, message: str) -> None:
+    for said in run_ranks(_refused, 2, what):
+        assert message in said
+
+
+def _fail_on_one(rank: int, world_size: int) -> str:
+    prepare_rank(rank, world_size)
+    module = module_of("interleaved")
+    step = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        if rank == 1 and batch_idx == 1:
+            raise FloatingPointError("the user's")
+        return step(batch, batch_idx)
+
+    module.training_step = training_step
+    trainer = trainer_of("interleaved", strategy_of("interleaved", uneven_inputs=True))
+    try:
+        trainer.fit(module, loader_of((3, 5)[rank]))
+    except (OverlapError, FloatingPointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def test_an_exception_on_one_rank_of_an_uneven_epoch_reaches_the_others() -> None:
+    first, second = run_ranks(_fail_on_one, 2)
+    assert second == "FloatingPointError: the user's"
+    assert first.startswith("PeerError") and "rank 1" in first
+
+
+def _wrong_options(rank: int, world_size: int) -> list[str]:
+    prepare_rank(rank, world_size)
+    said = []
+    for options in (
+        {"chain": [AllReduce()]},
+        {"chain": AllReduce},
+        {"chain": AllReduce(), "local_sgd": LocalSGD},
+        {"ddp_comm_hook": print},
+    ):
+        with pytest.raises(ConfigurationError) as error:
+            strategy_of("wrong", **options)
+        said.append(str(error.value))
+    strategy = strategy_of("wrong", chain=lambda optimizer: [AllReduce(), Step(optimizer)])
+    with pytest.raises(ConfigurationError) as error:
+        trainer_of("wrong", strategy).fit(module_of("wrong"), loader_of())
+    return [*said, str(error.value)]
+
+
+def test_wrong_options_are_refused_with_what_to_give() -> None:
+    for said in run_ranks(_wrong_options, 2):
+        a_list, a_class, both, hook, returned_list = said
+        assert "got list" in a_list and "got the class AllReduce" in a_class
+        assert "both given" in both and "as_stage(hook, state)" in hook
+        assert "lambda optimizer: chain(AllReduce(), Step(optimizer))" in returned_list
+
+
+FORMS = ("interleaved", "powersgd")
+
+
+def _save_each(rank: int, world_size: int, folder: str) -> None:
+    prepare_rank(rank, world_size)
+    for form in FORMS:
+        module, trainer = module_of(form), trainer_of(form, max_epochs=1)
+        trainer.fit(module, loader_of())
+        trainer.save_checkpoint(f"{folder}/{form}.ckpt")
+
+
+def _resume_each(rank: int, world_size: int, folder: str) -> list[str]:
+    prepare_rank(rank, world_size)
+    said = []
+    for saved, form in (*zip(FORMS, FORMS, strict=True), ("interleaved", "powersgd"), ("powersgd", "interleaved")):
+        module, trainer = module_of(form), trainer_of(form)
+        try:
+            trainer.fit(module, loader_of(), ckpt_path=f"{folder}/{saved}.ckpt")
+            said.append(f"trained {len(module.losses)} batches")
+        except OverlapError as error:
+            said.append("; ".join([str(error), *error.__notes__]))
+    return said
+
+
+def test_a_checkpoint_resumes_with_other_ranks_and_without_memory_with_other_stages(tmp_path: Path) -> None:
+    run_ranks(_save_each, 2, str(tmp_path))
+    for said in run_ranks(_resume_each, 3, str(tmp_path)):
+        *same_chains, to_memory, from_memory = said
+        assert set(same_chains) == {to_memory} == {"trained 7 batches"}
+        assert "PowerSGD" in from_memory and "delete checkpoint['overlap']" in from_memory
+    for file, keys in (("interleaved", "[]"), ("powersgd", "['overlap']")):
+        # As in a process where this library is not installed.
+        program = (
+            "import sys, torch\nsys.modules['overlap'] = None\n"
+            "print([key for key in torch.load(sys.argv[1], weights_only=True) if key == 'overlap'])"
+        )
+        command = [sys.executable, "-c", program, tmp_path / f"{file}.ckpt"]
+        assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == keys
+
+
+def _fail(rank: int, world_size: int, where: str, folder: str) -> list[tuple[bool, list[str], list[str]]]:
+    import torch
+    from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
+
+    prepare_rank(rank, world_size)
+    found = []
+    for form in ("interleaved", "powersgd"):
+        path = Path(folder) / form
+
+        def stop(trainer: Any, *_: Any, folder: Path = path) -> None:
+            if trainer.global_step < 3:
+                return
+            if where == "a signal of Slurm":
+                trainer.save_checkpoint(folder / "hpc_ckpt_1.ckpt")
+            raise FloatingPointError("the user's")
+
+        hook = "on_train_batch_start" if where == "before a batch" else "on_before_optimizer_step"
+        callbacks = [LambdaCallback(**{hook: stop})]
+        if where != "a signal of Slurm":
+            callbacks.append(OnExceptionCheckpoint(path))
+        trainer = trainer_of(form, callbacks=callbacks, enable_checkpointing=True, default_root_dir=folder)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            with pytest.raises(FloatingPointError, match="the user's"):
+                trainer.fit(module_of(form), loader_of())
+        said = [str(one.message) for one in caught if "this checkpoint" in str(one.message)]
+        dist.barrier()
+        (file,) = path.iterdir()
+        saved = torch.load(file, weights_only=True)
+        found.append((saved["global_step"] == 3 and bool(saved["optimizer_states"]), said, list(saved)))
+    return found
+
+
+@pytest.mark.parametrize("where", ["before a batch", "before the step", "a signal of Slurm"])
+def test_a_checkpoint_of_a_run_that_ends_suddenly_needs_no_other_rank_and_says_what_it_lacks(
+    where: str, tmp_path: Path
+) -> None:
+    for stateless, with_memory in run_ranks(_fail, 2, where, str(tmp_path)):
+        for is_whole, _, keys in (stateless, with_memory):
+            assert is_whole and "overlap" not in keys
+        if where == "before a batch":
+            assert stateless[1] == []
+            (said,) = with_memory[1]
+            assert "without what the stages of each rank remember" in said
+        else:
+            assert all("between backward and step()" in said[0] for _, said, _ in (stateless, with_memory))
+
+
+@pytest.mark.parametrize("feature", FRAMEWORKS["Lightning"])
+def test_lightning_with_a_chain_is_what_the_table_says(feature: str, tmp_path: Path) -> None:
+    check_row("Lightning", feature, play, tmp_path)

@@ -1,0 +1,153 @@
+"""The HF Trainer with a chain, beside the Trainer without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comparing import state_of
+from features import FRAMEWORKS
+from forms import options_of
+from playing import check_row
+from torch import nn
+from transformers import TrainerCallback
+
+SAVED_AFTER = 3
+
+
+def _model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "BERT":
+        from transformers import BertConfig, BertForSequenceClassification
+
+        small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        return BertForSequenceClassification(
+            BertConfig(vocab_size=64, max_position_embeddings=16, num_labels=3, **small)
+        )
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+
+
+def _data(kind: str) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(64, (28, 12), generator=generator)
+    labels = torch.randint(3, (28,), generator=generator) if kind == "BERT" else tokens
+    return [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
+
+
+class _Losses:
+    """Makes a Trainer keep the loss of every batch."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self.__dict__.setdefault("losses", []).append(loss.clone())
+        return loss
+
+
+def _trainer(
+    form: str, kind: str, folder: str, *, clip: float | None = None, is_resumed: bool = False, **options: Any
+) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    from overlap.integrations.transformers import OverlapMixin
+
+    arguments = {
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 1,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        **options,
+    }
+    args = TrainingArguments(
+        folder, use_cpu=True, ddp_backend="gloo", ddp_find_unused_parameters=False, ddp_bucket_cap_mb=1, **arguments
+    )
+    assert args.world_size == 2
+    model, data = _model(kind), _data(kind)
+    if form == "plain":
+        return type("PlainTrainer", (_Losses, Trainer), {})(model, args, train_dataset=data, eval_dataset=data[:8])
+    options = options_of(form, clip=clip, is_resumed=is_resumed)
+    cls = type("OursTrainer", (_Losses, OverlapMixin, Trainer), {})
+    return cls(model, args, train_dataset=data, eval_dataset=data[:8], zero=form.startswith("zero"), **options)
+
+
+def _left(trainer: Any) -> dict[str, Any]:
+    return {**state_of(trainer.model, trainer.optimizer), "losses": trainer.losses}
+
+
+def _play(feature: str, form: str, folder: str) -> Any:
+    kind = "GPT-2" if "GPT-2" in feature else "BERT"
+    folder = f"{folder}/{form}"
+    if "plain Trainer" in feature:
+        return _resumed_across(form, folder, is_saved_by_plain=feature.startswith("a checkpoint of the plain"))
+    if "resumed" in feature:
+        return _resumed(form, kind, folder)
+    options: dict[str, Any] = {}
+    if feature == "`max_grad_norm`":
+        options["max_grad_norm"] = 0.05
+    elif feature == "`gradient_accumulation_steps=3`":
+        options["gradient_accumulation_steps"] = 3
+    elif feature == "`bf16=True`":
+        options["bf16"] = True
+    elif feature == "`gradient_checkpointing=True`":
+        options["gradient_checkpointing"] = True
+    elif feature.startswith("evaluation"):
+        options |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        options |= {"load_best_model_at_end": True}
+    elif feature.startswith("`auto_find_batch_size"):
+        options["auto_find_batch_size"] = True
+    trainer = _trainer(form, kind, folder, **options)
+    if "attempt" in feature:
+        trainer.add_callback(_FailsOnce(RuntimeError("CUDA out of memory.")))
+    if feature == "`train()` after one that failed":
+        trainer.add_callback(_FailsOnce(FloatingPointError()))
+        with pytest.raises(FloatingPointError):
+            trainer.train()
+    trainer.train()
+    if feature == "two `train()` of one trainer":
+        trainer.train()
+    return _left(trainer)
+
+
+class _FailsOnce(TrainerCallback):
+    """Raises at the end of the second step, the first time."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error: Exception | None = error
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+def _resumed_across(form: str, folder: str, *, is_saved_by_plain: bool) -> Any:
+    saving = {"save_strategy": "steps", "save_steps": SAVED_AFTER}
+    saved_by, loaded_by = ("plain", form) if is_saved_by_plain else (form, "plain")
+    _trainer(saved_by, "BERT", folder, **saving).train()
+    trainer = _trainer(loaded_by, "BERT", folder, **saving)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED_AFTER}")
+    return _left(trainer)
+
+
+def _resumed(form: str, kind: str, folder: str) -> Any:
+    saving = {"save_strategy": "steps", "save_steps": SAVED_AFTER, "is_resumed": True}
+    trainer = _trainer(form, kind, folder, **saving)
+    trainer.train()
+    whole = _left(trainer)
+    whole["losses"] = whole["losses"][SAVED_AFTER:]
+    again = _trainer(form, kind, folder, **saving)
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED_AFTER}")
+    return _left(again), whole
+
+
+@pytest.mark.parametrize("feature", FRAMEWORKS["HF Trainer"])
+def test_the_trainer_with_a_chain_is_what_the_table_says(feature: str, tmp_path: Path) -> None:
+    check_row("HF Trainer", feature, _play, tmp_path)
