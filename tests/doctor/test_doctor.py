@@ -1,0 +1,128 @@
+"""`overlap doctor`: what it prints, and when it says that something is not compatible."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap
+from overlap.cli import main
+from overlap.doctor import command, shadows, trial
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without a process group: what that finds is in the tests' hands."""
+    monkeypatch.setattr(command, "missing_of_torch", list)
+    monkeypatch.setattr(command, "compare_with_plain", lambda: 0)
+    monkeypatch.setattr(command, "other_distributions", list)
+    return monkeypatch
+
+
+def test_this_installation_works_and_a_report_has_what_is_needed() -> None:
+    done = subprocess.run([sys.executable, "-m", "overlap", "doctor"], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "No problem found."
+    for words in (
+        overlap.__version__,
+        torch.__version__,
+        "gloo",
+        "GPUs",
+        "registration with DDP",
+        "equal in every bit",
+    ):
+        assert words in done.stdout
+    assert "MISSING" not in done.stdout
+
+
+def test_a_name_that_torch_lacks_is_a_problem(quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    need = trial.NEEDS[0]
+    quick.setattr(command, "missing_of_torch", lambda: [trial.Missing(need, ("ddp._comm_hooks",), ())])
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "MISSING ddp._comm_hooks" in shown
+    assert (
+        f"PROBLEM: torch {torch.__version__} lacks ddp._comm_hooks, without which there is no {need.purpose}" in shown
+    )
+    assert not dist.is_initialized()
+
+
+def test_one_that_it_can_do_without_is_none(quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    quick.setattr(command, "missing_of_torch", lambda: [trial.Missing(trial.NEEDS[0], (), ("ddp._flag",))])
+    assert main(["doctor"]) == 0
+    assert "ok, does without ddp._flag" in capsys.readouterr().out
+
+
+def test_a_result_that_differs_and_a_failure_are_problems(
+    quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick.setattr(command, "compare_with_plain", lambda: 3)
+    assert main(["doctor"]) == 1
+    assert "3 parameters differ between a chain and plain DDP" in capsys.readouterr().out
+
+    def fail() -> int:
+        raise RuntimeError("no hook")
+
+    quick.setattr(command, "compare_with_plain", fail)
+    assert main(["doctor"]) == 1
+    assert "do not work here: RuntimeError: no hook" in capsys.readouterr().out
+
+
+def test_an_old_torch_and_another_distribution_are_problems(
+    quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick.setattr(torch, "__version__", "2.9.1+cu128")
+    quick.setattr(command, "other_distributions", lambda: ["overlap"])
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "PROBLEM: torch 2.9.1+cu128 is too old: install 2.11 or later" in shown
+    assert "PROBLEM: overlap installs a package called overlap, too, over this one: run pip uninstall overlap" in shown
+
+
+def test_other_packages_of_the_name_on_the_path_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package" / "overlap").mkdir(parents=True)
+    (tmp_path / "package" / "overlap" / "__init__.py").touch()
+    (tmp_path / "empty" / "overlap").mkdir(parents=True)
+    (tmp_path / "overlap.py").touch()
+    own = str(Path(overlap.__file__).parent.parent)
+    monkeypatch.setattr(sys, "path", [own, str(tmp_path), str(tmp_path / "package"), str(tmp_path / "empty")])
+    assert shadows.other_places() == [tmp_path / "overlap.py", tmp_path / "package" / "overlap"]
+
+
+def test_distributions_of_the_package_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadows, "packages_distributions", lambda: {"overlap": ["ddp-overlap", "overlap", "overlap"]})
+    assert shadows.other_distributions() == ["overlap"]
+    assert "ddp-overlap" in metadata.packages_distributions().get("overlap", ["ddp-overlap"])
+
+
+@pytest.mark.parametrize(
+    ("options", "has_init"),
+    [
+        (["-c", "import overlap.hooks"], True),
+        (["-m", "overlap", "doctor"], True),
+        (["-S", "-c", "import overlap.errors"], False),
+    ],
+)
+def test_modules_in_another_distributions_package_say_so(options: list[str], has_init: bool, tmp_path: Path) -> None:
+    """As after `pip install overlap`, which overwrites `overlap/__init__.py`, and after removing it again."""
+    package = tmp_path / "overlap"
+    package.mkdir()
+    for entry in Path(overlap.__file__).parent.iterdir():
+        if entry.name not in ("__init__.py", "__pycache__"):
+            (package / entry.name).symlink_to(entry)
+    if has_init:
+        (package / "__init__.py").write_text('__version__ = "0.2.0"\n__all__ = ["intersection"]\n')
+    environment = {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, *options], cwd=tmp_path, env=environment, check=False, capture_output=True, text=True
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: the package `overlap` of this Python is not ddp-overlap's: ")
+    assert "run pip uninstall overlap, and install ddp-overlap again" in last
+    assert (str(package / "__init__.py") in last) == has_init
