@@ -1,0 +1,127 @@
+"""`python -m soak --minutes 10`: trials until the time is over. Exit status 0 only if all were clean."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+from .faults import FAULTS
+from .forms import FORMS
+from .group import become_subreaper
+from .report import markdown, read, summary, write_into
+from .trial import References, Result, drawn, missing_for, pairs_of, run_trial
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--trials", type=int, help="end after so many trials")
+    parser.add_argument("--seed", help="of the campaign; by default drawn, and printed")
+    parser.add_argument("--only", action="append", metavar="SEED", help="one trial again, by the seed that was printed")
+    parser.add_argument("--form", action="append", choices=list(FORMS), help="only this one; may be given again")
+    parser.add_argument("--fault", action="append", choices=list(FAULTS), help="only this one; may be given again")
+    parser.add_argument("--pair", action="append", nargs=2, metavar=("FORM", "FAULT"), help="these in turn")
+    parser.add_argument("--out", type=Path, default=Path("overlap-soak"), help="folder of what was seen")
+    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="trials.jsonl of other campaigns")
+    parser.add_argument("--report", action="store_true", help="no trials: only the table of those that are there")
+    parser.add_argument("--into", type=Path, help="a page that gets the table, between two comments")
+    return parser.parse_args()
+
+
+def _preload() -> None:
+    """Imports what a rank needs, once, before the first fork."""
+    with warnings.catch_warnings(action="ignore"):
+        import torch
+        import torch._dynamo
+        import torch._inductor
+        import torch.distributed.checkpoint
+
+        import overlap.compose
+        import overlap.optim.local_sgd
+        import overlap.optim.zero
+        import overlap.resume  # noqa: F401
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+
+
+def _campaign() -> int:
+    options = _parsed()
+    options.out.mkdir(parents=True, exist_ok=True)
+    kept = options.out / "trials.jsonl"
+    if not options.report:
+        _preload()
+        become_subreaper()
+        _play(options, kept)
+    trials = read([*options.merge, kept])
+    table = summary(trials)
+    (options.out / "report.json").write_text(json.dumps(table, indent=1))
+    text = markdown(trials)
+    (options.out / "report.md").write_text(text + "\n")
+    if options.into is not None:
+        write_into(options.into, text)
+    print(f"{table['clean']} of {table['trials']} trials clean; {options.out / 'report.md'}", flush=True)
+    return 0 if table["clean"] == table["trials"] > 0 else 1
+
+
+def _play(options: argparse.Namespace, kept: Path) -> None:
+    for pair in options.pair or []:
+        if pair[0] not in FORMS or pair[1] not in FAULTS:
+            sys.exit(f"--pair {pair}: the forms are {list(FORMS)}, the faults {list(FAULTS)}")
+    seed = options.seed or str(random.SystemRandom().randrange(10**6))
+    forms = options.form or list(FORMS)
+    faults = options.fault or list(FAULTS)
+    for fault in faults[:]:
+        if missing := missing_for(FAULTS[fault]):
+            print(f"left out: {fault}: {missing}")
+            faults.remove(fault)
+    print(f"seed {seed}", flush=True)
+    pairs = pairs_of(forms, faults)
+    done = {trial["seed"] for trial in read([kept])}
+    seeds = options.only or [f"{seed}:{index}" for index in range(options.trials or 10**6)]
+    end_s = time.monotonic() + 60 * options.minutes
+    scratch = Path(tempfile.mkdtemp(prefix="overlap-soak-"))  # Not as a context: ranks would clean it up, too.
+    try:
+        references = References(scratch / "references")
+        for place, one in enumerate(seeds):
+            if time.monotonic() > end_s:
+                break
+            if one in done and not options.only:
+                continue  # Of a campaign that was ended and goes on.
+            result = drawn(one, [options.pair[place % len(options.pair)]] if options.pair else pairs)
+            try:
+                run_trial(result, scratch / "trial", references)
+            except Exception as error:  # One trial that cannot be judged ends no campaign.
+                result.unclean.append(f"the trial could not be judged: {type(error).__name__}: {error}"[:2000])
+            _note(result, kept, options.out, scratch / "trial")
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _note(result: Result, kept: Path, out: Path, folder: Path) -> None:
+    with kept.open("a") as file:
+        file.write(json.dumps(result.as_dict()) + "\n")
+    slowest = "" if result.slowest_s is None else f", error after {result.slowest_s:.2f} s"
+    print(
+        f"{result.seed} {result.form} | {result.fault} | {result.ranks} ranks, victim {result.victim}: "
+        f"{'clean' if result.is_clean else 'UNCLEAN'}{'' if result.met else ' (not met)'}{slowest}, "
+        f"{result.took_s:.1f} s",
+        flush=True,
+    )
+    for text in result.unclean:
+        print(f"    {text}", flush=True)
+    if folder.exists():
+        shutil.rmtree(out / "unclean" / result.seed, ignore_errors=True)
+        shutil.move(folder, out / "unclean" / result.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(_campaign())

@@ -1,0 +1,135 @@
+"""The forms of training: each builds the same small model with an optimizer and its stages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.models import MLP
+from overlap import (
+    AllReduce,
+    Bucket,
+    LocalSGD,
+    OverlappedOptimizer,
+    PowerSGD,
+    Quantize,
+    Stage,
+    Step,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+)
+from overlap.hooks import Role
+
+START_STEP = 4
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+class Planned(Exception):
+    """The error that a fault raises on its victim."""
+
+
+class Trap(Stage):
+    """Changes nothing, and raises in one step if it is set. Every rank has one, so that all plans are alike."""
+
+    role = Role.TRANSFORM
+
+    def __init__(self) -> None:
+        self.set_for: int | None = None
+        self.step = -1
+
+    async def __call__(self, bucket: Bucket) -> None:
+        if self.step == self.set_for:
+            raise Planned(f"the stage raises in step {self.step}, bucket {bucket.index}")
+
+
+class Other(Stage):
+    """Changes nothing; a plan with it is another plan."""
+
+    role = Role.TRANSFORM
+
+    async def __call__(self, bucket: Bucket) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What a loop needs."""
+
+    ddp: DistributedDataParallel
+    optimizer: Any
+    trap: Trap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A way to train. `build(ddp, trap, is_other)` registers the stages and returns the loop's optimizer."""
+
+    name: str
+    build: Callable[[DistributedDataParallel, Trap, bool], Any]
+    join: str | None = None
+    has_stages: bool = True
+    is_ours: bool = True
+    saves_buckets: bool = False  # Its sums have one order before and after a resume, with three ranks and more, too.
+
+    def made(self, *, is_other: bool = False) -> Built:
+        ddp = DistributedDataParallel(MLP.model(), **MLP.ddp_options())
+        trap = Trap()
+        return Built(ddp=ddp, optimizer=self.build(ddp, trap, is_other), trap=trap)
+
+
+def _stages(trap: Trap, is_other: bool) -> list[Stage]:
+    return [trap, Other()] if is_other else [trap]
+
+
+def _plain(ddp: Any, trap: Trap, is_other: bool) -> Any:
+    return ADAMW(ddp.parameters())
+
+
+def _step(ddp: Any, trap: Trap, is_other: bool, *, reducer: Callable[[], Stage] = AllReduce) -> Any:
+    optimizer = OverlappedOptimizer(ADAMW(ddp.parameters()))
+    chain(*_stages(trap, is_other), reducer(), Step(optimizer)).register(ddp)
+    return optimizer
+
+
+def _zero(ddp: Any, trap: Trap, is_other: bool, **options: Any) -> Any:
+    zero = ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.1, overlap_with_ddp=True
+    )
+    chain(*_stages(trap, is_other), ZeroStep(zero, **options)).register(ddp)
+    return zero
+
+
+def _local(ddp: Any, trap: Trap, is_other: bool, **options: Any) -> Any:
+    reducer = chain(*_stages(trap, is_other), AllReduce())
+    return LocalSGD(ddp, SGD(ddp.parameters()), period=2, start_step=START_STEP, reducer=reducer, **options)
+
+
+def _powersgd() -> Stage:
+    return PowerSGD(rank=1, min_compression_rate=1)
+
+
+def _quantize() -> Stage:
+    return Quantize(bits=4, error_feedback=True)
+
+
+_ALL = (
+    Form(name="plain DDP", build=_plain, has_stages=False, is_ours=False),
+    Form(name="chain, Step", build=_step),
+    Form(name="ZeroStep, gathered in backward", build=_zero),
+    Form(name="ZeroStep, gathered in forward", build=functools.partial(_zero, gather="forward")),
+    Form(name="ZeroStep, gathered in step", build=functools.partial(_zero, deferred=True)),
+    Form(name="PowerSGD", build=functools.partial(_step, reducer=_powersgd), saves_buckets=True),
+    Form(name="Quantize", build=functools.partial(_step, reducer=_quantize), saves_buckets=True),
+    Form(name="LocalSGD", build=_local),
+    Form(name="LocalSGD, overlapped", build=functools.partial(_local, overlap=True)),
+    Form(name="Join, known", build=_step, join="known"),
+    Form(name="Join, polled", build=_step, join="polled"),
+)
+FORMS = {form.name: form for form in _ALL}

@@ -1,0 +1,66 @@
+"""A small part of what `python -m soak.fuzz` plays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness import run_ranks
+from overlap import ConfigurationError
+from overlap.hooks.engine.wavefront import Wavefront
+from soak import fuzz, options
+
+
+def test_the_order_of_collectives_holds_in_random_schedules() -> None:
+    fuzz.play_schedules(500)
+
+
+def test_a_wrong_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole pass that is not waited for."""
+
+    def advance_all(self: Wavefront) -> None:
+        while self._active:
+            self._advance(list(self._active))
+
+    monkeypatch.setattr(Wavefront, "_drain", advance_all)
+    with pytest.raises(AssertionError, match="goes on at"):
+        fuzz.play_schedules(500)
+
+
+def test_random_stages_with_delays_issue_their_collectives_in_one_order() -> None:
+    assert fuzz.play_chains(8) > 100
+
+
+def test_changed_and_truncated_files_are_refused_by_name(tmp_path: Path) -> None:
+    assert fuzz.mutate_files(500, tmp_path) == {"refused": 500}
+
+
+def test_without_digests_some_are_loaded_with_other_values(tmp_path: Path) -> None:
+    assert fuzz.mutate_files(200, tmp_path, has_digests=False)["loaded, with other values"] > 20
+
+
+def test_random_options_are_taken_or_refused_with_errors_of_ours() -> None:
+    assert options.try_options(1500) == []
+
+
+def _try_unchecked(rank: int, ranks: int) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        made = {one.__name__: (one, lambda of: {}) for one in (_unchecked, _comparing)}
+        patch.setattr(options, "MADE", made)
+        return options._try(rank, ranks, 800, 0)
+
+
+def test_an_option_that_is_not_checked_is_seen() -> None:
+    (found,) = run_ranks(_try_unchecked, 1)
+    assert any(text.startswith("_unchecked(flag=") and "taken, although flag is bool" in text for text in found)
+    assert any(text.startswith("_comparing(word=") and ": ValueError: compared" in text for text in found)
+
+
+def _unchecked(*, flag: bool = False) -> None:
+    pass
+
+
+def _comparing(*, word: str = "x") -> None:
+    if word not in ("x", "y"):
+        raise ConfigurationError("word is 'x' or 'y'")
