@@ -11,14 +11,14 @@ from torch import optim
 from torch.nn.functional import mse_loss
 
 from .corpus import loop, refused
-from .declared import EVERY_BACKWARD, NOT_DISCARDED, SECOND_BACKWARD
-from .forms import STAGED
+from .declared import EVERY_BACKWARD, GONE, NOT_DISCARDED, SECOND_BACKWARD
+from .forms import INTERLEAVED, RELEASED, STAGED
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
 
 ONCE = [
-    *refused(["interleaved", "chained", "deferred"], "optimizer.step() was called again for a backward"),
+    *refused([*INTERLEAVED, "deferred"], "optimizer.step() was called again for a backward"),
     *refused(STAGED, "zero.step() was called again for a backward"),
     *EVERY_BACKWARD,
 ]
@@ -104,7 +104,11 @@ def continues(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("a step skipped where a gradient is not finite", NOT_DISCARDED)
+@loop(
+    "a step skipped where a gradient is not finite",
+    [cell for cell in NOT_DISCARDED if cell[0] not in RELEASED],
+    GONE,
+)
 def skips_non_finite(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):
         optimizer.zero_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .corpus import Declaration, limit, refused
-from .forms import AUTOMATIC, SHARDED, STAGED, STEPPED
+from .forms import AUTOMATIC, INTERLEAVED, RELEASED, SHARDED, STAGED, STEPPED
 
 __all__ = [
     "ALREADY_UPDATED",
@@ -11,6 +11,7 @@ __all__ = [
     "CLIPPED_PARTS",
     "EDITED",
     "EVERY_BACKWARD",
+    "GONE",
     "HOOK_IS_NOT_TOLD",
     "MOVED",
     "NOT_DISCARDED",
@@ -23,7 +24,12 @@ __all__ = [
 _AFTER = "backward is the step: what the loop does between backward and step() comes after the update"
 _EVERY = "backward is the step: every synchronized backward makes one update, no more and no less"
 
-EDITED = [*refused(STEPPED, "the gradient of "), *limit(AUTOMATIC, _AFTER)]
+GONE = limit(RELEASED, "gradients are released in backward: after it there is none to read, clip or change")
+"""The loop reads or changes gradients."""
+
+KEEPING = [form for form in STEPPED if form not in RELEASED]
+
+EDITED = [*refused(KEEPING, "the gradient of "), *GONE, *limit(AUTOMATIC, _AFTER)]
 """The loop changes gradients between backward and step()."""
 
 CLIPPED_PARTS = refused(["zero deferred"], "after backward .grad of ")
@@ -41,7 +47,7 @@ NOT_DISCARDED = [*refused(STEPPED, "zero_grad() between backward and "), *EVERY_
 """The loop throws a backward away."""
 
 SECOND_BACKWARD = [
-    *refused(("interleaved", "chained", *STAGED), "a second backward began before "),
+    *refused((*INTERLEAVED, *STAGED), "a second backward began before "),
     *EVERY_BACKWARD,
 ]
 """The loop makes two synchronized backwards for one step."""
@@ -50,15 +56,16 @@ SECOND_BACKWARD = [
 def coupled(name: str) -> Declaration:
     """One step of the optimizer ``name`` is not one of each bucket, or of each parameter."""
     return [
-        *refused(
-            ("interleaved", "chained", *AUTOMATIC), f"updating bucket by bucket would not equal one step of {name}: "
-        ),
+        *refused((*INTERLEAVED, *AUTOMATIC), f"updating bucket by bucket would not equal one step of {name}: "),
         *refused(SHARDED, f"{name} does not update each parameter by itself"),
     ]
 
 
-PARTS = limit(STAGED, "under ZeroStep a gradient is the mean only where this rank owns it")
-"""The loop reads gradients."""
+PARTS = limit(
+    [form for form in STAGED if form not in RELEASED],
+    "under ZeroStep a gradient is the mean only where this rank owns it",
+)
+"""The loop reads gradients, which :data:`GONE` has of those that are released."""
 
 MOVED = [*refused(STEPPED, "0.weight (and "), *ALREADY_UPDATED]
 """The loop changes parameters between backward and step()."""

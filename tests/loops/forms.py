@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -30,12 +30,16 @@ __all__ = [
     "AUTOMATIC",
     "DEFERRED",
     "FORMS",
+    "INTERLEAVED",
     "IN_BACKWARD",
     "PLAIN",
+    "RELEASED",
     "SHARDED",
     "STAGED",
     "STEPPED",
+    "ZERO_INTERLEAVED",
     "Form",
+    "forms_of",
 ]
 
 
@@ -53,6 +57,12 @@ class Form:
     """Whether parameters are final after ``step()``, so that reading them disturbs nothing."""
     has_whole_state: bool = True
     """Whether every rank has the whole state without asking the others."""
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    """Options of DDP that it needs."""
+    topics: frozenset[str] | None = None
+    """The topics whose loops it plays; ``None``: all."""
+    is_late: bool = False
+    """Whether passes are late, as they are of models as small as the corpus has them where nobody asks otherwise."""
 
 
 def _replicated(**options: Any) -> Callable[[Run, Any, Any], Any]:
@@ -104,7 +114,7 @@ def _hook(run: Run, ddp: Any, params: Any) -> Any:
 
 def _zero(run: Run, params: Any, **options: Any) -> ZeroRedundancyOptimizer:
     cls, defaults = run.optimizer_class()
-    return run.prepared(ZeroRedundancyOptimizer(params, cls, **options, **defaults))
+    return run.prepared(ZeroRedundancyOptimizer(params, cls, **options, **run.loop.zero, **defaults))
 
 
 def _sharded(zero_options: Mapping[str, Any] | None = None, **options: Any) -> Callable[[Run, Any, Any], Any]:
@@ -132,6 +142,9 @@ def _consolidated(zero: Any) -> Any:
     return zero.state_dict() if dist.get_rank() == 0 else None
 
 
+_VIEWS = {"gradient_as_bucket_view": True}
+# Of forms that differ from another one only in when memory is there, or in how many buckets are exchanged at once.
+_SOME = frozenset({"plain", "accumulation", "gradients", "schedules", "resuming", "joined"})
 _ZERO: dict[str, Any] = {"state": _consolidated, "has_whole_state": False}
 
 PLAIN = Form(name="plain", made="DDP, then `o.step()`", build=lambda run, ddp, params: run.plain_optimizer(params))
@@ -140,6 +153,13 @@ FORMS: tuple[Form, ...] = (
     Form(name="interleaved", made="`Step(OverlappedOptimizer(o))`", build=_replicated()),
     Form(name="chained", made="`Step` among transforms, behind `route({...})`", build=_chained),
     Form(name="deferred", made="`Step(OverlappedOptimizer(o), deferred=True)`", build=_replicated(deferred=True)),
+    Form(
+        name="released",
+        made="`Step(OverlappedOptimizer(o), release_gradients=True)`",
+        build=_replicated(release_gradients=True),
+        ddp=_VIEWS,
+        topics=_SOME,
+    ),
     Form(name="automatic", made="`Step(o)`", build=_automatic),
     Form(name="hook", made="`hook_then_optimizer(allreduce_hook, OptimizerHookState(o))`", build=_hook),
     Form(name="zero", made="`ZeroStep(zero)`", build=_sharded(), **_ZERO),
@@ -154,6 +174,22 @@ FORMS: tuple[Form, ...] = (
         made='`ZeroStep(zero, gather="forward")`',
         build=_sharded(gather="forward"),
         is_settled=False,
+        **_ZERO,
+    ),
+    Form(
+        name="zero released",
+        made="`ZeroStep(zero, release_gradients=True)`",
+        build=_sharded(release_gradients=True),
+        ddp=_VIEWS,
+        topics=_SOME,
+        **_ZERO,
+    ),
+    Form(
+        name="zero late",
+        made="`ZeroStep(zero)` in late passes, which make one exchange and one update of all small buckets",
+        build=_sharded(),
+        is_late=True,
+        topics=_SOME,
         **_ZERO,
     ),
     Form(name="zero deferred", made="`ZeroStep(zero, deferred=True)`", build=_sharded(deferred=True), **_ZERO),
@@ -173,12 +209,23 @@ FORMS: tuple[Form, ...] = (
 )
 
 ALL = tuple(form.name for form in FORMS)
+
+
+def forms_of(topic: str) -> tuple[Form, ...]:
+    """The forms that play the loops of ``topic``."""
+    return tuple(form for form in FORMS if form.topics is None or topic in form.topics)
+
+
 AUTOMATIC = ("automatic", "hook")
 """Backward does everything, and the loop calls no ``step()``."""
-STEPPED = ("interleaved", "chained", "zero", "zero chained", "zero forward", "zero parameter")
+INTERLEAVED = ("interleaved", "chained", "released")
+ZERO_INTERLEAVED = ("zero", "zero chained", "zero forward", "zero released", "zero late", "zero parameter")
+STEPPED = (*INTERLEAVED, *ZERO_INTERLEAVED)
 """The update is made in backward, and the loop calls ``step()``."""
 IN_BACKWARD = (*STEPPED, *AUTOMATIC)
 """The update is made in backward."""
+RELEASED = ("released", "zero released")
+"""After backward there are no gradients."""
 DEFERRED = ("deferred", "zero deferred", "zero alone", "local")
 """The update is made in ``step()``."""
 SHARDED = tuple(name for name in ALL if name.startswith("zero"))

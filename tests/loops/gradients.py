@@ -14,15 +14,17 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from harness.third_party import clip_gradients
 
 from .corpus import limit, loop, refused, variant, wrong
-from .declared import ALREADY_UPDATED, CLIPPED, EDITED, MOVED, PARTS
+from .declared import ALREADY_UPDATED, CLIPPED, EDITED, GONE, MOVED, PARTS
+from .forms import INTERLEAVED, RELEASED, ZERO_INTERLEAVED
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
 
 OWN_CLIP = [
-    *refused(["interleaved", "chained"], "the gradient of "),
-    *refused(["zero", "zero chained", "zero forward", "zero parameter"], "zero.clip_grad_norm_() after backward, but"),
+    *refused([form for form in INTERLEAVED if form not in RELEASED], "the gradient of "),
+    *refused(ZERO_INTERLEAVED, "zero.clip_grad_norm_() after backward, but"),
     *limit(["zero deferred"], "the ranks' parts of the norm are summed in another order"),
+    *[cell for cell in GONE if cell[0] == "released"],
     *ALREADY_UPDATED,
 ]
 
@@ -94,7 +96,7 @@ variant(
     wrong(["zero parameter"], "it binds on one rank alone: that one raises, and the other waits for its timeout"),
     optimizer=_ADAMW,
 )
-variant(after_backward(_clip(float("inf"))), "clip_grad_norm_(inf), to log the norm", PARTS)
+variant(after_backward(_clip(float("inf"))), "clip_grad_norm_(inf), to log the norm", PARTS, GONE)
 variant(after_backward(_clip_quietly), "clip_grad_norm_ that does not bind", optimizer=_ADAMW)
 variant(after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 0.05)), "a clip by hand", CLIPPED)
 variant(after_backward(lambda ddp, optimizer: clip_grad_value_(ddp.parameters(), 0.01)), "clip_grad_value_", EDITED)
@@ -102,7 +104,7 @@ variant(after_backward(_scale_data), "p.grad.data.mul_()", EDITED)
 variant(after_backward(_replace), "p.grad = p.grad * 0.5", EDITED)
 variant(after_backward(_add_noise), "gradient noise", EDITED)
 variant(after_backward(_decay_by_hand), "weight decay by hand, between backward and step()", MOVED)
-variant(after_backward(_log), "gradient norms logged", PARTS)
+variant(after_backward(_log), "gradient norms logged", PARTS, GONE)
 variant(after_backward(_zero_one), "one gradient set to None", EDITED)
 variant(
     after_backward(_clip(0.05)),

@@ -16,7 +16,7 @@ from overlap import checkpoint_wrapper
 
 from .corpus import limit, loop, refused, variant
 from .declared import HOOK_IS_NOT_TOLD
-from .forms import ALL, IN_BACKWARD, STAGED
+from .forms import ALL, IN_BACKWARD, INTERLEAVED, STAGED
 from .models import batch_norm, convolutional, dropout, images, mlp, tokens
 from .plain import usual
 from .run import Run
@@ -146,9 +146,7 @@ STILL_NEEDED_DATA = limit(
     is_a_race=True,
 )
 RESTRIDED = [
-    *refused(
-        ["interleaved", "chained", "deferred", "automatic", "local"], "2.weight has strides (72, 1, 24, 8), but had"
-    ),
+    *refused([*INTERLEAVED, "deferred", "automatic", "local"], "2.weight has strides (72, 1, 24, 8), but had"),
     *refused(["hook"], "a parameter of shape (8, 8, 3, 3) has strides (72, 1, 24, 8), but had"),
     *refused(STAGED, "parameter 0 of group 0 has strides (27, 1, 9, 3), but had"),
 ]

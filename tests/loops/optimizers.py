@@ -23,10 +23,11 @@ from harness.third_party import (
     PropertyWrapper,
     patch_step,
 )
+from overlap.optim import AdamW8bit
 
 from .corpus import limit, loop, refused, variant
 from .declared import NOT_DISCARDED, PARTS, coupled
-from .forms import ALL, AUTOMATIC, IN_BACKWARD, SHARDED
+from .forms import ALL, AUTOMATIC, IN_BACKWARD, INTERLEAVED, SHARDED, ZERO_INTERLEAVED
 from .plain import usual
 from .run import Run
 
@@ -58,27 +59,26 @@ def _clamped(optimizer: Any) -> Any:
     return optimizer
 
 
-DRAWS = refused(["interleaved", "chained", *AUTOMATIC, *SHARDED], "SGLD.step() draws random numbers")
+# The corpus has small parameters: in blocks, too.
+_IN_8_BITS = partial(AdamW8bit, lr=0.01, block_numel=64, min_numel=64)
+
+DRAWS = refused([*INTERLEAVED, *AUTOMATIC, *SHARDED], "SGLD.step() draws random numbers")
 COUNTS = [
-    *refused(
-        ["interleaved", "chained", *AUTOMATIC], "updating bucket by bucket would not equal one step of CountingSGD: "
-    ),
-    *refused(
-        ["zero", "zero chained", "zero forward", "zero parameter"], "CountingSGD cannot be stepped bucket by bucket"
-    ),
+    *refused([*INTERLEAVED, *AUTOMATIC], "updating bucket by bucket would not equal one step of CountingSGD: "),
+    *refused(ZERO_INTERLEAVED, "CountingSGD cannot be stepped bucket by bucket"),
 ]
 DELEGATES = [*coupled("DelegatedAdamW"), *refused(["local"], "DelegatedAdamW runs no step hooks")]
 READS_BEFORE_STEP = limit(IN_BACKWARD, "it reads weights before the inner step(), when they are the new ones already")
 PATCHED = [
-    *refused(["interleaved", "chained", *AUTOMATIC], "step() of this SGD was replaced on the object"),
-    *refused(["zero", "zero chained", "zero forward", "zero parameter"], "0.weight (and "),
+    *refused([*INTERLEAVED, *AUTOMATIC], "step() of this SGD was replaced on the object"),
+    *refused(ZERO_INTERLEAVED, "0.weight (and "),
 ]
 CLIPS = [
     *refused(
-        ["interleaved", "chained", *AUTOMATIC],
+        [*INTERLEAVED, *AUTOMATIC],
         "the step pre-hook clipping_hook.<locals>.clip must run before the update",
     ),
-    *refused(["zero", "zero chained", "zero forward", "zero parameter"], "the gradient of "),
+    *refused(ZERO_INTERLEAVED, "the gradient of "),
 ]
 
 variant(
@@ -94,6 +94,11 @@ variant(usual, "Adafactor", optimizer=partial(optim.Adafactor, lr=0.01))
 
 variant(usual, "Lion", optimizer=partial(Lion, lr=0.01, weight_decay=0.1))
 variant(usual, "blockwise 8-bit AdamW", optimizer=partial(BlockwiseAdamW, lr=0.01))
+variant(usual, "AdamW in 8 bits", optimizer=_IN_8_BITS)
+variant(usual, "AdamW in 8 bits, state on the CPU: offload=True", optimizer=_IN_8_BITS, zero={"offload": True})
+variant(
+    usual, "AdamW, fused, offload=True", optimizer=partial(optim.AdamW, lr=0.01, fused=True), zero={"offload": True}
+)
 variant(usual, "LAMB", optimizer=partial(LAMB, lr=0.01))
 variant(usual, "LAMB with a global norm", coupled("LAMB"), optimizer=partial(LAMB, lr=0.01, max_norm=0.1))
 variant(usual, "Prodigy", coupled("Prodigy"), optimizer=partial(Prodigy, d0=1e-2))

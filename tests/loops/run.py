@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from overlap.hooks.engine.nothing_to_hide import limit_replaced
+
 if TYPE_CHECKING:
     from .corpus import Loop
     from .forms import Form
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["NotOffered", "Record", "Run", "Stepless", "play"]
 
 _BUCKET_CAP_MB = 1024 / 2**20
+_SMALL_BYTES = 2**20
 
 Record = dict[str, Any]
 """What there was at one yield, or at the end."""
@@ -84,7 +87,7 @@ class Run:
     def wrap(self, model: nn.Module) -> DistributedDataParallel:
         """A DDP model with several buckets."""
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # Of newer names of some options.
-            ddp = DistributedDataParallel(model, **{"bucket_cap_mb": _BUCKET_CAP_MB, **self.loop.ddp})
+            ddp = DistributedDataParallel(model, **{"bucket_cap_mb": _BUCKET_CAP_MB, **self.loop.ddp, **self.form.ddp})
         self._models.append(ddp)
         return ddp
 
@@ -178,11 +181,12 @@ def play(loop: Loop, form: Form) -> list[Record]:
     """Plays ``loop`` with ``form`` from fixed seeds, and returns what there was at every yield and at the end."""
     torch.manual_seed(0)
     run = Run(loop, form)
-    ddp = run.wrap(loop.model())
-    optimizer = run.optimizer(ddp)
-    torch.manual_seed(1)
-    records = [run.snapshot(yielded) for yielded in loop.body(ddp, optimizer, run)]
-    return [*records, run.snapshot(None, is_last=True)]
+    with limit_replaced(_SMALL_BYTES) if form.is_late else nullcontext():
+        ddp = run.wrap(loop.model())
+        optimizer = run.optimizer(ddp)
+        torch.manual_seed(1)
+        records = [run.snapshot(yielded) for yielded in loop.body(ddp, optimizer, run)]
+        return [*records, run.snapshot(None, is_last=True)]
 
 
 def _cloned(value: Any) -> Any:
