@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
 import warnings
 
 _MODULES = (
     "torch.distributed",
+    "torch.distributed.checkpoint",
     "torch.nn.parallel",
     "torch._dynamo",  # the first DDP constructor imports it: 2.4 s
     "torch._inductor",
@@ -25,7 +27,10 @@ _MODULES = (
     "overlap.timeline",
 )
 
-for _name in _MODULES:
+# What some tests need besides, where it is installed.
+_MORE = os.environ.get("OVERLAP_TESTS_PRELOAD", "").split()
+
+for _name in (*_MODULES, *_MORE):
     # A module that is broken or absent must fail in the rank that needs it, where the error has a name;
     # so must one that warns, since `python -W error` passes its options on to the server.
     with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.streams import active
 from overlap import checkpoint_wrapper, offload_wrapper
 from overlap.optim.zero import gather_parts
 
-__all__ = ["Net", "Offloading", "Unused", "batch", "matrices", "rest", "wrapped"]
+__all__ = ["Branches", "Net", "Offloading", "Unused", "batch", "matrices", "rest", "wrapped"]
 
 _WIDTH = 16
 # Gathers that ride into the next forward come in several parts, though buckets are small.
@@ -54,6 +55,31 @@ class Unused(Net):
         self.calls += 1
         out = self.layers(self.embedding(tokens).mean(dim=1))
         return out if self.calls % 2 else self.head(out)
+
+
+class Branches(Net):
+    """Has two branches; backward computes the second on a stream of its own, which the rest waits for afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(_WIDTH) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.layers(self.embedding(tokens).mean(dim=1))
+        first, second = hidden * self.scales[0], hidden.detach() * self.scales[1]
+        if (detector := active()) is not None and hidden.requires_grad:
+            main, beside = detector.default_stream, detector.new_stream()
+
+            def go_beside(gradient: Tensor) -> None:
+                beside.wait_stream(main)
+                detector.enter(beside)
+
+            # In backward the second branch comes first.
+            second.register_hook(go_beside)
+            first.register_hook(lambda gradient: detector.enter(main))
+            hidden.register_hook(lambda gradient: main.wait_stream(beside))
+        out: Tensor = self.head((first + second).tanh())
+        return out
 
 
 def wrapped(build: type[Net] = Net, **options: Any) -> DistributedDataParallel:

@@ -146,6 +146,11 @@ MUTANTS: dict[str, Mutant] = {
     "a released bucket is not held for the stages' stream": _without(
         f"{_OPTIM}.gradient_release:GradientRelease._empty_if_done", "hold(bucket.buffer)", "released", _FREED
     ),
+    "a bucket is written before it has memory": _without(
+        f"{_OPTIM}.gradient_release:GradientRelease.gradient_comes",
+        "memory.wait_until_filled()",
+        "released, on two streams",
+    ),
     # What the host reads late.
     "norms are read before they are there": Mutant(
         "hooks.late_reads:LateReads.read", "not event.query()", "False", "norms written"

@@ -45,7 +45,7 @@ from overlap.hooks import PostLocal, PostLocalSGDState
 
 from . import loops
 from .loops import Loop
-from .model import Net, Offloading, Unused, matrices, rest
+from .model import Branches, Net, Offloading, Unused, matrices, rest
 
 __all__ = ["SCENARIOS", "TOPICS", "Scenario"]
 
@@ -256,7 +256,9 @@ _STEPS = "overlap/optim/local_sgd/synchronizer.py:_weight_by_steps"
 _STATE = "overlap/optim/local_sgd/model_tensors.py:check_others"
 _POLL = ("overlap/join/participation.py:result",)
 _SAVED = ("overlap/resume/snapshot.py:snapshot",)
-_REGISTERED = ("overlap/optim/zero/parameter_groups.py:check_same_on_all_ranks",)
+# Where a registration compares the values of the model with rank 0's.
+_REGISTERED = ("overlap/hooks/engine/same_registration.py:_fingerprint",)
+_SHARDED = (*_REGISTERED, "overlap/optim/zero/parameter_groups.py:check_same_on_all_ranks")
 _WIRES = {"reduce_wire": Int4(), "gather_wire": Int8(), "error_feedback": True}
 _BY_PARAMETER = {"partition": "parameter"}
 
@@ -359,6 +361,9 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
         "released, on the default stream": Scenario(
             build=functools.partial(_on_default_in_backward, **_RELEASED), ddp=_VIEWS, plain=_on_default
         ),
+        "released, on two streams": Scenario(
+            build=_step(AllReduce, **_RELEASED), model=Branches, ddp=_VIEWS, plain=_adamw
+        ),
         "released, two updates": Scenario(build=_two_steps(AllReduce, **_RELEASED), ddp=_VIEWS, plain=_muon_and_adamw),
         "released, sharded": Scenario(build=_zero(**_RELEASED), ddp=_VIEWS, plain=_adamw),
         "released, sharded, in the next forward": Scenario(
@@ -370,7 +375,10 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
             build=_step(AllReduce, **_RELEASED), loop=loops.resumes, ddp=_VIEWS, plain=_adamw, host_syncs=_SAVED
         ),
         "released, removed": Scenario(
-            build=_step(AllReduce, optimizer=SGD, **_RELEASED), loop=loops.removes, ddp=_VIEWS
+            build=_step(AllReduce, optimizer=SGD, **_RELEASED),
+            loop=loops.removes,
+            ddp=_VIEWS,
+            host_syncs=_REGISTERED,
         ),
         "released, joins": Scenario(
             build=_step(AllReduce, **_RELEASED), loop=loops.joins_knowing, ddp=_VIEWS, plain=_adamw
@@ -392,9 +400,11 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
         "resumes, momentum": Scenario(
             build=_factors_with_momentum, loop=loops.resumes, as_on_host=False, host_syncs=_SAVED
         ),
-        "removed": Scenario(build=_step(AllReduce, optimizer=SGD), loop=loops.removes),
-        "removed, sharded": Scenario(build=_zero(gather="forward"), loop=loops.removes, host_syncs=_REGISTERED),
-        "removed, 4 bits": Scenario(build=_step(ROUNDING["4 bits, feedback"]), loop=loops.removes),
+        "removed": Scenario(build=_step(AllReduce, optimizer=SGD), loop=loops.removes, host_syncs=_REGISTERED),
+        "removed, sharded": Scenario(build=_zero(gather="forward"), loop=loops.removes, host_syncs=_SHARDED),
+        "removed, 4 bits": Scenario(
+            build=_step(ROUNDING["4 bits, feedback"]), loop=loops.removes, host_syncs=_REGISTERED
+        ),
     },
     "uneven inputs": {
         "joins": Scenario(build=_step(AllReduce), loop=loops.joins, plain=_adamw, host_syncs=_POLL),

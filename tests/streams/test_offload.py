@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -25,18 +24,18 @@ from overlap import (
     ZeroStep,
     chain,
 )
-from overlap._torch.device import DeviceStreams, streams_replaced
+from overlap._torch.device import streams_replaced
 from overlap.optim import AdamW8bit
 from overlap.optim.update_stream import uses_current_stream
 
 from . import loops
+from .at_once import AtOnce
 from .loops import Game
 from .model import Net, Unused, batch, matrices, rest, wrapped
 from .mutants import Mutant, mutated
 from .play import outcome_of, play
 from .scenarios import MUON, Scenario
 
-CPU = torch.device("cpu")
 # Where the host waits for gradients and verdicts that have gone down to it.
 WAITS = ("overlap/optim/zero/offload.py:wait",)
 VERDICT = "overlap/optim/zero/offload.py:stops"
@@ -230,72 +229,6 @@ def _train(ddp: Any, zero: Any, batches: list[tuple[Tensor, Tensor]]) -> None:
         zero.step()
 
 
-class _OneStream:
-    """Stands for a stream on which all is done at once."""
-
-    device = CPU
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    wait_event = wait_stream
-
-
-class _Event:
-    def record(self, stream: Any = None) -> None:
-        self.is_recorded = True
-
-    def synchronize(self) -> None:
-        assert self.is_recorded
-
-    def query(self) -> bool:
-        return True
-
-
-class _OneStreamEach(DeviceStreams):
-    """A device whose only stream runs at once: threads are real, where the detector sees one alone."""
-
-    stream = _OneStream()
-
-    def has_streams(self, device: torch.device) -> bool:
-        return True
-
-    def new_stream(self, device: torch.device, *, priority: int = 0) -> Any:
-        return self.stream
-
-    def current_stream(self, device: torch.device) -> Any:
-        return self.stream
-
-    default_stream = current_stream
-
-    def on_stream(self, stream: Any) -> Any:
-        return nullcontext()
-
-    def new_event(self, device: torch.device, *, is_timed: bool) -> Any:
-        return _Event()
-
-    def record_stream(self, tensor: Tensor, stream: Any) -> None:
-        pass
-
-    def future_for(self, device: torch.device) -> Any:
-        return torch.futures.Future()
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        return tensor.clone()
-
-    def host_buffer(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def is_capturing(self, device: torch.device | None) -> bool:
-        return False
-
-    def synchronize(self, device: torch.device) -> None:
-        pass
-
-
 CASES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {
     "fp32": (torch.float32, {}, {}),
     "16 bits": (torch.bfloat16, {}, {}),
@@ -309,7 +242,7 @@ def _trained(rank: int, world_size: int, offload: bool) -> dict[str, Any]:
     results: dict[str, Any] = {}
     options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "fused": True, "offload": offload}
     for name, (dtype, more, form) in CASES.items():
-        with streams_replaced(_OneStreamEach()):
+        with streams_replaced(AtOnce()):
             ddp, zero = _pair(torch.optim.AdamW, dtype=dtype, **options, **more)
             assert (zero.offload is not None) == offload
             registration = chain(ZeroStep(zero, **form)).register(ddp)

@@ -119,6 +119,10 @@ class Detector:
         finally:
             self._local.stream = before
 
+    def enter(self, stream: Stream) -> None:
+        """From now on ``stream`` is the current one of this thread."""
+        self._local.stream = stream
+
     def all_done(self) -> Moment:
         """The moment at which everything that was queued so far is done."""
         return {stream: stream.now for stream in self._streams}
