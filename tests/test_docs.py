@@ -1,0 +1,120 @@
+"""The site names every page and every public name, and what its guides show works as it stands."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_public_names import NAMES
+
+from harness.documented import examples_on_one_rank
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+SHOWN = [ROOT / "README.md", *sorted((DOCS / "guides").glob("*.md"))]
+FROM_ROOT = {"index.md", "contributing.md", "security.md", "changelog.md"}
+"""Pages of the site that are files of the root, under other names."""
+
+
+def _navigation() -> list[str]:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
+    return re.findall(r"[\w/.-]+\.md\b|[\w/-]+/\*", nav)
+
+
+def test_the_navigation_names_every_page() -> None:
+    named = {
+        page
+        for entry in _navigation()
+        for page in (
+            [path.relative_to(DOCS).as_posix() for path in DOCS.glob(f"{entry}.md")] if "*" in entry else [entry]
+        )
+    }
+    assert named == {page.relative_to(DOCS).as_posix() for page in PAGES} | FROM_ROOT
+
+
+def _reference() -> list[str]:
+    return [
+        name
+        for page in (DOCS / "api").glob("*.md")
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    ]
+
+
+def _of_frameworks() -> list[str]:
+    """The public names of the integrations, as their sources say: the frameworks need not be there."""
+    folder = ROOT / "overlap" / "integrations"
+    found = []
+    for framework in ("lightning", "accelerate", "transformers"):
+        source = next(
+            path for path in (folder / f"{framework}.py", folder / framework / "__init__.py") if path.exists()
+        )
+        (names,) = re.findall(r"^__all__ = (\[.*\])$", source.read_text(), re.MULTILINE)
+        found += [f"overlap.integrations.{framework}.{name}" for name in ast.literal_eval(names)]
+    return found
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    documented = [path.rpartition(".")[2] for path in _reference() if "overlap.integrations." not in path]
+    assert sorted(documented) == sorted({name for names in NAMES.values() for name in names})
+    assert sorted(path for path in _reference() if "overlap.integrations." in path) == sorted(_of_frameworks())
+
+
+def test_the_reference_names_things_where_they_are_imported_from() -> None:
+    for path in set(_reference()) - set(_of_frameworks()):
+        package, _, name = path.rpartition(".")
+        assert name in NAMES[package]
+        assert package == "overlap" or name not in NAMES["overlap"]
+
+
+def _links(page: Path) -> Iterator[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    yield from (target for target in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in target)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md")], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files(page: Path) -> None:
+    assert [target for target in _links(page) if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.name)
+def test_what_is_shown_runs(page: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    for block in blocks:
+        with examples_on_one_rank() as namespace:
+            if "dist.init_process_group" in block:
+                continue  # A program of its own; tests/test_examples.py runs it.
+            exec(compile(block, str(page), "exec"), namespace)
+
+
+PLAIN = re.compile(r"\brid(?:e|es|ing)\b|second face|straight-line async|with nothing new", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_words_are_plain(page: Path) -> None:
+    assert not PLAIN.search(page.read_text())
+
+
+def test_the_front_page_shows_the_smallest_example_in_part_and_the_guide_all_of_it() -> None:
+    program = (ROOT / "examples" / "train.py").read_text().split("\n\n", 1)[1]
+    (shown,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert shown in program
+    assert f"```python\n{program}```" in (DOCS / "guides" / "first-steps.md").read_text()
+
+
+def test_the_table_of_the_reference_leads_to_every_name() -> None:
+    table = (DOCS / "api" / "index.md").read_text()
+    assert [path for path in _reference() if f"#{path})" not in table] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/slow-link.md"])
+def test_figures_are_those_of_the_benchmarks(page: str) -> None:
+    """Ratios to plain DDP, in tables, to two places."""
+    tables = re.findall(r"^\|.*$", (ROOT / page).read_text(), re.MULTILINE)
+    shown = set(re.findall(r"\b\d\.\d\d\b", "\n".join(tables)))
+    measured = re.findall(r"\| (\d\.\d{3}) \|", (DOCS / "benchmarks.md").read_text())
+    assert shown <= {f"{float(ratio):.2f}" for ratio in measured}
+    assert len(shown) >= 5
