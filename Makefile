@@ -4,6 +4,10 @@ VENV ?= .venv
 DEMO ?=
 BENCH ?=
 GPU ?=
+MINUTES ?= 10
+SOAK ?=
+FUZZ ?=
+STEPS ?=
 DEVICE ?= cuda
 OUT ?= .
 
@@ -15,21 +19,29 @@ else
 gpu_python := $(PYTHON)
 endif
 installed := $(VENV)/.installed
+docs_installed := $(VENV)/.installed-docs
 pip := $(bin)/python -m pip --disable-pip-version-check
 install := $(pip) install -qq --retries 10 --constraint constraints.txt
 
+with_frameworks := .venv-integrations
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage check fmt bench gpu clean
+.PHONY: help demo test test-integrations soak coverage check fmt docs bench gpu clean
 
 help:
 	@echo "make demo      train ResNet-18 twice on two ranks, plainly and overlapped, and compare"
 	@echo "make test      lint, types, import rules and all tests"
+	@echo "make test-integrations  Lightning, Accelerate, the HF Trainer and Ignite with chains, beside the same without"
 	@echo "make coverage  all tests, and which lines they reach; takes twice as long"
 	@echo "make check     the same without the tests"
 	@echo "make fmt       format, and mend what the linter can"
+	@echo "make docs      the site, into site/: warnings are errors, links are checked"
 	@echo "make bench     step times beside PyTorch's own ways"
 	@echo "make gpu       all that needs a GPU, within eight minutes; a report in overlap-gpu (OUT=folder to put it elsewhere)"
 	@echo "               DEVICE=cpu is the dry run; PYTHON=python3 names the Python that has torch; it installs nothing"
+	@echo "make soak      random programs (FUZZ='--programs 100'), then faults at random moments for MINUTES=10, and exact"
+	@echo "               resumes; SOAK=... for more: SOAK='--seed 1'"
+	@echo "               STEPS=20000 adds so many steps of every form, in which nothing may grow"
 	@echo "make clean     remove what these made"
 
 demo: $(installed)
@@ -50,18 +62,31 @@ check: $(installed)
 test: check
 	$(bin)/python -m pytest
 
+test-integrations: $(with_frameworks)/.installed
+	$(with_frameworks)/bin/python -m pytest tests/integrations
+
+# The network is used once, to install; the site itself is built and read without it.
+docs: $(docs_installed)
+	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 coverage: $(installed)
 	rm -rf .coverage && mkdir .coverage
 	$(bin)/coverage run -m pytest
 	$(bin)/coverage combine --quiet
 	$(bin)/coverage report
 
+soak: $(installed)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(bin)/python -m soak.fuzz $(FUZZ)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(bin)/python -m soak --minutes $(MINUTES) $(SOAK)
+	$(if $(STEPS),OMP_NUM_THREADS=1 PYTHONPATH=tests $(bin)/python -m soak.slopes --steps $(STEPS))
+
 fmt: $(installed)
 	$(bin)/ruff check --fix .
 	$(bin)/ruff format .
 
 clean:
-	rm -rf $(VENV) .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache overlap-demo overlap-bench overlap-trace overlap-gpu dist
+	rm -rf $(VENV) $(with_frameworks) .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache overlap-demo overlap-bench overlap-trace overlap-gpu overlap-soak dist site
 
 # Once, and again only when what is to be installed changes: nothing else here uses the network. torch comes first
 # and alone, so that pip takes the build that this machine offers, and torchvision without its wish for another.
@@ -73,4 +98,22 @@ $(installed): pyproject.toml constraints.txt
 	$(install) --no-deps torchvision
 	$(install) hatchling editables
 	$(install) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(docs_installed): $(installed)
+	$(install) --no-build-isolation --editable '.[dev,docs]'
+	@touch $@
+
+# The frameworks in an environment of their own. torch comes first and alone here, too, so that none of them chooses
+# another; none brings a CUDA wheel. Without torchvision, which some of them would import where it is.
+$(with_frameworks)/.installed: pip := $(with_frameworks)/bin/python -m pip --disable-pip-version-check
+$(with_frameworks)/.installed: install = $(pip) install -qq --retries 10 --constraint constraints-integrations.txt
+$(with_frameworks)/.installed: pyproject.toml constraints-integrations.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: make PYTHON=... with Python 3.11 or newer"; exit 1; }
+	@echo "Installing into $(with_frameworks); this takes a minute or two, once."
+	test -x $(with_frameworks)/bin/python || $(PYTHON) -m venv $(with_frameworks)
+	$(install) torch
+	$(install) hatchling editables
+	$(install) --no-build-isolation --editable '.[lightning,accelerate,transformers]' pytorch-ignite \
+	    cloudpickle pytest pytest-timeout
 	@touch $@
