@@ -3,7 +3,8 @@
     python benchmarks/averaging_cost.py [--ranks 2] [--rounds 20]
 
 All take turns within one run, and each begins at a barrier; the slowest rank's times are compared. The bare all-reduce
-is of one flat tensor of as many elements, which nobody packs, divides or copies.
+is of one flat tensor of as many elements, which nobody packs, divides or copies; parameters do not lie in one tensor,
+so the all-reduces of their large ones, where they are, are a row, too.
 """
 
 from __future__ import annotations
@@ -31,9 +32,16 @@ def run(rank: int, options: argparse.Namespace) -> None:
     assert group is not None
     ours, others = (load_torchvision().models.resnet18() for _ in range(2))
     flat = torch.randn(sum(parameter.numel() for parameter in ours.parameters()))
+    large = [parameter.detach() for parameter in ours.parameters() if parameter.nbytes >= 2**20]
+
+    def all_reduce_large() -> None:
+        for parameter in large:
+            dist.all_reduce(parameter, group=group)
+
     timed: dict[str, Callable[[], None]] = {
         "PyTorch's average_parameters": lambda: theirs.average_parameters(others.parameters(), group),
         "overlap.optim.average_parameters": lambda: average_parameters(ours.parameters(), group),
+        f"all-reduces of the {len(large)} parameters of a MiB and more, nothing else": all_reduce_large,
         "one all-reduce, nothing else": lambda: dist.all_reduce(flat, group=group),
     }
     measured_s: dict[str, list[float]] = {name: [] for name in timed}

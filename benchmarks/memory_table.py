@@ -6,6 +6,8 @@
 Each cell is a run of its own, one fresh process for each rank, of a few steps from the first on; the figure is that of
 the rank that took most. *Above activations* is the peak of the resident set, less that of a run that makes the same
 forward and backward and drops each gradient as it comes: that has the weights and the activations, and nothing else.
+Beside it is the median time of a step, with all ranks on this machine's cores and loopback; compare those of one quiet
+machine alone.
 Figures are kept in ``benchmarks/memory_table.json``, so the table can be measured in parts; with ``--into`` the table
 of all that were measured takes the place of what is between two comments there. A new row is an entry of ``ROWS``.
 """
@@ -21,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +33,9 @@ _HERE = Path(__file__).resolve()
 RESULTS = _HERE.with_suffix(".json")
 BEGIN, END = "<!-- peaks: written by benchmarks/memory_table.py -->", "<!-- end of peaks -->"
 MIB = 2**20
-STEPS = 4
+# Of which the first two make what is made once.
+STEPS = 5
+_FIRST = 2
 _LR = 1e-4
 
 
@@ -69,8 +74,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9, "fused": True},
     "adamw": {"fused": True},
 }
-
-
 TITLES = {"sgd": "SGD with momentum", "adamw": "AdamW"}
 
 
@@ -81,6 +84,8 @@ class Row:
     title: str
     build: Callable[[Any, Any, dict[str, Any]], Callable[[], None]]
     ddp: dict[str, Any] = field(default_factory=dict)
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
+    is_8bit: bool = False
 
 
 _VIEWS = {"gradient_as_bucket_view": True}
@@ -164,6 +169,18 @@ ROWS: dict[str, Row] = {
     "step-released": Row("`Step(release_gradients=True)`", _step(release_gradients=True), _VIEWS),
     "zero": Row("`ZeroStep`, views", _zero(), _VIEWS),
     "zero-released": Row("`ZeroStep(release_gradients=True)`", _zero(release_gradients=True), _VIEWS),
+    "step-8bit": Row(
+        "`Step(release_gradients=True)`, `AdamW8bit`", _step(release_gradients=True), _VIEWS, ("adamw",), is_8bit=True
+    ),
+    "zero-8bit": Row(
+        "`ZeroStep(release_gradients=True)`, `AdamW8bit`", _zero(release_gradients=True), _VIEWS, ("adamw",), True
+    ),
+    "zero-offload": Row(
+        "`ZeroStep(release_gradients=True)`, `offload=True`",
+        _zero({"offload": True}, release_gradients=True),
+        _VIEWS,
+        ("adamw",),
+    ),
 }
 
 
@@ -177,10 +194,9 @@ def run_cell(row: str, model: str, optimizer: str) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cls = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
     for name in ("ddp-views", row):  # What is imported and connected at first use is there before anything is measured.
         tiny = DistributedDataParallel(torch.nn.Linear(8, 8), **ROWS[name].ddp)
-        step = ROWS[name].build(tiny, cls, OPTIMIZERS[optimizer])
+        step = _built(ROWS[name], tiny, optimizer)
         for _ in range(3):
             tiny(torch.ones(2, 8)).sum().backward()
             step()
@@ -195,21 +211,35 @@ def run_cell(row: str, model: str, optimizer: str) -> None:
     weights = sum(parameter.nbytes for parameter in module.parameters())
     one = ROWS[row]
     ddp = module if row == COMPUTE else DistributedDataParallel(module, **one.ddp)
-    step = one.build(ddp, cls, OPTIMIZERS[optimizer])
+    step = _built(one, ddp, optimizer)
+    took_s = []
     for place in range(STEPS):
-        if place == 2:
+        if place == _FIRST:
             whole = meter.peak_bytes()
             dist.barrier()
             Path("/proc/self/clear_refs").write_text("5")  # The recorded peak is what is resident now.
+        start_s = time.perf_counter()
         loss = torch.nn.functional.cross_entropy(ddp(inputs), target)
         loss.backward()
         del loss
         step()
+        took_s.append(time.perf_counter() - start_s)
     settled = meter.peak_bytes()
     dist.barrier()
-    found = {"weights": weights, "peak": max(whole, settled), "settled": settled}
+    step_ms = 1e3 * statistics.median(took_s[_FIRST:])
+    found = {"weights": weights, "peak": max(whole, settled), "settled": settled, "step_ms": step_ms}
     Path(os.environ["OVERLAP_CELL"], str(dist.get_rank())).write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def _built(row: Row, ddp: Any, optimizer: str) -> Callable[[], None]:
+    import torch
+
+    import overlap
+
+    if row.is_8bit:
+        return row.build(ddp, overlap.optim.AdamW8bit, {})
+    return row.build(ddp, {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer], OPTIMIZERS[optimizer])
 
 
 def measure(row: str, model: str, optimizer: str, ranks: int) -> dict[str, float] | None:
@@ -260,29 +290,45 @@ def table(results: dict[str, dict[str, float]]) -> str:
             if not ranks_here:
                 continue
             weights = next(iter(cells.values()))["weights"]
+            columns = [_Column(cells, ranks) for ranks in ranks_here]
             lines += [
                 f"**{chosen.title} parameters ({weights / MIB:.0f} MiB), {TITLES[optimizer]}**, MiB above activations:",
                 "",
-                "| | " + " | ".join(f"{ranks} ranks | of plain DDP | from step 3" for ranks in ranks_here) + " |",
-                "| --- " + "| --: " * (3 * len(ranks_here)) + "|",
+                "| | " + " | ".join(column.head for column in columns) + " |",
+                "| --- " + "| --: " * sum(column.width for column in columns) + "|",
             ]
             for row, one in ROWS.items():
                 if row != COMPUTE and any((row, ranks) in cells for ranks in ranks_here):
-                    lines.append(
-                        f"| {one.title} | " + " | ".join(_cells(cells, row, ranks) for ranks in ranks_here) + " |"
-                    )
+                    lines.append(f"| {one.title} | " + " | ".join(column.of(row) for column in columns) + " |")
             lines.append("")
     return "\n".join(lines)
 
 
-def _cells(cells: dict[tuple[str, int], dict[str, float]], row: str, ranks: int) -> str:
-    found, compute = cells.get((row, ranks)), cells[COMPUTE, ranks]
-    if found is None:
-        return "- | - | -"
-    above = found["peak"] - compute["peak"]
-    plain = cells.get(("ddp", ranks))
-    ratio = f"{above / (plain['peak'] - compute['peak']):.2f}" if plain else "-"
-    return f"{above / MIB:.0f} | {ratio} | {(found['settled'] - compute['settled']) / MIB:.0f}"
+class _Column:
+    """What was measured with so many ranks; with times where there are any."""
+
+    def __init__(self, cells: dict[tuple[str, int], dict[str, float]], ranks: int) -> None:
+        self._found = {row: found for (row, each), found in cells.items() if each == ranks}
+        self._is_timed = any("step_ms" in found for found in self._found.values())
+        self.head = f"{ranks} ranks | of plain DDP | from step 3" + " | step, ms" * self._is_timed
+        self.width = 3 + self._is_timed
+
+    def of(self, row: str) -> str:
+        found, compute, plain = self._found.get(row), self._found[COMPUTE], self._found.get("ddp")
+        if found is None:
+            return " | ".join("-" * self.width)
+        above = found["peak"] - compute["peak"]
+        ratio = f"{above / (plain['peak'] - compute['peak']):.2f}" if plain else "-"
+        told = [f"{above / MIB:.0f}", ratio, f"{(found['settled'] - compute['settled']) / MIB:.0f}"]
+        if self._is_timed:
+            told.append(f"{found['step_ms']:.0f}" if "step_ms" in found else "-")
+        return " | ".join(told)
+
+
+def _told(found: dict[str, float]) -> str:
+    return ", ".join(
+        f"{name} {value:.0f}" if name == "step_ms" else f"{name} {value / MIB:.0f}" for name, value in found.items()
+    )
 
 
 def write(page: Path, text: str) -> None:
@@ -309,13 +355,13 @@ def main() -> None:
     for model in options.models:
         for optimizer in options.optimizers:
             for ranks in options.ranks:
-                for row in options.rows:
+                for row in [row for row in options.rows if optimizer in ROWS[row].optimizers]:
                     runs = [measure(row, model, optimizer, ranks) for _ in range(options.repeats)]
                     key, done = f"{model}/{optimizer}/{ranks}/{row}", [run for run in runs if run is not None]
                     if done:
                         results[key] = {name: statistics.median(run[name] for run in done) for name in done[0]}
                         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-                    print(key, {name: f"{value / MIB:.0f}" for name, value in results.get(key, {}).items()}, flush=True)
+                    print(key, _told(results.get(key, {})), flush=True)
     text = table(results)
     print(text)
     if options.into is not None:

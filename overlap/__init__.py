@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from overlap.activations import apply_activation_checkpointing, checkpoint_wrapper, offload_wrapper
     from overlap.compose import OptimizerHookState, hook_then_optimizer
     from overlap.errors import (
+        CheckpointError,
         CollectiveError,
         ConfigurationError,
         OverlapError,
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     )
     from overlap.join import Join, Joinable, JoinHook
     from overlap.optim import (
+        ElasticLocalSGD,
         LocalSGD,
         OverlappedOptimizer,
         ReduceScatter,
@@ -80,13 +82,15 @@ if TYPE_CHECKING:
         hook_with_zero_step,
         hook_with_zero_step_interleaved,
     )
+    from overlap.plan import Plan, auto
     from overlap.quantized import DQuantType, auto_quantize
-    from overlap.resume import TrainState, load_state_dict, state_dict
+    from overlap.resume import CheckpointManager, TrainState, load_state_dict, state_dict
     from overlap.timeline import Timeline
 else:
     # Where each name is from; see overlap._lazy.
     _PARTS = {
         "errors": (
+            "CheckpointError",
             "CollectiveError",
             "ConfigurationError",
             "OverlapError",
@@ -145,6 +149,7 @@ else:
             "route",
         ),
         "optim": (
+            "ElasticLocalSGD",
             "LocalSGD",
             "OverlappedOptimizer",
             "ReduceScatter",
@@ -156,8 +161,9 @@ else:
         ),
         "compose": ("OptimizerHookState", "hook_then_optimizer"),
         "activations": ("apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"),
+        "plan": ("Plan", "auto"),
         "quantized": ("DQuantType", "auto_quantize"),
-        "resume": ("TrainState", "load_state_dict", "state_dict"),
+        "resume": ("CheckpointManager", "TrainState", "load_state_dict", "state_dict"),
         "timeline": ("Timeline",),
     }
     __getattr__, __dir__ = lazy_names(__name__, _PARTS)
@@ -171,11 +177,14 @@ __all__ = [
     "Cast",
     "Centralize",
     "Chain",
+    "CheckpointError",
+    "CheckpointManager",
     "ClipGradNorm",
     "ClipValue",
     "CollectiveError",
     "ConfigurationError",
     "DQuantType",
+    "ElasticLocalSGD",
     "Float16",
     "Float8",
     "Hierarchical",
@@ -191,6 +200,7 @@ __all__ = [
     "OverlapError",
     "OverlappedOptimizer",
     "PeerError",
+    "Plan",
     "PowerSGD",
     "PowerSGDState",
     "QuantizationOverflowError",
@@ -216,6 +226,7 @@ __all__ = [
     "apply_activation_checkpointing",
     "as_hook",
     "as_stage",
+    "auto",
     "auto_quantize",
     "batched_powerSGD_hook",
     "bf16_compress_hook",

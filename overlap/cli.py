@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from overlap import __version__
 from overlap.errors import ConfigurationError
 
 __all__ = ["main"]
@@ -21,6 +22,9 @@ __all__ = ["main"]
 COMMANDS = {
     "demo": ("overlap.demo.command", "trains ResNet-18 on digits, plainly and overlapped, and compares the two"),
     "bench": ("overlap.bench.command", "times variants against PyTorch's own, on links of a known speed"),
+    "doctor": ("overlap.doctor.command", "says whether this installation works, for you and for a bug report"),
+    "plan": ("overlap.forecast.command", "predicts which chain is fastest on a link and ranks that are not here"),
+    "race": ("overlap.race.command", "trains to a target on a link of a known speed, plain DDP beside chains"),
     "trace": ("overlap.trace.command", "records a plain and an overlapped step, as a picture and a Perfetto trace"),
 }
 
@@ -31,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for options that it cannot work with."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(prog="overlap", description="Work that runs in DDP's backward pass.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"overlap {__version__}")
     summary = "; ".join(f"{name}: {description}" for name, (_, description) in COMMANDS.items())
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=summary)
     # The command's own options are not known yet: everything after its name is left to the second parser.
@@ -41,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog=f"overlap {options.command}",
         description=description,
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     command.add_arguments(parser)
     try:
@@ -55,6 +60,16 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
-            names = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+            shown = [action for action in self._actions if action.help is not argparse.SUPPRESS]
+            names = [name for action in shown for name in action.option_strings if name.startswith("--")]
             message = f"{message} (allowed: {', '.join(names)})"
         self.exit(_BAD_OPTIONS, f"{self.prog}: {message}\n")
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something: not that an option is off, or that nothing was given."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or action.default == ():
+            return action.help
+        return super()._get_help_string(action)

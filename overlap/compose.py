@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import described
+from overlap._checks import as_list, described
 from overlap.errors import ConfigurationError
 from overlap.hooks import Chain, Stage, StageHook, chain
 from overlap.hooks.adapters import CommHook, check_hook, hook_name, stage_from
@@ -27,11 +27,16 @@ class OptimizerHookState:
 
     Raises:
         ConfigurationError: ``optimizer`` is not an optimizer that can update in backward, or lacks some of ``params``.
+
+    >>> state = OptimizerHookState(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    >>> ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, state))
+    >>> loss_fn(ddp(x), y).backward()  # updates, too
     """
 
     def __init__(self, optimizer: Optimizer | FunctionalOptimizer, params: Iterable[Tensor] | None = None) -> None:
         self.optimizer = optimizer
-        self.params = None if params is None else list(params)
+        given = as_list(params)
+        self.params = params if given is None else given
         self.stage()  # Raises here, and not where the hook is made.
 
     def stage(self) -> Step:

@@ -25,13 +25,16 @@ from harness.communicators import on_simulated_device
 from overlap import (
     AllReduce,
     DQuantType,
+    LocalSGD,
     OverlappedOptimizer,
+    Registration,
     Step,
     ZeroRedundancyOptimizer,
     ZeroStep,
     auto_quantize,
     chain,
 )
+from overlap.doctor.trial import compare_with_plain
 
 _RAISED, _EXITED = 1, 3
 _LIMIT_S = 90.0
@@ -143,13 +146,50 @@ def _one_rank_is_late(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def _step(rank: int) -> None:
+def _stepped() -> tuple[DistributedDataParallel, Registration]:
     ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters()))
-    chain(AllReduce(), Step(optimizer)).register(ddp)
+    registration = chain(AllReduce(), Step(optimizer)).register(ddp)
     for _ in range(4):
         ddp(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()
+    return ddp, registration
+
+
+def _step(rank: int) -> None:
+    _stepped()
+    dist.destroy_process_group()
+
+
+def _step_and_nothing(rank: int) -> None:
+    _stepped()
+
+
+def _removed_then_plain(rank: int) -> None:
+    ddp, registration = _stepped()
+    registration.remove()
+    for _ in range(4):
+        ddp(torch.randn(4, 64)).square().mean().backward()
+    dist.destroy_process_group()
+
+
+def _beside_plain(rank: int) -> None:
+    compare_with_plain()
+    dist.destroy_process_group()
+
+
+def _average_in_flight(rank: int) -> None:
+    ddp = DistributedDataParallel(torch.nn.Linear(512, 512))
+    local = LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=2, start_step=0, overlap=True)
+    for _ in range(4):
+        local.zero_grad()
+        ddp(torch.randn(4, 512)).square().mean().backward()
+        local.step()
+    assert local.synchronizer.pending is not None
+
+
+def _average_in_flight_and_destroy(rank: int) -> None:
+    _average_in_flight(rank)
     dist.destroy_process_group()
 
 
@@ -199,6 +239,11 @@ ENDS: dict[str, tuple[Loop, int]] = {
     "sys.exit": (_exit, _EXITED),
     "one rank later than the other": (_one_rank_is_late, 0),
     "Step": (_step, 0),
+    "Step, nothing": (_step_and_nothing, 0),
+    "remove, plain DDP, destroy_process_group": (_removed_then_plain, 0),
+    "beside plain DDP, destroy_process_group": (_beside_plain, 0),
+    "an average in flight": (_average_in_flight, 0),
+    "an average in flight, destroy_process_group": (_average_in_flight_and_destroy, 0),
     "auto_quantize": (_quantized, 0),
     "device, destroy_process_group": (_on_device(_destroy), 0),
     "device, nothing": (_on_device(_nothing), 0),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
+import overlap
 from overlap import _options
 from overlap.cli import COMMANDS, main
 
@@ -89,6 +92,55 @@ def test_help_is_printed(argv: list[str], capsys: pytest.CaptureFixture[str]) ->
         main(argv)
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("usage: overlap")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_only_defaults_that_say_something(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    shown = capsys.readouterr().out
+    assert not any(f"(default: {nothing})" in shown for nothing in ("()", "None", "False", "==SUPPRESS=="))
+
+
+def test_help_of_the_benchmark_has_its_variants_and_its_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    from overlap.bench.registry import registry
+
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    # Names are broken at their hyphens.
+    assert all(name in shown.replace("- ", "-") for name in registry())
+    assert "processes, each a rank (default: 2)" in shown
+
+
+@pytest.mark.parametrize("name", ["bench", "race"])
+def test_options_that_are_not_for_users_are_not_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--no-such-option"])
+    shown = capsys.readouterr().err
+    assert "(allowed: --help, --" in shown and "--run-config" not in shown
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    program = "import sys; from overlap.cli import main; main(['--version'])"
+    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert shown.stdout == f"overlap {overlap.__version__}\n"
+
+
+def test_every_hint_at_an_extra_names_the_distribution() -> None:
+    """And an extra that there is."""
+    root = Path(__file__).parent.parent
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    hints = [
+        hint
+        for folder in ("overlap", "docs", "README.md")
+        for path in [root / folder, *(root / folder).rglob("*.*")]
+        if path.suffix in (".py", ".md")
+        for hint in re.findall(r"pip install '?([\w-]+)\[([^\]{}]+)\]", path.read_text())
+    ]
+    assert hints
+    for name, chosen in hints:
+        assert name == "ddp-overlap" and set(chosen.split(",")) <= set(extras), (name, chosen)
 
 
 def test_help_describes_every_command(capsys: pytest.CaptureFixture[str]) -> None:

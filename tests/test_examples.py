@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,50 +15,145 @@ import pytest
 from overlap.launch import run_ranks
 
 ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 
 
-# Runs an example several times in one process, which can join a group from the environment only once.
-_RUNS = """
-import runpy, sys
+# Runs examples one after another in one process, which can join a group from the environment only once.
+_PLAY = """
+import contextlib, io, json, runpy, sys
 import torch.distributed as dist
+sys.path.insert(0, {folder!r})
 dist.init_process_group("gloo")
 leave = dist.destroy_process_group
 dist.init_process_group = dist.destroy_process_group = lambda *backend: None
-for arguments in {runs!r}:
-    sys.argv = [{path!r}, *arguments.split()]
-    runpy.run_path({path!r}, run_name="__main__")
+printed = []
+for example, *arguments in {runs!r}:
+    sys.argv = [example, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path({folder!r} + "/" + example, run_name="__main__")
+    printed.append(out.getvalue())
+if dist.get_rank() == 0:
+    with open({into!r}, "w") as file:
+        json.dump(printed, file)
 leave()
 """
 
+_QUICK = "transformer.py --layers 2 --steps 10 --update"
+RUNS = {
+    **{update: f"{_QUICK} {update}" for update in ("plain", "overlapped", "sharded")},
+    "transformer.py, stopped": "transformer.py --layers 2 --save-every 3 --checkpoint {folder}/gpt --steps 7",
+    "transformer.py, resumed": "transformer.py --layers 2 --save-every 3 --checkpoint {folder}/gpt --steps 10",
+    "digits.py": "digits.py --width 4 --size 8 --batch 128 --epochs 3",
+    "digits.py, stopped": "digits.py --width 4 --size 8 --batch 128 --checkpoint {folder}/digits --epochs 1",
+    "digits.py, resumed": "digits.py --width 4 --size 8 --batch 128 --checkpoint {folder}/digits --epochs 3",
+    "diloco.py": "diloco.py --period 4 --steps 20",
+    "diloco.py, stopped": "diloco.py --period 4 --checkpoint {folder}/diloco --steps 8",
+    "diloco.py, resumed": "diloco.py --period 4 --checkpoint {folder}/diloco --steps 20",
+    "join.py": "join.py --samples 200 --epochs 3",
+    "join.py, stopped": "join.py --samples 200 --checkpoint {folder}/join --epochs 1",
+    "join.py, resumed": "join.py --samples 200 --checkpoint {folder}/join --epochs 3",
+}
 
-def _output(example: str, *runs: str, capfd: pytest.CaptureFixture[str]) -> str:
-    """What an example prints on two ranks when it is run with each of these arguments."""
-    program = _RUNS.format(path=str(ROOT / "examples" / example), runs=runs)
-    assert run_ranks([], 2, prefix=lambda rank: [sys.executable, "-c", program], timeout_s=150) == 0
-    return capfd.readouterr().out
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What rank 0 of two prints in each of the runs."""
+    folder = tmp_path_factory.mktemp("examples")
+    runs = [run.format(folder=folder).split() for run in RUNS.values()]
+    program = _PLAY.format(folder=str(EXAMPLES), runs=runs, into=str(folder / "printed.json"))
+    assert run_ranks([], 2, prefix=lambda rank: [sys.executable, "-c", program], timeout_s=170) == 0
+    return dict(zip(RUNS, json.loads((folder / "printed.json").read_text()), strict=True))
 
 
 def test_the_smallest_loop_runs_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    assert (
-        run_ranks([], 2, prefix=lambda rank: [sys.executable, str(ROOT / "examples" / "train.py")], timeout_s=120) == 0
-    )
+    assert run_ranks([], 2, prefix=lambda rank: [sys.executable, str(EXAMPLES / "train.py")], timeout_s=120) == 0
     assert "rank 0: loss" in capfd.readouterr().out
 
 
-def test_a_transformer_learns_the_same_as_with_plain_ddp(capfd: pytest.CaptureFixture[str]) -> None:
-    runs = [f"--update {update} --steps 10 --layers 2" for update in ("plain", "overlapped", "sharded")]
-    lines = [line for line in _output("transformer.py", *runs, capfd=capfd).splitlines() if "rank 0: loss" in line]
-    assert len(lines) == 30
-    plain, overlapped, sharded = ([line.partition("loss ")[2] for line in lines[at : at + 10]] for at in (0, 10, 20))
-    assert float(plain[-1].split()[0]) < 0.8 * float(plain[0].split()[0])
+def test_a_transformer_learns_the_same_as_with_plain_ddp(printed: dict[str, str]) -> None:
+    plain, overlapped, sharded = (_losses(printed[update]) for update in ("plain", "overlapped", "sharded"))
+    assert len(plain) == 10
+    assert float(plain[-1][0]) < 0.8 * float(plain[0][0])
     assert overlapped == plain
     assert sharded == plain
 
 
+def _losses(printed: str) -> list[tuple[str, ...]]:
+    """Loss and, where an example prints it, accuracy or norm of weights, as often as it prints them."""
+    return re.findall(r"loss (\S+?)(?:, (?:accuracy|norm of weights) (\S+))?(?:\s|$)", printed)
+
+
+def test_a_transformer_goes_on_from_its_checkpoint_as_if_never_interrupted(printed: dict[str, str]) -> None:
+    plain, stopped, resumed = (
+        _losses(printed[run]) for run in ("plain", "transformer.py, stopped", "transformer.py, resumed")
+    )
+    assert stopped == plain[:7]
+    assert resumed == plain[6:]  # Saved after the sixth step.
+
+
+@pytest.mark.parametrize("example", ["digits.py", "diloco.py", "join.py"])
+def test_an_example_goes_on_from_its_checkpoint_as_if_never_interrupted(example: str, printed: dict[str, str]) -> None:
+    whole, stopped, resumed = (_losses(printed[f"{example}{run}"]) for run in ("", ", stopped", ", resumed"))
+    assert len(whole) >= 3 and stopped and resumed
+    assert stopped + resumed == whole
+    assert whole[0] != whole[-1]
+
+
+def test_diloco_says_what_it_saves(printed: dict[str, str]) -> None:
+    assert re.search(r"^DiLoCo, 8 bits: \S+ kB a step", printed["diloco.py"], re.MULTILINE)
+
+
+def test_every_example_explains_its_options() -> None:
+    program = """
+import contextlib, runpy, sys
+for example in sys.argv[1:]:
+    sys.argv = [example, "--help"]
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(example, run_name="__main__")
+"""
+    examples = sorted({str(EXAMPLES / run.partition(" ")[0]) for run in RUNS.values()})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(ROOT)]), "COLUMNS": "200"}
+    command = [sys.executable, "-c", program, *examples]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert len(examples) == 4
+    assert all(f"torchrun --nproc-per-node 2 examples/{Path(path).name}" in shown for path in examples)
+    assert shown.count("--checkpoint CHECKPOINT") >= 4
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code")
+    environment = {**os.environ, "MPLBACKEND": "Agg", "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", "\n".join(cells)]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=150).stdout
+    assert shown.count("the same in every bit: True") == 2
+    first, then = re.findall(r"steps (\d+) to \d+: loss (\S+)", shown)
+    assert (first[0], then[0]) == ("0", "5") and float(then[1]) < float(first[1])
+    assert len(list(tmp_path.rglob("step.png"))) == 1
+
+
+def test_the_jobs_are_well_formed() -> None:
+    subprocess.run(["bash", "-n", EXAMPLES / "jobs" / "slurm.sh"], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", EXAMPLES / "jobs" / "slurm.sh"], check=True)
+
+
+def test_a_kubernetes_job_starts_as_many_pods_as_torchrun_waits_for() -> None:
+    yaml = pytest.importorskip("yaml")
+    service, job = yaml.safe_load_all((EXAMPLES / "jobs" / "kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    command = container["command"]
+    assert f"--nnodes={job['spec']['parallelism']}" in command
+    assert job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert f"--rdzv-endpoint={job['metadata']['name']}-0.{service['metadata']['name']}:29500" in command
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert (ROOT / next(word for word in command if word.endswith(".py"))).exists()
+
+
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"train.py", "transformer.py"}
-
-
-def test_the_readme_shows_the_example_as_it_is() -> None:
-    program = (ROOT / "examples" / "train.py").read_text().split("\n\n", 1)[1]
-    assert f"```python\n{program}```" in (ROOT / "README.md").read_text()
+    run = {arguments.partition(" ")[0] for arguments in RUNS.values()}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"train.py", *run}

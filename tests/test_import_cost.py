@@ -16,7 +16,7 @@ import overlap.optim
 
 # What takes long to import, and what training without it must not pay for.
 SLOW = ("torch._dynamo", "torch._inductor", "torch.distributed.optim", "torch.distributed.fsdp", "sympy")
-EXTRAS = ("matplotlib", "torchvision", "sklearn", "rich")
+EXTRAS = ("matplotlib", "torchvision", "sklearn", "rich", "lightning", "accelerate", "transformers")
 LAZY = pytest.mark.parametrize("package", [overlap, overlap.optim], ids=lambda package: package.__name__)
 
 

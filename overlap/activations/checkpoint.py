@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from overlap._checks import check_flag, is_one_of, told
 from overlap.activations.offload import offloading
 from overlap.activations.recompute import run_again
 from overlap.activations.shared_module import SharedModule, shared_module
@@ -18,6 +19,7 @@ from overlap.errors import ConfigurationError
 
 __all__ = ["Checkpointed", "checkpoint_wrapper"]
 
+_Module = TypeVar("_Module", bound=nn.Module)
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
@@ -30,7 +32,12 @@ class _Options:
 
 
 class Checkpointed(SharedModule):
-    """The class of what :func:`checkpoint_wrapper` returns, besides the module's own class."""
+    """The class of what :func:`checkpoint_wrapper` returns, besides the module's own class.
+
+    >>> wrapped = checkpoint_wrapper(model)
+    >>> isinstance(wrapped, Checkpointed), isinstance(wrapped, torch.nn.Sequential)
+    (True, True)
+    """
 
     options_name = "_checkpoint_options"
     untraced = ("_save_offloaded",)
@@ -65,14 +72,14 @@ class Checkpointed(SharedModule):
 
 
 def checkpoint_wrapper(
-    module: nn.Module,
+    module: _Module,
     offload_to_cpu: bool = False,
     *,
     preserve_rng_state: bool = True,
     determinism_check: Literal["default", "none"] = "default",
     context_fn: ContextFn | None = None,
     checkpoint_impl: object = None,
-) -> nn.Module:
+) -> _Module:
     """``module`` with its activations computed again in backward, by ``torch.utils.checkpoint`` without reentrance.
 
     What is returned shares everything with ``module``, is an instance of its class, and has the same names of
@@ -95,16 +102,21 @@ def checkpoint_wrapper(
     >>> isinstance(layer, torch.nn.Linear), [name for name, _ in layer.named_parameters()]
     (True, ['weight', 'bias'])
     """
-    if determinism_check not in ("default", "none"):
-        raise ConfigurationError(f"determinism_check is {determinism_check!r}: give 'default' or 'none'")
+    if not is_one_of(determinism_check, "default", "none"):
+        raise ConfigurationError(f"determinism_check is {told(determinism_check)}: give 'default' or 'none'")
     if not isinstance(offload_to_cpu, bool):
         raise ConfigurationError(
-            f"offload_to_cpu is {offload_to_cpu!r}: give True or False; checkpoints here are never reentrant, "
+            f"offload_to_cpu is {told(offload_to_cpu)}: give True or False; checkpoints here are never reentrant, "
             "so checkpoint_impl is not needed"
+        )
+    check_flag("preserve_rng_state", preserve_rng_state)
+    if context_fn is not None and not callable(context_fn):
+        raise ConfigurationError(
+            f"context_fn is {told(context_fn)}: give a function as torch.utils.checkpoint.checkpoint takes it, or None"
         )
     if checkpoint_impl is not None and getattr(checkpoint_impl, "name", None) != "NO_REENTRANT":
         raise ConfigurationError(
-            f"checkpoint_impl is {checkpoint_impl!r}: checkpoints here are never reentrant; leave it out"
+            f"checkpoint_impl is {told(checkpoint_impl)}: checkpoints here are never reentrant; leave it out"
         )
     options = _Options(
         offload_to_cpu=offload_to_cpu,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from overlap._checks import check_whole_number, refuse_capture
+from overlap._checks import check_whole_number, refuse_capture, told
 from overlap.activations.shared_module import SharedModule, shared_module
 from overlap.activations.store import Stored, store_of, stores
 from overlap.errors import ConfigurationError
@@ -26,10 +26,16 @@ __all__ = [
 ]
 
 _LEAST_BYTES = 1024
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class Offloaded(SharedModule):
-    """The class of what :func:`offload_wrapper` returns, besides the module's own class."""
+    """The class of what :func:`offload_wrapper` returns, besides the module's own class.
+
+    >>> wrapped = offload_wrapper(model)
+    >>> isinstance(wrapped, Offloaded), isinstance(wrapped, torch.nn.Sequential)
+    (True, True)
+    """
 
     options_name = "_offload_min_bytes"
     untraced = ("forward",)
@@ -42,7 +48,7 @@ class Offloaded(SharedModule):
             return plain(*args, **kwargs)
 
 
-def offload_wrapper(module: nn.Module, *, min_bytes: int = _LEAST_BYTES) -> nn.Module:
+def offload_wrapper(module: _Module, *, min_bytes: int = _LEAST_BYTES) -> _Module:
     """``module`` with the tensors that autograd saves for backward kept on the CPU.
 
     Parameters and buffers of the module, which stay in memory anyway, are never moved, nor are parameters among its
@@ -66,13 +72,17 @@ def offload_wrapper(module: nn.Module, *, min_bytes: int = _LEAST_BYTES) -> nn.M
     >>> isinstance(offload_wrapper(torch.nn.Linear(2, 2)), torch.nn.Linear)
     True
     """
-    if not isinstance(min_bytes, int) or min_bytes < 0:
-        raise ConfigurationError(f"min_bytes is {min_bytes!r}: give a number of bytes, such as {_LEAST_BYTES}")
+    if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:
+        raise ConfigurationError(f"min_bytes is {told(min_bytes)}: give a number of bytes, such as {_LEAST_BYTES}")
     return shared_module(module, Offloaded, min_bytes)
 
 
 def offloaded_bytes(device: torch.device | str | None = None) -> int:
-    """Bytes of activations of ``device`` (the current accelerator's, or the CPU's) that are kept on the CPU now."""
+    """Bytes of activations of ``device`` (the current accelerator's, or the CPU's) that are kept on the CPU now.
+
+    >>> offloaded_bytes()
+    0
+    """
     return store_of(_device(device)).lent_bytes
 
 
@@ -80,6 +90,8 @@ def release_offload_pool() -> int:
     """Give back the CPU's memory that was used for activations and is kept for the next step; returns its bytes.
 
     What holds activations now is not touched. The next step takes memory anew.
+
+    >>> freed = release_offload_pool()
     """
     return sum(store.release() for store in stores())
 
@@ -95,6 +107,8 @@ def limit_offload_pool(nbytes: int, device: torch.device | str | None = None) ->
 
     Raises:
         ConfigurationError: ``nbytes`` is not a whole number of at least 0.
+
+    >>> limit_offload_pool(64 * 2**20, "cpu")
     """
     store_of(_device(device)).limit(check_whole_number("nbytes", nbytes, least=0))
 
@@ -112,6 +126,8 @@ def limit_offload_in_flight(nbytes: int, device: torch.device | str | None = Non
 
     Raises:
         ConfigurationError: ``nbytes`` is not a whole number of at least 0.
+
+    >>> limit_offload_in_flight(256 * 2**20)
     """
     store_of(_device(device)).in_flight_bytes = check_whole_number("nbytes", nbytes, least=0)
 

@@ -14,16 +14,19 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 
+from overlap._checks import told
 from overlap.errors import ConfigurationError, UnsupportedError
 
 __all__ = ["SharedModule", "has_forward", "shared_module"]
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 _NOT_TRACED = "what overlap offloads to the CPU goes through hooks on saved tensors, which are not traced"
 
@@ -47,7 +50,7 @@ class SharedModule:
         return _restore, (self._layers, make, plain), *state
 
 
-def shared_module(module: nn.Module, kind: type[SharedModule], options: Any) -> nn.Module:
+def shared_module(module: _Module, kind: type[SharedModule], options: Any) -> _Module:
     """``module`` with the ``forward`` of ``kind``. See [Note: a shared module].
 
     Raises:
@@ -55,7 +58,7 @@ def shared_module(module: nn.Module, kind: type[SharedModule], options: Any) -> 
         UnsupportedError: it is compiled, scripted, lazy and not called yet, or has DDP in it.
     """
     if not isinstance(module, nn.Module):
-        raise ConfigurationError(f"{module!r} is not an nn.Module; only modules can be wrapped")
+        raise ConfigurationError(f"{told(module)} is not an nn.Module; only modules can be wrapped")
     name = type(module).__name__
     if isinstance(module, kind):
         raise ConfigurationError(f"this {name} has been wrapped before; wrap it once")
@@ -87,10 +90,10 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _share(module: nn.Module, kind: Any, options: Any) -> nn.Module:
+def _share(module: _Module, kind: Any, options: Any) -> _Module:
     # Any: to type checkers a class of modules has no hash.
     base: Any = type(module)
-    shared: nn.Module = object.__new__(_shared_class(base, kind, options))
+    shared: _Module = object.__new__(_shared_class(base, kind, options))
     object.__setattr__(shared, "__dict__", module.__dict__)
     return shared
 

@@ -16,6 +16,7 @@ import torch
 
 from overlap._options import require_extra
 from overlap.bench.link import LinkError, ShapedLink
+from overlap.bench.registry import choose, registry
 from overlap.bench.settings import MODELS, OPTIMIZERS, LinkKind, RunConfig, Settings
 from overlap.errors import ConfigurationError
 from overlap.launch import run_ranks, shared_gpu_env
@@ -30,6 +31,7 @@ _PATIENCE_S = 300.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `Settings`."""
     default = Settings()
+    parser.epilog = f"variants: {', '.join(registry())}"
     parser.add_argument("--ranks", type=int, default=default.ranks, help="processes, each a rank")
     parser.add_argument("--bandwidth", metavar="SPEED", help="of each rank's link, e.g. 1gbit; needs root on Linux")
     parser.add_argument("--model", choices=MODELS, default=default.model)
@@ -74,7 +76,6 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
 def bench(settings: Settings) -> int:
     """Runs the benchmark, prints and saves what it found, and returns an exit code."""
     from overlap.bench.measurements import Measurements
-    from overlap.bench.registry import choose
     from overlap.bench.results import describe_machine, make_report
 
     deadline = time.time() + settings.time_limit_s
@@ -87,7 +88,7 @@ def bench(settings: Settings) -> int:
             ["bench", "--run-config", str(config.save())],
             config.processes,
             prefix=None if link is None else link.prefix,
-            env=lambda rank: _environment(settings, link, rank),
+            env=lambda rank: rank_environment(settings, link, rank),
             timeout_s=settings.time_limit_s + _PATIENCE_S,
         )
         if code == 0:
@@ -117,7 +118,7 @@ def open_link(settings: Settings, stack: ExitStack) -> tuple[LinkKind, ShapedLin
     return "loopback", None
 
 
-def _environment(settings: Settings, link: ShapedLink | None, rank: int) -> dict[str, str]:
+def rank_environment(settings: Settings, link: ShapedLink | None, rank: int) -> dict[str, str]:
     if link is not None:
         return link.env(rank)
     if settings.device == "cpu":

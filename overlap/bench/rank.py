@@ -39,7 +39,7 @@ def run_rank(config_path: str) -> int:
     config = RunConfig.load(config_path)
     # Its monitor is a thread, and a process that forks should have none.
     tqdm.tqdm.monitor_interval = 0
-    _preload()
+    preload()
     rank = int(os.environ["RANK"])
     measurements = _Supervisor(config, rank).run()
     if rank == 0:
@@ -151,7 +151,7 @@ def _slowest(by_rank: list[dict[str, list[float]]]) -> dict[str, list[float]]:
     return {name: [max(times) for times in zip(*(one[name] for one in by_rank), strict=True)] for name in first}
 
 
-def _preload() -> None:
+def preload() -> None:
     """Imports here what every child would otherwise import for itself, seconds each."""
     wanted = [
         "torch._dynamo",

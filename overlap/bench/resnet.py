@@ -10,16 +10,15 @@ __all__ = ["RESNETS", "ResNet"]
 # Name -> blocks of each of the four stages, and whether they are bottlenecks.
 RESNETS = {"resnet18": ((2, 2, 2, 2), False), "resnet50": ((3, 4, 6, 3), True)}
 _EXPANSION = 4
-_CLASSES = 1000
 
 
 class ResNet(nn.Module):
-    """The network called ``name``: images of shape ``(n, 3, height, width)`` to logits of shape ``(n, 1000)``.
+    """The network called ``name``: images of shape ``(n, 3, height, width)`` to logits of shape ``(n, classes)``.
 
     ``channels`` are those of the first stage, doubled in each that follows.
     """
 
-    def __init__(self, name: str, *, channels: int = 64) -> None:
+    def __init__(self, name: str, *, channels: int = 64, classes: int = 1000) -> None:
         super().__init__()
         depths, is_deep = RESNETS[name]
         self.stem = nn.Sequential(
@@ -33,7 +32,7 @@ class ResNet(nn.Module):
                 blocks.append(_Block(channels, width, out, stride=2 if stage and not place else 1))
                 channels = out
         self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(channels, _CLASSES)
+        self.head = nn.Linear(channels, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -28,14 +28,7 @@ __all__ = ["Timeline"]
 class Timeline:
     """Records the steps that run inside a ``with`` block: what was computed, sent and updated, and when.
 
-    ::
-
-        with overlap.Timeline(ddp) as timeline:
-            for inputs, target in batches:
-                loss_fn(ddp(inputs), target).backward()
-                optimizer.step()
-        print(timeline.report())       # on every rank
-        timeline.save("step.png")      # on every rank; rank 0 writes
+    Afterwards every rank calls :meth:`report`, which prints as a table, and :meth:`save`, for which rank 0 writes.
 
     A step runs from the start of a forward that records gradients to the start of the next one after its backward;
     under ``no_sync`` every micro-batch is one. A forward under ``torch.no_grad`` ends the step and is not part of any.
@@ -54,6 +47,12 @@ class Timeline:
     Raises:
         RegistrationError: ``ddp`` is not a DDP model, has a hook that was not registered with :func:`overlap.register`,
             or is being recorded already.
+
+    >>> with Timeline(ddp) as timeline:
+    ...     for x, y in loader:
+    ...         loss_fn(ddp(x), y).backward()
+    >>> len(timeline.report().steps)  # print(timeline.report()) shows them
+    4
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:

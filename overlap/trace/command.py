@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from overlap._options import require_extra, whole_number
-from overlap.demo.settings import OPTIMIZERS, TRAIN_IMAGES, Settings
+from overlap.demo.settings import OPTIMIZERS, TRAIN_IMAGES, WIRES, Settings
 from overlap.errors import ConfigurationError
 from overlap.launch import launched_ranks, run_ranks
 
@@ -31,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=whole_number(2, TRAIN_IMAGES), default=default.batch_size, help="images on each rank")
     add("--image-size", type=whole_number(8, 224), default=default.image_size, help="side in pixels")
     add("--bf16-gradients", action="store_true", help="gradients travel in bfloat16 in the overlapped step")
+    add("--zero", action="store_true", help="the overlapped step shares the optimizer's state and update out")
+    add("--powersgd", type=whole_number(1, 64), default=default.powersgd, metavar="RANK",
+        help="gradients travel as factors of this rank in the overlapped step")  # fmt: skip
+    add("--wire", choices=WIRES, help="how gradients travel in the overlapped step; with --zero also the parameters")
     add("--bandwidth", default=argparse.SUPPRESS, metavar="SPEED",
         help="of each rank's link, e.g. 1gbit; needs root on Linux (default: what the machine has)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default=default.device, help="auto: GPUs if there are enough")

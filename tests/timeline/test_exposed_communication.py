@@ -20,6 +20,7 @@ from harness import run_ranks
 from overlap import Bucket, Stage, Timeline, chain
 from overlap.bench.link import INTERFACE, ShapedLink, missing_requirement
 from overlap.hooks import future_result
+from overlap.timeline import profile as profile_all_threads
 
 _LAYERS, _WIDTH, _BACKWARD_S = 6, 512, 0.02
 _LAYER_BYTES = 4 * _WIDTH * _WIDTH
@@ -143,19 +144,18 @@ def _record_function_ranges(rank: int, world_size: int) -> tuple[set[str], set[s
     chain(AllReduce(), Step(optimizer)).register(ddp)
     inputs = torch.randn(4, _WIDTH)
 
-    def ranges(**options: Any) -> set[str]:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **options) as profile:
+    def ranges(profile: Any) -> set[str]:
+        with profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
             for _ in range(2):
                 ddp(inputs).sum().backward()
                 optimizer.step()
-        events = [event for event in profile.events() if event.name.startswith("overlap::")]
+        events = [event for event in recorded.events() if event.name.startswith("overlap::")]
         assert all(event.is_user_annotation for event in events), "a GPU shows no row for them"
         return {event.name for event in events}
 
     ddp(inputs).sum().backward()
     optimizer.step()
-    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    return ranges(), ranges(experimental_config=config)
+    return ranges(torch.profiler.profile), ranges(profile_all_threads)
 
 
 def test_torch_profiler_shows_every_stage_and_collective_when_it_looks_at_all_threads() -> None:

@@ -27,6 +27,7 @@ from overlap.trace import command
         ("--batch-size 1000", "give --batch-size 2 to 718"),
         ("--bandwidth fast", "bandwidth='fast' is not a speed"),
         ("--output FILE", "FILE', which is not a folder"),
+        ("--powersgd 4 --wire int8", "--powersgd and --wire are ways to send gradients"),
     ],
 )
 def test_a_bad_option_is_one_line(argv: str, allowed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,3 +86,14 @@ def test_two_ranks_save_a_picture_and_a_trace_of_both_ways(tmp_path: Path, capfd
     assert_slices_nest(events)
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
     assert {event["name"] for event in events if event["name"].startswith("step")} == {"step 0", "step 1"}
+
+
+def test_the_way_to_send_that_is_asked_for_is_the_one_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from overlap.trace import experiment
+
+    recorded: list[Settings] = []
+    monkeypatch.setattr(command, "launched_ranks", lambda asked: 2)
+    monkeypatch.setattr(experiment, "run_experiment", lambda settings, **_: recorded.append(settings) or 0)
+    assert main(["trace", "--powersgd", "4"]) == 0
+    assert main(["trace", "--zero", "--wire", "int4"]) == 0
+    assert [(each.powersgd, each.zero, each.wire) for each in recorded] == [(4, False, None), (None, True, "int4")]

@@ -81,7 +81,7 @@ def _forms(wire: Wire, given: Given) -> tuple[str, ...]:
 
 
 def limit_s(case: str, given: Given) -> float | None:
-    """To be slow is no fault of a compiler."""
+    """A compiler may take all the time that is left; no other case may."""
     return max(given.left_s, 1.0) if case.endswith(_COMPILED) else None
 
 

@@ -97,7 +97,7 @@ def _try(trainee: Trainee, name: str, given: Given) -> None:
         trainee.synchronize()
     except Exception as error:
         if name.startswith("torch-"):
-            # PyTorch's own refuse what they do not know; that is no fault of this run.
+            # PyTorch's own refuse what they do not know, which does not count as a failure of this run.
             given.row(TITLES[trainee.name], {"variant": name, "": _first_line(error)})
             raise Skipped(f"refuses: {_first_line(error)}") from error
         raise
