@@ -134,6 +134,9 @@ class _Crew:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
             worker.process.wait()
+        # What was said before the end is in the report, whatever ended the watch.
+        self._listen()
+        for worker in self._workers:
             worker.lines.close()
 
     def keep_output(self, log: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -25,9 +26,14 @@ Values = dict[str, Tensor]
 Records = dict[int, Values]
 
 
+_seeding = threading.Lock()
+
+
 def model_of() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+    """The same for every caller; threads take turns, as they have one generator."""
+    with _seeding:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
