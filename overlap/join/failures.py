@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from overlap._torch.stores import BoundedStore, host_has_ended
 from overlap.errors import CollectiveError
 from overlap.join.active import ActiveJoin, active_join
 
-__all__ = ["FailureStore", "explain_loss", "failures_on"]
+__all__ = ["FailureStore", "explain_loss", "failures_on", "loss_on", "losses_named"]
 
 # How long to wait for the store where nothing depends on its answer.
 _PATIENCE_S = 1.0
@@ -30,6 +30,26 @@ _GROUP = "group"
 def failures_on(group: dist.ProcessGroup) -> FailureStore:
     """Where ranks tell each other of collectives on ``group`` itself."""
     return FailureStore(group, _GROUP)
+
+
+@contextlib.contextmanager
+def losses_named(group: dist.ProcessGroup) -> Iterator[None]:
+    """For collectives on ``group`` itself.
+
+    Raises:
+        CollectiveError: one of them has failed since a rank is lost; the message says which.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, CollectiveError) or not has_lost_connection(error):
+            raise
+        raise loss_on(group, error) from error
+
+
+def loss_on(group: dist.ProcessGroup, error: Exception) -> CollectiveError:
+    """What to raise where a collective on ``group`` itself has lost a connection with ``error``."""
+    return CollectiveError(f"a collective failed; {failures_on(group).lost_in_words()}: {error}")
 
 
 def explain_loss(error: BaseException, group: dist.ProcessGroup) -> None:

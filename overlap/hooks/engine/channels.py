@@ -15,7 +15,7 @@ import torch.distributed as dist
 from overlap._torch.c10d import Channel, GroupChannel, backend_name
 from overlap._torch.gloo import GlooChannel
 from overlap.errors import CollectiveError, ConfigurationError
-from overlap.join.failures import FailureStore, failures_on
+from overlap.join.failures import FailureStore
 
 __all__ = ["GroupChannels", "PrivateChannels", "new_key"]
 
@@ -43,11 +43,11 @@ class GroupChannels:
     failures: FailureStore | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self._tags = itertools.count(_FIRST_TAG)
 
     def of(self, group: dist.ProcessGroup | None) -> Channel:
-        return GroupChannel(self._group if group is None else group)
+        return GroupChannel(self.group if group is None else group)
 
     def next_tag(self) -> int:
         return next(self._tags)
@@ -60,10 +60,6 @@ class GroupChannels:
 
     def raise_failure(self) -> None:
         pass
-
-    def lost_in_words(self) -> str:
-        """Which ranks have to do with it that this rank has lost a connection."""
-        return failures_on(self._group).lost_in_words()
 
     def fail(self, error: BaseException) -> None:
         pass
@@ -90,7 +86,7 @@ class PrivateChannels:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self._channels: dict[dist.ProcessGroup, Channel] = {}
         self._tags = itertools.count()
         self._closing: list[threading.Thread] = []
@@ -108,7 +104,7 @@ class PrivateChannels:
             ConfigurationError: ``group`` does not have Gloo for the CPU.
             CollectiveError: another rank did not connect in time.
         """
-        group = self._group if group is None else group
+        group = self.group if group is None else group
         channel = self._channels.get(group)
         return self._connected(group) if channel is None else channel
 
@@ -119,7 +115,7 @@ class PrivateChannels:
                 f"{backend_name(group, torch.device('cpu'))!r}; it needs one that has Gloo for the CPU"
             )
         key = new_key(group)
-        failures = FailureStore(group, key) if group is self._group else None
+        failures = FailureStore(group, key) if group is self.group else None
         if failures is not None:
             failures.say_back()
         channel = self._channels[group] = GlooChannel(group, key)

@@ -87,13 +87,13 @@ class DeviceChannels(PrivateChannels):
         self._look()
         if self.failures is not None:
             return
-        key = new_key(self._group)
-        failures = FailureStore(self._group, key)
+        key = new_key(self.group)
+        failures = FailureStore(self.group, key)
         failures.say_back()
-        meet(self._group, key, self._device, lambda: None)
+        meet(self.group, key, self._device, lambda: None)
         with self._lock:
             self.failures = failures
-            self._watch = _Watch(self._group, self.failures, self)
+            self._watch = _Watch(self.group, self.failures, self)
 
     def failure(self) -> CollectiveError | None:
         if (noted := self._noted) is None:
