@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -97,7 +98,7 @@ def test_the_lost_rank_is_named(name: str) -> None:
     told, died = run_ranks(_loses_a_rank, 2, name, group_timeout_s=5, return_exceptions=True)
     assert isinstance(died, RankDied), died
     assert isinstance(told, str), told
-    assert "rank 1, whose process has ended, or hangs" in told or "ranks [1] did not come" in told, told
+    assert re.search(r"\branks? \[?1\b", told), told
 
 
 # Elsewhere in the library Gloo's bare errors would reach the user.
