@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from overlap._checks import told
 from overlap._torch.compiled import plain_name
 from overlap._torch.ddp import data_parallel_parameters
 from overlap.errors import ConfigurationError
@@ -98,6 +99,11 @@ def into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[list[st
     Raises:
         ConfigurationError: a fragment would have no parameter.
     """
+    if count > len(parameters):
+        raise ConfigurationError(
+            f"fragments={told(count)} leaves some without a parameter: the model has {len(parameters)}; give a smaller "
+            "number"
+        )
     total = sum(parameter.numel() for parameter in parameters.values())
     fragments: list[list[str]] = [[] for _ in range(count)]
     before = 0
