@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
-from overlap._checks import check_group, check_number, check_whole_number, described, is_one_of, told
+from overlap._checks import as_list, check_group, check_number, check_whole_number, described, is_one_of, told
 from overlap._torch.compiled import uncompiled
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim import OverlappedOptimizer, ZeroRedundancyOptimizer
@@ -130,11 +130,15 @@ class Request:
             return
         if not isinstance(self.report, (str, Path)):
             raise ConfigurationError(f"report is a {described(self.report)}: give the name of a picture, 'plan.png'")
-        if not Path(self.report).resolve().parent.is_dir():
+        try:
+            folder = Path(self.report).resolve().parent
+        except ValueError as error:  # Such as of a name that cannot be encoded.
+            raise ConfigurationError(f"report={str(self.report)!r} is no name of a file: {error}") from error
+        if not folder.is_dir():
             raise ConfigurationError(
                 f"report={str(self.report)!r} lies in a folder that does not exist: create it first"
             )
-        if not os.access(Path(self.report).resolve().parent, os.W_OK) or Path(self.report).is_dir():
+        if not os.access(folder, os.W_OK) or Path(self.report).is_dir():
             raise ConfigurationError(f"report={str(self.report)!r} cannot be written: give another name")
         if find_spec("matplotlib") is None:
             raise ConfigurationError(
@@ -160,7 +164,7 @@ def allowed_candidates(allow: str | Iterable[str], *, updates: str = "backward")
     """
     if not is_one_of(updates, "backward", "step"):
         raise ConfigurationError(f"updates={told(updates)} is not 'backward' or 'step'")
-    names = [allow] if isinstance(allow, str) else list(allow) if isinstance(allow, Iterable) else [allow]
+    names = [allow] if isinstance(allow, str) or (held := as_list(allow)) is None else held
     for name in names:
         if not is_one_of(name, *ALLOW):
             raise ConfigurationError(f"allow has {told(name)}; known are {', '.join(ALLOW)}")

@@ -127,8 +127,8 @@ def _kind(qtype: Any) -> DQuantType | Wire:
     if isinstance(qtype, enum.Enum) and type(qtype).__name__ == "DQuantType" and qtype.name in DQuantType.__members__:
         return DQuantType[qtype.name]
     raise ConfigurationError(
-        f"qtype is {qtype!r}: give one of {', '.join(f'DQuantType.{one.name}' for one in DQuantType)}, or a Wire such "
-        "as Int4()"
+        f"qtype is {told(qtype)}: give one of {', '.join(f'DQuantType.{one.name}' for one in DQuantType)}, or a Wire "
+        "such as Int4()"
     )
 
 

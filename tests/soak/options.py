@@ -45,7 +45,7 @@ class _Touchy:
     __le__ = __gt__ = __ge__ = __lt__
 
 
-class _Shy:
+class Shy:
     """Cannot be shown."""
 
     def __repr__(self) -> str:
@@ -58,7 +58,7 @@ VALUES: tuple[Any, ...] = (
     Decimal("nan"), True, False, None, "", "x", "auto", "nearest", "forward", "0.1", "\ud800", b"x", (), [], [1], [[]],
     {}, {4: 1}, {"*": 2}, {1: "x"}, {"x"}, range(3), object(), type, int, Ellipsis, NotImplemented, len, lambda *_: 1,
     _Touchy(),
-    _Shy(), [_Touchy()], {"*": _Touchy()}, torch.float32, torch.int8, torch.ones(()), torch.ones(2), torch.zeros(()),
+    Shy(), [_Touchy()], {"*": _Touchy()}, torch.float32, torch.int8, torch.ones(()), torch.ones(2), torch.zeros(()),
     torch.empty(0), torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.complex64), torch.ones(1, device="meta"),
     np.ones(2), np.ones(0), np.array(8), np.array("auto"), np.array(["auto", "x"]), np.float32(0.5), np.float64(0.5),
     np.int64(8), np.bool_(True), nn.Linear(2, 2), torch.optim.SGD, overlap.AllReduce(), overlap.Int8(), overlap.Int8,
@@ -66,7 +66,7 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def _things() -> SimpleNamespace:
+def things() -> SimpleNamespace:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     ddp = DistributedDataParallel(model)
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -170,26 +170,29 @@ def _try(rank: int, ranks: int, count: int, seed: int) -> list[str]:
     names = sorted(MADE)
     found: set[str] = set()
     with warnings.catch_warnings(action="ignore"):
-        things = _things()
+        of = things()
         for number in range(count):
             # Each in turn, so that a few hundred reach all.
             name = names[number % len(names)]
             made, right = MADE[name]
-            arguments = right(things)
+            arguments = right(of)
             signature = inspect.signature(made).parameters
             positional = {
                 key for key, one in signature.items() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
             }
             options = sorted(positional | set(arguments))
             changed = {key: rng.choice(VALUES) for key in rng.sample(options, min(len(options), rng.choice((1, 1, 2))))}
-            if (fault := _fault(made, {**arguments, **changed}, changed, signature)) is not None:
+            if (fault := fault_of(name, of, changed)) is not None:
                 found.add(f"{name}({', '.join(f'{key}={_text(value)}' for key, value in changed.items())}): {fault}")
     return sorted(found)
 
 
-def _fault(made: Callable[..., Any], arguments: Any, changed: Any, signature: Any) -> str | None:
+def fault_of(name: str, of: SimpleNamespace, changed: dict[str, Any]) -> str | None:
+    """What is wrong with what becomes of these arguments in the place of the right ones; ``None`` where nothing is."""
+    made, right = MADE[name]
+    signature = inspect.signature(made).parameters
     try:
-        result = made(**arguments)
+        result = made(**{**right(of), **changed})
     except OverlapError:
         return None
     except Exception as error:

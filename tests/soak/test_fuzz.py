@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from harness import run_ranks
 from overlap import ConfigurationError
@@ -42,6 +46,27 @@ def test_without_digests_some_are_loaded_with_other_values(tmp_path: Path) -> No
 
 def test_random_options_are_taken_or_refused_with_errors_of_ours() -> None:
     assert options.try_options(1500) == []
+
+
+# What longer runs have found: what was called, and the argument that did not end in an error of ours.
+FOUND: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("LocalSGD", {"fragments": 10**9}),
+    ("LocalSGD", {"reducer": 1e308, "start_step": 10**5000}),
+    ("auto", {"allow": np.array("auto")}),
+    ("auto", {"allow": torch.ones(())}),
+    ("auto", {"report": "\ud800"}),
+    ("auto_quantize", {"qtype": options.Shy()}),
+)
+
+
+def _try_found(rank: int, ranks: int) -> list[str | None]:
+    things = options.things()
+    with warnings.catch_warnings(action="ignore"):
+        return [options.fault_of(name, things, changed) for name, changed in FOUND]
+
+
+def test_what_was_found_stays_mended() -> None:
+    assert run_ranks(_try_found, 1) == [[None] * len(FOUND)]
 
 
 def _try_unchecked(rank: int, ranks: int) -> list[str]:

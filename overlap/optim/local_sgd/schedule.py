@@ -102,8 +102,8 @@ class Schedule:
         elif callable(self._period):
             period = getattr(self._period, "__qualname__", type(self._period).__name__)
         else:
-            period = str(self._period)
-        return f"period {period} from step {self.start_step}"
+            period = told(self._period)
+        return f"period {period} from step {told(self.start_step)}"
 
 
 def check_hierarchy(name: str, sizes: Mapping[int, int], group: dist.ProcessGroup) -> dict[int, int]:
