@@ -158,14 +158,7 @@ class ZeroStep(UpdateStage):
             is_deferred=self.is_deferred,
             gathers_later=self._gathers.follow_backward,
         )
-        self._in_step = StepUpdate(
-            zero,
-            self.lifecycle,
-            self._backward,
-            clipping=self.clipping,
-            updates_in_step=self.updates_in_step,
-            gather=self._gather,
-        )
+        self._in_step = StepUpdate(self._backward, updates_in_step=self.updates_in_step, gather=self._gather)
         # Whether step() of other sharded updates of the chain issues collectives, too, in the order of the calls.
         self._is_in_step_with_others = False
 
