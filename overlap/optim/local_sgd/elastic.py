@@ -292,7 +292,7 @@ class ElasticLocalSGD(AveragingOptimizer):
             _log.warning("from step %d on the group is %s: %s", self._step_count, self.members, "; ".join(changes))
 
     def _begin_round(self, *, is_after_average: bool) -> None:
-        if self._outer is not None and not self._outer.is_anchored:
+        if self._outer is not None and not self._outer.is_set:
             self._outer.set_anchors()
         if not is_after_average and self._round is not None:
             return  # One that was saved.
