@@ -164,7 +164,7 @@ class Attached:
 
 
 def check_kind(accelerator: Accelerator) -> None:
-    """Raises: ConfigurationError: it does not use DDP, or says itself what becomes of gradients."""
+    """Raises: ConfigurationError: it does not use DDP, or has a communication hook of its own."""
     kind = accelerator.distributed_type
     if not (kind == DistributedType.MULTI_CPU or accelerator.multi_device):
         raise ConfigurationError(
@@ -174,8 +174,8 @@ def check_kind(accelerator: Accelerator) -> None:
     handler = accelerator.ddp_handler
     if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
         raise ConfigurationError(
-            f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook.value!r}) and a chain both say what becomes "
-            "of gradients: leave comm_hook out, and put its stage into the chain, such as Cast(torch.float16)"
+            f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook.value!r}) and a chain both decide what "
+            "happens to gradients: leave comm_hook out, and put its stage into the chain, such as Cast(torch.float16)"
         )
 
 

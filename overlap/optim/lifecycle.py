@@ -1,20 +1,20 @@
-"""The lifecycle of an update: what a training loop may do when, and what becomes of the gradients.
+"""The lifecycle of an update: what a training loop may do when, and what happens to the gradients.
 
 [Note: the update lifecycle]
 
-An update that leaves ``optimizer.step()`` must be exactly what plain DDP does, or an error. What decides is where the
-loop stands: whether gradients are there, whether they are the mean over ranks, whether they have been applied. That is
+An update that is not made in ``optimizer.step()`` must be exactly plain DDP's, or an error. Which one depends on where
+the loop is: whether gradients are there, whether they are the mean over ranks, whether they have been applied. That is
 one value, the :class:`Phase`, and :data:`TRANSITIONS` says which phase each event leads to, and which events are
 refused. A comment in the table marks the entries that depend on the gradients, too; :class:`UpdateLifecycle` refuses
 those. The update of replicated parameters (``Step``), the sharded one (``ZeroStep``) and local SGD use it alike; no
 other object keeps a flag about it. ``docs/lifecycle.md`` shows the table as a picture.
 
-What becomes of ``.grad`` (local SGD without an update in backward is an ordinary optimizer, and clears what a failure
+What happens to ``.grad`` (local SGD without an update in backward is an ordinary optimizer, and clears what a failure
 left, but nothing else):
 
-- A gradient that the library has not made is never cleared or overwritten.
+- A gradient that the library did not make is never cleared or overwritten.
 - One that has been applied is never applied again. It stays readable until the model's next forward clears it.
-- An edit of one that has been applied would be lost, so it is an error. What counts is the values, see
+- An edit of one that has been applied would be lost, so it is an error. Only values count, see
   [Note: edits by value].
 """
 

@@ -38,7 +38,8 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
     """Wraps an optimizer whose update a :class:`Step` stage makes during backward.
 
     It shares ``param_groups``, ``state`` and ``defaults`` with the wrapped optimizer, so LR schedulers can be given
-    either; ``state_dict`` and ``load_state_dict`` are the wrapped one's, unchanged, so checkpoints go both ways.
+    either; ``state_dict`` and ``load_state_dict`` are the wrapped one's, unchanged, so checkpoints of either load into
+    the other.
     :meth:`step` makes sure that every parameter with a gradient has been updated once: what the stage has updated in
     backward is left alone, the rest is updated now. Other attributes are the wrapped optimizer's.
 
@@ -125,15 +126,15 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
 
         A backward that begins inside leaves averaged gradients and makes no update, whatever the form:
         :meth:`zero_grad` then discards it, another backward adds to it, :meth:`step` applies it, as with plain DDP.
-        So a generator's loss goes through the discriminator's model::
+        For example, for a generator's loss, which goes through the discriminator::
 
             with optimizer_d.skip_update():
                 criterion(discriminator(generator(noise)), real).backward()
             optimizer_g.step()
             optimizer_d.zero_grad()
 
-        Blocks may be nested, and an exception ends one as any other ``with``. Enter it on every rank alike. A backward
-        goes by where it begins; without a registered stage there is nothing to skip, and nothing changes.
+        Blocks may be nested, and end on an exception. Enter it on every rank alike. What matters is whether a backward
+        begins inside of the block. Without a registered stage it has no effect.
         """
         return self.skipped.skipping()
 

@@ -1,4 +1,4 @@
-"""`overlap.auto`: the chain that is fastest for a model on the link that is there."""
+"""`overlap.auto`: the fastest chain for a model on the link between its ranks."""
 
 from __future__ import annotations
 
@@ -75,16 +75,16 @@ def auto(
         loss: of the output and the target; returns a tensor of one element. Not needed with ``plan``.
         allow: what else than "exact" may be chosen: "16-bit", "8-bit", "low-rank"; exact methods equal plain DDP up to
             the order of a sum. "sharded" is exact, too, but the optimizer that is returned is then a
-            :class:`ZeroRedundancyOptimizer`, made anew from the class and the groups of ``optimizer``, which is used no
-            more: make schedulers and hooks for what is returned, and call its ``state_dict`` on every rank.
+            :class:`ZeroRedundancyOptimizer`, made anew from the class and the groups of ``optimizer``, which is no
+            longer used: make schedulers and hooks for what is returned, and call its ``state_dict`` on every rank.
         updates: ``"step"`` chooses among what updates in ``optim.step()``, so that the loop may clip or skip a
             batch between backward and step, use a ``GradScaler``, or add up several backwards. With ``"backward"`` what
             is chosen may update while backward runs, and such a loop gets an error.
-        memory: ``"small"`` chooses among what keeps less than plain DDP on each rank, a number among what keeps at most
-            so many bytes: parameters, gradients, buckets, optimizer state and memories of stages. Sharding keeps less,
-            where ``allow`` names it.
+        memory: ``"small"`` chooses among methods that take less memory on each rank than plain DDP, a number among
+            those that take at most that many bytes: parameters, gradients, buckets, optimizer state and state of
+            stages. Sharding takes less, if ``allow`` names it.
         report: draw what was measured and predicted into this file.
-        plan: measure nothing, and do as this says: for a run that resumes.
+        plan: measure nothing, and follow this plan: for a run that resumes.
         seconds: about how long to measure.
         process_group: the ranks; the default group if ``None``.
         ddp_options: more arguments of ``DistributedDataParallel``.

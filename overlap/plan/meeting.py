@@ -1,6 +1,6 @@
 """Ranks exchange values and failures through the group's store, without a collective.
 
-A rank that fails leaves word of it and goes; one that waits for values finds that word instead, and raises. So no rank
+A rank that fails writes its error there; one that waits for values finds the error instead, and raises. So no rank
 waits for a collective that another will never issue.
 """
 

@@ -278,8 +278,8 @@ def _merged(sums: list[Sums]) -> Sums:
 def _read(path: Path, name: str, sums: Sums) -> Any:
     if name not in sums:
         raise ConfigurationError(
-            f"{path} has no {name}, but {', '.join(sorted(sums)[:3])}: what another number of ranks saved is read by "
-            "load_all(), and files of your own in path()"
+            f"{path} has no {name}, but {', '.join(sorted(sums)[:3])}: use load_all() for a checkpoint of "
+            "another number of ranks, and path() for files of your own"
         )
     check_file(path / name, sums[name])
     return torch.load(path / name, map_location="cpu", weights_only=True)

@@ -228,7 +228,7 @@ def _check_hook(hook: object, state: object) -> None:
     """Raises: ConfigurationError: a hook that is not overlap's may remember something."""
     if state is not None and not isinstance(state, dist.ProcessGroup):
         raise ConfigurationError(
-            f"the hook {hook_name(hook)} keeps its memory in a {type(state).__name__}, of which overlap knows nothing; "
+            f"the hook {hook_name(hook)} keeps its state in a {type(state).__name__}, which overlap cannot save; "
             "use overlap's hook of that name, or a stage with a state_dict()"
         )
 

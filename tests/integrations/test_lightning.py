@@ -51,8 +51,8 @@ def _refused(rank: int, world_size: int, what: str) -> str:
     ("what", "message"),
     [
         ("lengths", "trained"),
-        ("accumulation", "accumulate_grad_batches=2 counts on each by itself"),
-        ("max_steps", "max_steps=4 counts on each by itself"),
+        ("accumulation", "accumulate_grad_batches=2 counts batches on each separately"),
+        ("max_steps", "max_steps=4 counts batches on each separately"),
         ("a reduction in the epoch", "a reduction, such as that of self.log"),
         ("a validation in the epoch", "in an epoch in which ranks have different numbers of batches"),
     ],

@@ -79,8 +79,9 @@ class Anchors:
         if differing := [name for name, size in zip(self.values, (largest - smallest).tolist(), strict=True) if size]:
             raise ConfigurationError(
                 f"ranks began the round with different parameters ({', '.join(differing[:3])}"
-                f"{', ...' if len(differing) > 3 else ''}), and a wire or an outer optimizer takes what has "
-                "changed since a beginning in common: load the same model on every rank, or in mid-round its own state"
+                f"{', ...' if len(differing) > 3 else ''}); with a wire or an "
+                "outer optimizer all ranks must begin with the same: load the same model on every rank, or, in the "
+                "middle of a round, each rank's own state"
             )
         self._phase = _Phase.COMMON
 

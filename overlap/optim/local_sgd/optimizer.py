@@ -78,11 +78,11 @@ class LocalSGD(AveragingOptimizer, Joinable):
         reducer: how gradients are averaged, ``AllReduce()`` where ``None``.
         transforms: stages between the reducer and the update, such as ``ClipGradNorm(1.0)``; where ranks train alone
             they see this rank's own gradients.
-        overlap: ``True`` lets an average take place while the next step runs, a number while so many steps run;
-            what a rank learns meanwhile is kept: new = average + (current - snapshot).
+        overlap: ``True`` makes an average while the next step runs, a number ``n`` while the next ``n`` steps run;
+            the updates that a rank makes meanwhile are kept: new = average + (current - snapshot).
         outer: a function from a list of tensors to an optimizer of them, which steps with what a round changed as
             its gradient.
-        fragments: cut the model into so many fragments, and average one of them each time, in turn.
+        fragments: cut the model into this many fragments, and average one of them each time, in turn.
         average_buffers: average floating-point buffers too, such as BatchNorm's statistics.
         optimizer_state: at an average, ``"keep"`` each rank's own, ``"average"`` it too, or ``"reset"`` it.
         average_dtype: sum in this dtype where it is wider than a parameter's: ``torch.float32`` for half precision.

@@ -217,7 +217,7 @@ def check_transforms(transforms: Sequence[Stage | Callable[..., Any]]) -> list[S
             )
         if isinstance(stage, SkipNonFinite):
             raise UnsupportedError(
-                f"{stage!r} leaves out the step of all ranks, which are not in touch where they train alone: leave it "
+                f"{stage!r} skips the step on all ranks, but ranks that train alone do not communicate: leave it "
                 "out, or look at .grad before local.step()"
             )
     return stages

@@ -85,7 +85,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         partition: ``"element"`` cuts every parameter into equal chunks, for optimizers that treat all elements alike,
             as most do. ``"parameter"`` gives whole parameters to ranks, balanced by what their updates cost, for other
             optimizers.
-            ``None`` finds out, by an experiment on a few small parameters, which of them equals the plain optimizer.
+            ``None`` finds out, by an experiment on a few small parameters, which of them gives the plain optimizer's
+            results.
         master_dtype: update a copy of each chunk in this dtype if it is wider than the parameter's, such as
             ``torch.float32`` for ``bfloat16`` parameters. Adds ``1/W`` of the parameters in that dtype on each rank.
         offload: keep the state of an accelerator's parameters in the CPU's memory, with a copy of this rank's part of
@@ -388,7 +389,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def wait(self) -> None:
         """Wait until every parameter holds its new value, if gathers run during the next forward.
 
-        Whoever looks a parameter up in the registered model waits for it, as ``module.weight``, ``parameters()``,
+        Looking a parameter up in the registered model waits for it, as ``module.weight``, ``parameters()``,
         ``state_dict()`` and deep copies do; so do saving and loading, step post-hooks and the end of a ``Join``. Call
         this before you read a parameter that you hold yourself, in a list or in ``param_groups``.
         """
