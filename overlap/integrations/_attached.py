@@ -190,8 +190,8 @@ def _put_in(outer: Any, optimizer: Any) -> None:
 def _step_that_tells_of_skips(outer: Any) -> Callable[..., None]:
     """``outer.step``, after which ``outer.step_was_skipped`` is right.
 
-    Accelerate looks whether the scaler has called the optimizer's ``step``. It always calls that of ours, which looks
-    by itself whether gradients are finite.
+    Accelerate looks whether the scaler has called the optimizer's ``step``. It always calls ours, which checks itself
+    whether gradients are finite.
     """
     step = outer.step
 

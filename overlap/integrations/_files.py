@@ -1,4 +1,4 @@
-"""Files in a framework's checkpoint, one of each rank, with what its stages remember."""
+"""Files in a framework's checkpoint, one per rank, with the state of its stages."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class AdamW8bit(Optimizer):
         of_parameters = set(states)
         others = {key: value for key, value in given["state"].items() if key not in of_parameters}
         with load_hooks_suspended(self):
-            # Which would load moments in the parameter's dtype.
+            # Only what belongs to no parameter: it would load moments in the parameter's dtype.
             super().load_state_dict({**given, "state": others})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         keys = [key for group in given["param_groups"] for key in group["params"]]

@@ -139,7 +139,7 @@ def auto(
 
 
 def _draw(plan: Plan, path: str | Path) -> None:
-    """Not worth a run: what fails is a warning."""
+    """A failure is only a warning: the picture is not worth ending a run."""
     from overlap.plan.picture import save_plan
 
     try:

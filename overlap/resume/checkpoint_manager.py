@@ -1,4 +1,4 @@
-"""Saves checkpoints of a run on all ranks, and finds the latest one that is whole."""
+"""Saves checkpoints of a run on all ranks, and finds the latest complete one."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class _Unfinished:
 
 
 class CheckpointManager:
-    """Saves checkpoints of a run, and finds the latest one that is whole.
+    """Saves checkpoints of a run, and finds the latest complete one.
 
     A checkpoint is a folder ``step-N`` with files and their digests, ``SHA256SUMS``. It gets its name when all ranks
     have written it, and the file ``latest``, which points to it, is replaced after that: whatever fails meanwhile,
-    ``latest`` is a whole checkpoint, the old one or the new one. What was changed, cut short or mixed up later is
-    refused by its name when it is loaded. ``sha256sum --check`` reads both files, too.
+    ``latest`` is a complete checkpoint, the old one or the new one. If a file is changed, truncated or mixed up later,
+    loading raises an error that names it. ``sha256sum --check`` reads both files, too.
 
-    Every method is called on every rank alike, while all of them are there; what fails on one is an error on all. The
-    ranks need a file system in common.
+    Call every method on every rank, in the same order; a failure on one rank is an error on all. The ranks need a
+    shared file system.
 
     Args:
         folder: of one run; it is made when the first checkpoint is saved.
@@ -94,7 +94,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: another rank could not save its own, and says why. That rank gets the error itself. The
-                latest checkpoint is what it was.
+                latest checkpoint does not change.
         """
         self.async_save(step, state)
         self.commit()

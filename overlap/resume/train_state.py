@@ -26,19 +26,19 @@ _ALL = frozenset({"model", "optimizer"})
 class TrainState:
     """The states of all ranks of a run, for code that saves one file and calls ``state_dict`` and ``load_state_dict``.
 
-    Frameworks save the model and the optimizer of rank 0. What each rank's stages remember is lost there without a
-    word; hand them this object, and it is saved and loaded with the rest::
+    Frameworks save the model and the optimizer of rank 0, and silently lose the state of each rank's stages. Give them
+    this object, and that state is saved and loaded with the rest::
 
         dcp.save({"run": overlap.TrainState(ddp, optim), ...}, checkpoint_id=folder)
 
-    Both methods are called on every rank, and any rank may write the file. What all ranks have alike, such as the model
-    and a plain optimizer, is in it once.
+    Call both methods on every rank; any rank may write the file. What is the same on all ranks, such as the model and a
+    plain optimizer, is stored once.
 
     Args:
         ddp: the model, with its stages registered.
         optim: the optimizer of the training loop, or a list of all where it has several; where ``None`` no optimizer is
             saved.
-        omit: ``"model"``, ``"optimizer"`` or both, where all ranks have them alike and the framework saves and loads
+        omit: ``"model"``, ``"optimizer"`` or both, if they are the same on all ranks and the framework saves and loads
             them itself, before this. With both omitted, a state in which no stage remembers anything loads at any
             number of ranks and with any stages.
         writer: the rank of the model's group that writes the file, if it is always the same: on the others
@@ -147,7 +147,7 @@ class TrainState:
         load_state_dict(self._ddp, self._optim, parts)
 
     def forget(self) -> None:
-        """Have the stages begin anew, as if nothing had ever been remembered."""
+        """Reset the stages, as if they had never had state."""
         stage = None if self._omit != _ALL else stage_of(check_ddp(self._ddp))
         for one in () if stage is None else walk(stage):
             if not one.children and one.state_dict():

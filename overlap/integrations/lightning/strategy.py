@@ -30,8 +30,8 @@ class OverlapStrategy(DDPStrategy):
         strategy = OverlapStrategy(chain=lambda optimizer: chain(AllReduce(), Step(optimizer)))
         Trainer(strategy=strategy, devices=2, accelerator="cpu").fit(module)
 
-    Where stages remember something, the trainer's checkpoint has that of each rank under ``"overlap"``; the rest of it
-    is as ever.
+    If stages have state, the trainer's checkpoint has that of each rank under ``"overlap"``; the rest of it is
+    unchanged.
 
     Args:
         chain: a stage that reduces and makes no update, such as ``PowerSGD(rank=4)``, or a function of the optimizers
@@ -113,7 +113,7 @@ class OverlapStrategy(DDPStrategy):
         return self._run.state.gathered(own) if remembers(own) else {}
 
     def _of_this_rank_alone(self) -> dict[str, Any]:
-        """Nothing, and a warning: the other ranks may be elsewhere, and would not come to a gather."""
+        """Nothing, with a warning: the other ranks may be elsewhere, and would not take part in a gather."""
         assert self._run is not None
         lost = ""
         try:

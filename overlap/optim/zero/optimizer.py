@@ -369,7 +369,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             TrainingLoopError: the update was made in backward, or there is no mean to clip; or the norm is not finite
-                and ``error_if_nonfinite``; or gradients were scaled otherwise on one rank than on another.
+                and ``error_if_nonfinite``; or gradients were scaled differently on different ranks.
             UnsupportedError: under ``Join``.
         """
         if self.stage is not None:

@@ -1,4 +1,4 @@
-"""Gathers new parameters during the next forward, and has whoever reads them wait.
+"""Gathers new parameters during the next forward, and makes code that reads them wait.
 
 [Note: who waits]
 

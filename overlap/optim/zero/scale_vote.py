@@ -1,4 +1,4 @@
-"""Whether all ranks have scaled their gradients alike, where each rank has the mean of its own part alone.
+"""Whether all ranks have scaled their gradients alike, where each rank has the mean of its own part only.
 
 [Note: one factor]
 

@@ -20,7 +20,7 @@ __all__ = ["ShardedWires"]
 
 
 class ShardedWires:
-    """How gradients and parameters of one stage travel, and what the stage remembers of that on its rank.
+    """How gradients and parameters of one stage are sent, and what the stage keeps of that on its rank.
 
     Args:
         stage: which messages name.
