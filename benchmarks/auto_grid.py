@@ -1,4 +1,4 @@
-"""What `overlap.auto` chooses against the best that a hand could pick, over links, models and numbers of ranks.
+"""What `overlap.auto` chooses, compared with the best choice by hand, over links, models and numbers of ranks.
 
     python benchmarks/auto_grid.py [--models resnet18 transformer mlp] [--ranks 2 4]
         [--links 100mbit 1gbit 10gbit loopback] [--seconds 40] [--into docs/auto.md]

@@ -41,7 +41,7 @@ class BucketMemory:
         self._storage = bucket.buffer.untyped_storage()
         self._nbytes = self._storage.nbytes()
         # Of this pass and of the one before, which refers to the buffer. DDP drops that at some time in this pass; as
-        # it is kept here, nobody need know when.
+        # it is kept here, it does not matter when.
         self._future: Future | None = None
         self._former_future: Future | None = None
         self._tensors = self._by_future = 0

@@ -14,8 +14,7 @@ left, but nothing else):
 
 - A gradient that the library did not make is never cleared or overwritten.
 - One that has been applied is never applied again. It stays readable until the model's next forward clears it.
-- An edit of one that has been applied would be lost, so it is an error. Only values count, see
-  [Note: edits by value].
+- An edit of one that has been applied would be lost, so it is an error. Only values count, see [Note: edits by value].
 """
 
 from __future__ import annotations

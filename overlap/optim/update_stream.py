@@ -12,10 +12,9 @@ stream as the current one. The default stream first waits for the stream that wa
 the default stream. All of ``step()`` runs there, since one ``step()`` may use both: bitsandbytes fills new state
 with PyTorch's kernels, on the current stream, and reads it with its own, on the default one.
 
-That is correct for every optimizer, but less
-overlaps: where the model computes on the default stream, as it does unless
-a loop chooses another, backward waits for the bucket's reduction and update. In a deferred update in ``step()`` of such
-a loop the two streams are one, and nothing waits.
+That is correct for every optimizer, but less overlaps: where the model computes on the default stream, as it does
+unless a loop chooses another, backward waits for the bucket's reduction and update. In a deferred update in ``step()``
+of such a loop the two streams are one, and nothing waits.
 """
 
 from __future__ import annotations

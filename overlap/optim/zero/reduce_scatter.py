@@ -31,7 +31,7 @@ class ReduceScatter(Stage):
 
     This is the first half of :class:`ZeroStep`, for chains in which other stages need the mean, too: transforms that
     come between, further updates. All ``zeros`` share one exchange for each bucket. A chain that begins with a
-    ``ZeroStep`` gets this stage by itself where it is needed, so it seldom has to be written::
+    ``ZeroStep`` gets this stage automatically where it is needed, so you rarely have to write it::
 
         chain(ReduceScatter(zero_muon, zero_adamw), ZeroStep(zero_muon), ZeroStep(zero_adamw)).register(ddp)
 
