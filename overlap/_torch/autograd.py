@@ -16,6 +16,7 @@ __all__ = [
     "by_default",
     "if_abandoned",
     "in_backward",
+    "in_end_of_backward",
     "issue_without_saved_context",
     "version",
     "versions",
@@ -96,6 +97,14 @@ def in_backward() -> bool:
 def backward_id() -> int:
     """What tells the backward pass that runs on the calling thread from others; -1 outside of any."""
     return int(torch._C._current_graph_task_id())
+
+
+def in_end_of_backward() -> bool:
+    """Whether the calling thread runs what was queued for the end of a backward pass, and no node of its graph.
+
+    Private as in :func:`in_backward`.
+    """
+    return in_backward() and torch._C._current_autograd_node() is None
 
 
 class _Watch:

@@ -16,7 +16,7 @@ from overlap._torch.stores import BoundedStore, host_has_ended
 from overlap.errors import CollectiveError
 from overlap.join.active import ActiveJoin, active_join
 
-__all__ = ["FailureStore", "explain_loss", "failures_on"]
+__all__ = ["FailureStore", "explain_loss", "failures_on", "was_told"]
 
 # How long to wait for the store where nothing depends on its answer.
 _PATIENCE_S = 1.0
@@ -25,6 +25,8 @@ _SURVEY_S = 1.5
 _ASKING_S = 0.02
 # Of what has no connections of its own, and of all that stops.
 _GROUP = "group"
+# On an error itself: it may be raised through a block that would tell of it again.
+_TOLD = "_told_to_other_ranks"
 
 
 def failures_on(group: dist.ProcessGroup) -> FailureStore:
@@ -32,12 +34,25 @@ def failures_on(group: dist.ProcessGroup) -> FailureStore:
     return FailureStore(group, _GROUP)
 
 
-def explain_loss(error: BaseException, group: dist.ProcessGroup) -> None:
+def was_told(error: BaseException) -> bool:
+    """Whether this rank has told the others of ``error``, or of what it came from."""
+    found: BaseException | None = error
+    while found is not None and not hasattr(found, _TOLD):
+        found = found.__cause__ or found.__context__
+    return found is not None
+
+
+def explain_loss(error: BaseException, group: dist.ProcessGroup, board: FailureStore | None = None) -> None:
     """Note on an error of a collective on ``group`` that is not ours which ranks it has to do with.
+
+    ``board`` is where a registration's ranks tell each other of failures, too.
 
     Does nothing where ``error`` is another, and in the block of a Join, which has its own words.
     """
     if isinstance(error, CollectiveError) or not has_lost_connection(error) or active_join(group) is not None:
+        return
+    if board is not None and (failure := board.first()) is not None:
+        error.add_note(f"another rank of the group failed first: {failure}")
         return
     try:
         error.add_note(failures_on(group).lost_in_words())
@@ -67,6 +82,7 @@ class FailureStore:
     def report(self, error: BaseException) -> None:
         """Tell the group that this rank failed. Never raises: the error itself matters more."""
         with contextlib.suppress(Exception):
+            setattr(error, _TOLD, True)
             text = f"rank {self._rank}: {_one_line(error)}"
             place = self._store.within(_PATIENCE_S, lambda store: store.add("failures", 1))
             self._store.within(_PATIENCE_S, lambda store: store.set(f"failure/{place}", text))

@@ -19,7 +19,8 @@ left, but nothing else):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -41,7 +42,18 @@ from overlap.optim.phases import (
 from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.veto import Veto
 
-__all__ = ["UpdateLifecycle"]
+__all__ = ["UpdateLifecycle", "refusals_told"]
+
+
+@contextmanager
+def refusals_told(lifecycles: Iterable[UpdateLifecycle]) -> Iterator[None]:
+    """What the training loop calls, and may be refused on this rank alone: others learn of it where they wait."""
+    try:
+        yield
+    except TrainingLoopError as error:
+        for lifecycle in lifecycles:
+            lifecycle.tell(error)
+        raise
 
 
 class UpdateLifecycle:
@@ -73,6 +85,8 @@ class UpdateLifecycle:
         """Whether ranks that have run out of inputs make the updates of others as they are reduced."""
         self.look_for_failures: Callable[[], None] = lambda: None
         """Raises what another rank has told since backward."""
+        self.tell: Callable[[BaseException], None] = lambda error: None
+        """Tells the other ranks of a refusal: they would wait for this one."""
         self.veto = Veto()
         """Whether the update of the last backward is to change nothing."""
         self.gradients = PassGradients(clears)
@@ -194,6 +208,7 @@ class UpdateLifecycle:
             self.gradients.clear_all(self.names)
         self.gradients.clear_for_good()
         self._marks = None
+        self.tell = lambda error: None
         self._move(Event.REMOVE)
 
     # What step() asks before it updates.

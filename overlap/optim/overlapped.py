@@ -22,6 +22,7 @@ from overlap.errors import ConfigurationError
 from overlap.join import Join, Joinable, JoinHook
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.in_backward import check_nothing_before
+from overlap.optim.lifecycle import refusals_told
 from overlap.optim.outside import OutsideGradients
 from overlap.optim.phases import Event, Phase
 from overlap.optim.proxy import OptimizerProxy
@@ -99,6 +100,14 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             with torch.enable_grad():
                 loss = closure()
         Join.notify_join_context(self)
+        with self._refusals_told():
+            self._finish_step(arguments)
+        return loss
+
+    def _refusals_told(self) -> AbstractContextManager[None]:
+        return refusals_told([update.lifecycle for update in self.registered_updates])
+
+    def _finish_step(self, arguments: dict[str, Any]) -> None:
         loss_scale = LossScale.given_to(self)
         pending = self.registered_updates.pending(loss_scale, self.outside)
         self.registered_updates.check_call(arguments)
@@ -118,7 +127,6 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             update.lifecycle.on_step(pending)
         if is_made:
             self.outside.note_stepped(pending, [update.lifecycle.names for update in self.registered_updates])
-        return loss
 
     def skip_update(self) -> AbstractContextManager[None]:
         """``with optimizer.skip_update():`` for backwards of a loss that is not this optimizer's.
@@ -182,10 +190,11 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         Raises:
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
-        for update in self.registered_updates:
-            update.lifecycle.check(Event.ZERO_GRAD)
-        for update in self.registered_updates:
-            update.lifecycle.on_zero_grad(set_to_none=set_to_none)
+        with self._refusals_told():
+            for update in self.registered_updates:
+                update.lifecycle.check(Event.ZERO_GRAD)
+            for update in self.registered_updates:
+                update.lifecycle.on_zero_grad(set_to_none=set_to_none)
         self.outside.forget()
         super().zero_grad(set_to_none)
 

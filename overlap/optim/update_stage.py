@@ -177,6 +177,7 @@ class UpdateStage(Stage):
         self.lifecycle.sees_forwards = context.names is not None
         self.lifecycle.is_joining = context.is_joining
         self.lifecycle.look_for_failures = context.look_for_failures
+        self.lifecycle.tell = context.tell
 
     def check_together(self, stages: Sequence[Stage]) -> None:
         form, updates = self._form, [stage for stage in stages if isinstance(stage, UpdateStage)]

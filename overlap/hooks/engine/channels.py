@@ -68,6 +68,9 @@ class GroupChannels:
     def fail(self, error: BaseException) -> None:
         pass
 
+    def tell(self, error: BaseException) -> None:
+        pass
+
     def abort(self) -> None:
         pass
 
@@ -92,6 +95,7 @@ class PrivateChannels:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._channels: dict[dist.ProcessGroup, Channel] = {}
+        self._left: list[Channel] = []
         self._tags = itertools.count()
         self._closing: list[threading.Thread] = []
         self.failures: FailureStore | None = None
@@ -125,6 +129,7 @@ class PrivateChannels:
         channel = self._channels[group] = GlooChannel(group, key)
         if failures is not None:
             self.failures = failures
+            self._close_left()
         return channel
 
     def next_tag(self) -> int:
@@ -154,18 +159,35 @@ class PrivateChannels:
                 self.failures.report(error)
         self.abort()
 
+    def tell(self, error: BaseException) -> None:
+        """Report ``error`` of the training loop, which has left nothing in flight here; the next use connects again.
+
+        Only then are these connections closed: another rank may still finish on them what this one is done with, and
+        learn by itself that it is refused, too. Where nothing is connected the ranks know of a failure already.
+        """
+        if self.failures is not None:
+            self.failures.report(error)
+            self.failures = None
+            self._left += self._channels.values()
+            self._channels.clear()
+            self._tags = itertools.count()
+
     def _is_to_be_told(self, error: BaseException) -> bool:
         # A failure that another rank caused is reported by that rank, or shows where the connections close.
         return not isinstance(error, CollectiveError)
 
     def abort(self) -> None:
         """Abandon what is in flight; the other ranks see their connections close. The next use connects again."""
-        for channel in self._channels.values():
-            if (closing := channel.abort()) is not None:
-                self._closing.append(closing)
+        self._left += self._channels.values()
+        self._close_left()
         self._channels.clear()
         self._tags = itertools.count()
         self.failures = None
+
+    def _close_left(self) -> None:
+        while self._left:
+            if (closing := self._left.pop().abort()) is not None:
+                self._closing.append(closing)
 
     def close(self) -> None:
         """Close the connections; nothing is in flight any more."""

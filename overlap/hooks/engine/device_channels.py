@@ -122,6 +122,10 @@ class DeviceChannels(PrivateChannels):
             for channel in self._channels.values():
                 channel.abort()
 
+    def tell(self, error: BaseException) -> None:
+        """Does nothing: what other ranks are told aborts what they have in flight, which may be a finished backward's,
+        of a loop that is about to be refused there, too."""
+
     def _is_to_be_told(self, error: BaseException) -> bool:
         return not isinstance(error, PeerError)
 

@@ -10,15 +10,18 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
+
 from overlap._checks import refuse_capture
 from overlap._torch.autograd import after_backward, backward_id, by_default, if_abandoned, without_saved_context
 from overlap._torch.c10d import GradBucket
+from overlap._torch.ddp import is_to_rebuild
 from overlap._torch.device import future_for
-from overlap.errors import CollectiveError
-from overlap.hooks.collectives import Operation
+from overlap.errors import CollectiveError, TrainingLoopError
+from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.context import BucketWatcher, StageContext
 from overlap.hooks.cut import BucketCut
-from overlap.hooks.engine.background import run_items
+from overlap.hooks.engine.background import Item, run_and_wait, run_items
 from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardPass, BucketFuture
 from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.device_channels import DeviceChannels
@@ -34,6 +37,7 @@ from overlap.hooks.engine.worker import Worker
 from overlap.hooks.places import check_pass, check_places
 from overlap.hooks.stage import Stage, walk, with_contexts
 from overlap.join import gradient_divisor
+from overlap.join.failures import was_told
 
 __all__ = ["NO_LAST_BUCKET", "Runtime"]
 
@@ -89,6 +93,7 @@ class Runtime:
             context,
             background=self.background,
             look_for_failures=channels.raise_failure,
+            tell=self.tell,
             cut=self._cut,
             watch=self._watchers.append,
         )
@@ -149,9 +154,18 @@ class Runtime:
         self._stop_worker.detach()
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks of an error outside of a backward; the next pass connects again."""
+        """Tell the other ranks of an error outside of a backward, unless they know; the next pass connects again."""
+        if not was_told(error):
+            self._after_all(lambda: self.executors.channels.fail(error))
+
+    def tell(self, error: BaseException) -> None:
+        """As :meth:`report`, of an error of the training loop that other ranks may be about to raise, too."""
+        self._after_all(lambda: self.executors.channels.tell(error))
+
+    def _after_all(self, job: Callable[[], None]) -> None:
+        """Do ``job`` behind all that has been begun."""
         with contextlib.suppress(CollectiveError):  # The group has been destroyed.
-            self._submit(lambda: self.executors.channels.fail(error))
+            self._submit(job)
         if self._worker is not None:
             self._worker.wait_until_idle()
 
@@ -161,14 +175,35 @@ class Runtime:
         Raises:
             UnsupportedError: a CUDA graph is being captured.
             CollectiveError: another rank has failed since the last backward, or the device does not get on.
+            TrainingLoopError: a stage refuses what the loop has done.
         """
         self._refuse_capture()
         self.executors.channels.raise_failure()
         if self._phase is _Phase.UNFINISHED:
             self._phase = _Phase.READY
             self._forget_unfinished_backward()
-        for stage in walk(self.stage):
-            stage.before_forward()
+        try:
+            for stage in walk(self.stage):
+                stage.before_forward()
+        except TrainingLoopError as error:
+            self.tell(error)
+            raise
+        self._meet_before_rebuilding()
+
+    def _meet_before_rebuilding(self) -> None:
+        """Wait for the other ranks before the forward in which DDP compares its new buckets with theirs, once.
+
+        It does so by a collective in C++, where nothing looks whether a rank has failed: one that is refused in its
+        first ``step()``, say. Under Join ranks without inputs go there without a forward.
+        """
+        model = None if self._context.ddp is None else self._context.ddp()
+        if self._worker is None or self._steps != 1 or model is None or not is_to_rebuild(model):
+            return
+        if not self._context.is_joining():
+            run_and_wait(self.background, [Item(index=0)], self._meet, self._context.device)
+
+    async def _meet(self, item: Item) -> None:
+        await all_reduce(torch.zeros(1), group=self._context.group)
 
     @without_saved_context()
     def on_bucket(self, raw: GradBucket) -> BucketFuture:

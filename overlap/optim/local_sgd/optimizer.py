@@ -25,7 +25,7 @@ from overlap.hooks.wires import Wire
 from overlap.join.active import active_join, refuse_once_joined
 from overlap.join.adapters import once_after
 from overlap.optim.grad_scaler import LossScale
-from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.lifecycle import UpdateLifecycle, refusals_told
 from overlap.optim.local_sgd.anchors import Anchors
 from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
 from overlap.optim.local_sgd.compressed import check_real
@@ -219,9 +219,13 @@ class LocalSGD(AveragingOptimizer, Joinable):
             Join.notify_join_context(self)
         elif self.is_joining:
             closure = once_after(closure, lambda: Join.notify_join_context(self))
-        loss = self._update(closure)
+        with self._refusals_told():
+            loss = self._update(closure)
         self._end_step(is_own=True)
         return loss
+
+    def _refusals_told(self) -> contextlib.AbstractContextManager[None]:
+        return refusals_told([] if self._lifecycle is None else [self._lifecycle])
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         lifecycle = self._lifecycle
@@ -255,7 +259,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
             TrainingLoopError: between backward and :meth:`step`, where ``update`` was made in backward.
         """
         if self._lifecycle is not None:
-            self._lifecycle.on_zero_grad()
+            with self._refusals_told():
+                self._lifecycle.on_zero_grad()
         super().zero_grad(set_to_none)
 
     def synchronize(self) -> None:

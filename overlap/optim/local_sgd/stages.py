@@ -163,6 +163,7 @@ class LocalSGDStage(Stage):
             prepare_fingerprints(context.device)
             self._lifecycle.names = context.names or {}
             self._lifecycle.sees_forwards = context.names is not None
+            self._lifecycle.tell = context.tell
 
     def detach(self) -> None:
         if self._lifecycle is not None:

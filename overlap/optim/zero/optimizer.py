@@ -30,6 +30,7 @@ from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopEr
 from overlap.join.active import refuse_once_joined
 from overlap.join.meeting import Meeting
 from overlap.optim.grad_scaler import LossScale
+from overlap.optim.lifecycle import refusals_told
 from overlap.optim.phases import Event
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
@@ -293,13 +294,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         Join.notify_join_context(self)
-        self._check_arguments(arguments)
-        self._local.step_arguments = arguments
         try:
-            self._finish_step()
+            with self._refusals_told():
+                self._check_arguments(arguments)
+                self._local.step_arguments = arguments
+                self._finish_step()
         finally:
             self._local.step_arguments = {}
         return loss
+
+    def _refusals_told(self) -> AbstractContextManager[None]:
+        return refusals_told([] if self.stage is None else [self.stage.lifecycle])
 
     def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
         if not arguments:
@@ -344,7 +349,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
         if self.stage is not None:
-            self.stage.lifecycle.on_zero_grad(set_to_none=set_to_none)
+            with self._refusals_told():
+                self.stage.lifecycle.on_zero_grad(set_to_none=set_to_none)
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(

@@ -13,6 +13,7 @@ from harness.models import MLP, mean_squared_error
 from overlap import AllReduce, OverlappedOptimizer, PeerError, Step, chain
 
 _TIMEOUT_S = 12
+_LONG_S = 40
 
 
 def _model() -> tuple[Any, Any, Any]:
@@ -76,3 +77,26 @@ def _in_a_block(rank: int, world_size: int) -> None:
 
 def test_a_block_reports_what_the_loop_raises_and_removes_the_registration() -> None:
     run_ranks(_in_a_block, 2, group_timeout_s=_TIMEOUT_S)
+
+
+def _a_stage_raises_in_a_block(rank: int, world_size: int) -> None:
+    """Backward has told the others of it; the block does not wait for them to tell it again."""
+    ddp, _, _ = _model()
+
+    def fails(bucket: Any) -> None:
+        if (rank, bucket.step) == (1, 2):
+            raise ValueError("the dog ate it")
+
+    def run() -> None:
+        with chain(fails, AllReduce()).register(ddp):
+            for step in range(4):
+                mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+
+    start_s = time.monotonic()
+    with pytest.raises(ValueError if rank == 1 else PeerError, match="the dog ate it"):
+        run()
+    assert time.monotonic() - start_s < _LONG_S / 2
+
+
+def test_a_block_does_not_wait_for_ranks_that_know_of_the_error() -> None:
+    run_ranks(_a_stage_raises_in_a_block, 2, timeout_s=120, group_timeout_s=_LONG_S)
