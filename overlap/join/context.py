@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,7 +28,9 @@ from overlap.join.ddp import DDPAdapter
 from overlap.join.event_log import EventLog
 from overlap.join.hyperparameters import Hyperparameters
 from overlap.join.iterations import Iterations
+from overlap.join.leftovers import leave_released
 from overlap.join.loading import batches
+from overlap.join.meeting import Meeting
 from overlap.join.options import JoinOptions, OnExhausted, check_on_exhausted
 from overlap.join.processes import this_process
 from overlap.join.replay import Replay
@@ -39,9 +39,6 @@ from overlap.join.session import JoinableAdapter, JoinSession
 __all__ = ["Join"]
 
 _Batch = TypeVar("_Batch")
-
-# How many Joins this process has entered on a group: the same number on every rank, so it names their keys.
-_entered: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 class Join(base.Join):
@@ -148,9 +145,10 @@ class Join(base.Join):
         if self._was_entered:
             self._adapters = self._make_adapters()  # A hook of a joinable serves one block.
         self._was_entered = True
-        key = str(next(_entered.setdefault(self._group, itertools.count())))
-        log = EventLog(self._group, key, group_timeout(self._group, self._join_device))
-        lengths = self._exchange_lengths(log)
+        with Meeting(self._group, "enter Join") as meeting:
+            told = meeting.exchange([self._given(), self._lengths, this_process()])
+        log = EventLog(self._group, meeting.key, group_timeout(self._group, self._join_device))
+        lengths = self._agreed(told, log)
         iterations = Iterations(self._group, self._join_device, log, self._options, lengths=lengths)
         self._session = session = JoinSession(iterations, self._adapters, self._hyperparameters)
         set_active_join(self._group, session)
@@ -160,24 +158,27 @@ class Join(base.Join):
                 adapter.enter(session, self._undo)
         except BaseException as error:
             log.failures.report(error)
+            log.release(self._group)
             self._leave()
             raise
         return self
 
-    def _exchange_lengths(self, log: EventLog) -> list[int] | None:
-        """Compare what the ranks were given; returns the length of every rank, where they are known."""
+    def _given(self) -> list[Any]:
+        """What every rank must be given alike."""
         kinds = [type(adapter).__name__ for adapter in self._adapters]
-        given = [kinds, self._options.on_exhausted, self._lengths is None]
-        exchanged = log.exchange("Join", [given, self._lengths, this_process()])
-        first = exchanged[0][0]
-        for rank, (other, _, _) in enumerate(exchanged):
+        return [kinds, self._options.on_exhausted, self._lengths is None]
+
+    def _agreed(self, told: Sequence[Any], log: EventLog) -> list[int] | None:
+        """Compare what the ranks were given; returns the length of every rank, where they are known."""
+        first = told[0][0]
+        for rank, (other, _, _) in enumerate(told):
             if other != first:
                 raise ConfigurationError(
                     f"rank {rank} enters Join with {other} (joinables, on_exhausted, whether without lengths), "
                     f"but rank 0 with {first}; every rank must be given the same"
                 )
-        log.processes = [process for _, _, process in exchanged]
-        return None if self._lengths is None else [length for _, length, _ in exchanged]
+        log.processes = [process for _, _, process in told]
+        return None if self._lengths is None else [length for _, length, _ in told]
 
     def iterate(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """The batches of ``loader``; looks one ahead where its length is not known. Once in a block.
@@ -212,9 +213,13 @@ class Join(base.Join):
             error = raised
             raise
         finally:
+            log = session.iterations.log
             # A PeerError was reported by the rank that caused it; exhausted inputs are raised on every rank.
             if error is not None and not session.iterations.has_raised_on_all:
-                session.iterations.log.failures.report_in_block(error)
+                log.failures.report_in_block(error)
+            log.release(self._group)
+            if error is None:
+                leave_released(self._group)
             self._leave()
 
     def _finish(self, session: JoinSession) -> None:
@@ -228,7 +233,6 @@ class Join(base.Join):
             self._compare(session, told)
         for adapter in self._adapters:
             adapter.post(is_last_joiner=is_last_joiner)
-        iterations.log.close()
 
     def _compare(self, session: JoinSession, told: Sequence[Any]) -> None:
         """Have the hyperparameters of the ranks that ran longest; raises on every rank where that is an error."""

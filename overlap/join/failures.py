@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from overlap._torch.c10d import group_timeout
+from overlap._torch.c10d import Store, group_timeout
 from overlap._torch.gloo import has_lost_connection
-from overlap._torch.stores import BoundedStore, host_has_ended
+from overlap._torch.stores import BoundedStore, host_has_ended, peek
 from overlap.errors import CollectiveError
 from overlap.join.active import ActiveJoin, active_join
+from overlap.join.leftovers import leave, leave_released, release
 
 __all__ = ["FailureStore", "explain_loss", "failures_on"]
 
@@ -58,11 +59,25 @@ class FailureStore:
     """Collectives that this rank has finished since it came here."""
 
     def __init__(self, group: dist.ProcessGroup, key: str) -> None:
-        self._store = BoundedStore(group, f"overlap/failures/{key}")
+        self._prefix = f"overlap/failures/{key}"
+        self._store = BoundedStore(group, self._prefix)
         self._of_group = BoundedStore(group, f"overlap/failures/{_GROUP}")
         self._rank, self._size = group.rank(), group.size()
         self._timeout_s = group_timeout(group, torch.device("cpu")).total_seconds()
         self._group = weakref.ref(group)
+        self._compared: list[str] = []
+
+    def release(self) -> None:
+        """Take note that this rank reads nothing here any more; see [Note: keys left behind]."""
+        if (group := self._group()) is not None:
+            release(group, self._prefix, self._leave)
+
+    def _leave(self, store: Store) -> None:
+        def keys() -> Iterator[str]:
+            yield from (f"failure/{place}" for place in range(1, store.add("failures", 0) + 1))
+            yield from ("failures", *(f"stopped/{rank}" for rank in range(self._size)), *self._compared)
+
+        leave(store, size=self._size, keys=keys())
 
     def report(self, error: BaseException) -> None:
         """Tell the group that this rank failed. Never raises: the error itself matters more."""
@@ -88,6 +103,8 @@ class FailureStore:
 
     def say_back(self) -> None:
         """Tell the group that this rank goes on; called before the ranks meet."""
+        if (group := self._group()) is not None:
+            leave_released(group)
         with contextlib.suppress(Exception):
             self._of_group.within(_PATIENCE_S, lambda store: store.delete_key(f"stopped/{self._rank}"))
 
@@ -177,9 +194,7 @@ class FailureStore:
         return None if join is None else join.failure()
 
     def _first(self) -> str | None:
-        key = "failure/1"
-        found = self._store.within(_PATIENCE_S, lambda store: store.get(key) if store.check([key]) else None)
-        return None if found is None else found.decode()
+        return self._store.within(_PATIENCE_S, lambda store: peek(store, "failure/1"))
 
     def agree(self, signature: str) -> str | None:
         """Compare ``signature`` with rank 0's: ``None`` where they are equal, else rank 0's.
@@ -196,6 +211,7 @@ class FailureStore:
         Raises:
             CollectiveError: the store does not answer within the group's timeout.
         """
+        self._compared.append(what)
         if self._rank == 0:
             self._store.within(self._timeout_s, lambda store: store.set(what, value))
             return value
@@ -203,9 +219,7 @@ class FailureStore:
 
 
 def _word(board: BoundedStore, rank: int) -> str | None:
-    key = f"stopped/{rank}"
-    found = board.within(_PATIENCE_S, lambda store: store.get(key) if store.check([key]) else None)
-    return None if found is None else found.decode()
+    return board.within(_PATIENCE_S, lambda store: peek(store, f"stopped/{rank}"))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

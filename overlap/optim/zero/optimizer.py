@@ -130,7 +130,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not dist.is_initialized():
             raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
         self.process_group: dist.ProcessGroup = check_group("process_group", process_group) or dist.group.WORLD  # type: ignore[assignment]
-        with Meeting(self.process_group, "a ZeroRedundancyOptimizer") as meeting:
+        with Meeting(self.process_group, "make a ZeroRedundancyOptimizer") as meeting:
             check_flag("parameters_as_bucket_view", parameters_as_bucket_view)
             self._make(
                 params, optimizer_class, defaults, meeting, overlap_with_ddp=overlap_with_ddp, partition=partition,
