@@ -32,7 +32,6 @@ from overlap.join.leftovers import leave_released
 from overlap.join.loading import batches
 from overlap.join.meeting import Meeting
 from overlap.join.options import JoinOptions, OnExhausted, check_on_exhausted
-from overlap.join.processes import this_process
 from overlap.join.replay import Replay
 from overlap.join.session import JoinableAdapter, JoinSession
 
@@ -146,9 +145,10 @@ class Join(base.Join):
             self._adapters = self._make_adapters()  # A hook of a joinable serves one block.
         self._was_entered = True
         with Meeting(self._group, "enter Join") as meeting:
-            told = meeting.exchange([self._given(), self._lengths, this_process()])
+            told = meeting.exchange([self._given(), self._lengths])
         log = EventLog(self._group, meeting.key, group_timeout(self._group, self._join_device))
-        lengths = self._agreed(told, log)
+        log.processes = meeting.processes
+        lengths = self._agreed(told)
         iterations = Iterations(self._group, self._join_device, log, self._options, lengths=lengths)
         self._session = session = JoinSession(iterations, self._adapters, self._hyperparameters)
         set_active_join(self._group, session)
@@ -168,17 +168,16 @@ class Join(base.Join):
         kinds = [type(adapter).__name__ for adapter in self._adapters]
         return [kinds, self._options.on_exhausted, self._lengths is None]
 
-    def _agreed(self, told: Sequence[Any], log: EventLog) -> list[int] | None:
+    def _agreed(self, told: Sequence[Any]) -> list[int] | None:
         """Compare what the ranks were given; returns the length of every rank, where they are known."""
         first = told[0][0]
-        for rank, (other, _, _) in enumerate(told):
+        for rank, (other, _) in enumerate(told):
             if other != first:
                 raise ConfigurationError(
                     f"rank {rank} enters Join with {other} (joinables, on_exhausted, whether without lengths), "
                     f"but rank 0 with {first}; every rank must be given the same"
                 )
-        log.processes = [process for _, _, process in told]
-        return None if self._lengths is None else [length for _, length, _ in told]
+        return None if self._lengths is None else [length for _, length in told]
 
     def iterate(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """The batches of ``loader``; looks one ahead where its length is not known. Once in a block.

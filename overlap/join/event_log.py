@@ -18,7 +18,7 @@ from overlap._torch.stores import BoundedStore, host_has_ended
 from overlap.errors import CollectiveError, PeerError
 from overlap.join.failures import FailureStore
 from overlap.join.leftovers import leave, release
-from overlap.join.processes import has_ended
+from overlap.join.processes import ended_in_words
 
 __all__ = ["Cursor", "Event", "EventKind", "EventLog"]
 
@@ -196,8 +196,7 @@ class EventLog:
 
     def ended_in_words(self) -> str | None:
         """Which ranks' processes have ended, for a message; ``None`` where none is known to have."""
-        ended = [rank for rank, process in enumerate(self.processes) if has_ended(process)]
-        return f"{' and '.join(f'the process of rank {rank}' for rank in ended)} has ended" if ended else None
+        return ended_in_words(self.processes)
 
 
 class Cursor:

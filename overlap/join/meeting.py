@@ -20,13 +20,18 @@ from overlap._torch.stores import BoundedStore, host_has_ended, peek
 from overlap.errors import CollectiveError, PeerError
 from overlap.join.failures import FailureStore
 from overlap.join.leftovers import leave, leave_released, release
+from overlap.join.processes import ended_in_words, this_process
 
-__all__ = ["Meeting"]
+__all__ = ["Meeting", "meet"]
 
 _ASKING_S = (0.001, 0.1)
+# How long to wait before looking whether the process of another rank has ended.
+_LOOKING_S = 0.25
 
 # How many meetings this process has had on a group: the same number on every rank, so it names their keys.
 _had: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+# Those of all ranks, once they have met.
+_processes: WeakKeyDictionary[dist.ProcessGroup, list[list[str]]] = WeakKeyDictionary()
 
 
 class _Phase(Enum):
@@ -63,6 +68,8 @@ class Meeting:
         self._phase = _Phase.APART if self._size > 1 else _Phase.TOGETHER
         self.key = f"meeting/{next(_had.setdefault(group, itertools.count()))}"
         """What no other meeting of the group has."""
+        self.processes: list[list[str]] = _processes.get(group, [])
+        """Of each rank, what tells it from others on its machine; empty before the first meeting of the group."""
         self._prefix = f"overlap/{self.key}"
 
     @cached_property
@@ -115,21 +122,37 @@ class Meeting:
         return found
 
     def _met(self, value: Any) -> list[Any]:
-        self._compare(self._store.within(self._timeout_s, lambda store: self._tell(store, json.dumps(value))))
-        deadline_s = time.monotonic() + self._timeout_s
+        text = json.dumps([value, this_process()])
+        self._compare(self._store.within(self._timeout_s, lambda store: self._tell(store, text)))
+        began_s = looked_s = time.monotonic()
         pause_s, longest_s = _ASKING_S
-        while not self._store.within(self._timeout_s, lambda store: store.check(["all came"])):
+        while not self._have_all_come():
             if (failure := self._failures.first()) is not None:
                 raise PeerError(f"another rank failed where all {self._purpose}: {failure}")
-            if time.monotonic() > deadline_s:
-                raise CollectiveError(
-                    f"rank {self._rank} could not connect with the other ranks in {self._timeout_s:.0f} s: ranks "
-                    f"{self._store.within(self._timeout_s, self._missing)} did not come to {self._purpose}; every "
-                    "rank of the process group must do the same, in the same order"
-                )
+            now_s = time.monotonic()
+            if now_s - looked_s > _LOOKING_S:
+                self._look(is_over=now_s - began_s > self._timeout_s)
+                looked_s = now_s
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
-        return self._store.within(self._timeout_s, self._read)
+        read = self._store.within(self._timeout_s, self._read)
+        self.processes = _processes[self._group] = [process for _, process in read]
+        return [told for told, _ in read]
+
+    def _have_all_come(self) -> bool:
+        return self._store.within(self._timeout_s, lambda store: store.check(["all came"]))
+
+    def _look(self, *, is_over: bool) -> None:
+        """Called while ranks are missing. Raises: CollectiveError: they will not come."""
+        # A rank that was the last to come may have ended since.
+        if (ended := ended_in_words(self.processes)) is not None and not self._have_all_come():
+            raise CollectiveError(f"rank {self._rank} was about to {self._purpose}, but {ended}")
+        if is_over:
+            raise CollectiveError(
+                f"rank {self._rank} could not connect with the other ranks in {self._timeout_s:.0f} s: ranks "
+                f"{self._store.within(self._timeout_s, self._missing)} did not come to {self._purpose}; every "
+                "rank of the process group must do the same, in the same order"
+            )
 
     def _tell(self, store: Store, text: str) -> str:
         """Come; returns what the rank that came first is about to do, after its number."""
@@ -157,6 +180,12 @@ class Meeting:
         found = [json.loads(store.get(f"came/{rank}")) for rank in range(self._size)]
         _leave(self._size, store)
         return found
+
+
+def meet(group: dist.ProcessGroup, purpose: str) -> None:
+    """Wait until all ranks of ``group`` have come for this ``purpose``. Raises: as :meth:`Meeting.come`."""
+    with Meeting(group, purpose) as meeting:
+        meeting.come()
 
 
 def _leave(size: int, store: Store) -> None:

@@ -241,13 +241,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self._is_complete:
             super().add_param_group(param_group)
             return
-        if not isinstance(param_group, Mapping):
-            raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
-        (group,) = groups = read_groups([param_group])
-        self._local.check_addition(group)
-        if self.stage is not None:
-            self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
-        self._local.add(group)
+        with Meeting(self.process_group, "add a group of parameters to a ZeroRedundancyOptimizer") as meeting:
+            if not isinstance(param_group, Mapping):
+                raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
+            (group,) = groups = read_groups([param_group])
+            self._local.check_addition(group)
+            if self.stage is not None:
+                self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
+            meeting.come()
+            self._local.add(group)
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
         if not self._whole_state.is_untouched:
@@ -436,7 +438,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             UnsupportedError: the optimizer's state cannot be put together from the ranks' parts.
         """
         refuse_once_joined(self.process_group, "zero.consolidate_state_dict()")
-        self._whole_state.keep(consolidate(self._settled_state(), to))
+        with Meeting(self.process_group, "consolidate the state of a ZeroRedundancyOptimizer") as meeting:
+            state = self._settled_state()
+            meeting.come()
+            self._whole_state.keep(consolidate(state, to))
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the form of the plain ``optimizer_class``; empty on ranks to which it was not consolidated.
@@ -480,7 +485,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ...
             zero.load_sharded(folder, key="optimizer")
         """
-        return pieces_to_save(self._settled_state())
+        with Meeting(self.process_group, "save the parts of a ZeroRedundancyOptimizer") as meeting:
+            state = self._settled_state()
+            meeting.come()
+            return pieces_to_save(state)
 
     def load_sharded(self, checkpoint: str | os.PathLike[str] | StorageReader, *, key: str = "") -> None:
         """Load a saved :meth:`sharded_state_dict`, of any number of ranks. Call it on every rank.
