@@ -33,6 +33,7 @@ from overlap.join.loading import batches
 from overlap.join.meeting import Meeting
 from overlap.join.options import JoinOptions, OnExhausted, check_on_exhausted
 from overlap.join.replay import Replay
+from overlap.join.same_joinables import difference, told_of
 from overlap.join.session import JoinableAdapter, JoinSession
 
 __all__ = ["Join"]
@@ -70,7 +71,8 @@ class Join(base.Join):
 
     Raises:
         ConfigurationError: no joinable, several process groups, an argument out of range, or other arguments than on
-            rank 0.
+            rank 0, or in another order.
+        CollectiveError: another rank does something else there, such as registering a chain, or does not come.
         UnsupportedError: a model with collectives in forward, and ranks that may run out of inputs before others.
         TrainingLoopError: this rank ran more or fewer iterations than it said, or ``on_exhausted="raise"``.
         PeerError: another rank failed; the message has its number.
@@ -118,7 +120,7 @@ class Join(base.Join):
             counts_samples=weight_by_samples is not False,
         )
         self._lengths, self._enable, self._samples = lengths, enable, weight_by_samples
-        joinables = [unwrapped(joinable) for joinable in joinables]
+        self._joinables = joinables = [unwrapped(joinable) for joinable in joinables]
         shadows = enable and on_exhausted == "shadow"
         self._make_adapters = functools.partial(_adapters, joinables, kwargs, shadows=shadows)
         self._adapters = self._make_adapters()
@@ -144,8 +146,9 @@ class Join(base.Join):
         if self._was_entered:
             self._adapters = self._make_adapters()  # A hook of a joinable serves one block.
         self._was_entered = True
+        options = f"on_exhausted={self._options.on_exhausted!r} {'without' if self._lengths is None else 'and'} lengths"
         with Meeting(self._group, "enter Join") as meeting:
-            told = meeting.exchange([self._given(), self._lengths])
+            told = meeting.exchange([told_of(self._joinables), options, self._lengths])
         log = EventLog(self._group, meeting.key, group_timeout(self._group, self._join_device))
         log.processes = meeting.processes
         lengths = self._agreed(told)
@@ -163,21 +166,17 @@ class Join(base.Join):
             raise
         return self
 
-    def _given(self) -> list[Any]:
-        """What every rank must be given alike."""
-        kinds = [type(adapter).__name__ for adapter in self._adapters]
-        return [kinds, self._options.on_exhausted, self._lengths is None]
-
     def _agreed(self, told: Sequence[Any]) -> list[int] | None:
         """Compare what the ranks were given; returns the length of every rank, where they are known."""
-        first = told[0][0]
-        for rank, (other, _) in enumerate(told):
-            if other != first:
+        for rank, (joinables, options, _) in enumerate(told):
+            if (reason := difference(rank, joinables, told[0][0])) is not None:
+                raise ConfigurationError(reason)
+            if options != told[0][1]:
                 raise ConfigurationError(
-                    f"rank {rank} enters Join with {other} (joinables, on_exhausted, whether without lengths), "
-                    f"but rank 0 with {first}; every rank must be given the same"
+                    f"rank {rank} enters Join with {options}, but rank 0 with {told[0][1]}: every rank must be given "
+                    "the same"
                 )
-        return None if self._lengths is None else [length for _, length in told]
+        return None if self._lengths is None else [length for _, _, length in told]
 
     def iterate(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """The batches of ``loader``; looks one ahead where its length is not known. Once in a block.

@@ -28,6 +28,7 @@ from overlap._torch.state_dict_hooks import (
 )
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.join.active import refuse_once_joined
+from overlap.join.joinable import refuse_before_model
 from overlap.join.meeting import Meeting
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.phases import Event
@@ -293,6 +294,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        refuse_before_model(self, lambda: self.stage is not None and self.stage.lifecycle.is_joining())
         Join.notify_join_context(self)
         self._check_arguments(arguments)
         self._local.step_arguments = arguments
