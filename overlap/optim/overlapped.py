@@ -20,6 +20,7 @@ from overlap._torch.optimizer import (
 )
 from overlap.errors import ConfigurationError
 from overlap.join import Join, Joinable, JoinHook
+from overlap.join.joinable import refuse_before_model
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.in_backward import check_nothing_before
 from overlap.optim.lifecycle import refusals_told
@@ -99,6 +100,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        refuse_before_model(self, lambda: any(update.lifecycle.is_joining() for update in self.registered_updates))
         Join.notify_join_context(self)
         with self._refusals_told():
             self._finish_step(arguments)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError
+from overlap.join.meeting import meet
 from overlap.plan.candidates import Candidate, build, obstacles, wrap
 from overlap.plan.compute import forward_and_loss, fresh, measure, model_device, thread_rate
 from overlap.plan.copies import Originals, Training, generators_restored
@@ -111,6 +112,7 @@ def auto(
     """
     group = check_group_exists(process_group)
     start_s = time.monotonic()
+    meet(group, "call overlap.auto")
     meeting = Meeting(group, torch.device("cpu"))
     with meeting.watched():
         request = Request(

@@ -171,6 +171,7 @@ class CheckpointManager:
                 future.result()
             return {} if unfinished.finish is None else unfinished.finish()
 
+        self._all.meet("commit a checkpoint")
         sums = _merged(self._all.each(doing, finish))
 
         def others() -> Sums:
@@ -244,6 +245,7 @@ class CheckpointManager:
             prepare()
             return number, self._on_disk.make(number).name if self._all.rank == 0 else ""
 
+        self._all.meet("save a checkpoint")
         everyone = self._all.each(f"save step {step} to {self.folder}", make)
         if len(steps := {given for given, _ in everyone}) > 1:
             raise ConfigurationError(f"step differs between ranks, {sorted(steps)}: save alike on all of them")
@@ -262,6 +264,7 @@ class CheckpointManager:
             return path.name
 
         what = "the latest checkpoint" if step is None else f"step {step}"
+        self._all.meet("load a checkpoint")
         names = self._all.each(f"load {what} of {self.folder}", work)
         if len(set(names)) > 1:
             raise CheckpointError(f"ranks find different checkpoints in {self.folder}, by rank {names}")

@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +17,7 @@ from overlap._torch.c10d import Channel, GroupChannel, backend_name
 from overlap._torch.gloo import GlooChannel
 from overlap.errors import CollectiveError, ConfigurationError
 from overlap.join.failures import FailureStore, failures_on
+from overlap.join.leftovers import leave, release
 
 __all__ = ["GroupChannels", "PrivateChannels", "new_key"]
 
@@ -98,6 +100,8 @@ class PrivateChannels:
         self._left: list[Channel] = []
         self._tags = itertools.count()
         self._closing: list[threading.Thread] = []
+        # Where ranks have met, under which key, and what they have written there.
+        self._met: list[tuple[dist.ProcessGroup, str, Sequence[str]]] = []
         self.failures: FailureStore | None = None
 
     @staticmethod
@@ -127,6 +131,7 @@ class PrivateChannels:
         if failures is not None:
             failures.say_back()
         channel = self._channels[group] = GlooChannel(group, key)
+        self._met.append((group, key, GlooChannel.keys(group.size())))
         if failures is not None:
             self.failures = failures
             self._close_left()
@@ -182,7 +187,16 @@ class PrivateChannels:
         self._close_left()
         self._channels.clear()
         self._tags = itertools.count()
-        self.failures = None
+        self._release()
+
+    def _release(self) -> None:
+        """Take note that this rank has done with what it wrote to connect. See [Note: keys left behind]."""
+        for group, key, names in self._met:
+            release(group, f"overlap/{key}", partial(leave, size=group.size(), keys=names))
+        self._met.clear()
+        if self.failures is not None:
+            self.failures.release()
+            self.failures = None
 
     def _close_left(self) -> None:
         while self._left:

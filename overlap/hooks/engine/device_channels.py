@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from overlap._threads import start
 from overlap._torch.c10d import Channel, GroupChannel, group_exists
-from overlap._torch.communicators import CommunicatorChannel, can_have_communicator, meet
+from overlap._torch.communicators import CommunicatorChannel, can_have_communicator, keys_of_meeting, meet
 from overlap.errors import CollectiveError, PeerError
 from overlap.hooks.engine.channels import PrivateChannels, new_key
 from overlap.join.failures import FailureStore
@@ -73,7 +73,9 @@ class DeviceChannels(PrivateChannels):
         # A group of another backend is used as it is: on this thread nothing else comes between.
         channel: Channel = GroupChannel(group)
         if can_have_communicator(group, self._device):
-            channel = CommunicatorChannel(group, new_key(group), self._device, self._look)
+            key = new_key(group)
+            channel = CommunicatorChannel(group, key, self._device, self._look)
+            self._met.append((group, key, keys_of_meeting(group.size())))
         with self._lock:
             self._channels[group] = channel
         self._look()  # What was noted in between has not aborted this one.
@@ -91,6 +93,7 @@ class DeviceChannels(PrivateChannels):
         failures = FailureStore(self._group, key)
         failures.say_back()
         meet(self._group, key, self._device, lambda: None)
+        self._met.append((self._group, key, keys_of_meeting(self._group.size())))
         with self._lock:
             self.failures = failures
             self._watch = _Watch(self._group, self.failures, self)
@@ -144,7 +147,7 @@ class DeviceChannels(PrivateChannels):
             watch, self._watch = self._watch, None
             channels = list(self._channels.values())
             self._channels.clear()
-            self.failures = None
+            self._release()
         if watch is not None:
             watch.end(closing=channels)
 

@@ -231,7 +231,7 @@ def register(
     >>> registration.remove()
     """
     ddp = check_ddp(ddp, error=RegistrationError)
-    with Meeting(ddp.process_group, "a registration") as meeting:
+    with Meeting(ddp.process_group, "register a chain") as meeting:
         return _register(ddp, stage, state, meeting, own_communicators=own_communicators)
 
 

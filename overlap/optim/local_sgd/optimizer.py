@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from overlap._checks import check_ddp, is_one_of, refuse_capture
 from overlap._torch.ddp import GradientSync
+from overlap._torch.join import is_joining
 from overlap._torch.joined_ddp import used_in_shadow
 from overlap._torch.optimizer import run_post_hooks, run_pre_hooks
 from overlap.errors import ConfigurationError, OverlapError, TrainingLoopError
@@ -24,6 +25,7 @@ from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_sub
 from overlap.hooks.wires import Wire
 from overlap.join.active import active_join, refuse_once_joined
 from overlap.join.adapters import once_after
+from overlap.join.joinable import refuse_before_model
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle, refusals_told
 from overlap.optim.local_sgd.anchors import Anchors
@@ -215,6 +217,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         """
         refuse_capture("LocalSGD.step()", "call it outside of the capture")
         _ = self.context  # Raises once it is removed.
+        refuse_before_model(self, lambda: (ddp := self._ddp()) is not None and is_joining(ddp))
         if closure is None:
             Join.notify_join_context(self)
         elif self.is_joining:

@@ -28,6 +28,7 @@ from overlap._torch.state_dict_hooks import (
 )
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.join.active import refuse_once_joined
+from overlap.join.joinable import refuse_before_model
 from overlap.join.meeting import Meeting
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import refusals_told
@@ -132,7 +133,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not dist.is_initialized():
             raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
         self.process_group: dist.ProcessGroup = check_group("process_group", process_group) or dist.group.WORLD  # type: ignore[assignment]
-        with Meeting(self.process_group, "a ZeroRedundancyOptimizer") as meeting:
+        with Meeting(self.process_group, "make a ZeroRedundancyOptimizer") as meeting:
             check_flag("parameters_as_bucket_view", parameters_as_bucket_view)
             self._make(
                 params, optimizer_class, defaults, meeting, overlap_with_ddp=overlap_with_ddp, partition=partition,
@@ -243,13 +244,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self._is_complete:
             super().add_param_group(param_group)
             return
-        if not isinstance(param_group, Mapping):
-            raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
-        (group,) = groups = read_groups([param_group])
-        self._local.check_addition(group)
-        if self.stage is not None:
-            self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
-        self._local.add(group)
+        with Meeting(self.process_group, "add a group of parameters to a ZeroRedundancyOptimizer") as meeting:
+            if not isinstance(param_group, Mapping):
+                raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
+            (group,) = groups = read_groups([param_group])
+            self._local.check_addition(group)
+            if self.stage is not None:
+                self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
+            meeting.come()
+            self._local.add(group)
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
         if not self._whole_state.is_untouched:
@@ -293,6 +296,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        refuse_before_model(self, lambda: self.stage is not None and self.stage.lifecycle.is_joining())
         Join.notify_join_context(self)
         try:
             with self._refusals_told():
@@ -443,7 +447,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             UnsupportedError: the optimizer's state cannot be put together from the ranks' parts.
         """
         refuse_once_joined(self.process_group, "zero.consolidate_state_dict()")
-        self._whole_state.keep(consolidate(self._settled_state(), to))
+        with Meeting(self.process_group, "consolidate the state of a ZeroRedundancyOptimizer") as meeting:
+            state = self._settled_state()
+            meeting.come()
+            self._whole_state.keep(consolidate(state, to))
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the form of the plain ``optimizer_class``; empty on ranks to which it was not consolidated.
@@ -487,7 +494,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ...
             zero.load_sharded(folder, key="optimizer")
         """
-        return pieces_to_save(self._settled_state())
+        with Meeting(self.process_group, "save the parts of a ZeroRedundancyOptimizer") as meeting:
+            state = self._settled_state()
+            meeting.come()
+            return pieces_to_save(state)
 
     def load_sharded(self, checkpoint: str | os.PathLike[str] | StorageReader, *, key: str = "") -> None:
         """Load a saved :meth:`sharded_state_dict`, of any number of ranks. Call it on every rank.
