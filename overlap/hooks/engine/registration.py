@@ -186,7 +186,8 @@ class Registration:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, CollectiveError):
+        # To tell the others again, this rank would connect, and wait for them: they may have left, too.
+        if error is not None and not isinstance(error, CollectiveError) and not self.runtime.has_failed:
             self.report(error)
         self.remove()
 

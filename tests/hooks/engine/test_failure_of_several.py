@@ -25,13 +25,16 @@ class _Flaky(Stage):
     """The all-reduce on ``group``, which raises in the first bucket of some steps where it is ``enabled``."""
 
     def __init__(self, group: dist.ProcessGroup | None, *, enabled: bool) -> None:
-        self.group, self.enabled = group, enabled
+        self.group, self.enabled, self.told = group, enabled, 0
 
     async def __call__(self, bucket: Bucket) -> None:
         if self.enabled and bucket.index == 0 and bucket.step in _FAILING:
             raise ValueError("the dog ate it")
         bucket.buffer.mul_(1 / bucket.divisor)
         await all_reduce(bucket.buffer, group=self.group)
+
+    def after_backward(self, *, failed: bool) -> None:
+        self.told += 1
 
 
 def _noting_connections(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
@@ -72,8 +75,9 @@ def _both(rank: int, world_size: int, on_other_group: bool) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         begun = _noting_connections(monkeypatch)
         models = [wrap(MLP.model(seed=seed), **MLP.ddp_options()) for seed in (0, 1)]
-        for ddp in models:
-            chain(_Flaky(group, enabled=rank == 0)).register(ddp)
+        stages = [_Flaky(group, enabled=rank == 0) for _ in models]
+        for ddp, stage in zip(models, stages, strict=True):
+            chain(stage).register(ddp)
         in_order = models if rank == 0 else models[::-1]
         for step in range(_STEPS):
             while begun.acquire(blocking=False):
@@ -91,6 +95,7 @@ def _both(rank: int, world_size: int, on_other_group: bool) -> None:
             for seed, ddp in enumerate(models):
                 for ours, expected in zip(ddp.parameters(), _mean_gradients(seed, step, world_size), strict=True):
                     torch.testing.assert_close(ours.grad, expected)
+        assert [stage.told for stage in stages] == [_STEPS, _STEPS], "though backward can raise one error only"
 
 
 @pytest.mark.parametrize("on_other_group", [False, True], ids=["on the model's group", "on another group"])
