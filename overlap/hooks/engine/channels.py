@@ -1,4 +1,13 @@
-"""The connections that carry the collectives of one registration, and how its ranks report failures to each other."""
+"""The connections that carry the collectives of one registration, and how its ranks report failures to each other.
+
+[Note: keys of connections]
+
+The ranks of a registration find each other in the store by a key, each time that they connect: at first, and after each
+failure. Several registrations on one group connect again in any order, since each has a thread of its own: what a rank
+counts of all of them would pair the connections of two models. So a key has the number of the registration, by the
+order in which ranks register, which is the same on all, and how often this registration has connected. All else that a
+registration makes until it fails, such as the connections to the ranks of a smaller group, is named after that key.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +28,14 @@ from overlap.errors import CollectiveError, ConfigurationError
 from overlap.join.failures import FailureStore, failures_on
 from overlap.join.leftovers import leave, release
 
-__all__ = ["GroupChannels", "PrivateChannels", "new_key"]
+__all__ = ["GroupChannels", "PrivateChannels"]
 
 _SETTLING_S = 1.0
 # Messages on the model's own group have tags far from those of other users of the group.
 _FIRST_TAG = 1 << 20
 
-_made: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-
-
-def new_key(group: dist.ProcessGroup) -> str:
-    """A key under which the ranks of ``group`` can meet.
-
-    It counts how often this process has asked. Ranks register and fail together, so the count is the same on all.
-    """
-    return str(next(_made.setdefault(group, itertools.count())))
+# How many registrations have connected on a group.
+_connected: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 class GroupChannels:
@@ -102,6 +104,10 @@ class PrivateChannels:
         self._closing: list[threading.Thread] = []
         # Where ranks have met, under which key, and what they have written there.
         self._met: list[tuple[dist.ProcessGroup, str, Sequence[str]]] = []
+        # See [Note: keys of connections].
+        self._number: int | None = None
+        self._attempts = itertools.count()
+        self._key = ""
         self.failures: FailureStore | None = None
 
     @staticmethod
@@ -126,16 +132,28 @@ class PrivateChannels:
                 f"a stage on CPU tensors uses a process group of backend "
                 f"{backend_name(group, torch.device('cpu'))!r}; it needs one that has Gloo for the CPU"
             )
-        key = new_key(group)
-        failures = FailureStore(group, key) if group is self._group else None
-        if failures is not None:
-            failures.say_back()
+        if group is not self._group:
+            self.open()
+            return self._connect(group, self._key)
+        key = self._new_key()
+        failures = FailureStore(group, key)
+        failures.say_back()
+        channel = self._connect(group, key)
+        self.failures = failures
+        self._close_left()
+        return channel
+
+    def _connect(self, group: dist.ProcessGroup, key: str) -> Channel:
         channel = self._channels[group] = GlooChannel(group, key)
         self._met.append((group, key, GlooChannel.keys(group.size())))
-        if failures is not None:
-            self.failures = failures
-            self._close_left()
         return channel
+
+    def _new_key(self) -> str:
+        """The key by which the ranks of the model's group meet this time. See [Note: keys of connections]."""
+        if self._number is None:
+            self._number = next(_connected.setdefault(self._group, itertools.count()))
+        self._key = f"{self._group.group_name}/{self._number}/{next(self._attempts)}"
+        return self._key
 
     def next_tag(self) -> int:
         return next(self._tags)
@@ -172,10 +190,7 @@ class PrivateChannels:
         """
         if self.failures is not None:
             self.failures.report(error)
-            self.failures = None
-            self._left += self._channels.values()
-            self._channels.clear()
-            self._tags = itertools.count()
+            self._leave()
 
     def _is_to_be_told(self, error: BaseException) -> bool:
         # A failure that another rank caused is reported by that rank, or shows where the connections close.
@@ -183,8 +198,11 @@ class PrivateChannels:
 
     def abort(self) -> None:
         """Abandon what is in flight; the other ranks see their connections close. The next use connects again."""
-        self._left += self._channels.values()
+        self._leave()
         self._close_left()
+
+    def _leave(self) -> None:
+        self._left += self._channels.values()
         self._channels.clear()
         self._tags = itertools.count()
         self._release()

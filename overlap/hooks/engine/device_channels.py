@@ -30,7 +30,7 @@ from overlap._threads import start
 from overlap._torch.c10d import Channel, GroupChannel, group_exists
 from overlap._torch.communicators import CommunicatorChannel, can_have_communicator, keys_of_meeting, meet
 from overlap.errors import CollectiveError, PeerError
-from overlap.hooks.engine.channels import PrivateChannels, new_key
+from overlap.hooks.engine.channels import PrivateChannels
 from overlap.join.failures import FailureStore
 
 __all__ = ["DeviceChannels"]
@@ -73,7 +73,7 @@ class DeviceChannels(PrivateChannels):
         # A group of another backend is used as it is: on this thread nothing else comes between.
         channel: Channel = GroupChannel(group)
         if can_have_communicator(group, self._device):
-            key = new_key(group)
+            key = f"{self._key}/communicator"
             channel = CommunicatorChannel(group, key, self._device, self._look)
             self._met.append((group, key, keys_of_meeting(group.size())))
         with self._lock:
@@ -89,7 +89,7 @@ class DeviceChannels(PrivateChannels):
         self._look()
         if self.failures is not None:
             return
-        key = new_key(self._group)
+        key = self._new_key()
         failures = FailureStore(self._group, key)
         failures.say_back()
         meet(self._group, key, self._device, lambda: None)

@@ -61,6 +61,8 @@ class _Phase(enum.Enum):
     """No stage is attached: a hook is told of the model by the first bucket."""
     READY = "ready"
     """Stages are attached, and DDP has finished its last backward."""
+    FAILED = "failed"
+    """The last backward failed, which all ranks are told, and no forward has begun since."""
     UNFINISHED = "unfinished"
     """The last backward ended with an error of the model's own, and DDP forgets it before the next forward."""
 
@@ -154,8 +156,12 @@ class Runtime:
         self._stop_worker.detach()
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks of an error outside of a backward, unless they know; the next pass connects again."""
-        if not was_told(error):
+        """Tell the other ranks of an error outside of a backward; the next pass connects again.
+
+        Not where they have been told already: to tell more this rank would connect, and wait for ranks that may have
+        left.
+        """
+        if not (self._has_failed or was_told(error)):
             self._after_all(lambda: self.executors.channels.fail(error))
 
     def tell(self, error: BaseException) -> None:
@@ -169,6 +175,11 @@ class Runtime:
         if self._worker is not None:
             self._worker.wait_until_idle()
 
+    @property
+    def _has_failed(self) -> bool:
+        """Whether the last backward failed, which all ranks are told, and no forward has begun since."""
+        return self._phase in (_Phase.FAILED, _Phase.UNFINISHED)
+
     def before_forward(self) -> None:
         """Called before a forward that records gradients.
 
@@ -179,8 +190,10 @@ class Runtime:
         """
         self._refuse_capture()
         self.executors.channels.raise_failure()
-        if self._phase is _Phase.UNFINISHED:
+        is_unfinished = self._phase is _Phase.UNFINISHED
+        if self._has_failed:
             self._phase = _Phase.READY
+        if is_unfinished:
             self._forget_unfinished_backward()
         try:
             for stage in walk(self.stage):
@@ -231,7 +244,7 @@ class Runtime:
             observer.arrived(bucket)
         current.executor.begin()
         if bucket.is_last and not is_replay:
-            after_backward(lambda: self._finish(current))
+            after_backward(lambda: self._finish(current), if_dropped=lambda: self._finish_unheard(current))
         refusal = None
         if not (is_replay or known.has_right_format):
             refusal = self._formats.refusal(bucket)
@@ -336,6 +349,11 @@ class Runtime:
         if error is not None:
             raise error
 
+    def _finish_unheard(self, finished: BackwardPass) -> None:
+        """Called in place of :meth:`_finish` where backward raises what another model's pass has failed with."""
+        if self._pass is finished:
+            self._end(finished)
+
     def _end(self, finished: BackwardPass) -> BaseException | None:
         """Tell every stage that the pass is over; the error with which it ended, or else a stage's own."""
         self._pass = None
@@ -356,12 +374,15 @@ class Runtime:
                 error.add_note(note)
         if finished.error is not None:
             self.executors.channels.settle()
-        self._note_end(is_unfinished=AbandonedBackwardError.caused(error))
+        if AbandonedBackwardError.caused(error):
+            self._note_end(_Phase.UNFINISHED)
+        else:
+            self._note_end(_Phase.READY if finished.error is None else _Phase.FAILED)
         return error
 
-    def _note_end(self, *, is_unfinished: bool) -> None:
+    def _note_end(self, phase: _Phase) -> None:
         if self._phase is not _Phase.NEW:
-            self._phase = _Phase.UNFINISHED if is_unfinished else _Phase.READY
+            self._phase = phase
 
     def _abandon(self, abandoned: BackwardPass) -> None:
         """Called where autograd gives up a pass, for an error that it is about to raise: tell the other ranks at once.
@@ -383,4 +404,4 @@ class Runtime:
         self._submit(end)
         is_over.wait()
         self._end(abandoned)
-        self._note_end(is_unfinished=True)
+        self._note_end(_Phase.UNFINISHED)
