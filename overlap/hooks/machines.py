@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
+from overlap.join.group_collectives import of_all_ranks
 
 __all__ = ["Machines", "check_is_whole_job", "members_of", "own_subgroup", "ranks_by_machine"]
 
@@ -72,8 +73,7 @@ def ranks_by_machine(group: dist.ProcessGroup) -> list[list[int]]:
 
     Issues: one gather of host names on ``group``.
     """
-    hosts: list[str] = [""] * group.size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    hosts = of_all_ranks(socket.gethostname(), group)
     ranks = dist.get_process_group_ranks(group)
     return [[rank for rank, other in zip(ranks, hosts, strict=True) if other == host] for host in dict.fromkeys(hosts)]
 

@@ -17,7 +17,7 @@ from overlap.errors import CollectiveError
 from overlap.join.active import ActiveJoin, active_join
 from overlap.join.leftovers import leave, leave_released, release
 
-__all__ = ["FailureStore", "explain_loss", "failures_on", "was_told"]
+__all__ = ["FailureStore", "explain_loss", "failures_on", "loss_on", "losses_named", "was_told"]
 
 # How long to wait for the store where nothing depends on its answer.
 _PATIENCE_S = 1.0
@@ -43,6 +43,26 @@ def was_told(error: BaseException) -> bool:
     while found is not None and not hasattr(found, _TOLD):
         found = found.__cause__ or found.__context__
     return found is not None
+
+
+@contextlib.contextmanager
+def losses_named(group: dist.ProcessGroup) -> Iterator[None]:
+    """For collectives on ``group`` itself.
+
+    Raises:
+        CollectiveError: one of them has failed since a rank is lost; the message says which.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, CollectiveError) or not has_lost_connection(error):
+            raise
+        raise loss_on(group, error) from error
+
+
+def loss_on(group: dist.ProcessGroup, error: Exception) -> CollectiveError:
+    """What to raise where a collective on ``group`` itself has lost a connection with ``error``."""
+    return CollectiveError(f"a collective failed; {failures_on(group).lost_in_words()}: {error}")
 
 
 def explain_loss(error: BaseException, group: dist.ProcessGroup, board: FailureStore | None = None) -> None:

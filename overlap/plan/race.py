@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from overlap._torch.device import has_streams, synchronize
 from overlap.errors import ConfigurationError, OverlapError
 from overlap.hooks.engine.registration import registration_of
+from overlap.join.group_collectives import all_reduce
 from overlap.plan.candidates import METHODS, Candidate, build, wrap
 from overlap.plan.compute import forward_and_loss, fresh
 from overlap.plan.copies import Training
@@ -150,7 +151,7 @@ class Race:
             lane.step(fresh(self._sample))
         batches = [fresh(self._sample) for _ in range(steps)]
         # Ranks begin together.
-        dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
+        all_reduce(torch.zeros(1, device=self._device), group=self._group)
         self._settle()
         start_s = time.perf_counter()
         for batch in batches:

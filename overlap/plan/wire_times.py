@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from overlap._torch.c10d import GroupChannel
 from overlap._torch.device import has_streams, synchronize
+from overlap.join.group_collectives import all_reduce
 from overlap.plan.link import Line, Link, fit
 
 __all__ = ["SHARING_STEPS", "measure_link", "measure_sharing"]
@@ -208,5 +209,5 @@ def _wait(works: Sequence[Any], device: torch.device) -> None:
 def _longest(ms: float, group: dist.ProcessGroup, device: torch.device) -> float:
     """The longest of all ranks, on all ranks; they leave at about the same time."""
     value = torch.tensor(ms, dtype=torch.float64, device=device)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return float(value)

@@ -149,7 +149,7 @@ def _drive(
         value = None
         while True:
             operation = collective.send(value)
-            operation.launch(channels)
+            executor.launch(operation)
             value = operation.finish(executor.wait)
     except StopIteration as stop:
         work.finish(stop.value)

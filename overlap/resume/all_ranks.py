@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from overlap._checks import check_group
 from overlap.errors import CheckpointError
+from overlap.join.group_collectives import of_all_ranks
 from overlap.join.meeting import meet
 
 __all__ = ["AllRanks"]
@@ -42,6 +43,7 @@ class AllRanks:
         Raises:
             CheckpointError: it raised on another rank, which could not do what ``doing`` says; on that rank the error
                 itself.
+            CollectiveError: a rank is lost.
         """
         value: T | None = None
         failure: Exception | None = None
@@ -50,10 +52,10 @@ class AllRanks:
         except Exception as error:
             failure = error
         mine = (None if failure is None else f"{type(failure).__name__}: {failure}", value)
-        everyone: list[Any] = [mine] * self.size
-        if self.size > 1:
+        everyone: list[Any] = [mine]
+        if self._group is not None and self.size > 1:
             try:
-                dist.all_gather_object(everyone, mine, group=self._group)
+                everyone = of_all_ranks(mine, self._group)
             except RuntimeError:
                 if failure is not None:
                     raise failure  # noqa: B904 (that others have gone is its context)

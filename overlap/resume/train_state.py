@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._checks import as_list, check_ddp, check_whole_number, is_one_of, told
 from overlap.errors import ConfigurationError
 from overlap.hooks.stage import walk
+from overlap.join.group_collectives import of_all_ranks, on_rank
 from overlap.join.meeting import meet
 from overlap.resume.rank_state import Optim, load_state_dict, rank_parts, stage_of, state_of_rank
 
@@ -173,13 +174,7 @@ def remembers(parts: Mapping[str, Any]) -> bool:
 
 def _gathered(value: Any, group: dist.ProcessGroup, to: int | None = None) -> list[Any]:
     """The values of all ranks, on all or on rank ``to`` of the group; elsewhere an empty list."""
-    everyone: list[Any] = [None] * group.size()
-    if to is None:
-        dist.all_gather_object(everyone, value, group=group)
-        return everyone
-    is_here = group.rank() == to
-    dist.gather_object(value, everyone if is_here else None, dst=dist.get_global_rank(group, to), group=group)
-    return everyone if is_here else []
+    return of_all_ranks(value, group) if to is None else on_rank(to, value, group) or []
 
 
 def _decoded(parts: Mapping[str, bytes]) -> dict[str, Any]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap._torch.ddp import data_parallel_parameters
 from overlap.errors import RegistrationError, TrainingLoopError
 from overlap.hooks import AllReduce, Registration, Role, chain
 from overlap.hooks.engine.registration import registration_of
+from overlap.join.group_collectives import of_all_ranks
 from overlap.timeline.clock import clock_for
 from overlap.timeline.loop import watching
 from overlap.timeline.reading import read_start_ns, read_steps, roles_of, synchronized
@@ -125,9 +125,7 @@ class Timeline:
             steps = self.steps
             assert self._recorder is not None, "a Timeline that has steps has recorded"
             own = read_start_ns(self._recorder.steps, self._recorder.clock), steps
-            group = self._ddp.process_group
-            everyone: list[Any] = [None] * group.size()
-            dist.all_gather_object(everyone, own, group=group)
+            everyone = of_all_ranks(own, self._ddp.process_group)
             self._report = Report(title=self._title, ranks=synchronized(everyone))
         return self._report
 

@@ -20,25 +20,21 @@ PAIRS = (
     ("Quantize", "full disk"),
     ("LocalSGD", "out of memory"),
     ("Join, polled", "SIGTERM, handled"),
+    ("ZeroStep, gathered in backward", "SIGSTOP"),
 )
-# What does not hold yet, and the reason that the campaign must give.
-KNOWN = {("ZeroStep, gathered in backward", "SIGSTOP"): "an error that names neither rank nor peer"}
 
 
 @pytest.mark.timeout(600)
 def test_faults_are_survived_and_runs_resume_bit_for_bit(tmp_path: Path) -> None:
-    pairs = [*PAIRS, *KNOWN]
-    words = [word for pair in pairs for word in ("--pair", *pair)]
-    argv = [sys.executable, "-m", "soak", "--seed", "19", "--trials", str(len(pairs)), "--out", str(tmp_path), *words]
+    words = [word for pair in PAIRS for word in ("--pair", *pair)]
+    argv = [sys.executable, "-m", "soak", "--seed", "19", "--trials", str(len(PAIRS)), "--out", str(tmp_path), *words]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
     trials = read([tmp_path / "trials.jsonl"])
-    assert [(trial["form"], trial["fault"]) for trial in trials] == pairs, done.stdout + done.stderr
-    for trial in trials:
-        why = KNOWN.get((trial["form"], trial["fault"]))
-        assert set(summary([trial])["why"]) <= {why}, done.stdout
+    assert [(trial["form"], trial["fault"]) for trial in trials] == list(PAIRS), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout
     assert all(trial["resumed_exactly"] for trial in trials), done.stdout
-    assert sum(trial["met"] for trial in trials) >= len(pairs) - 1, "a fault that comes after the end tries nothing"
+    assert sum(trial["met"] for trial in trials) >= len(PAIRS) - 1, "a fault that comes after the end tries nothing"
 
 
 def _trial(seed: str, form: str, fault: str, **other: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from overlap._torch.c10d import Channel, GroupChannel, backend_name
 from overlap._torch.gloo import GlooChannel
 from overlap.errors import CollectiveError, ConfigurationError
-from overlap.join.failures import FailureStore, failures_on
+from overlap.join.failures import FailureStore
 from overlap.join.leftovers import leave, release
 
 __all__ = ["GroupChannels", "PrivateChannels"]
@@ -47,11 +47,11 @@ class GroupChannels:
     failures: FailureStore | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self._tags = itertools.count(_FIRST_TAG)
 
     def of(self, group: dist.ProcessGroup | None) -> Channel:
-        return GroupChannel(self._group if group is None else group)
+        return GroupChannel(self.group if group is None else group)
 
     def next_tag(self) -> int:
         return next(self._tags)
@@ -64,10 +64,6 @@ class GroupChannels:
 
     def raise_failure(self) -> None:
         pass
-
-    def lost_in_words(self) -> str:
-        """Which ranks have to do with it that this rank has lost a connection."""
-        return failures_on(self._group).lost_in_words()
 
     def fail(self, error: BaseException) -> None:
         pass
@@ -97,7 +93,7 @@ class PrivateChannels:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self._channels: dict[dist.ProcessGroup, Channel] = {}
         self._left: list[Channel] = []
         self._tags = itertools.count()
@@ -122,7 +118,7 @@ class PrivateChannels:
             ConfigurationError: ``group`` does not have Gloo for the CPU.
             CollectiveError: another rank did not connect in time.
         """
-        group = self._group if group is None else group
+        group = self.group if group is None else group
         channel = self._channels.get(group)
         return self._connected(group) if channel is None else channel
 
@@ -132,7 +128,7 @@ class PrivateChannels:
                 f"a stage on CPU tensors uses a process group of backend "
                 f"{backend_name(group, torch.device('cpu'))!r}; it needs one that has Gloo for the CPU"
             )
-        if group is not self._group:
+        if group is not self.group:
             self.open()
             return self._connect(group, self._key)
         key = self._new_key()
@@ -151,8 +147,8 @@ class PrivateChannels:
     def _new_key(self) -> str:
         """The key by which the ranks of the model's group meet this time. See [Note: keys of connections]."""
         if self._number is None:
-            self._number = next(_connected.setdefault(self._group, itertools.count()))
-        self._key = f"{self._group.group_name}/{self._number}/{next(self._attempts)}"
+            self._number = next(_connected.setdefault(self.group, itertools.count()))
+        self._key = f"{self.group.group_name}/{self._number}/{next(self._attempts)}"
         return self._key
 
     def next_tag(self) -> int:

@@ -90,13 +90,13 @@ class DeviceChannels(PrivateChannels):
         if self.failures is not None:
             return
         key = self._new_key()
-        failures = FailureStore(self._group, key)
+        failures = FailureStore(self.group, key)
         failures.say_back()
-        meet(self._group, key, self._device, lambda: None)
-        self._met.append((self._group, key, keys_of_meeting(self._group.size())))
+        meet(self.group, key, self._device, lambda: None)
+        self._met.append((self.group, key, keys_of_meeting(self.group.size())))
         with self._lock:
             self.failures = failures
-            self._watch = _Watch(self._group, self.failures, self)
+            self._watch = _Watch(self.group, self.failures, self)
 
     def failure(self) -> CollectiveError | None:
         if (noted := self._noted) is None:
@@ -164,7 +164,7 @@ class _Watch:
     """A thread that looks whether a rank has failed, and closes the channels in the end."""
 
     def __init__(self, group: dist.ProcessGroup, failures: FailureStore, channels: DeviceChannels) -> None:
-        self._group = group
+        self.group = group
         self._failures = failures
         self._channels = channels
         self._closing: Sequence[Channel] = ()
@@ -178,7 +178,7 @@ class _Watch:
 
     def _run(self) -> None:
         while not self._is_over.wait(_LOOKING_S) and self._is_well():
-            if not group_exists(self._group):
+            if not group_exists(self.group):
                 self._channels.close()
         self._is_over.wait()
         for channel in self._closing:

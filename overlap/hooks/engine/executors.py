@@ -20,7 +20,7 @@ from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
 from overlap.hooks.engine.device_channels import DeviceChannels
 from overlap.hooks.engine.observer import Observer
-from overlap.join.failures import FailureStore
+from overlap.join.failures import FailureStore, loss_on, losses_named
 
 __all__ = ["Executor", "Executors", "HostExecutor", "StreamExecutor", "executor_for"]
 
@@ -59,6 +59,19 @@ class Executor:
     def join(self) -> None:
         """Make what the caller does next wait for what has run in the scope so far."""
 
+    def launch(self, operation: Operation) -> None:
+        """Start ``operation``; returns at once.
+
+        Raises:
+            CollectiveError: it cannot be started, since another rank has failed.
+        """
+        try:
+            operation.launch(self.channels)
+        except Exception as raised:
+            if (error := self.explained(raised)) is raised:
+                raise
+            raise error from raised
+
     def explained(self, error: Exception) -> Exception:
         """``error``, with which a collective could not be launched, or another rank's failure that it is due to."""
         failure = self.channels.failure() if isinstance(error, RuntimeError) else None
@@ -71,7 +84,8 @@ class HostExecutor(Executor):
     def wait(self, work: dist.Work) -> None:
         failures = self.channels.failures
         if failures is None:
-            self._wait_on_group(work)
+            with losses_named(self.channels.group):
+                work.wait()
             return
         start_s = time.monotonic()
         while True:
@@ -90,14 +104,6 @@ class HostExecutor(Executor):
                 if is_over:
                     raise _lost(failures, f"failed after {time.monotonic() - start_s:.1f} s", error) from error
 
-    def _wait_on_group(self, work: dist.Work) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            if isinstance(self.channels, GroupChannels) and has_lost_connection(error):
-                raise CollectiveError(f"a collective failed; {self.channels.lost_in_words()}: {error}") from error
-            raise
-
     def look(self) -> None:
         """Called now and then while a collective is not done, and raises where it will not be."""
 
@@ -105,13 +111,15 @@ class HostExecutor(Executor):
         """Does nothing: another rank may not come. The connections are closed, which ends what is in flight."""
 
     def explained(self, error: Exception) -> Exception:
-        failures = self.channels.failures
-        if failures is None or not isinstance(error, RuntimeError):
+        if not isinstance(error, RuntimeError):
             return error
-        if (failure := failures.read()) is not None:
+        failures = self.channels.failures
+        if failures is not None and (failure := failures.read()) is not None:
             return _peer_error(failure)
         if isinstance(error, CollectiveError) or not has_lost_connection(error):
             return error
+        if failures is None:
+            return loss_on(self.channels.group, error)
         return _lost(failures, "could not be launched", error)
 
 

@@ -122,13 +122,10 @@ class Task:
 
     def _launch(self, operation: Operation) -> None:
         try:
-            operation.launch(self._executor.channels)
-        except Exception as raised:
-            error = self._executor.explained(raised)
+            self._executor.launch(operation)
+        except Exception as error:
             error.add_note(f"raised when stage {self._label} launched {operation.label}, {self.subject.describe()}")
-            if error is raised:
-                raise
-            raise error from raised
+            raise
         self._in_flight = operation
         if not operation.is_under_way:
             self._note_launched(operation)

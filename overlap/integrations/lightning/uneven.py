@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.join import Join
+from overlap.join.group_collectives import of_all_ranks
 
 __all__ = ["ClosureFirst", "UnevenInputs"]
 
@@ -69,8 +70,9 @@ class UnevenInputs:
             return
         self._epoch = trainer.current_epoch
         epoch_loop: Any = trainer.fit_loop.epoch_loop
-        lengths: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(lengths, trainer.num_training_batches - epoch_loop.batch_idx)
+        world = dist.group.WORLD
+        assert world is not None, "a model in DistributedDataParallel is trained"
+        lengths = of_all_ranks(trainer.num_training_batches - epoch_loop.batch_idx, world)
         if float("inf") in lengths:
             raise ConfigurationError("uneven_inputs=True needs a train_dataloader with a length: give it __len__")
         if len(set(lengths)) == 1:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
+from overlap.join.group_collectives import all_reduce
 from overlap.optim.local_sgd.average import wider
 
 __all__ = ["Anchors"]
@@ -74,7 +75,7 @@ class Anchors:
             ]
         )
         extremes = torch.cat([sums, -sums])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+        all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         largest, smallest = extremes[: len(sums)], -extremes[len(sums) :]
         if differing := [name for name, size in zip(self.values, (largest - smallest).tolist(), strict=True) if size]:
             raise ConfigurationError(

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from overlap._checks import told
 from overlap._torch.compiled import plain_name
 from overlap._torch.ddp import data_parallel_parameters
 from overlap.errors import ConfigurationError
+from overlap.join.group_collectives import all_reduce
 from overlap.optim.local_sgd.average import tensors_of
 
 __all__ = ["ModelTensors", "into_fragments", "trained_parameters"]
@@ -83,7 +85,7 @@ class ModelTensors:
         layout = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.others_of(fragment).items()]
         digest = int.from_bytes(hashlib.sha256(repr(layout).encode()).digest()[:6], "big")
         extremes = torch.tensor([digest, -digest], device=device)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+        all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         if int(extremes[0]) != -int(extremes[1]):
             raise ConfigurationError(
                 'optimizer_state="average" needs the same state on every rank, but some parameters have state on some '
@@ -97,6 +99,11 @@ def into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[list[st
     Raises:
         ConfigurationError: a fragment would have no parameter.
     """
+    if count > len(parameters):
+        raise ConfigurationError(
+            f"fragments={told(count)} leaves some without a parameter: the model has {len(parameters)}; give a smaller "
+            "number"
+        )
     total = sum(parameter.numel() for parameter in parameters.values())
     fragments: list[list[str]] = [[] for _ in range(count)]
     before = 0

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
 from overlap.hooks import StageContext
+from overlap.join.group_collectives import all_reduce
 from overlap.optim.local_sgd.anchors import Anchors
 from overlap.optim.local_sgd.average import Weight, average_parts, into_parts
 from overlap.optim.local_sgd.compressed import CompressedMean
@@ -239,5 +240,5 @@ def _weight_by_steps(steps: int, group: dist.ProcessGroup, device: torch.device)
     Issues: one all-reduce of a number on ``group``.
     """
     total = torch.tensor([steps], device=device)
-    dist.all_reduce(total, group=group)
+    all_reduce(total, group=group)
     return Weight(steps, int(total)) if int(total) else None

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from overlap.errors import ConfigurationError
+from overlap.join.group_collectives import of_all_ranks, on_rank
 from overlap.optim.state_blocks import StateBlocks
 from overlap.optim.zero.kinds import Kind, Kinds, StateValue
 from overlap.optim.zero.parameter_groups import options_of
@@ -40,7 +40,8 @@ def consolidate(sharded: ShardedState, to: int | None) -> dict[str, Any] | None:
             else None
             for _, shard in block
         ]
-        gathered = _gather(mine, sharded.process_group, to)
+        group = sharded.process_group
+        gathered = of_all_ranks(mine, group) if to is None else on_rank(to, mine, group)
         if gathered is None:
             continue
         for (index, shard), parts in zip(block, zip(*gathered, strict=True), strict=True):
@@ -49,16 +50,6 @@ def consolidate(sharded: ShardedState, to: int | None) -> dict[str, Any] | None:
     if to not in (None, rank):
         return None
     return {"state": {**state, **shared.state}, **shared.entries}
-
-
-def _gather(value: Any, group: dist.ProcessGroup, to: int | None) -> list[Any] | None:
-    if to is None:
-        everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, value, group=group)
-        return everyone
-    gathered: list[Any] | None = [None] * group.size() if group.rank() == to else None
-    dist.gather_object(value, gathered, group=group, group_dst=to)
-    return gathered
 
 
 def _blocks(shards: Sequence[Shard]) -> Iterator[list[tuple[int, Shard]]]:

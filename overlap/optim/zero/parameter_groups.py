@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from overlap._checks import as_list, told
 from overlap.errors import ArgumentTypeError, ConfigurationError
+from overlap.join.group_collectives import of_all_ranks
 
 __all__ = [
     "check_class",
@@ -132,8 +133,7 @@ def check_same_on_all_ranks(
             names, ((place, p) for place, one in enumerate(groups) for p in one["params"]), strict=True
         )
     ]
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, (settings, mine), group=group)
+    everyone = of_all_ranks((settings, mine), group)
     for rank, (other_settings, theirs) in enumerate(everyone):
         if other_settings != everyone[0][0]:
             raise ConfigurationError(f"rank {rank} shards with {other_settings}, but rank 0 with {everyone[0][0]}")

@@ -24,6 +24,7 @@ from overlap._torch.autograd import version
 from overlap._torch.device import has_streams
 from overlap.errors import TrainingLoopError
 from overlap.hooks.late_reads import LateReads
+from overlap.join.group_collectives import all_reduce
 from overlap.optim.zero.sharding import Shard, flatten
 
 __all__ = ["ScaleVote"]
@@ -62,7 +63,7 @@ class ScaleVote:
         """
         has_changed = any(id(shard) in self._seen and self._seen[id(shard)] != _seen(shard) for shard in shards)
         bounds = self._bounds(shards, device) if has_changed else _unscaled(len(shards) + 1, device)
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+        all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
         if not has_streams(device):
             _refuse_differences(shards, bounds, is_late=False)
             return

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.join.group_collectives import of_all_ranks
 from overlap.optim.state_blocks import StateBlocks
 from overlap.optim.zero.kinds import Kind, Kinds, StateValue, tensors_in
 from overlap.optim.zero.parameter_groups import copy_options, options_of
@@ -229,13 +230,12 @@ class LocalState:
         Raises:
             UnsupportedError: something is of no known kind, or differs; raised on every rank.
         """
-        gathered: list[Any] = [None] * self.sharded.process_group.size()
         shared = as_plain(cloned(vars(self.shared), device=CPU)) if self.sharded.owns_something else None
         try:
             mine: Any = self._described()
         except UnsupportedError as error:
             mine = str(error)
-        dist.all_gather_object(gathered, (mine, shared), group=self.sharded.process_group)
+        gathered = of_all_ranks((mine, shared), self.sharded.process_group)
         everyone = [described for described, _ in gathered]
         for rank, described in enumerate(everyone):
             if isinstance(described, str):

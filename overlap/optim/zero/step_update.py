@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from overlap.errors import TrainingLoopError, UnsupportedError
 from overlap.hooks.clipping import Clipping, ShardedNorm
+from overlap.join.group_collectives import all_reduce
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.phases import Phase
 from overlap.optim.veto import Veto
@@ -122,7 +122,7 @@ class StepUpdate:
     def _norm(self, clipping: Clipping, gradients: list[Tensor]) -> ShardedNorm:
         """Of all ranks' parts. Issues: one all-reduce of a number."""
         norm = ShardedNorm(clipping, gradients, self.zero.join_device)
-        dist.all_reduce(norm.partial, op=norm.op, group=self.zero.process_group)
+        all_reduce(norm.partial, op=norm.op, group=self.zero.process_group)
         return norm
 
     def _check_scales(self) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from overlap.join.group_collectives import of_all_ranks
 from overlap.optim.zero.kinds import Kind
 from overlap.optim.zero.sharding import Shard, check_order, flatten
 from overlap.optim.zero.state import ShardedState
@@ -45,8 +45,7 @@ def _follow(sharded: ShardedState, shard: Shard, mine: dict[str, Tensor]) -> Non
     shard.follow()
     if shard.is_whole:
         return
-    gathered: list[dict[str, Tensor]] = [{}] * sharded.process_group.size()
-    dist.all_gather_object(gathered, {k: v.detach().cpu().clone() for k, v in mine.items()}, sharded.process_group)
+    gathered = of_all_ranks({k: v.detach().cpu().clone() for k, v in mine.items()}, sharded.process_group)
     start, end = shard.range
     for key, value in mine.items():
         flat = torch.empty(shard.parameter.numel(), dtype=value.dtype)

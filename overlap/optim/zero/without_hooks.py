@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from overlap.hooks.engine.background import run_now
 from overlap.hooks.engine.executors import executor_for
 from overlap.join.active import active_join
+from overlap.join.group_collectives import all_reduce, broadcast
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.veto import Veto
 from overlap.optim.zero.bucket_shards import BucketShards, shards_of_bucket
@@ -93,11 +94,11 @@ def _lend_gradients(ownership: Ownership, *, is_joined: bool) -> tuple[list[Shar
     """
     group, device, rank = ownership.group, ownership.device, ownership.group.rank()
     lender = torch.tensor([group.size() if is_joined else rank], device=device)
-    dist.all_reduce(lender, op=dist.ReduceOp.MIN, group=group)
+    all_reduce(lender, op=dist.ReduceOp.MIN, group=group)
     src = int(lender.item())
     shards = list(ownership.shards.values())
     has_gradient = torch.tensor([s.parameter.grad is not None for s in shards], dtype=torch.uint8, device=device)
-    dist.broadcast(has_gradient, group=group, group_src=src)
+    broadcast(has_gradient, src=src, group=group)
     lent = [shard for shard, flag in zip(shards, has_gradient.tolist(), strict=True) if flag]
     parts: list[Tensor] = []
     for shard in lent:
@@ -105,7 +106,7 @@ def _lend_gradients(ownership: Ownership, *, is_joined: bool) -> tuple[list[Shar
         if rank == src and shard.parameter.grad is not None:
             whole.copy_(shard.parameter.grad)
         flat = flatten(whole)
-        dist.broadcast(flat, group=group, group_src=src)
+        broadcast(flat, src=src, group=group)
         start, end = shard.range
         parts.append(flat[start:end])
     return lent, parts

@@ -17,6 +17,7 @@ from harness import assert_parity, run_ranks, wrap
 from harness.models import BATCH_NORM, MLP, mean_squared_error
 from overlap import ConfigurationError, OverlappedOptimizer, RegistrationError, Step
 from overlap.optim.local_sgd import LocalSGD
+from overlap.optim.local_sgd.model_tensors import into_fragments
 
 START, STEPS, PERIOD = 3, 14, 4
 
@@ -265,6 +266,7 @@ def _wrong_arguments(rank: int, world_size: int) -> None:
         ({"subgroup": "node"}, "machine"),
         ({"overlap": -1}, "overlap must be a whole number"),
         ({"fragments": 100}, "leaves some without a parameter"),
+        ({"fragments": 10**9}, "fragments=1000000000 leaves some"),  # It made so many lists.
         ({"optimizer_state": "drop"}, "keep, average, reset"),
         ({"optimizer_state": "average", "overlap": True}, "overlap=True is there to avoid"),
         ({"average_dtype": torch.int32}, "floating-point dtype"),
@@ -279,6 +281,12 @@ def _wrong_arguments(rank: int, world_size: int) -> None:
     for options, match in cases:
         with pytest.raises(ConfigurationError, match=match):
             LocalSGD(**{"ddp": ddp, "optimizer": sgd(ddp.parameters()), **options})
+
+
+def test_parameters_too_unequal_for_the_fragments_are_named() -> None:
+    unequal = {"large": torch.zeros(100), "small": torch.zeros(1), "another": torch.zeros(1)}
+    with pytest.raises(ConfigurationError, match=r"fragments=3 leaves some without a parameter \(\[0, 1, 2\] param"):
+        into_fragments(unequal, 3)
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -1,0 +1,136 @@
+"""Where a collective on the user's own group fails, the error is ours and names the rank that is lost."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap
+from harness import RankDied, run_ranks, wrap
+from harness.models import MLP, mean_squared_error
+from overlap import (
+    CollectiveError,
+    LocalSGD,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+)
+from overlap.hooks.wires import Int8
+from overlap.optim import average_parameters
+
+
+def _zero(ddp: Any) -> ZeroRedundancyOptimizer:
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, overlap_with_ddp=True)
+    chain(ZeroStep(zero)).register(ddp)
+    return zero
+
+
+def _zero_without_hooks(ddp: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+
+
+def _local_sgd(ddp: Any) -> LocalSGD:
+    local = LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=2)
+    mean_squared_error(ddp, MLP.batch(0, 0)).backward()
+    local.step()
+    return local
+
+
+def _to_the_average(ddp: Any, local: LocalSGD) -> None:
+    local.step()
+    for step in range(2):
+        mean_squared_error(ddp, MLP.batch(step, 0)).backward()
+        local.step()
+
+
+# What is made, and what the others call when a rank has ended.
+_CALLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "a checkpoint": (
+        lambda ddp: overlap.CheckpointManager(Path(tempfile.gettempdir()) / "never-written"),
+        lambda ddp, checkpoints: checkpoints.save(1, {}),
+    ),
+    "a whole state": (
+        lambda ddp: overlap.TrainState(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)),
+        lambda ddp, state: state.state_dict(),
+    ),
+    "consolidate_state_dict": (_zero, lambda ddp, zero: zero.consolidate_state_dict(to=None)),
+    "zero.step() without hooks": (_zero_without_hooks, lambda ddp, zero: zero.step()),
+    "another ZeRO": (lambda ddp: None, lambda ddp, _: _zero_without_hooks(ddp)),
+    "an average": (lambda ddp: None, lambda ddp, _: average_parameters(ddp.parameters())),
+    "an average through a wire": (
+        lambda ddp: None,
+        lambda ddp, _: average_parameters(ddp.parameters(), wire=Int8()),
+    ),
+    "LocalSGD": (_local_sgd, _to_the_average),
+    "a quantized collective": (
+        lambda ddp: overlap.auto_quantize(dist.all_to_all_single, overlap.DQuantType.FP16),
+        lambda ddp, all_to_all: all_to_all(torch.zeros(6), torch.ones(6)),
+    ),
+}
+
+
+def _loses_a_rank(rank: int, world_size: int, name: str) -> str:
+    make, call = _CALLS[name]
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    made = make(ddp)
+    mean_squared_error(ddp, MLP.batch(0, rank)).backward()
+    if name == "a quantized collective":
+        call(ddp, made)  # Connects, and compares the call.
+    dist.barrier()
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(CollectiveError) as caught:
+        call(ddp, made)
+    return " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+@pytest.mark.parametrize("name", list(_CALLS))
+def test_the_lost_rank_is_named(name: str) -> None:
+    told, died = run_ranks(_loses_a_rank, 2, name, group_timeout_s=5, return_exceptions=True)
+    assert isinstance(died, RankDied), died
+    assert isinstance(told, str), told
+    assert re.search(r"\branks? \[?1\b", told), told
+
+
+# Elsewhere in the library Gloo's bare errors would reach the user.
+_ISSUE = {
+    "join/group_collectives.py",
+    "_torch/c10d.py",  # What executors launch; they wait for it.
+    "_torch/joined_ddp.py",  # In the block of a Join, which explains what comes out of it.
+    "join/participation.py",
+    "hooks/engine/registration.py",  # As plain DDP does, where nothing is registered any more.
+}
+
+
+_COLLECTIVES = ("all_", "barrier", "batch_", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "scatter")
+
+
+def test_no_other_module_issues_collectives_on_a_users_group() -> None:
+    package = Path(overlap.__file__).parent
+    programs = {"bench", "demo", "doctor", "race", "trace"}
+    sources = {path.relative_to(package): ast.parse(path.read_text()) for path in package.rglob("*.py")}
+    found = {
+        path.as_posix()
+        for path, source in sources.items()
+        for node in ast.walk(source)
+        if path.parts[0] not in programs and isinstance(node, ast.Call) and _is_collective(node.func)
+    }
+    assert found == _ISSUE
+
+
+def _is_collective(called: ast.expr) -> bool:
+    return (
+        isinstance(called, ast.Attribute)
+        and isinstance(called.value, ast.Name)
+        and called.value.id == "dist"
+        and called.attr.startswith(_COLLECTIVES)
+    )
