@@ -1,4 +1,4 @@
-"""What `overlap.auto` chooses against the best that a hand could pick, over links, models and numbers of ranks.
+"""What `overlap.auto` chooses, compared with the best choice by hand, over links, models and numbers of ranks.
 
     python benchmarks/auto_grid.py [--models resnet18 transformer mlp] [--ranks 2 4]
         [--links 100mbit 1gbit 10gbit loopback] [--seconds 40] [--into docs/auto.md]
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import os
 import statistics
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import grid
 import linked_ranks
 
 import overlap
@@ -121,40 +123,27 @@ def table(cells: dict[str, Any]) -> str:
     return "\n".join([*lines, "", told])
 
 
+def measured(options: argparse.Namespace, model: str, ranks: int, bandwidth: str | None) -> dict[str, Any]:
+    task = {"model": model, "seconds": options.seconds, "batch_size": options.batch_size}
+    start_s = time.monotonic()
+    cell = linked_ranks.run(str(_HERE), task, ranks=ranks, bandwidth=bandwidth, timeout_s=_CELL_S)
+    return {**cell, "took_s": time.monotonic() - start_s}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["resnet18", "transformer", "mlp"])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--links", nargs="+", default=["100mbit", "1gbit", "10gbit", "loopback"])
+    parser = grid.parser(__doc__, links=["100mbit", "1gbit", "10gbit", "loopback"])
     parser.add_argument("--seconds", type=float, default=40.0, help="of each cell's timing, behind the warm-ups")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--again", action="store_true", help="measure cells that are there already")
-    parser.add_argument("--into", type=Path)
-    parser.add_argument("--rank-task", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_task:
         rank_task(json.loads(Path(options.rank_task).read_text()))
         return
-    cells: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for model in options.models:
-        for link in options.links:
-            for ranks in options.ranks:
-                name = f"{model}, {ranks} ranks, {link}"
-                if name in cells and not options.again:
-                    continue
-                task = {"model": model, "seconds": options.seconds, "batch_size": options.batch_size}
-                speed = None if link == "loopback" else link
-                start_s = time.monotonic()
-                cells[name] = linked_ranks.run(str(_HERE), task, ranks=ranks, bandwidth=speed, timeout_s=_CELL_S)
-                RESULTS.write_text(json.dumps(cells, indent=1) + "\n")
-                cell, took_s = cells[name], time.monotonic() - start_s
-                print(f"{name}: {cell['chosen']}, {cell['to_best']:.3f} of the best ({took_s:.0f} s)", flush=True)
-    text = table(cells)
-    print(text)
-    if options.into is not None:
-        page = options.into.read_text()
-        before, _, rest = page.partition(BEGIN)
-        options.into.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+    cells = grid.measure(
+        options,
+        RESULTS,
+        functools.partial(measured, options),
+        lambda cell: f"{cell['chosen']}, {cell['to_best']:.3f} of the best ({cell['took_s']:.0f} s)",
+    )
+    grid.write(table(cells), options.into, begin=BEGIN, end=END)
 
 
 if __name__ == "__main__":

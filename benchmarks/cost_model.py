@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -39,6 +40,7 @@ from overlap import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import grid
 import linked_ranks
 
 from overlap.bench.registry import registry
@@ -263,39 +265,21 @@ def table(cells: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["resnet18", "transformer", "mlp"])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--links", nargs="+", default=["1gbit"], help="speeds, or loopback")
+    parser = grid.parser(__doc__, links=["1gbit"])
     parser.add_argument("--rows", nargs="+", default=list(ROWS))
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=120.0, help="of each cell's timing; never less than 3 rounds")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--again", action="store_true", help="measure cells that are there already")
-    parser.add_argument("--into", type=Path)
-    parser.add_argument("--rank-task", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_task:
         rank_task(json.loads(Path(options.rank_task).read_text()))
         return
-    cells: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for model in options.models:
-        for link in options.links:
-            for ranks in options.ranks:
-                cell = f"{model}, {ranks} ranks, {link}"
-                if cell in cells and not options.again:
-                    continue
-                cells[cell] = measured(options, model, ranks, None if link == "loopback" else link)
-                RESULTS.write_text(json.dumps(cells, indent=1) + "\n")
-                print(
-                    f"{cell}: median error {statistics.median(map(abs, errors({cell: cells[cell]}))):.1%}", flush=True
-                )
-    text = table(cells)
-    print(text)
-    if options.into is not None:
-        page = options.into.read_text()
-        before, _, rest = page.partition(BEGIN)
-        options.into.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+    cells = grid.measure(
+        options,
+        RESULTS,
+        functools.partial(measured, options),
+        lambda cell: f"median error {statistics.median(map(abs, errors({'': cell}))):.1%}",
+    )
+    grid.write(table(cells), options.into, begin=BEGIN, end=END)
 
 
 if __name__ == "__main__":

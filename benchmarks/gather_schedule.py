@@ -1,11 +1,11 @@
-"""Where the link rests in a step with gather="forward": a model of one step from the CPU time of each layer.
+"""When the link is idle in a step with gather="forward": a model of one step from the CPU time of each layer.
 
     python -m benchmarks.gather_schedule --bandwidth 1gbit --ranks 2 --slowdown 1.35
 
 For each `bucket_cap_mb` of DDP and each least size of a gather's parts it prints the step that the model expects, and
-the longest rests of the link before a reduction (r) or a gather (g). A step has three things that each do one thing at
-a time: the training thread, the thread of the stages, and the link, which sends and receives at once. What competing
-for cores costs is in `--slowdown` alone; protocols, latencies and DDP's own work are left out.
+the longest times that the link is idle before a reduction (r) or a gather (g). Three resources do one thing at a time
+each: the training thread, the thread of the stages, and the link, which sends and receives at once. Competition for
+cores is modelled by `--slowdown` alone; protocols, latencies and DDP's own work are left out.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def expected(
     cap_mb: float | None,
     part_mb: float | None,
 ) -> tuple[float, list[tuple[float, str]]]:
-    """Seconds a step when steps have become alike, and the link's rests in the last one."""
+    """Seconds a step when steps have become alike, and when the link is idle in the last one."""
     buckets, link = buckets_of(layers, cap_mb), Link(bytes_per_s)
     share = (ranks - 1) / ranks
     there_s = [0.0] * len(layers)
@@ -200,7 +200,7 @@ def main() -> None:
     compute_ms = 1000 * sum(layer.forward_s + layer.backward_s for layer in layers)
     volume = 2 * (options.ranks - 1) / options.ranks * sum(layer.bytes for layer in layers)
     print(f"computation {compute_ms:.0f} ms, sending {1000 * volume / bytes_per_s:.0f} ms")
-    print("| bucket_cap_mb | parts of at least | ms a step | the link rests, ms |\n| --- | --- | ---: | --- |")
+    print("| bucket_cap_mb | parts of at least | ms a step | the link is idle, ms |\n| --- | --- | ---: | --- |")
     for cap_mb in (None, 10.0, 4.0, 1.0):
         for part_mb in (None, 4.0, 1.0):
             step_s, rests = expected(

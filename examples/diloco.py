@@ -1,7 +1,7 @@
 """DiLoCo between sites on a slow link, in 8 bits: torchrun --nproc-per-node 2 examples/diloco.py
 
-Each rank stands for a site that trains alone with AdamW. Now and then the sites average what they have learnt, sent as
-changes in 8 bits, and an outer optimizer with momentum steps along the mean (Douillard et al., arXiv 2311.08105).
+Each rank stands for a site that trains alone with AdamW. Every few steps the sites average their parameters' changes,
+sent in 8 bits, and an outer optimizer with momentum steps along the mean (Douillard et al., arXiv 2311.08105).
 """
 
 import argparse

@@ -142,7 +142,8 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def is_one_of(value: object, *words: str | None) -> bool:
-    """Whether ``value`` is one of ``words``. What is no word is not compared: arrays do that element by element."""
+    """Whether ``value`` is one of ``words``. Only strings and ``None`` are compared, since arrays compare element by
+    element."""
     return value in words if value is None or isinstance(value, str) else False
 
 

@@ -1,7 +1,7 @@
 """A script in the manner of torchvision's references: torchrun --nproc-per-node 2 .../torchvision_reference.py
 
 Epochs of training and evaluation, warm-up and decay by epoch, groups without weight decay, and a checkpoint after every
-epoch, from which --resume goes on: here with all that a chain remembers.
+epoch, from which --resume goes on: here including the state of the chain.
 """
 
 import argparse

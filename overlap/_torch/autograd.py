@@ -16,6 +16,7 @@ __all__ = [
     "by_default",
     "if_abandoned",
     "in_backward",
+    "in_end_of_backward",
     "issue_without_saved_context",
     "version",
     "versions",
@@ -98,18 +99,28 @@ def backward_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-class _Watch:
-    """Calls ``callback`` when it is destroyed without having been called."""
+def in_end_of_backward() -> bool:
+    """Whether the calling thread runs what was queued for the end of a backward pass, and no node of its graph.
 
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self._callback: Callable[[], None] | None = callback
+    Private as in :func:`in_backward`.
+    """
+    return in_backward() and torch._C._current_autograd_node() is None
+
+
+class _Watch:
+    """Calls ``if_dropped`` when it is destroyed without having been called; otherwise ``callback``."""
+
+    def __init__(self, if_dropped: Callable[[], None], callback: Callable[[], None] = lambda: None) -> None:
+        self._if_dropped: Callable[[], None] | None = if_dropped
+        self._callback = callback
 
     def __call__(self) -> None:
-        self._callback = None
+        self._if_dropped = None
+        self._callback()
 
     def __del__(self) -> None:
-        if self._callback is not None:
-            self._callback()
+        if self._if_dropped is not None:
+            self._if_dropped()
 
 
 def if_abandoned(callback: Callable[[], None]) -> None:
@@ -135,8 +146,10 @@ def after_all_of_backward(callback: Callable[[], None]) -> None:
     after_backward(lambda: after_gradients(callback))
 
 
-def after_backward(callback: Callable[[], None]) -> None:
+def after_backward(callback: Callable[[], None], *, if_dropped: Callable[[], None] = lambda: None) -> None:
     """Run ``callback`` on this thread once the current backward pass, including DDP's finalization, is over.
+
+    If what another model does then has raised, the engine drops ``callback``, and ``if_dropped`` is run instead.
 
     ``backward()`` raises what ``callback`` raises. Callbacks run in the order in which they were queued, and DDP queues
     its finalization when the hook of the last bucket returns. So a callback queued by the hook runs *before* DDP's, and
@@ -146,6 +159,6 @@ def after_backward(callback: Callable[[], None]) -> None:
     engine = torch.autograd.Variable._execution_engine
 
     def before_ddp() -> None:
-        engine.queue_callback(callback)
+        engine.queue_callback(_Watch(if_dropped, callback))
 
     engine.queue_callback(before_ddp)

@@ -23,7 +23,14 @@ from overlap._torch.device import current_stream, has_streams, new_event, synchr
 from overlap._torch.stores import BoundedStore
 from overlap.errors import CollectiveError
 
-__all__ = ["CommunicatorChannel", "Communicators", "can_have_communicator", "communicators_replaced", "meet"]
+__all__ = [
+    "CommunicatorChannel",
+    "Communicators",
+    "can_have_communicator",
+    "communicators_replaced",
+    "keys_of_meeting",
+    "meet",
+]
 
 _ASKING_S = (0.001, 0.1)
 # A launch takes microseconds, unless it waits for ranks that do not come.
@@ -272,6 +279,11 @@ class CommunicatorChannel:
         if communicator is not None:
             with contextlib.suppress(RuntimeError):
                 communicator.shutdown()
+
+
+def keys_of_meeting(size: int) -> list[str]:
+    """What :func:`meet` leaves in the store of a group of ``size`` ranks."""
+    return ["came", "all came", *(f"came/{rank}" for rank in range(size))]
 
 
 def meet(group: dist.ProcessGroup, key: str, device: torch.device, look: Callable[[], None]) -> Store:

@@ -18,6 +18,7 @@ __all__ = [
     "data_parallel_parameters",
     "forget_unfinished_backward",
     "has_foreign_hook",
+    "is_to_rebuild",
     "refusal",
     "registered_hook",
 ]
@@ -77,6 +78,14 @@ def forget_unfinished_backward(ddp: DistributedDataParallel) -> None:
     Buckets are then rebuilt, which is a collective. Private: there is no public way, and DDP refuses the forward.
     """
     ddp.reducer._reset_state()
+
+
+def is_to_rebuild(ddp: DistributedDataParallel) -> bool:
+    """Whether the forward after the first backward of ``ddp`` has still to come, and compares buckets between ranks.
+
+    Private: the flag that DDP sets there. It does so unless it looks for unused parameters in every backward.
+    """
+    return not ddp._has_rebuilt_buckets and (ddp.static_graph or not ddp.find_unused_parameters)
 
 
 def backward_may_synchronize(ddp: DistributedDataParallel) -> bool:

@@ -160,6 +160,12 @@ class GlooChannel:
                 "every rank of the model's process group must register the same stages and run backward"
             ) from error
 
+    @staticmethod
+    def keys(size: int) -> list[str]:
+        """What is left in the store of connecting ``size`` ranks: Gloo's own, too, which it may read late."""
+        of_ranks = [f"{what}/{rank}" for what in ("came", "0") for rank in range(size)]
+        return [*of_ranks, "connected", "all connected"]
+
     def _missing_in_words(self, group: dist.ProcessGroup) -> str:
         def ask(store: Store) -> list[int]:
             return [rank for rank in range(group.size()) if not store.check([f"came/{rank}"])]

@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["is_joining", "on_notify", "torch_join_divides_by_count"]
+__all__ = ["is_joining", "leads_torch_join", "on_notify", "torch_join_divides_by_count"]
 
 
 class _NotifyingConfig:
@@ -40,6 +40,12 @@ def torch_join_divides_by_count(ddp: DistributedDataParallel) -> bool:
     """Whether ``ddp`` is in PyTorch's ``Join`` with ``divide_by_initial_world_size=False``, which hooks do not see."""
     config = ddp._join_config
     return bool(config.enable) and not isinstance(config, _NotifyingConfig) and not ddp._divide_by_initial_world_size
+
+
+def leads_torch_join(joinable: Joinable) -> bool:
+    """Whether ``joinable`` is the first in the list of PyTorch's ``Join``, whose collectives it then issues."""
+    config = joinable._join_config
+    return bool(config.enable) and not isinstance(config, _NotifyingConfig) and bool(config.is_first_joinable)
 
 
 def on_notify(joinable: Joinable, callback: Callable[[], None]) -> Callable[[], None]:

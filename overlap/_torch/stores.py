@@ -8,6 +8,9 @@ waits for the thread. Each store has one such thread, since the store's client m
 stuck no other is made, and calls that nobody waits for any more are never made. Who asks while a call is stuck waits
 only until the store has been silent for as long as it would wait for an answer, since a rank asks several times before
 it gives up. Where packets vanish the connection is given up after the group's timeout, which ends the stuck call.
+
+A store may be slow, and not hang: then whoever asks waits for three times as long as the last call took (for one that
+was given up, for the answer, and for chance), so that an answer is not given up again and again just before it comes.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -44,6 +48,9 @@ _IDLE_S = 0.2
 _CUT_OFF = "Connection timed out"
 # How long to wait at least, for a store that has just begun to answer again.
 _SHORTEST_S = 0.05
+# How long to wait for a store because it is slow: so many times the last call, and at most so long.
+_SLOWNESS = 3
+_SLOWEST_S = 10.0
 
 
 class SilentStoreError(CollectiveError):
@@ -98,6 +105,24 @@ class BoundedStore:
         self._raise_failure()
         self._caller.post(_Call(lambda: call(self._store), self._failures.append), seconds)
 
+    def tell(self, seconds: float, call: Callable[[Store], object]) -> None:
+        """``call(store)``, waiting so many ``seconds`` until it is done; a store that is slow does it later.
+
+        Raises:
+            CollectiveError: too much was posted before and is not done after so many ``seconds``.
+        """
+        if not self._may_hang:
+            call(self._store)
+            return
+        made = _Call(lambda: call(self._store))
+        self._caller.post(made, seconds)
+        self._caller.wait(made, seconds)
+
+    @property
+    def took_s(self) -> float:
+        """How long the store has taken for the last call that it has answered."""
+        return self._caller.took_s
+
     def _raise_failure(self) -> None:
         if self._failures:
             raise self._failures[0]
@@ -146,6 +171,23 @@ class _Call:
         self.is_done.set()
 
 
+class _Phase(Enum):
+    """What the thread of a :class:`_Caller` does."""
+
+    NONE = auto()
+    """There is no thread: the next call starts one."""
+
+    READY = auto()
+    """It waits for a call."""
+
+    CALLING = auto()
+    """It makes a call."""
+
+    STUCK = auto()
+    """It makes a call that somebody has given up, and the end of the script does not wait for it: so it ends when the
+    call does, and another thread makes the calls that wait."""
+
+
 class _Caller:
     """Makes calls one at a time, in their order, in a thread that ends when there are none for a while."""
 
@@ -153,30 +195,37 @@ class _Caller:
         self._connection = connection
         self._changed = threading.Condition()
         self._waiting: deque[_Call] = deque()
+        self._phase = _Phase.NONE
         self._thread: threading.Thread | None = None
+        self._idle_s = _IDLE_S
         self._begun_s = 0.0
-        self._is_stuck = False
-        self._is_ending = False
+        self.took_s = 0.0
+        """Of the last call that was answered."""
 
     def make(self, call: _Call, seconds: float) -> None:
         """Make ``call`` and wait for it. Raises: CollectiveError: it is not done in time."""
         with self._changed:
             self._put(call)
-            patience_s = seconds
-            if self._is_stuck:
-                silent_s = time.monotonic() - self._begun_s
-                patience_s = min(seconds, max(seconds - silent_s, _SHORTEST_S))
-        if call.is_done.wait(patience_s):
+        if self.wait(call, seconds):
             return
         with self._changed:
             if call.is_done.is_set():
                 return
             if call in self._waiting:
                 self._waiting.remove(call)
-            if self._thread is not None:
-                self._is_stuck = True
+            if self._phase is _Phase.CALLING and self._thread is not None:
+                self._phase = _Phase.STUCK
                 forget(self._thread, abandon=self._connection.cut)
         raise _silent(seconds)
+
+    def wait(self, call: _Call, seconds: float) -> bool:
+        """Whether ``call`` is done in time. See [Note: a store that hangs]."""
+        with self._changed:
+            patience_s = max(seconds, min(_SLOWNESS * self.took_s, _SLOWEST_S))
+            if self._phase is _Phase.STUCK:
+                silent_s = time.monotonic() - self._begun_s
+                patience_s = max(patience_s - silent_s, _SHORTEST_S)
+        return call.is_done.wait(patience_s)
 
     def post(self, call: _Call, seconds: float) -> None:
         """Have ``call`` made. Raises: CollectiveError: there is no room for it in time."""
@@ -187,43 +236,43 @@ class _Caller:
 
     def _put(self, call: _Call) -> None:
         self._waiting.append(call)
-        if self._thread is not None and self._thread.is_alive():  # It is not in a process forked since.
-            self._changed.notify_all()
-        else:
+        if self._thread is None or not self._thread.is_alive():  # It is not in a process forked since.
             self._start()
+        else:
+            self._changed.notify_all()
 
     def _start(self) -> None:
-        self._is_stuck = False
+        self._phase = _Phase.READY
         starter = threading.current_thread()
 
         def work() -> None:
             # The starter itself where no thread can be started any more: it waits for no other calls.
-            idle_s = 0.0 if threading.current_thread() is starter else _IDLE_S
-            while (call := self._next(idle_s)) is not None:
+            waits = threading.current_thread() is not starter
+            while (call := self._next(self._idle_s if waits else 0.0)) is not None:
                 call.make()
+                self.took_s = time.monotonic() - self._begun_s
                 del call  # And with it the store, before waiting.
 
-        self._thread = start(work, "overlap-store", stop=self._end)
+        self._thread = start(work, "overlap-store", stop=self._end, abandon=self._connection.cut)
 
     def _next(self, idle_s: float) -> _Call | None:
         """The next call; ``None`` when the thread is to end."""
         with self._changed:
-            if self._is_stuck:  # It is no longer, but the end of the script does not wait for this thread.
-                self._thread = None
+            if self._phase is not _Phase.STUCK:
+                self._phase = _Phase.READY
+                self._changed.wait_for(lambda: self._waiting or not self._idle_s, idle_s)
                 if self._waiting:
-                    self._start()
-                return None
-            self._changed.wait_for(lambda: self._waiting or self._is_ending, idle_s)
+                    self._changed.notify_all()
+                    self._phase, self._begun_s = _Phase.CALLING, time.monotonic()
+                    return self._waiting.popleft()
+            self._phase, self._thread = _Phase.NONE, None
             if self._waiting:
-                self._changed.notify_all()
-                self._begun_s = time.monotonic()
-                return self._waiting.popleft()
-            self._thread = None
+                self._start()
             return None
 
     def _end(self) -> None:
         with self._changed:
-            self._is_ending = True
+            self._idle_s = 0.0
             self._changed.notify_all()
 
 

@@ -109,7 +109,7 @@ def _machine() -> Iterator[str]:
 
 
 def _needs() -> Iterator[str]:
-    """What a build without Gloo has of it cannot be looked at, but everything else is as it is with one."""
+    """The private parts that are missing, and a chain on one rank; nothing of a build without Gloo."""
     if not (dist.is_available() and dist.is_gloo_available()):
         return
     _head(f"Private parts of torch {torch.__version__} that are used")

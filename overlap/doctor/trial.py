@@ -47,8 +47,8 @@ def own_group() -> Iterator[None]:
     try:
         yield
     finally:
-        # Models and their reducers are in cycles, and hold the group: its threads are to end now and not with the
-        # interpreter, where one that comes back to Python is taken for an error.
+        # Models and their reducers are in cycles, and hold the group. Its threads must end now and not while the
+        # interpreter exits, when a thread that returns to Python is an error.
         gc.collect()
         dist.destroy_process_group()
         gc.collect()
@@ -71,7 +71,7 @@ def compare_with_plain() -> int:
     """
     model = _model()
     plain, overlapped = _ddp(copy.deepcopy(model)), _ddp(model)
-    # DDP's own collectives would be a danger to the end of the process.
+    # DDP's own collectives could hang or abort the end of the process.
     issue_without_saved_context(plain.parameters())
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     optimizer = OverlappedOptimizer(torch.optim.AdamW(overlapped.parameters(), lr=1e-2))

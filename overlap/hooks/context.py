@@ -79,6 +79,8 @@ class StageContext:
     """Whether the model is inside of a ``Join``, overlap's or PyTorch's; not known where only a hook is registered."""
     look_for_failures: Callable[[], None] = lambda: None
     """Raises ``CollectiveError`` where this rank has been told that another one has failed, once; does not wait."""
+    tell: Callable[[BaseException], None] = lambda error: None
+    """Tells the other ranks of an error in the training loop between two passes, for which this one may not go on."""
     cut: BucketCut | None = None
     """How gradients are cut into buckets, for reducers whose rounding depends on it; never ``None`` in
     :meth:`Stage.attach` of a registered stage."""

@@ -8,10 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
+from overlap._torch.autograd import in_end_of_backward
 from overlap._torch.c10d import GradBucket
-from overlap.errors import RegistrationError
+from overlap.errors import RegistrationError, UnsupportedError
 from overlap.hooks.context import StageContext
-from overlap.hooks.engine.runtime import Runtime
+from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
 from overlap.hooks.stage import Stage
 
 __all__ = ["StageHook"]
@@ -61,6 +62,9 @@ class StageHook:
 
     # Without annotations: DDP compares them with its own types, and here they would be strings.
     def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        if not bucket.is_last() and in_end_of_backward():
+            # DDP's first backward with a static graph has all its buckets there, each with the number 0.
+            raise UnsupportedError(f"{self!r}: the model has parameters of several dtypes: {NO_LAST_BUCKET}")
         parameters = bucket.parameters()
         runtime = self._runtimes.get(parameters[0])
         if runtime is None:

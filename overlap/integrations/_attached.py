@@ -164,7 +164,7 @@ class Attached:
 
 
 def check_kind(accelerator: Accelerator) -> None:
-    """Raises: ConfigurationError: it does not use DDP, or says itself what becomes of gradients."""
+    """Raises: ConfigurationError: it does not use DDP, or has a communication hook of its own."""
     kind = accelerator.distributed_type
     if not (kind == DistributedType.MULTI_CPU or accelerator.multi_device):
         raise ConfigurationError(
@@ -174,8 +174,8 @@ def check_kind(accelerator: Accelerator) -> None:
     handler = accelerator.ddp_handler
     if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
         raise ConfigurationError(
-            f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook.value!r}) and a chain both say what becomes "
-            "of gradients: leave comm_hook out, and put its stage into the chain, such as Cast(torch.float16)"
+            f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook.value!r}) and a chain both decide what "
+            "happens to gradients: leave comm_hook out, and put its stage into the chain, such as Cast(torch.float16)"
         )
 
 
@@ -190,8 +190,8 @@ def _put_in(outer: Any, optimizer: Any) -> None:
 def _step_that_tells_of_skips(outer: Any) -> Callable[..., None]:
     """``outer.step``, after which ``outer.step_was_skipped`` is right.
 
-    Accelerate looks whether the scaler has called the optimizer's ``step``. It always calls that of ours, which looks
-    by itself whether gradients are finite.
+    Accelerate looks whether the scaler has called the optimizer's ``step``. It always calls ours, which checks itself
+    whether gradients are finite.
     """
     step = outer.step
 

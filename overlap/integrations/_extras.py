@@ -1,4 +1,4 @@
-"""What is said where a framework is not installed."""
+"""The error where a framework is not installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["needs"]
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Around the imports of the package that ``extra`` of the distribution installs, and is named after.
+    """Wraps the imports of the package that ``extra`` of the distribution installs and is named after.
 
     Raises:
         ImportError: it is not installed; the message says how to install it.

@@ -1,4 +1,4 @@
-"""Files in a framework's checkpoint, one of each rank, with what its stages remember."""
+"""Files in a framework's checkpoint, one per rank, with the state of its stages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def save(folder: str | Path, rank: int, runs: Sequence[Run]) -> None:
 
 
 def load(folder: str | Path, rank: int, runs: Sequence[Run]) -> None:
-    """Load this rank's file; where no rank has one, stages begin with nothing remembered.
+    """Load this rank's file; if no rank has one, stages start without state.
 
     Raises:
         ConfigurationError: other ranks have one, or it is of other stages or of another number of ranks.
@@ -40,7 +40,7 @@ def load(folder: str | Path, rank: int, runs: Sequence[Run]) -> None:
         if others := sorted(path.name for path in file.parent.glob(_file(folder, "*").name)):
             raise ConfigurationError(
                 f"{file.parent} has {others[0]} and lacks {file.name}: every rank saves, and as many ranks resume; "
-                f"delete {_file('', '*')} to begin with nothing remembered"
+                f"delete {_file('', '*')} to start without their state"
             )
         for run in runs:
             run.state.forget()
@@ -52,7 +52,7 @@ def load(folder: str | Path, rank: int, runs: Sequence[Run]) -> None:
         try:
             run.state.load_rank_state_dict(state)
         except ConfigurationError as error:
-            error.add_note(f"from {file}; delete {_file('', '*')} there to begin with nothing remembered")
+            error.add_note(f"from {file}; delete {_file('', '*')} there to start without their state")
             raise
 
 

@@ -40,7 +40,7 @@ def prepare(
         )
 
     ``accelerator.save_state`` and ``load_state``, which every rank calls, then have all that a rank needs to resume:
-    what its stages remember is in a file of its own, ``overlap-rank-0.pt``.
+    the state of its stages is in a file of its own, ``overlap-rank-0.pt``.
 
     Args:
         accelerator: of several processes, with DDP.

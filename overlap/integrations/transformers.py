@@ -28,7 +28,7 @@ class OverlapMixin:
 
         OverlapTrainer(model, args, train_dataset=data, chain=lambda optimizer: chain(AllReduce(), Step(optimizer)))
 
-    Where stages remember something, a checkpoint has one more file of each rank, ``overlap-rank-0.pt``.
+    If stages have state, a checkpoint has an additional file for each rank, ``overlap-rank-0.pt``.
 
     Args:
         chain: a stage that reduces and makes no update, or a function of the optimizer that returns one with an update;

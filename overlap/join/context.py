@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,18 +28,17 @@ from overlap.join.ddp import DDPAdapter
 from overlap.join.event_log import EventLog
 from overlap.join.hyperparameters import Hyperparameters
 from overlap.join.iterations import Iterations
+from overlap.join.leftovers import leave_released
 from overlap.join.loading import batches
+from overlap.join.meeting import Meeting
 from overlap.join.options import JoinOptions, OnExhausted, check_on_exhausted
-from overlap.join.processes import this_process
 from overlap.join.replay import Replay
+from overlap.join.same_joinables import difference, told_of
 from overlap.join.session import JoinableAdapter, JoinSession
 
 __all__ = ["Join"]
 
 _Batch = TypeVar("_Batch")
-
-# How many Joins this process has entered on a group: the same number on every rank, so it names their keys.
-_entered: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 class Join(base.Join):
@@ -74,7 +71,8 @@ class Join(base.Join):
 
     Raises:
         ConfigurationError: no joinable, several process groups, an argument out of range, or other arguments than on
-            rank 0.
+            rank 0, or in another order.
+        CollectiveError: another rank does something else there, such as registering a chain, or does not come.
         UnsupportedError: a model with collectives in forward, and ranks that may run out of inputs before others.
         TrainingLoopError: this rank ran more or fewer iterations than it said, or ``on_exhausted="raise"``.
         PeerError: another rank failed; the message has its number.
@@ -122,7 +120,7 @@ class Join(base.Join):
             counts_samples=weight_by_samples is not False,
         )
         self._lengths, self._enable, self._samples = lengths, enable, weight_by_samples
-        joinables = [unwrapped(joinable) for joinable in joinables]
+        self._joinables = joinables = [unwrapped(joinable) for joinable in joinables]
         shadows = enable and on_exhausted == "shadow"
         self._make_adapters = functools.partial(_adapters, joinables, kwargs, shadows=shadows)
         self._adapters = self._make_adapters()
@@ -148,9 +146,12 @@ class Join(base.Join):
         if self._was_entered:
             self._adapters = self._make_adapters()  # A hook of a joinable serves one block.
         self._was_entered = True
-        key = str(next(_entered.setdefault(self._group, itertools.count())))
-        log = EventLog(self._group, key, group_timeout(self._group, self._join_device))
-        lengths = self._exchange_lengths(log)
+        options = f"on_exhausted={self._options.on_exhausted!r} {'without' if self._lengths is None else 'and'} lengths"
+        with Meeting(self._group, "enter Join") as meeting:
+            told = meeting.exchange([told_of(self._joinables), options, self._lengths])
+        log = EventLog(self._group, meeting.key, group_timeout(self._group, self._join_device))
+        log.processes = meeting.processes
+        lengths = self._agreed(told)
         iterations = Iterations(self._group, self._join_device, log, self._options, lengths=lengths)
         self._session = session = JoinSession(iterations, self._adapters, self._hyperparameters)
         set_active_join(self._group, session)
@@ -160,24 +161,22 @@ class Join(base.Join):
                 adapter.enter(session, self._undo)
         except BaseException as error:
             log.failures.report(error)
+            log.release(self._group)
             self._leave()
             raise
         return self
 
-    def _exchange_lengths(self, log: EventLog) -> list[int] | None:
+    def _agreed(self, told: Sequence[Any]) -> list[int] | None:
         """Compare what the ranks were given; returns the length of every rank, where they are known."""
-        kinds = [type(adapter).__name__ for adapter in self._adapters]
-        given = [kinds, self._options.on_exhausted, self._lengths is None]
-        exchanged = log.exchange("Join", [given, self._lengths, this_process()])
-        first = exchanged[0][0]
-        for rank, (other, _, _) in enumerate(exchanged):
-            if other != first:
+        for rank, (joinables, options, _) in enumerate(told):
+            if (reason := difference(rank, joinables, told[0][0])) is not None:
+                raise ConfigurationError(reason)
+            if options != told[0][1]:
                 raise ConfigurationError(
-                    f"rank {rank} enters Join with {other} (joinables, on_exhausted, whether without lengths), "
-                    f"but rank 0 with {first}; every rank must be given the same"
+                    f"rank {rank} enters Join with {options}, but rank 0 with {told[0][1]}: every rank must be given "
+                    "the same"
                 )
-        log.processes = [process for _, _, process in exchanged]
-        return None if self._lengths is None else [length for _, length, _ in exchanged]
+        return None if self._lengths is None else [length for _, _, length in told]
 
     def iterate(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """The batches of ``loader``; looks one ahead where its length is not known. Once in a block.
@@ -212,9 +211,13 @@ class Join(base.Join):
             error = raised
             raise
         finally:
+            log = session.iterations.log
             # A PeerError was reported by the rank that caused it; exhausted inputs are raised on every rank.
             if error is not None and not session.iterations.has_raised_on_all:
-                session.iterations.log.failures.report_in_block(error)
+                log.failures.report_in_block(error)
+            log.release(self._group)
+            if error is None:
+                leave_released(self._group)
             self._leave()
 
     def _finish(self, session: JoinSession) -> None:
@@ -228,7 +231,6 @@ class Join(base.Join):
             self._compare(session, told)
         for adapter in self._adapters:
             adapter.post(is_last_joiner=is_last_joiner)
-        iterations.log.close()
 
     def _compare(self, session: JoinSession, told: Sequence[Any]) -> None:
         """Have the hyperparameters of the ranks that ran longest; raises on every rank where that is an error."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -17,7 +17,8 @@ from overlap._torch.c10d import Store
 from overlap._torch.stores import BoundedStore, host_has_ended
 from overlap.errors import CollectiveError, PeerError
 from overlap.join.failures import FailureStore
-from overlap.join.processes import has_ended
+from overlap.join.leftovers import leave, release
+from overlap.join.processes import ended_in_words
 
 __all__ = ["Cursor", "Event", "EventKind", "EventLog"]
 
@@ -82,7 +83,8 @@ class EventLog:
     """
 
     def __init__(self, group: dist.ProcessGroup, key: str, timeout: timedelta) -> None:
-        self._store = BoundedStore(group, f"overlap/join/{key}")
+        self._prefix = f"overlap/join/{key}"
+        self._store = BoundedStore(group, self._prefix)
         self._rank, self._size = group.rank(), group.size()
         self._timeout_s = timeout.total_seconds()
         self._written: list[str] = []
@@ -108,16 +110,21 @@ class EventLog:
 
         self._store.within(self._timeout_s, delete)
 
-    def close(self) -> None:
-        """Delete what is written here: all ranks have come to the end of the block, so nobody reads it any more.
+    def release(self, group: dist.ProcessGroup) -> None:
+        """Take note that this rank reads nothing here any more: its block is over. See [Note: keys left behind]."""
+        self.failures.release()
+        release(group, self._prefix, self._leave)
 
-        What the ranks write last, to say so, is deleted by the last to come here.
-        """
-        written, self._written = [*self._written, *self._exchanged], []
-        self._delete(written)
-        if self._store.within(self._timeout_s, lambda store: store.add("left", 1)) == self._size:
-            ends = [f"{_END}/{rank}" for rank in range(self._size)]
-            self._delete([*ends, "left"])
+    def _leave(self, store: Store) -> None:
+        # The last rank to leave deletes what each has written.
+        store.set(f"written/{self._rank}", json.dumps([*self._written, *self._exchanged]))
+
+        def keys() -> Iterator[str]:
+            for told in (f"written/{rank}" for rank in range(self._size)):
+                yield from json.loads(store.get(told))
+                yield told
+
+        leave(store, size=self._size, keys=keys())
 
     def read(self, position: Position) -> Event:
         """Wait for the event at ``position``.
@@ -139,13 +146,12 @@ class EventLog:
         """
         own, text = f"{what}/{self._rank}", json.dumps(value)
         self._store.within(self._timeout_s, lambda store: store.set(own, text))
-        if what != _END:
-            self._exchanged.append(own)
+        self._exchanged.append(own)
         keys = [f"{what}/{rank}" for rank in range(self._size)]
         return [json.loads(text) for text in self._wait(keys, f"every rank to come to {what}")]
 
     def exchange_at_end(self, value: Any) -> list[Any]:
-        """As :meth:`exchange`, the last of all: :meth:`close` may follow."""
+        """As :meth:`exchange`, the last of all."""
         return self.exchange(_END, value)
 
     def _wait(self, keys: list[str], reason: str) -> list[bytes]:
@@ -190,8 +196,7 @@ class EventLog:
 
     def ended_in_words(self) -> str | None:
         """Which ranks' processes have ended, for a message; ``None`` where none is known to have."""
-        ended = [rank for rank, process in enumerate(self.processes) if has_ended(process)]
-        return f"{' and '.join(f'the process of rank {rank}' for rank in ended)} has ended" if ended else None
+        return ended_in_words(self.processes)
 
 
 class Cursor:

@@ -10,26 +10,39 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from overlap._torch.c10d import group_timeout
+from overlap._torch.c10d import Store, group_timeout
 from overlap._torch.gloo import has_lost_connection
-from overlap._torch.stores import BoundedStore, host_has_ended
+from overlap._torch.stores import BoundedStore, SilentStoreError, host_has_ended, peek
 from overlap.errors import CollectiveError
 from overlap.join.active import ActiveJoin, active_join
+from overlap.join.leftovers import leave, leave_released, release
 
-__all__ = ["FailureStore", "explain_loss", "failures_on", "loss_on", "losses_named"]
+__all__ = ["FailureStore", "explain_loss", "failures_on", "loss_on", "losses_named", "was_told"]
 
 # How long to wait for the store where nothing depends on its answer.
 _PATIENCE_S = 1.0
 # How long a rank that has lost a connection waits for word of the others that live.
 _SURVEY_S = 1.5
 _ASKING_S = 0.02
+# Calls of the store that such a rank makes first.
+_CALLS = 8
 # Of what has no connections of its own, and of all that stops.
 _GROUP = "group"
+# On an error itself: it may be raised through a block that would tell of it again.
+_TOLD = "_told_to_other_ranks"
 
 
 def failures_on(group: dist.ProcessGroup) -> FailureStore:
     """Where ranks tell each other of collectives on ``group`` itself."""
     return FailureStore(group, _GROUP)
+
+
+def was_told(error: BaseException) -> bool:
+    """Whether this rank has told the others of ``error``, or of what it came from."""
+    found: BaseException | None = error
+    while found is not None and not hasattr(found, _TOLD):
+        found = found.__cause__ or found.__context__
+    return found is not None
 
 
 @contextlib.contextmanager
@@ -52,12 +65,17 @@ def loss_on(group: dist.ProcessGroup, error: Exception) -> CollectiveError:
     return CollectiveError(f"a collective failed; {failures_on(group).lost_in_words()}: {error}")
 
 
-def explain_loss(error: BaseException, group: dist.ProcessGroup) -> None:
+def explain_loss(error: BaseException, group: dist.ProcessGroup, board: FailureStore | None = None) -> None:
     """Note on an error of a collective on ``group`` that is not ours which ranks it has to do with.
+
+    ``board`` is where a registration's ranks tell each other of failures, too.
 
     Does nothing where ``error`` is another, and in the block of a Join, which has its own words.
     """
     if isinstance(error, CollectiveError) or not has_lost_connection(error) or active_join(group) is not None:
+        return
+    if board is not None and (failure := board.first()) is not None:
+        error.add_note(f"another rank of the group failed first: {failure}")
         return
     try:
         error.add_note(failures_on(group).lost_in_words())
@@ -78,18 +96,32 @@ class FailureStore:
     """Collectives that this rank has finished since it came here."""
 
     def __init__(self, group: dist.ProcessGroup, key: str) -> None:
-        self._store = BoundedStore(group, f"overlap/failures/{key}")
+        self._prefix = f"overlap/failures/{key}"
+        self._store = BoundedStore(group, self._prefix)
         self._of_group = BoundedStore(group, f"overlap/failures/{_GROUP}")
         self._rank, self._size = group.rank(), group.size()
         self._timeout_s = group_timeout(group, torch.device("cpu")).total_seconds()
         self._group = weakref.ref(group)
+        self._compared: list[str] = []
+
+    def release(self) -> None:
+        """Take note that this rank reads nothing here any more; see [Note: keys left behind]."""
+        if (group := self._group()) is not None:
+            release(group, self._prefix, self._leave)
+
+    def _leave(self, store: Store) -> None:
+        def keys() -> Iterator[str]:
+            yield from (f"failure/{place}" for place in range(1, store.add("failures", 0) + 1))
+            yield from ("failures", *(f"stopped/{rank}" for rank in range(self._size)), *self._compared)
+
+        leave(store, size=self._size, keys=keys())
 
     def report(self, error: BaseException) -> None:
         """Tell the group that this rank failed. Never raises: the error itself matters more."""
         with contextlib.suppress(Exception):
+            setattr(error, _TOLD, True)
             text = f"rank {self._rank}: {_one_line(error)}"
-            place = self._store.within(_PATIENCE_S, lambda store: store.add("failures", 1))
-            self._store.within(_PATIENCE_S, lambda store: store.set(f"failure/{place}", text))
+            self._store.tell(_PATIENCE_S, lambda store: store.set(f"failure/{store.add('failures', 1)}", text))
         self.say_stopped()
 
     def report_in_block(self, error: BaseException) -> None:
@@ -104,12 +136,14 @@ class FailureStore:
         key, text = f"stopped/{self._rank}", str(self.finished)
         for board in (self._store, self._of_group):
             with contextlib.suppress(Exception):
-                board.within(_PATIENCE_S, lambda store: store.set(key, text))
+                board.tell(_PATIENCE_S, lambda store: store.set(key, text))
 
     def say_back(self) -> None:
         """Tell the group that this rank goes on; called before the ranks meet."""
+        if (group := self._group()) is not None:
+            leave_released(group)
         with contextlib.suppress(Exception):
-            self._of_group.within(_PATIENCE_S, lambda store: store.delete_key(f"stopped/{self._rank}"))
+            self._of_group.tell(_PATIENCE_S, lambda store: store.delete_key(f"stopped/{self._rank}"))
 
     def lost_in_words(self) -> str:
         """Which ranks have to do with it that this rank has lost a connection; waits for about a second.
@@ -141,17 +175,25 @@ class FailureStore:
         Raises:
             CollectiveError: nothing is known of any rank, since the store does not answer.
         """
-        deadline_s = time.monotonic() + within_s
+        start_s = time.monotonic()
         going_on = list(range(self._size))
-        try:
-            while going_on and time.monotonic() < deadline_s and not (until_failure and self.look() is not None):
+        error: Exception | None = None
+        # Others need as long as this rank for a call of the store, before they have said that they stop.
+        while going_on and time.monotonic() - start_s < within_s + _CALLS * self._store.took_s:
+            try:
+                if until_failure and self.look() is not None:
+                    break
                 going_on = [rank for rank in going_on if self._word_of(rank) is None]
-                time.sleep(_ASKING_S)
-        except Exception as error:
-            if len(going_on) == self._size:
-                raise CollectiveError(
-                    f"a connection is lost, and nothing is known of the other ranks: {_host_in_words(error)}"
-                ) from error
+            except SilentStoreError as silent:
+                error = silent  # It may only be slow.
+            except Exception as failed:
+                error = failed
+                break
+            time.sleep(_ASKING_S)
+        if error is not None and len(going_on) == self._size:
+            raise CollectiveError(
+                f"a connection is lost, and nothing is known of the other ranks: {_host_in_words(error)}"
+            ) from error
         return going_on
 
     def somebody_stopped(self) -> bool:
@@ -197,9 +239,7 @@ class FailureStore:
         return None if join is None else join.failure()
 
     def _first(self) -> str | None:
-        key = "failure/1"
-        found = self._store.within(_PATIENCE_S, lambda store: store.get(key) if store.check([key]) else None)
-        return None if found is None else found.decode()
+        return self._store.within(_PATIENCE_S, lambda store: peek(store, "failure/1"))
 
     def agree(self, signature: str) -> str | None:
         """Compare ``signature`` with rank 0's: ``None`` where they are equal, else rank 0's.
@@ -216,6 +256,7 @@ class FailureStore:
         Raises:
             CollectiveError: the store does not answer within the group's timeout.
         """
+        self._compared.append(what)
         if self._rank == 0:
             self._store.within(self._timeout_s, lambda store: store.set(what, value))
             return value
@@ -223,9 +264,7 @@ class FailureStore:
 
 
 def _word(board: BoundedStore, rank: int) -> str | None:
-    key = f"stopped/{rank}"
-    found = board.within(_PATIENCE_S, lambda store: store.get(key) if store.check([key]) else None)
-    return None if found is None else found.decode()
+    return board.within(_PATIENCE_S, lambda store: peek(store, f"stopped/{rank}"))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms import join as base
 
-__all__ = ["JoinHook", "Joinable"]
+from overlap._torch.join import leads_torch_join
+from overlap.errors import ConfigurationError
+
+__all__ = ["JoinHook", "Joinable", "refuse_before_model"]
 
 
 class JoinHook(base.JoinHook):
@@ -83,3 +87,18 @@ class Joinable(base.Joinable):
     @abstractmethod
     def join_process_group(self) -> dist.ProcessGroup:
         """The process group; the same for all joinables of one Join."""
+
+
+def refuse_before_model(joinable: base.Joinable, model_joins: Callable[[], bool]) -> None:
+    """Called before ``joinable`` notifies its Join; ``model_joins`` says whether its model is in a Join, too.
+
+    Raises:
+        ConfigurationError: ``joinable`` comes before the model in PyTorch's ``Join``.
+    """
+    if leads_torch_join(joinable) and model_joins():
+        name = type(joinable).__name__
+        raise ConfigurationError(
+            f"{name} comes before its model in PyTorch's Join, so a rank that has run out of inputs would issue its "
+            f"collectives first, and the others the model's: use Join([ddp, {name}]), or overlap.Join, which takes any "
+            "order"
+        )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["has_ended", "this_process"]
+__all__ = ["ended_in_words", "has_ended", "this_process"]
 
 _ENDED = ("Z", "X")  # Its parent has not taken note yet.
 
@@ -31,6 +32,12 @@ def has_ended(process: list[str]) -> bool:
     except OSError:
         return True
     return state in _ENDED or start != process[2]
+
+
+def ended_in_words(processes: Sequence[list[str]]) -> str | None:
+    """Which of ``processes``, by rank, have ended, for a message; ``None`` where none is known to have."""
+    ended = [rank for rank, process in enumerate(processes) if has_ended(process)]
+    return f"{' and '.join(f'the process of rank {rank}' for rank in ended)} has ended" if ended else None
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:

@@ -32,18 +32,18 @@ class AdamW8bit(Optimizer):
 
     Moments are kept as in Dettmers et al. 2022 (https://arxiv.org/abs/2110.02861): each block of consecutive elements
     of ``parameter.flatten()`` has its largest magnitude as its scale, in fp32, and its elements as codes of a
-    non-linear map (``overlap/optim/dynamic_map.py`` says in what it differs). An update decodes some blocks after
-    others, computes in fp32, and encodes anew. Nothing is random, so the same gradients make the same update.
+    non-linear map (``overlap/optim/dynamic_map.py`` says in what it differs). An update decodes a few blocks at a time,
+    computes in fp32, and encodes again. Nothing is random, so the same gradients make the same update.
 
-    A block is treated by itself. So :class:`ZeroRedundancyOptimizer` divides parameters between blocks, and its update
-    is that of the whole optimizer bit for bit.
+    Blocks are independent of each other. So :class:`ZeroRedundancyOptimizer` divides parameters between blocks, and its
+    update is that of the whole optimizer bit for bit.
 
     State of a parameter: ``step``, a number; ``exp_avg`` and ``exp_avg_sq``, uint8 in the parameter's shape, and
     ``exp_avg_scale`` and ``exp_avg_sq_scale``, fp32 of shape ``(ceil(numel / block_numel),)``. Of parameters of fewer
     than ``min_numel`` elements, the moments are in fp32, and the update is that of :class:`torch.optim.AdamW`.
 
-    A gradient that is not finite makes all moments of its block not finite, where those of
-    :class:`torch.optim.AdamW` are so in its element alone.
+    A gradient that is not finite makes all moments of its block not finite; with :class:`torch.optim.AdamW` only those
+    of its element.
 
     Args:
         params, lr, betas, eps, weight_decay, maximize: as for :class:`torch.optim.AdamW`. ``lr`` is a number, or a
@@ -167,7 +167,7 @@ class AdamW8bit(Optimizer):
         of_parameters = set(states)
         others = {key: value for key, value in given["state"].items() if key not in of_parameters}
         with load_hooks_suspended(self):
-            # Which would load moments in the parameter's dtype.
+            # Only what belongs to no parameter: it would load moments in the parameter's dtype.
             super().load_state_dict({**given, "state": others})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         keys = [key for group in given["param_groups"] for key in group["params"]]

@@ -1,4 +1,4 @@
-"""The memory of one of DDP's buckets, which can be given back where nobody else refers to it."""
+"""The memory of one of DDP's buckets, which can be released if nothing else refers to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BucketMemory:
         self._storage = bucket.buffer.untyped_storage()
         self._nbytes = self._storage.nbytes()
         # Of this pass and of the one before, which refers to the buffer. DDP drops that at some time in this pass; as
-        # it is kept here, nobody need know when.
+        # it is kept here, it does not matter when.
         self._future: Future | None = None
         self._former_future: Future | None = None
         self._tensors = self._by_future = 0
@@ -55,23 +55,23 @@ class BucketMemory:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether DDP has let it go: then no parameter has a view of it. What the last pass has returned may have."""
+        """Whether DDP has dropped it: then no parameter has a view of it, though a result of the last pass may."""
         return tensors_on(self._storage) <= _OWN_TENSORS
 
     def fill(self) -> None:
-        """Give it memory of undefined contents, which is the current stream's."""
+        """Allocate its memory on the current stream, uninitialized."""
         resize_storage(self._storage, self._nbytes)
         if has_streams(self._storage.device):
             self._filled = current_stream(self._storage.device), recorded_event(self._storage.device)
 
     def wait_until_filled(self) -> None:
-        """Let the current stream go on when the memory is there, if it was given on another: until then that one may
-        work with what was in the same place before."""
+        """Let the current stream wait, if the memory was allocated on another: that stream may still work with what was
+        in the same place before."""
         if self._filled is not None and (current := current_stream(self._storage.device)) != self._filled[0]:
             current.wait_event(self._filled[1])
 
     def empty(self) -> None:
-        """Give its memory back."""
+        """Free its memory."""
         resize_storage(self._storage, 0)
         self._filled = None
 
@@ -94,7 +94,7 @@ class BucketMemory:
 
     @property
     def is_of_others(self) -> bool:
-        """Whether somebody else has reduced the bucket before, so that it is not known what DDP has of that."""
+        """Whether something else has reduced the bucket before, so that it is not known which references DDP has."""
         return self._former_future is None and self._tensors > _OWN_TENSORS + len(self.parameters)
 
     def used_elsewhere(self, bucket: Bucket | None = None) -> Tensor | None:

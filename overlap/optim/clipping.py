@@ -37,7 +37,7 @@ class GradientNorms:
             self._norms.update(zip(map(id, parameters), norms(gradients, self._norm_type), strict=True))
 
     def note_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """``.grad`` of ``parameters`` now holds what was noted: a later change makes the note void."""
+        """``.grad`` of ``parameters`` now holds what was noted; a later change invalidates the note."""
         self._versions = {id(p): (weakref.ref(p.grad), version(p.grad)) for p in parameters if p.grad is not None}
 
     def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:

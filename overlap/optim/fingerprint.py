@@ -1,4 +1,4 @@
-"""A number that tells whether the values of a tensor have changed.
+"""A number that shows whether the values of a tensor have changed.
 
 [Note: edits by value]
 

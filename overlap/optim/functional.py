@@ -1,7 +1,7 @@
-"""Optimizers that are handed their gradients.
+"""Optimizers that take their gradients as arguments.
 
-``torch.optim`` reads gradients from ``.grad``; these take them as arguments, for code that updates a parameter where
-its gradient comes into being. Each wraps the ``torch.optim`` class of its name: same arguments, same arithmetic, and
+``torch.optim`` reads gradients from ``.grad``; these take them as arguments, for code that updates a parameter as soon
+as its gradient is computed. Each wraps the ``torch.optim`` class of its name: same arguments, same arithmetic, and
 the groups' hyperparameters read at every call.
 """
 

@@ -21,7 +21,7 @@ __all__ = ["LossScale", "skips_by_itself"]
 
 @dataclass(frozen=True)
 class LossScale:
-    """What the scaler tells an optimizer before ``step()``: nothing, where there is no scaler."""
+    """What the scaler sets on an optimizer before ``step()``: nothing if there is no scaler."""
 
     found_inf: Tensor | None = None
     """Not zero where a gradient is not finite."""
@@ -68,7 +68,7 @@ class LossScale:
 
 
 def skips_by_itself(optimizer: Optimizer) -> bool:
-    """Whether the kernel of ``optimizer`` can be told to change nothing; that of SGD does not initialize its momentum
-    then."""
+    """Whether the kernel of ``optimizer`` takes ``found_inf`` and then changes nothing; SGD's does not with
+    momentum."""
     is_told = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     return is_told and not any(group.get("momentum") for group in optimizer.param_groups)

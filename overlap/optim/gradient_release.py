@@ -1,4 +1,4 @@
-"""Giving the memory of gradients back while backward runs.
+"""Releasing the memory of gradients while backward runs.
 
 [Note: gradient release]
 
@@ -19,12 +19,12 @@ the time, and ``.grad`` are views of it (``gradient_as_bucket_view=True``). A re
 A backward under ``no_sync`` does not come near the buckets: its gradients get memory of their own, and no storage is
 filled for them. After its first pass DDP makes other buckets; those of before, which it has let go, stay empty.
 
-Who reads memory that is not there crashes. So a storage is emptied only if nobody else has a tensor on it: DDP has one
+Reading memory that was freed would crash. So a storage is emptied only if nothing else has a tensor on it: DDP has one
 for the bucket and one or two for each parameter (its views of before and after the reduction), and
 :class:`~overlap.optim.bucket_memory.BucketMemory` one reference; Python must not hold ``.grad``, nor the bucket, which
-stages are given a copy of, nor its buffer. If somebody does, the memory stays, the update is as ever, and backward
-raises. A bucket with a gradient that no update has applied, such as one of a parameter that no optimizer has, or one of
-a backward in ``skip_update()``, stays as it is.
+stages are given a copy of, nor its buffer. If something does, the memory stays, the update is made as usual, and
+backward raises. A bucket with a gradient that no update has applied, such as one of a parameter that no optimizer has,
+or one of a backward in ``skip_update()``, stays as it is.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ def check_releasable(context: StageContext, stage: object) -> None:
     if not ddp.gradient_as_bucket_view:
         raise ConfigurationError(
             f"{stage!r}: this DistributedDataParallel copies all gradients out of its buckets at the end of backward, "
-            "so all would be there once more; build it with gradient_as_bucket_view=True, or use "
+            "so all would be in memory again; build it with gradient_as_bucket_view=True, or use "
             "release_gradients=False"
         )
     for parameter, name in context.names.items():
         if parameter.is_complex() and parameter.requires_grad:
             raise UnsupportedError(
                 f"{stage!r}: {name} is {parameter.dtype}, and DDP has the gradient in its bucket as pairs of real "
-                "numbers, by views that cannot be told from those of others: use release_gradients=False"
+                "numbers, by views that cannot be distinguished from others: use release_gradients=False"
             )
 
 
 class _Pass(enum.Enum):
-    """Where the model stands with its buckets."""
+    """The state of a model's buckets."""
 
     NONE = "none"
     """Since the last pass no forward was seen whose backward synchronizes."""
@@ -234,7 +234,7 @@ class GradientRelease:
         if kept:
             raise TrainingLoopError(
                 f"the gradient of {self._names.get(kept[0], 'a parameter')} cannot be released, because something else "
-                "refers to it, or to its bucket, and would read memory that is gone; the update has been made. Keep "
+                "refers to it, or to its bucket, and would read freed memory; the update has been made. Keep "
                 "copies (.clone()) of gradients and buckets, or use release_gradients=False"
             )
 
@@ -261,7 +261,7 @@ class GradientRelease:
 
 
 def _told_of(parameter: int, alive: weakref.ref[GradientRelease]) -> Callable[[Tensor], None]:
-    """A tensor hook. It refers to nothing: a cycle through autograd's hooks could never be collected."""
+    """A tensor hook. It holds no reference: a cycle through autograd's hooks could never be collected."""
 
     def comes(gradient: Tensor) -> None:
         if (release := alive()) is not None:

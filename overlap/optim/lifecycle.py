@@ -1,26 +1,26 @@
-"""The lifecycle of an update: what a training loop may do when, and what becomes of the gradients.
+"""The lifecycle of an update: what a training loop may do when, and what happens to the gradients.
 
 [Note: the update lifecycle]
 
-An update that leaves ``optimizer.step()`` must be exactly what plain DDP does, or an error. What decides is where the
-loop stands: whether gradients are there, whether they are the mean over ranks, whether they have been applied. That is
+An update that is not made in ``optimizer.step()`` must be exactly plain DDP's, or an error. Which one depends on where
+the loop is: whether gradients are there, whether they are the mean over ranks, whether they have been applied. That is
 one value, the :class:`Phase`, and :data:`TRANSITIONS` says which phase each event leads to, and which events are
 refused. A comment in the table marks the entries that depend on the gradients, too; :class:`UpdateLifecycle` refuses
 those. The update of replicated parameters (``Step``), the sharded one (``ZeroStep``) and local SGD use it alike; no
 other object keeps a flag about it. ``docs/lifecycle.md`` shows the table as a picture.
 
-What becomes of ``.grad`` (local SGD without an update in backward is an ordinary optimizer, and clears what a failure
+What happens to ``.grad`` (local SGD without an update in backward is an ordinary optimizer, and clears what a failure
 left, but nothing else):
 
-- A gradient that the library has not made is never cleared or overwritten.
+- A gradient that the library did not make is never cleared or overwritten.
 - One that has been applied is never applied again. It stays readable until the model's next forward clears it.
-- An edit of one that has been applied would be lost, so it is an error. What counts is the values, see
-  [Note: edits by value].
+- An edit of one that has been applied would be lost, so it is an error. Only values count, see [Note: edits by value].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -42,7 +42,18 @@ from overlap.optim.phases import (
 from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.veto import Veto
 
-__all__ = ["UpdateLifecycle"]
+__all__ = ["UpdateLifecycle", "refusals_told"]
+
+
+@contextmanager
+def refusals_told(lifecycles: Iterable[UpdateLifecycle]) -> Iterator[None]:
+    """What the training loop calls, and may be refused on this rank alone: others learn of it where they wait."""
+    try:
+        yield
+    except TrainingLoopError as error:
+        for lifecycle in lifecycles:
+            lifecycle.tell(error)
+        raise
 
 
 class UpdateLifecycle:
@@ -74,6 +85,8 @@ class UpdateLifecycle:
         """Whether ranks that have run out of inputs make the updates of others as they are reduced."""
         self.look_for_failures: Callable[[], None] = lambda: None
         """Raises what another rank has told since backward."""
+        self.tell: Callable[[BaseException], None] = lambda error: None
+        """Tells the other ranks of a refusal: they would wait for this one."""
         self.veto = Veto()
         """Whether the update of the last backward is to change nothing."""
         self.gradients = PassGradients(clears)
@@ -195,6 +208,7 @@ class UpdateLifecycle:
             self.gradients.clear_all(self.names)
         self.gradients.clear_for_good()
         self._marks = None
+        self.tell = lambda error: None
         self._move(Event.REMOVE)
 
     # What step() asks before it updates.

@@ -20,8 +20,10 @@ from overlap._torch.optimizer import (
 )
 from overlap.errors import ConfigurationError
 from overlap.join import Join, Joinable, JoinHook
+from overlap.join.joinable import refuse_before_model
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.in_backward import check_nothing_before
+from overlap.optim.lifecycle import refusals_told
 from overlap.optim.outside import OutsideGradients
 from overlap.optim.phases import Event, Phase
 from overlap.optim.proxy import OptimizerProxy
@@ -38,9 +40,9 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
     """Wraps an optimizer whose update a :class:`Step` stage makes during backward.
 
     It shares ``param_groups``, ``state`` and ``defaults`` with the wrapped optimizer, so LR schedulers can be given
-    either; ``state_dict`` and ``load_state_dict`` are the wrapped one's, unchanged, so checkpoints go both ways.
-    :meth:`step` makes sure that every parameter with a gradient has been updated once: what the stage has updated in
-    backward is left alone, the rest is updated now. Other attributes are the wrapped optimizer's.
+    either; ``state_dict`` and ``load_state_dict`` are the wrapped one's, unchanged, so checkpoints of either load into
+    the other. :meth:`step` makes sure that every parameter with a gradient has been updated once: what the stage has
+    updated in backward is left alone, the rest is updated now. Other attributes are the wrapped optimizer's.
 
     Step hooks (of either object) get the wrapped optimizer, and run once per :meth:`step`. With interleaved updates
     that is after the parameters have changed, so pre-hooks are refused there. ``GradScaler`` works with a deferred
@@ -98,7 +100,16 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        refuse_before_model(self, lambda: any(update.lifecycle.is_joining() for update in self.registered_updates))
         Join.notify_join_context(self)
+        with self._refusals_told():
+            self._finish_step(arguments)
+        return loss
+
+    def _refusals_told(self) -> AbstractContextManager[None]:
+        return refusals_told([update.lifecycle for update in self.registered_updates])
+
+    def _finish_step(self, arguments: dict[str, Any]) -> None:
         loss_scale = LossScale.given_to(self)
         pending = self.registered_updates.pending(loss_scale, self.outside)
         self.registered_updates.check_call(arguments)
@@ -118,22 +129,21 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             update.lifecycle.on_step(pending)
         if is_made:
             self.outside.note_stepped(pending, [update.lifecycle.names for update in self.registered_updates])
-        return loss
 
     def skip_update(self) -> AbstractContextManager[None]:
         """``with optimizer.skip_update():`` for backwards of a loss that is not this optimizer's.
 
         A backward that begins inside leaves averaged gradients and makes no update, whatever the form:
         :meth:`zero_grad` then discards it, another backward adds to it, :meth:`step` applies it, as with plain DDP.
-        So a generator's loss goes through the discriminator's model::
+        For example, for a generator's loss, which goes through the discriminator::
 
             with optimizer_d.skip_update():
                 criterion(discriminator(generator(noise)), real).backward()
             optimizer_g.step()
             optimizer_d.zero_grad()
 
-        Blocks may be nested, and an exception ends one as any other ``with``. Enter it on every rank alike. A backward
-        goes by where it begins; without a registered stage there is nothing to skip, and nothing changes.
+        Blocks may be nested, and end on an exception. Enter it on every rank alike. What matters is whether a backward
+        begins inside of the block. Without a registered stage it has no effect.
         """
         return self.skipped.skipping()
 
@@ -182,10 +192,11 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         Raises:
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
-        for update in self.registered_updates:
-            update.lifecycle.check(Event.ZERO_GRAD)
-        for update in self.registered_updates:
-            update.lifecycle.on_zero_grad(set_to_none=set_to_none)
+        with self._refusals_told():
+            for update in self.registered_updates:
+                update.lifecycle.check(Event.ZERO_GRAD)
+            for update in self.registered_updates:
+                update.lifecycle.on_zero_grad(set_to_none=set_to_none)
         self.outside.forget()
         super().zero_grad(set_to_none)
 

@@ -139,7 +139,7 @@ class PassGradients:
         self._are_noted = self._versions is not None and len(self._versions) == len(everything)
 
     def accept_values(self) -> None:
-        """The loop was told that its edits are lost, and is not told again."""
+        """An error said that edits are lost; it is not repeated."""
         self._versions = None
         self.note_values(are_there=True)
 
@@ -165,7 +165,7 @@ class PassGradients:
     def _is_of_the_user(self, parameter: Tensor) -> bool:
         """Whether what is in ``.grad`` is another tensor than what was applied, and so not added to that.
 
-        Where that was released, nobody can tell.
+        If that was released, it cannot be known.
         """
         return id(parameter) not in self._released and self.holds_new_tensor(parameter)
 

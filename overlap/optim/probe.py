@@ -1,11 +1,11 @@
-"""Learning by experiment how an optimizer may be stepped.
+"""Finding out by experiment how an optimizer may be stepped.
 
 [Note: what an optimizer couples]
 
 An update in backward steps the parameters bucket by bucket, and a sharded one steps a part of them, or of their
 elements, on each rank. That equals one whole ``step()`` only if the optimizer computes nothing from several parts at
-once, as the estimate of Prodigy or a norm over all gradients does. Nothing in the interface of ``Optimizer`` tells, so
-it is tried out: copies of the optimizer, with a few small parameters in each group, are stepped whole and in parts with
+once, as the estimate of Prodigy or a norm over all gradients does. The interface of ``Optimizer`` does not say so, so
+it is tested: copies of the optimizer, with a few small parameters in each group, are stepped whole and in parts with
 the same gradients, and their parameters, state, group values and attributes are compared bit for bit after each step.
 
 The copies share nothing with the optimizer: what cannot be copied, or leads to another optimizer, is an answer too,

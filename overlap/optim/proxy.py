@@ -15,8 +15,7 @@ __all__ = ["OptimizerProxy"]
 class OptimizerProxy(Optimizer):
     """Shares everything with the optimizer that it wraps: groups, state, defaults and step hooks, at all times.
 
-    Whoever inherits from it has a ``step`` of its own; its step hooks, which are the wrapped optimizer's, run around
-    that.
+    A subclass has a ``step`` of its own; its step hooks, which are the wrapped optimizer's, run around that.
     """
 
     # GradScaler then leaves gradients as they are, always calls step, and says there whether they are finite.

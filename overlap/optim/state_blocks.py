@@ -8,7 +8,7 @@ blocks alone. So such an optimizer declares it: its class has ``state_by_block``
 number for each block, as 1-D tensors, and each of its groups has two options, ``block_numel``, the elements of a block,
 and ``min_numel``: parameters of fewer elements have no such state. :class:`AdamW8bit` does, and another optimizer may.
 
-What is declared is believed of the state, and tried out as for any optimizer (see [Note: what an optimizer couples])
+The declaration is trusted for the state, and tested as for any optimizer (see [Note: what an optimizer couples])
 with cuts between blocks. A part must be treated as the whole is, so no part is smaller than ``min_numel`` where the
 whole is not.
 """

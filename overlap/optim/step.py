@@ -48,7 +48,7 @@ class Step(UpdateStage):
     After backward ``.grad`` holds the averaged gradient; it is cleared before the model's next forward.
 
     Args:
-        optimizer: what updates; it may have parameters that the model has not. Of Accelerate's and Lightning's
+        optimizer: what updates; it may have parameters that the model does not have. Of Accelerate's and Lightning's
             wrappers the optimizer inside is taken.
         params: update these alone in backward; the others keep their averaged ``.grad`` (an ``OverlappedOptimizer``
             updates its own among them in ``step()``).
@@ -56,8 +56,8 @@ class Step(UpdateStage):
         clip_grad_norm: scale the averaged gradients to at most this global norm first, as
             ``torch.nn.utils.clip_grad_norm_`` does; implies ``deferred``.
         norm_type: which norm.
-        release_gradients: give a bucket's memory back as soon as it is updated, and take it again when its next
-            gradient comes, so that gradients hardly add to the peak. ``.grad`` is ``None`` after backward. Needs
+        release_gradients: free a bucket's memory as soon as it is updated, and allocate it again for its next gradient,
+            so that gradients hardly add to the peak. ``.grad`` is ``None`` after backward. Needs
             ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
 
     Issues: nothing; where DDP looks for unused parameters and the update is interleaved, one all-reduce of a byte a
@@ -68,7 +68,7 @@ class Step(UpdateStage):
         UnsupportedError: at registration, if updating bucket by bucket would not equal one step of this optimizer.
         RegistrationError: another model has a stage that updates the same parameters with this optimizer.
         TrainingLoopError: in ``backward``, when an interleaved update has not been followed by ``step()``, or when
-            something else refers to a gradient that is to be released; and as ``docs/lifecycle.md`` has it.
+            something else refers to a gradient that is to be released; and as described in ``docs/lifecycle.md``.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> Step(torch.optim.SGD(layer.parameters(), lr=0.1), clip_grad_norm=1.0)

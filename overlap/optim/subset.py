@@ -12,8 +12,8 @@ hyperparameters as they are at that moment. LR schedulers, several groups and th
 What the twin's ``step`` writes (an attribute, a value in a group) is written back. If two buckets of one backward
 both change the same value, it counts calls of ``step`` or mixes parameters, and updating bucket by bucket would not
 be the same as one step: that is refused, and the deferred mode, which steps all parameters at once, serves instead.
-Most of that is found out when a stage is registered (see [Note: what an optimizer couples]); this is the net below,
-as is a look at the other parameters' version counters in the first steps.
+Most of that is found out when a stage is registered (see [Note: what an optimizer couples]); this is a second check,
+and so is a look at the other parameters' version counters in the first steps.
 """
 
 from __future__ import annotations

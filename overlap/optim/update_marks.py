@@ -150,7 +150,7 @@ def _error(whose: str, found: tuple[Any, str, Any], step: str, deferred: str) ->
 
 
 class _Opaque(NamedTuple):
-    """What only its identity and version tell from another value."""
+    """A value that only its identity and version distinguish from another."""
 
     identity: int
     version: int = 0

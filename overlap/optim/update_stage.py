@@ -149,9 +149,9 @@ class UpdateStage(Stage):
     def check_skippable(self, context: StageContext) -> None:
         if has_streams(context.device) and not skips_by_itself(self.stepped):
             raise UnsupportedError(
-                f"on {context.device.type} the host would have to wait to know whether {self!r} is to be left out, "
-                f"unless the kernel of {type(self.stepped).__name__} is told: use fused=True (Adam, AdamW, SGD without "
-                "momentum)"
+                f"on {context.device.type} the host would have to wait to know whether {self!r} is to be skipped, "
+                f"unless the kernel of {type(self.stepped).__name__} takes found_inf: use fused=True (Adam, AdamW, SGD "
+                "without momentum)"
             )
         self.may_skip = True
 
@@ -177,6 +177,7 @@ class UpdateStage(Stage):
         self.lifecycle.sees_forwards = context.names is not None
         self.lifecycle.is_joining = context.is_joining
         self.lifecycle.look_for_failures = context.look_for_failures
+        self.lifecycle.tell = context.tell
 
     def check_together(self, stages: Sequence[Stage]) -> None:
         form, updates = self._form, [stage for stage in stages if isinstance(stage, UpdateStage)]

@@ -4,17 +4,17 @@
 
 An update in backward is made on the side stream on which its bucket was reduced. The kernels of ``torch.optim`` run on
 the current stream, so they come after the reduction. Others may not: those of bitsandbytes run on the default stream,
-whatever the current one is, and would read gradients that are not reduced yet. Nothing in the interface of
-``Optimizer`` tells, and no error would follow.
+whatever the current one is, and would read gradients that are not reduced yet. The interface of ``Optimizer`` does not
+say so, and there would be no error.
 
 So only an optimizer that is known to use the current stream is stepped there. Any other is stepped with the default
 stream as the current one. The default stream first waits for the stream that was current, and that one then waits for
 the default stream. All of ``step()`` runs there, since one ``step()`` may use both: bitsandbytes fills new state
 with PyTorch's kernels, on the current stream, and reads it with its own, on the default one.
 
-That is right for every optimizer, and costs overlap: where the model computes on the default stream, as it does unless
-a loop chooses another, backward waits for the bucket's reduction and update. In a deferred update in ``step()`` of such
-a loop the two streams are one, and nothing waits.
+That is correct for every optimizer, but less overlaps: where the model computes on the default stream, as it does
+unless a loop chooses another, backward waits for the bucket's reduction and update. In a deferred update in ``step()``
+of such a loop the two streams are one, and nothing waits.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def uses_current_stream(optimizer_class: T) -> T:
 
         uses_current_stream(lion_pytorch.Lion)
 
-    or use it as a decorator of the class. It does not count for classes derived from it. If it is not true, updates
-    read gradients that are not reduced yet, and no error follows.
+    or use it as a decorator of the class. A declaration does not hold for derived classes. If it is wrong, updates
+    silently read gradients that are not reduced yet.
 
     Args:
         optimizer_class: the class of the optimizer; for ``ZeroRedundancyOptimizer``, that of the one inside.

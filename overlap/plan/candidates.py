@@ -112,7 +112,7 @@ class Candidate:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is DDP as everyone uses it."""
+        """Whether it is plain DDP."""
         return self == Candidate(PLAIN)
 
 

@@ -1,4 +1,4 @@
-"""`overlap.auto`: the chain that is fastest for a model on the link that is there."""
+"""`overlap.auto`: the fastest chain for a model on the link between its ranks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError
+from overlap.join.meeting import meet
 from overlap.plan.candidates import Candidate, build, obstacles, wrap
 from overlap.plan.compute import forward_and_loss, fresh, measure, model_device, thread_rate
 from overlap.plan.copies import Originals, Training, generators_restored
@@ -75,16 +76,16 @@ def auto(
         loss: of the output and the target; returns a tensor of one element. Not needed with ``plan``.
         allow: what else than "exact" may be chosen: "16-bit", "8-bit", "low-rank"; exact methods equal plain DDP up to
             the order of a sum. "sharded" is exact, too, but the optimizer that is returned is then a
-            :class:`ZeroRedundancyOptimizer`, made anew from the class and the groups of ``optimizer``, which is used no
-            more: make schedulers and hooks for what is returned, and call its ``state_dict`` on every rank.
+            :class:`ZeroRedundancyOptimizer`, made anew from the class and the groups of ``optimizer``, which is no
+            longer used: make schedulers and hooks for what is returned, and call its ``state_dict`` on every rank.
         updates: ``"step"`` chooses among what updates in ``optim.step()``, so that the loop may clip or skip a
             batch between backward and step, use a ``GradScaler``, or add up several backwards. With ``"backward"`` what
             is chosen may update while backward runs, and such a loop gets an error.
-        memory: ``"small"`` chooses among what keeps less than plain DDP on each rank, a number among what keeps at most
-            so many bytes: parameters, gradients, buckets, optimizer state and memories of stages. Sharding keeps less,
-            where ``allow`` names it.
+        memory: ``"small"`` chooses among methods that take less memory on each rank than plain DDP, a number among
+            those that take at most that many bytes: parameters, gradients, buckets, optimizer state and state of
+            stages. Sharding takes less, if ``allow`` names it.
         report: draw what was measured and predicted into this file.
-        plan: measure nothing, and do as this says: for a run that resumes.
+        plan: measure nothing, and follow this plan: for a run that resumes.
         seconds: about how long to measure.
         process_group: the ranks; the default group if ``None``.
         ddp_options: more arguments of ``DistributedDataParallel``.
@@ -111,6 +112,7 @@ def auto(
     """
     group = check_group_exists(process_group)
     start_s = time.monotonic()
+    meet(group, "call overlap.auto")
     meeting = Meeting(group, torch.device("cpu"))
     with meeting.watched():
         request = Request(
@@ -139,7 +141,7 @@ def auto(
 
 
 def _draw(plan: Plan, path: str | Path) -> None:
-    """Not worth a run: what fails is a warning."""
+    """A failure is only a warning: the picture is not worth ending a run."""
     from overlap.plan.picture import save_plan
 
     try:

@@ -1,4 +1,4 @@
-"""A simulated clock on which threads and one link run beside each other, each at the speed that the others leave it.
+"""A simulated clock on which threads and one link run at the same time, each slowed down by the others.
 
 What runs is a generator: it yields :class:`Run` to work on a resource for some milliseconds, or a :class:`Signal` to
 wait for it. Transfers on the link take their turn in the order in which they were sent.

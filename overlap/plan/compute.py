@@ -43,7 +43,7 @@ def forward_and_loss(model: nn.Module, training: Training, sample: Sequence[Any]
     """The loss of ``sample``.
 
     Raises:
-        ConfigurationError: it is no scalar that backward could start from.
+        ConfigurationError: it is not a scalar that backward could start from.
     """
     *inputs, target = sample
     loss = training.loss(model(*inputs), target)

@@ -1,4 +1,4 @@
-"""Copies of what the user trains, so that measuring leaves no trace in it."""
+"""Copies of what the user trains, so that measuring has no side effects on it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a reducer computes and sends, found out by running it on buckets of random numbers without sending anything.
 
 The stage runs as the engine runs it, up to each collective. That is given to a channel which counts the bytes and does
-nothing, for as many ranks as are asked for: so one process can tell what a stage costs among a thousand.
+nothing, for as many ranks as are asked for: so one process can measure what a stage costs among a thousand.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class _Group:
         return ()
 
     def send_recv(self, sends: Any, receives: Any, tag: int) -> Sequence[Any]:
-        # What arrives must be something: what comes out of an allocator may be no number.
+        # Uninitialized memory may hold NaN.
         for tensor, _ in receives:
             tensor.zero_()
         return ()

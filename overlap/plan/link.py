@@ -36,7 +36,7 @@ class Line:
             return self.points[0][1]
         above = next((place for place, (sent, _) in enumerate(self.points) if sent >= sent_bytes), len(self.points) - 1)
         (less, less_ms), (more, more_ms) = self.points[above - 1 : above + 1]
-        # What takes no longer although it is more was disturbed: beyond it nothing can be told from the two.
+        # If more bytes took no longer, a measurement was disturbed, and the two say nothing about larger sizes.
         slope = max(more_ms - less_ms, 0.0) / (more - less) or more_ms / more
         return less_ms + (sent_bytes - less) * slope
 

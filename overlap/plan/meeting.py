@@ -1,6 +1,6 @@
 """Ranks exchange values and failures through the group's store, without a collective.
 
-A rank that fails leaves word of it and goes; one that waits for values finds that word instead, and raises. So no rank
+A rank that fails writes its error there; one that waits for values finds the error instead, and raises. So no rank
 waits for a collective that another will never issue.
 """
 
@@ -49,7 +49,7 @@ class Meeting:
         except PeerError:
             raise
         except BaseException as error:
-            # Another rank's end looks like this from here; its own word says more.
+            # This may be the effect of another rank's failure, whose own error says more.
             is_broken = type(error) in (RuntimeError, CollectiveError, dist.DistBackendError, dist.DistNetworkError)
             if is_broken and (words := self._failure_of_others(patience_s=_PATIENCE_S)):
                 raise PeerError(words) from error

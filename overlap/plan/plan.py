@@ -76,7 +76,7 @@ class Plan:
 
     @classmethod
     def of(cls, ddp: DistributedDataParallel) -> Plan:
-        """The plan that :func:`overlap.auto` made ``ddp`` by.
+        """The plan from which :func:`overlap.auto` made ``ddp``.
 
         Raises:
             ConfigurationError: it made no such model.

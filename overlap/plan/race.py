@@ -26,7 +26,7 @@ from overlap.plan.meeting import Meeting
 
 __all__ = ["Lane", "Race", "rounds_that_fit"]
 
-# DDP cuts its buckets anew after the first step, and the second may allocate.
+# DDP rebuilds its buckets after the first step, and the second may allocate.
 _WARMUP_STEPS = 2
 _MOST_ROUNDS = 30
 # A sample is at least this long, so that what the clock and the scheduler add is small.
@@ -107,7 +107,7 @@ class Race:
         rounds = max(FEWEST_ROUNDS, min(_MOST_ROUNDS, int(1e3 * seconds / round_ms)))
         own: list[list[float]] = [[] for _ in self.lanes]
         for number in range(rounds):
-            # The other way round every other time: nobody always runs behind the same one.
+            # In reverse order every other time, so that no lane always runs after the same one.
             places = list(range(len(self.lanes)))
             for place in places if number % 2 == 0 else reversed(places):
                 lane = self.lanes[place]
@@ -135,7 +135,7 @@ class Race:
                 continue
             self.refused[lane.candidate] = said
             self.lanes.remove(lane)
-            # Of its last backward something may be in flight that it will say again.
+            # Its last backward may still be in flight, and raise the same error again.
             with suppress(OverlapError):
                 lane.close()
         return warm_ms

@@ -58,7 +58,7 @@ class Request:
         self._check_report()
         if not isinstance(self.ddp_options, Mapping):
             raise ConfigurationError(
-                f"ddp_options={told(self.ddp_options)} is no dict of DistributedDataParallel's arguments"
+                f"ddp_options={told(self.ddp_options)} is not a dict of DistributedDataParallel's arguments"
             )
         for name in _OWN_DDP_OPTIONS:
             if name in self.ddp_options:
@@ -188,7 +188,7 @@ def check_group_exists(process_group: object) -> dist.ProcessGroup:
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigurationError(
-            "auto measures what joins the ranks, and there is no process group: call "
+            "auto measures the link between ranks, but there is no process group: call "
             "torch.distributed.init_process_group first; without ranks, `overlap plan` predicts"
         )
     return check_group("process_group", process_group) or dist.group.WORLD  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""The ways to train that race each other. To add one, write its function and its line in `contestants`.
+"""The methods of training that are compared. To add one, write its function and its line in `contestants`.
 
 All have the same model, data, optimizer, learning rate and schedule: nothing is tuned for any of them.
 """

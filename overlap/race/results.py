@@ -1,4 +1,4 @@
-"""The curves of a race, kept in a JSON cell by cell, so that a race can be broken off and continued."""
+"""The curves of a race, kept in a JSON cell by cell, so that a race can be interrupted and continued."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Course:
     batch_size: int
     steps: int
     evaluate_every: int
-    # The processor, its cores and torch's version: times of two machines do not belong into one table.
+    # The processor, its cores and torch's version: times of two machines do not belong in one table.
     machine: str
 
 
@@ -93,7 +93,7 @@ class Results:
     def save(self, path: str | Path) -> None:
         raw = [{**asdict(course), "cells": [asdict(one) for one in cells]} for course, cells in self.courses.items()]
         text = json.dumps({"courses": raw}, indent=1, allow_nan=False)
-        # Renamed into place: a race that is stopped leaves no half a file.
+        # Renamed into place, so that a race that is interrupted does not leave half a file.
         part = Path(path).with_suffix(".part")
         part.write_text(text + "\n")
         part.rename(path)

@@ -81,7 +81,7 @@ class Settings:
                 f"evaluate_every={self.evaluate_every} is more than steps={self.steps}: nothing would be evaluated"
             )
         if self.task == "text" and self.width % 4:
-            raise ConfigurationError(f"width={self.width} is shared out among 4 heads: give a multiple of 4")
+            raise ConfigurationError(f"width={self.width} is divided among 4 heads: give a multiple of 4")
         if self.task == "digits" and self.data is not None:
             raise ConfigurationError(f"data={self.data!r} is for cifar and text: the digits come with scikit-learn")
         if self.task == "cifar" and self.data is None:

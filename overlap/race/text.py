@@ -65,7 +65,7 @@ def text_task(settings: Settings) -> Task:
 
 
 def _model(config: GPTConfig) -> GPT:
-    """Of so few steps too many would pass before bytes and places told themselves apart, had they begun near zero."""
+    """Embeddings do not begin near zero: telling bytes and places apart would then take too many of the few steps."""
     model = GPT(config)
     for weights in (model.embed.weight, model.position):
         nn.init.normal_(weights, std=1 / math.sqrt(config.width))

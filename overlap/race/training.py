@@ -1,4 +1,4 @@
-"""One rank trains one contestant, with a clock that runs while it trains and stands still while it is evaluated."""
+"""One rank trains one contestant, with a clock that runs while it trains and stops while it is evaluated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that one rank needs to go on as if its run had never been interrupted, and checkpoints of it that are whole."""
+"""All that one rank needs to resume as if its run had never been interrupted, and complete checkpoints of it."""
 
 from overlap.resume.checkpoint_manager import CheckpointManager
 from overlap.resume.rank_state import load_state_dict, state_dict

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from overlap._checks import check_group
 from overlap.errors import CheckpointError
 from overlap.join.group_collectives import of_all_ranks
+from overlap.join.meeting import meet
 
 __all__ = ["AllRanks"]
 
@@ -24,6 +25,15 @@ class AllRanks:
         if self._group is None and dist.is_available() and dist.is_initialized():
             self._group = dist.group.WORLD
         self.rank, self.size = (0, 1) if self._group is None else (self._group.rank(), self._group.size())
+
+    def meet(self, purpose: str) -> None:
+        """Wait until all ranks have come for this ``purpose``.
+
+        Raises:
+            CollectiveError: another one has come for another, or did not come.
+        """
+        if self._group is not None:
+            meet(self._group, purpose)
 
     def each(self, doing: str, work: Callable[[], T]) -> list[T]:
         """What ``work``, called on every rank, has returned on each of them.

@@ -1,4 +1,4 @@
-"""Checkpoints on a disk: folders that are whole or not there, and a file that points to the latest of them."""
+"""Checkpoints on a disk: folders that are complete or do not exist, and a file that points to the latest of them."""
 
 from __future__ import annotations
 

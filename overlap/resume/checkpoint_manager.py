@@ -1,4 +1,4 @@
-"""Saves checkpoints of a run on all ranks, and finds the latest one that is whole."""
+"""Saves checkpoints of a run on all ranks, and finds the latest complete one."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class _Unfinished:
 
 
 class CheckpointManager:
-    """Saves checkpoints of a run, and finds the latest one that is whole.
+    """Saves checkpoints of a run, and finds the latest complete one.
 
     A checkpoint is a folder ``step-N`` with files and their digests, ``SHA256SUMS``. It gets its name when all ranks
     have written it, and the file ``latest``, which points to it, is replaced after that: whatever fails meanwhile,
-    ``latest`` is a whole checkpoint, the old one or the new one. What was changed, cut short or mixed up later is
-    refused by its name when it is loaded. ``sha256sum --check`` reads both files, too.
+    ``latest`` is a complete checkpoint, the old one or the new one. If a file is changed, truncated or mixed up later,
+    loading raises an error that names it. ``sha256sum --check`` reads both files, too.
 
-    Every method is called on every rank alike, while all of them are there; what fails on one is an error on all. The
-    ranks need a file system in common.
+    Call every method on every rank, in the same order; a failure on one rank is an error on all. The ranks need a
+    shared file system.
 
     Args:
         folder: of one run; it is made when the first checkpoint is saved.
@@ -94,7 +94,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: another rank could not save its own, and says why. That rank gets the error itself. The
-                latest checkpoint is what it was.
+                latest checkpoint does not change.
         """
         self.async_save(step, state)
         self.commit()
@@ -171,6 +171,7 @@ class CheckpointManager:
                 future.result()
             return {} if unfinished.finish is None else unfinished.finish()
 
+        self._all.meet("commit a checkpoint")
         sums = _merged(self._all.each(doing, finish))
 
         def others() -> Sums:
@@ -244,6 +245,7 @@ class CheckpointManager:
             prepare()
             return number, self._on_disk.make(number).name if self._all.rank == 0 else ""
 
+        self._all.meet("save a checkpoint")
         everyone = self._all.each(f"save step {step} to {self.folder}", make)
         if len(steps := {given for given, _ in everyone}) > 1:
             raise ConfigurationError(f"step differs between ranks, {sorted(steps)}: save alike on all of them")
@@ -262,6 +264,7 @@ class CheckpointManager:
             return path.name
 
         what = "the latest checkpoint" if step is None else f"step {step}"
+        self._all.meet("load a checkpoint")
         names = self._all.each(f"load {what} of {self.folder}", work)
         if len(set(names)) > 1:
             raise CheckpointError(f"ranks find different checkpoints in {self.folder}, by rank {names}")
@@ -278,8 +281,8 @@ def _merged(sums: list[Sums]) -> Sums:
 def _read(path: Path, name: str, sums: Sums) -> Any:
     if name not in sums:
         raise ConfigurationError(
-            f"{path} has no {name}, but {', '.join(sorted(sums)[:3])}: what another number of ranks saved is read by "
-            "load_all(), and files of your own in path()"
+            f"{path} has no {name}, but {', '.join(sorted(sums)[:3])}: use load_all() for a checkpoint of "
+            "another number of ranks, and path() for files of your own"
         )
     check_file(path / name, sums[name])
     return torch.load(path / name, map_location="cpu", weights_only=True)

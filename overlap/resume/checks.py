@@ -37,7 +37,7 @@ def check_place(group: dist.ProcessGroup, state: Mapping[str, Any]) -> None:
     if (state["rank"], state["ranks"]) != (group.rank(), group.size()):
         raise ConfigurationError(
             f"the state was saved by rank {state['rank']} of {state['ranks']}, but this is rank {group.rank()} of "
-            f"{group.size()}: each rank loads its own, or the list of those of all ranks where their number was another"
+            f"{group.size()}: each rank loads its own, or, if the number of ranks has changed, the list of all"
         )
 
 

@@ -42,7 +42,7 @@ def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, A
     """All that this rank needs to resume its run exactly: each rank saves its own.
 
     It holds the model, the optimizers (of a ``ZeroRedundancyOptimizer`` this rank's share; of a ``LocalSGD`` the round,
-    the outer optimizer and a pending average), and what the registered stages remember, nested ones too: error
+    the outer optimizer and a pending average), and the state of the registered stages, nested ones included: error
     feedback, factors, counters, generators, and the buckets that the next pass is to be reduced in. Gradients, learning
     rate schedulers, ``GradScaler``, the position in the data and PyTorch's own generators are not in it.
 
@@ -101,8 +101,8 @@ def load_state_dict(
 ) -> None:
     """Load what :func:`state_dict` returned on this rank; call it on every rank, after stages are registered.
 
-    Given what it returned on all ranks, as a list, it loads this rank's; or where their number was another one, what
-    this rank gets of it by the rules in ``docs/resuming.md``.
+    Given what it returned on all ranks, as a list, it loads this rank's; or, if the number of ranks has changed, this
+    rank's part as described in ``docs/resuming.md``.
 
     Everything is compared by name before anything is changed. The optimizer's parameters may be in another order than
     in the run that was saved; a plain optimizer's state loads into an ``OverlappedOptimizer``, and the other way round.
@@ -228,7 +228,7 @@ def _check_hook(hook: object, state: object) -> None:
     """Raises: ConfigurationError: a hook that is not overlap's may remember something."""
     if state is not None and not isinstance(state, dist.ProcessGroup):
         raise ConfigurationError(
-            f"the hook {hook_name(hook)} keeps its memory in a {type(state).__name__}, of which overlap knows nothing; "
+            f"the hook {hook_name(hook)} keeps its state in a {type(state).__name__}, which overlap cannot save; "
             "use overlap's hook of that name, or a stage with a state_dict()"
         )
 

@@ -16,6 +16,7 @@ from overlap._checks import as_list, check_ddp, check_whole_number, is_one_of, t
 from overlap.errors import ConfigurationError
 from overlap.hooks.stage import walk
 from overlap.join.group_collectives import of_all_ranks, on_rank
+from overlap.join.meeting import meet
 from overlap.resume.rank_state import Optim, load_state_dict, rank_parts, stage_of, state_of_rank
 
 __all__ = ["TrainState", "remembers"]
@@ -27,19 +28,19 @@ _ALL = frozenset({"model", "optimizer"})
 class TrainState:
     """The states of all ranks of a run, for code that saves one file and calls ``state_dict`` and ``load_state_dict``.
 
-    Frameworks save the model and the optimizer of rank 0. What each rank's stages remember is lost there without a
-    word; hand them this object, and it is saved and loaded with the rest::
+    Frameworks save the model and the optimizer of rank 0, and silently lose the state of each rank's stages. Give them
+    this object, and that state is saved and loaded with the rest::
 
         dcp.save({"run": overlap.TrainState(ddp, optim), ...}, checkpoint_id=folder)
 
-    Both methods are called on every rank, and any rank may write the file. What all ranks have alike, such as the model
-    and a plain optimizer, is in it once.
+    Call both methods on every rank; any rank may write the file. What is the same on all ranks, such as the model and a
+    plain optimizer, is stored once.
 
     Args:
         ddp: the model, with its stages registered.
         optim: the optimizer of the training loop, or a list of all where it has several; where ``None`` no optimizer is
             saved.
-        omit: ``"model"``, ``"optimizer"`` or both, where all ranks have them alike and the framework saves and loads
+        omit: ``"model"``, ``"optimizer"`` or both, if they are the same on all ranks and the framework saves and loads
             them itself, before this. With both omitted, a state in which no stage remembers anything loads at any
             number of ranks and with any stages.
         writer: the rank of the model's group that writes the file, if it is always the same: on the others
@@ -86,6 +87,7 @@ class TrainState:
         """:meth:`state_dict` of what :meth:`rank_state_dict` has returned on each rank. Issues: as that one."""
         group = check_ddp(self._ddp).process_group
         own = {key: _to_bytes(part) for key, part in parts.items()}
+        meet(group, "gather the state of a TrainState")
         digests = _gathered({key: hashlib.sha256(part).hexdigest() for key, part in own.items()}, group)
         shared = {key for key in own if len({one[key] for one in digests}) == 1}
         gathered = _gathered({key: part for key, part in own.items() if key not in shared}, group, self._writer)
@@ -148,7 +150,7 @@ class TrainState:
         load_state_dict(self._ddp, self._optim, parts)
 
     def forget(self) -> None:
-        """Have the stages begin anew, as if nothing had ever been remembered."""
+        """Reset the stages, as if they had never had state."""
         stage = None if self._omit != _ALL else stage_of(check_ddp(self._ddp))
         for one in () if stage is None else walk(stage):
             if not one.children and one.state_dict():

@@ -303,6 +303,13 @@ class SAM(Optimizer):
         return [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
 
 
+def _of_wrapped(name: str) -> property:
+    """An attribute that is the wrapped optimizer's."""
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
+    )
+
+
 class DelegatingOptimizer(Optimizer):
     """Hands everything on to `optimizer`, as Accelerate's and Lightning's wrappers do.
 
@@ -313,29 +320,9 @@ class DelegatingOptimizer(Optimizer):
         self.optimizer = optimizer
         self.steps = 0
 
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def defaults(self) -> Any:
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: Any) -> None:
-        self.optimizer.defaults = defaults
+    state: Any = _of_wrapped("state")
+    param_groups: Any = _of_wrapped("param_groups")
+    defaults: Any = _of_wrapped("defaults")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)

@@ -51,8 +51,8 @@ def _refused(rank: int, world_size: int, what: str) -> str:
     ("what", "message"),
     [
         ("lengths", "trained"),
-        ("accumulation", "accumulate_grad_batches=2 counts on each by itself"),
-        ("max_steps", "max_steps=4 counts on each by itself"),
+        ("accumulation", "accumulate_grad_batches=2 counts batches on each separately"),
+        ("max_steps", "max_steps=4 counts batches on each separately"),
         ("a reduction in the epoch", "a reduction, such as that of self.log"),
         ("a validation in the epoch", "in an epoch in which ranks have different numbers of batches"),
     ],
@@ -196,7 +196,7 @@ def test_a_checkpoint_of_a_run_that_ends_suddenly_needs_no_other_rank_and_says_w
         if where == "before a batch":
             assert stateless[1] == []
             (said,) = with_memory[1]
-            assert "without what the stages of each rank remember" in said
+            assert "without the state of stages" in said
         else:
             assert all("between backward and step()" in said[0] for _, said, _ in (stateless, with_memory))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,17 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from harness import run_ranks, wrap
+from harness import RankDied, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
+    CheckpointManager,
     CollectiveError,
     ConfigurationError,
+    Join,
     OverlappedOptimizer,
     PeerError,
     Step,
+    TrainState,
     ZeroRedundancyOptimizer,
     ZeroStep,
+    auto,
     chain,
     register,
 )
@@ -83,3 +90,68 @@ def _does_not_come(rank: int, world_size: int) -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     run_ranks(_does_not_come, 2, group_timeout_s=1)
+
+
+def _purposes(ddp: Any, rank: int, folder: str) -> dict[str, Callable[[], Any]]:
+    """What makes ranks meet, by the words for it in an error."""
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    checkpoints = CheckpointManager(folder)
+
+    def join() -> None:
+        with Join([ddp]):
+            pass
+
+    model = torch.nn.Linear(4, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.ones(3, 4), torch.ones(3, 2)
+    loss = torch.nn.functional.mse_loss
+    return {
+        "make a ZeroRedundancyOptimizer": lambda: _zero(ddp, False),
+        "add a group of parameters to a ZeroRedundancyOptimizer": lambda: zero.add_param_group(
+            {"params": [torch.nn.Parameter(torch.ones(3))]}
+        ),
+        "consolidate the state of a ZeroRedundancyOptimizer": zero.consolidate_state_dict,
+        "save the parts of a ZeroRedundancyOptimizer": zero.sharded_state_dict,
+        "register a chain": lambda: chain(AllReduce()).register(ddp).remove(),
+        "enter Join": join,
+        "save a checkpoint": lambda: checkpoints.save(rank, {"rank": rank}),
+        "load a checkpoint": checkpoints.load,
+        "gather the state of a TrainState": TrainState(ddp, optim).state_dict,
+        "call overlap.auto": lambda: auto(model, plain, sample=batch, loss=loss, seconds=0.1, quiet=True),
+    }
+
+
+def _for_different_purposes(rank: int, world_size: int, folder: str) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    purposes = _purposes(ddp, rank, folder)
+    for pair in itertools.combinations(purposes, 2):
+        start_s = time.monotonic()
+        with pytest.raises(CollectiveError) as caught:
+            purposes[pair[rank % 2]]()
+        assert all(f"to {purpose}" in str(caught.value) for purpose in pair), str(caught.value)
+        assert re.search(r"rank \d is about to .*, and rank \d to ", str(caught.value)), str(caught.value)
+        assert time.monotonic() - start_s < _TIMEOUT_S / 2, f"{pair} is told only at the timeout"
+    for purpose in ("make a ZeroRedundancyOptimizer", "register a chain", "enter Join"):
+        purposes[purpose]()  # And all can go on.
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_meet_for_different_purposes_are_told_of_both(world_size: int, tmp_path: Any) -> None:
+    run_ranks(_for_different_purposes, world_size, str(tmp_path), group_timeout_s=_TIMEOUT_S, timeout_s=120)
+
+
+def _has_ended(rank: int, world_size: int) -> str | None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    _zero(ddp, False)
+    if rank == 1:
+        os._exit(7)
+    with pytest.raises(CollectiveError) as caught:
+        _zero(ddp, False)
+    return str(caught.value)
+
+
+def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
+    told, died = run_ranks(_has_ended, 2, group_timeout_s=60, timeout_s=30, return_exceptions=True)
+    assert isinstance(died, RankDied)
+    assert "was about to make a ZeroRedundancyOptimizer, but the process of rank 1 has ended" in told

@@ -24,6 +24,7 @@ from overlap._torch import stores
 from overlap._torch.store_connection import StoreConnection
 from overlap._torch.stores import BoundedStore, host_has_ended
 from overlap.errors import CollectiveError
+from overlap.join import failures
 from overlap.join.failures import FailureStore
 
 
@@ -214,7 +215,79 @@ def test_ranks_of_which_nothing_is_known_are_not_said_to_be_there(error: Excepti
     def fail(*_: Any) -> None:
         raise error
 
-    failures: Any = object.__new__(FailureStore)
-    failures._size, failures._store = 2, SimpleNamespace(within=fail)
+    board: Any = object.__new__(FailureStore)
+    board._size, board._store = 2, SimpleNamespace(within=fail, took_s=0.0)
     with pytest.raises(CollectiveError, match=f"rank 0 of the job.*{said}"):
-        failures.not_stopped(within_s=1.0)
+        board.not_stopped(within_s=1.0)
+
+
+_SLOW_S = 0.2
+
+
+class _Rank:
+    """One rank's view of a group of three."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size = (lambda: rank), (lambda: 3)
+
+    def _get_backend(self, device: Any) -> Any:
+        raise RuntimeError("no backend")
+
+
+@pytest.fixture
+def slow_boards(monkeypatch: pytest.MonkeyPatch) -> list[FailureStore]:
+    """Those of three ranks, each by a connection of its own to a store that takes longer than anyone waits at first."""
+    root, make = _tcp_store(), stores._Call.make
+    roots = [root, *(root.clone() for _ in range(2))]  # type: ignore[attr-defined]
+
+    def make_slowly(call: Any) -> None:
+        time.sleep(_SLOW_S)
+        make(call)
+
+    monkeypatch.setattr(stores._Call, "make", make_slowly)
+    monkeypatch.setattr(stores, "group_store", lambda group: roots[group.rank()])
+    monkeypatch.setattr(failures, "_PATIENCE_S", _SLOW_S / 4)
+    monkeypatch.setattr(failures, "_SURVEY_S", _SLOW_S / 2)
+    ranks: list[Any] = [_Rank(rank) for rank in range(3)]
+    boards = [FailureStore(rank, "0") for rank in ranks]
+    for board, rank in zip(boards, ranks, strict=True):
+        board.kept_by_test = rank  # type: ignore[attr-defined]
+    return boards
+
+
+def test_a_slow_store_loses_no_failure(slow_boards: list[FailureStore]) -> None:
+    slow_boards[0].report(ValueError("the dog ate it"))
+    deadline_s = time.monotonic() + 30
+    while (found := slow_boards[1].first()) is None and time.monotonic() < deadline_s:
+        pass
+    assert found == "rank 0: ValueError: the dog ate it"
+
+
+def test_with_a_slow_store_no_rank_that_lives_is_taken_for_lost(slow_boards: list[FailureStore]) -> None:
+    for board in slow_boards:
+        board._store.within(30.0, lambda store: None)  # They know that it is slow.
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(FailureStore.lost_in_words, slow_boards))
+    assert [words.partition(" stopped, too")[0] for words in found] == ["ranks 1, 2", "ranks 0, 2", "ranks 0, 1"]
+
+
+def test_a_slow_store_is_waited_for_longer_than_was_asked(bounded: Any, hanging: threading.Event) -> None:
+    store = bounded(_tcp_store())
+    with pytest.raises(CollectiveError):
+        store.within(0.05, lambda _: hanging.wait(0.3))
+    assert store.within(5.0, lambda _: "answered") == "answered"
+    store.within(5.0, lambda _: hanging.wait(0.3))
+    assert store.took_s > 0.25
+    assert store.within(0.05, lambda _: hanging.wait(0.3) or "late") == "late"
+
+
+def test_what_is_told_to_a_store_that_does_not_answer_is_told_when_it_does(
+    bounded: Any, hanging: threading.Event
+) -> None:
+    store, other = (bounded(root) for root in [_tcp_store()] * 2)
+    _get_stuck(store, hanging)
+    start_s = time.monotonic()
+    other.tell(0.1, lambda root: root.set("failure", "the dog ate it"))
+    assert time.monotonic() - start_s < 5.0
+    hanging.set()
+    assert store.within(30.0, lambda root: root.get("failure")) == b"the dog ate it"

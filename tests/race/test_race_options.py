@@ -28,7 +28,7 @@ from overlap.race.settings import Settings
         ("--task cifar --data {0}", "holds no CIFAR-10 in Python's format"),
         ("--task text --data {0}/none", "none' does not exist"),
         ("--task text --data {0}/short", "has 3 bytes: give at least 20480"),
-        ("--task text --width 18", "is shared out among 4 heads: give a multiple of 4"),
+        ("--task text --width 18", "is divided among 4 heads: give a multiple of 4"),
         ("--show", "race.json, which does not exist: race first"),
         ("--output {0}/short", "--output is '{0}/short': File exists"),
         ("--into {0}/short", "which has no lines"),

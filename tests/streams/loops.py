@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
-from overlap import ClipGradNorm, Int8, Join, SkipNonFinite, auto_quantize
+from overlap import ClipGradNorm, Int8, Join, PeerError, SkipNonFinite, auto_quantize
 from overlap.activations import limit_offload_in_flight
 from overlap.hooks.engine.registration import registration_of
 
@@ -208,7 +208,7 @@ def fails(game: Game) -> None:
 
 def fails_in_a_stage(game: Game) -> None:
     """A function of a chain raises on every rank, when some of the buckets have been sent."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, PeerError):  # A rank that comes there late has the other's error first.
         trains(game)
     _forget(game)
     trains(game)

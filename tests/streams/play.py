@@ -16,7 +16,8 @@ from overlap.activations import store
 from .loops import Game
 from .model import batch, wrapped
 from .mutants import MUTANTS, mutated
-from .scenarios import SCENARIOS, Scenario
+from .scenario import Scenario
+from .scenarios import SCENARIOS
 
 __all__ = ["Outcome", "find", "outcome_of", "outcomes", "play", "play_without_streams", "verdicts"]
 

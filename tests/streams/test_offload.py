@@ -30,11 +30,12 @@ from overlap.optim.update_stream import uses_current_stream
 
 from . import loops
 from .at_once import AtOnce
+from .builds import MUON
 from .loops import Game
 from .model import Net, Unused, batch, matrices, rest, wrapped
 from .mutants import Mutant, mutated
 from .play import outcome_of, play
-from .scenarios import MUON, Scenario
+from .scenario import Scenario
 
 # Where the host waits for gradients and verdicts that have gone down to it.
 WAITS = ("overlap/optim/zero/offload.py:wait",)

@@ -31,7 +31,7 @@ from overlap._torch.device import default_stream, has_streams, new_stream, on_st
 from . import loops
 from .loops import Game
 from .model import Unused, matrices, rest
-from .scenarios import Build, Make, Scenario
+from .scenario import Build, Make, Scenario
 
 __all__ = ["UPDATES", "OnDefaultStream"]
 

@@ -1,4 +1,13 @@
-"""The connections that carry the collectives of one registration, and how its ranks report failures to each other."""
+"""The connections that carry the collectives of one registration, and how its ranks report failures to each other.
+
+[Note: keys of connections]
+
+The ranks of a registration find each other in the store by a key, each time that they connect: at first, and after each
+failure. Several registrations on one group connect again in any order, since each has a thread of its own: what a rank
+counts of all of them would pair the connections of two models. So a key has the number of the registration, by the
+order in which ranks register, which is the same on all, and how often this registration has connected. All else that a
+registration makes until it fails, such as the connections to the ranks of a smaller group, is named after that key.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +15,8 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,22 +26,16 @@ from overlap._torch.c10d import Channel, GroupChannel, backend_name
 from overlap._torch.gloo import GlooChannel
 from overlap.errors import CollectiveError, ConfigurationError
 from overlap.join.failures import FailureStore
+from overlap.join.leftovers import leave, release
 
-__all__ = ["GroupChannels", "PrivateChannels", "new_key"]
+__all__ = ["GroupChannels", "PrivateChannels"]
 
 _SETTLING_S = 1.0
 # Messages on the model's own group have tags far from those of other users of the group.
 _FIRST_TAG = 1 << 20
 
-_made: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-
-
-def new_key(group: dist.ProcessGroup) -> str:
-    """A key under which the ranks of ``group`` can meet.
-
-    It counts how often this process has asked. Ranks register and fail together, so the count is the same on all.
-    """
-    return str(next(_made.setdefault(group, itertools.count())))
+# How many registrations have connected on a group.
+_connected: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 class GroupChannels:
@@ -64,6 +68,9 @@ class GroupChannels:
     def fail(self, error: BaseException) -> None:
         pass
 
+    def tell(self, error: BaseException) -> None:
+        pass
+
     def abort(self) -> None:
         pass
 
@@ -88,8 +95,15 @@ class PrivateChannels:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._channels: dict[dist.ProcessGroup, Channel] = {}
+        self._left: list[Channel] = []
         self._tags = itertools.count()
         self._closing: list[threading.Thread] = []
+        # Where ranks have met, under which key, and what they have written there.
+        self._met: list[tuple[dist.ProcessGroup, str, Sequence[str]]] = []
+        # See [Note: keys of connections].
+        self._number: int | None = None
+        self._attempts = itertools.count()
+        self._key = ""
         self.failures: FailureStore | None = None
 
     @staticmethod
@@ -114,14 +128,28 @@ class PrivateChannels:
                 f"a stage on CPU tensors uses a process group of backend "
                 f"{backend_name(group, torch.device('cpu'))!r}; it needs one that has Gloo for the CPU"
             )
-        key = new_key(group)
-        failures = FailureStore(group, key) if group is self.group else None
-        if failures is not None:
-            failures.say_back()
-        channel = self._channels[group] = GlooChannel(group, key)
-        if failures is not None:
-            self.failures = failures
+        if group is not self.group:
+            self.open()
+            return self._connect(group, self._key)
+        key = self._new_key()
+        failures = FailureStore(group, key)
+        failures.say_back()
+        channel = self._connect(group, key)
+        self.failures = failures
+        self._close_left()
         return channel
+
+    def _connect(self, group: dist.ProcessGroup, key: str) -> Channel:
+        channel = self._channels[group] = GlooChannel(group, key)
+        self._met.append((group, key, GlooChannel.keys(group.size())))
+        return channel
+
+    def _new_key(self) -> str:
+        """The key by which the ranks of the model's group meet this time. See [Note: keys of connections]."""
+        if self._number is None:
+            self._number = next(_connected.setdefault(self.group, itertools.count()))
+        self._key = f"{self.group.group_name}/{self._number}/{next(self._attempts)}"
+        return self._key
 
     def next_tag(self) -> int:
         return next(self._tags)
@@ -150,18 +178,44 @@ class PrivateChannels:
                 self.failures.report(error)
         self.abort()
 
+    def tell(self, error: BaseException) -> None:
+        """Report ``error`` of the training loop, which has left nothing in flight here; the next use connects again.
+
+        Only then are these connections closed: another rank may still finish on them what this one is done with, and
+        learn by itself that it is refused, too. Where nothing is connected the ranks know of a failure already.
+        """
+        if self.failures is not None:
+            self.failures.report(error)
+            self._leave()
+
     def _is_to_be_told(self, error: BaseException) -> bool:
         # A failure that another rank caused is reported by that rank, or shows where the connections close.
         return not isinstance(error, CollectiveError)
 
     def abort(self) -> None:
         """Abandon what is in flight; the other ranks see their connections close. The next use connects again."""
-        for channel in self._channels.values():
-            if (closing := channel.abort()) is not None:
-                self._closing.append(closing)
+        self._leave()
+        self._close_left()
+
+    def _leave(self) -> None:
+        self._left += self._channels.values()
         self._channels.clear()
         self._tags = itertools.count()
-        self.failures = None
+        self._release()
+
+    def _release(self) -> None:
+        """Take note that this rank has done with what it wrote to connect. See [Note: keys left behind]."""
+        for group, key, names in self._met:
+            release(group, f"overlap/{key}", partial(leave, size=group.size(), keys=names))
+        self._met.clear()
+        if self.failures is not None:
+            self.failures.release()
+            self.failures = None
+
+    def _close_left(self) -> None:
+        while self._left:
+            if (closing := self._left.pop().abort()) is not None:
+                self._closing.append(closing)
 
     def close(self) -> None:
         """Close the connections; nothing is in flight any more."""

@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from overlap._threads import start
 from overlap._torch.c10d import Channel, GroupChannel, group_exists
-from overlap._torch.communicators import CommunicatorChannel, can_have_communicator, meet
+from overlap._torch.communicators import CommunicatorChannel, can_have_communicator, keys_of_meeting, meet
 from overlap.errors import CollectiveError, PeerError
-from overlap.hooks.engine.channels import PrivateChannels, new_key
+from overlap.hooks.engine.channels import PrivateChannels
 from overlap.join.failures import FailureStore
 
 __all__ = ["DeviceChannels"]
@@ -73,7 +73,9 @@ class DeviceChannels(PrivateChannels):
         # A group of another backend is used as it is: on this thread nothing else comes between.
         channel: Channel = GroupChannel(group)
         if can_have_communicator(group, self._device):
-            channel = CommunicatorChannel(group, new_key(group), self._device, self._look)
+            key = f"{self._key}/communicator"
+            channel = CommunicatorChannel(group, key, self._device, self._look)
+            self._met.append((group, key, keys_of_meeting(group.size())))
         with self._lock:
             self._channels[group] = channel
         self._look()  # What was noted in between has not aborted this one.
@@ -87,10 +89,11 @@ class DeviceChannels(PrivateChannels):
         self._look()
         if self.failures is not None:
             return
-        key = new_key(self.group)
+        key = self._new_key()
         failures = FailureStore(self.group, key)
         failures.say_back()
         meet(self.group, key, self._device, lambda: None)
+        self._met.append((self.group, key, keys_of_meeting(self.group.size())))
         with self._lock:
             self.failures = failures
             self._watch = _Watch(self.group, self.failures, self)
@@ -122,6 +125,10 @@ class DeviceChannels(PrivateChannels):
             for channel in self._channels.values():
                 channel.abort()
 
+    def tell(self, error: BaseException) -> None:
+        """Does nothing: what other ranks are told aborts what they have in flight, which may be a finished backward's,
+        of a loop that is about to be refused there, too."""
+
     def _is_to_be_told(self, error: BaseException) -> bool:
         return not isinstance(error, PeerError)
 
@@ -140,7 +147,7 @@ class DeviceChannels(PrivateChannels):
             watch, self._watch = self._watch, None
             channels = list(self._channels.values())
             self._channels.clear()
-            self.failures = None
+            self._release()
         if watch is not None:
             watch.end(closing=channels)
 
@@ -157,7 +164,7 @@ class _Watch:
     """A thread that looks whether a rank has failed, and closes the channels in the end."""
 
     def __init__(self, group: dist.ProcessGroup, failures: FailureStore, channels: DeviceChannels) -> None:
-        self._group = group
+        self.group = group
         self._failures = failures
         self._channels = channels
         self._closing: Sequence[Channel] = ()
@@ -171,7 +178,7 @@ class _Watch:
 
     def _run(self) -> None:
         while not self._is_over.wait(_LOOKING_S) and self._is_well():
-            if not group_exists(self._group):
+            if not group_exists(self.group):
                 self._channels.close()
         self._is_over.wait()
         for channel in self._closing:

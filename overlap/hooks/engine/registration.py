@@ -105,14 +105,16 @@ class _AfterForward:
     What DDP itself issues there, of buffers and of the order of its buckets, fails with an error that names nobody.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, runtime: Runtime | None = None) -> None:
         self._group = group
+        self._runtime = runtime
 
     def __call__(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         if torch.compiler.is_compiling():
             return  # To look at outputs would have the compiler read their ``.grad``, which warns.
         if outputs is None and self._group is not None and (error := sys.exception()) is not None:
-            explain_loss(error, self._group)
+            board = None if self._runtime is None else self._runtime.executors.channels.failures
+            explain_loss(error, self._group, board)
 
     def __reduce__(self) -> Any:
         return _AfterForward, ()
@@ -143,7 +145,7 @@ class Registration:
         self._ddp = weakref.ref(ddp)
         self._forward_hooks = (
             ddp.register_forward_pre_hook(_BeforeForward(runtime)),
-            ddp.register_forward_hook(_AfterForward(ddp.process_group), always_call=True),
+            ddp.register_forward_hook(_AfterForward(ddp.process_group, runtime), always_call=True),
         )
 
     @property
@@ -229,7 +231,7 @@ def register(
     >>> registration.remove()
     """
     ddp = check_ddp(ddp, error=RegistrationError)
-    with Meeting(ddp.process_group, "a registration") as meeting:
+    with Meeting(ddp.process_group, "register a chain") as meeting:
         return _register(ddp, stage, state, meeting, own_communicators=own_communicators)
 
 

@@ -10,15 +10,18 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
+
 from overlap._checks import refuse_capture
 from overlap._torch.autograd import after_backward, backward_id, by_default, if_abandoned, without_saved_context
 from overlap._torch.c10d import GradBucket
+from overlap._torch.ddp import is_to_rebuild
 from overlap._torch.device import future_for
-from overlap.errors import CollectiveError
-from overlap.hooks.collectives import Operation
+from overlap.errors import CollectiveError, TrainingLoopError
+from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.context import BucketWatcher, StageContext
 from overlap.hooks.cut import BucketCut
-from overlap.hooks.engine.background import run_items
+from overlap.hooks.engine.background import Item, run_and_wait, run_items
 from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardPass, BucketFuture
 from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.device_channels import DeviceChannels
@@ -34,6 +37,7 @@ from overlap.hooks.engine.worker import Worker
 from overlap.hooks.places import check_pass, check_places
 from overlap.hooks.stage import Stage, walk, with_contexts
 from overlap.join import gradient_divisor
+from overlap.join.failures import was_told
 
 __all__ = ["NO_LAST_BUCKET", "Runtime"]
 
@@ -57,6 +61,8 @@ class _Phase(enum.Enum):
     """No stage is attached: a hook is told of the model by the first bucket."""
     READY = "ready"
     """Stages are attached, and DDP has finished its last backward."""
+    FAILED = "failed"
+    """The last backward failed, which all ranks are told, and no forward has begun since."""
     UNFINISHED = "unfinished"
     """The last backward ended with an error of the model's own, and DDP forgets it before the next forward."""
 
@@ -89,6 +95,7 @@ class Runtime:
             context,
             background=self.background,
             look_for_failures=channels.raise_failure,
+            tell=self.tell,
             cut=self._cut,
             watch=self._watchers.append,
         )
@@ -149,11 +156,29 @@ class Runtime:
         self._stop_worker.detach()
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks of an error outside of a backward; the next pass connects again."""
+        """Tell the other ranks of an error outside of a backward; the next pass connects again.
+
+        Not where they have been told already: to tell more this rank would connect, and wait for ranks that may have
+        left.
+        """
+        if not (self._has_failed or was_told(error)):
+            self._after_all(lambda: self.executors.channels.fail(error))
+
+    def tell(self, error: BaseException) -> None:
+        """As :meth:`report`, of an error of the training loop that other ranks may be about to raise, too."""
+        self._after_all(lambda: self.executors.channels.tell(error))
+
+    def _after_all(self, job: Callable[[], None]) -> None:
+        """Do ``job`` behind all that has been begun."""
         with contextlib.suppress(CollectiveError):  # The group has been destroyed.
-            self._submit(lambda: self.executors.channels.fail(error))
+            self._submit(job)
         if self._worker is not None:
             self._worker.wait_until_idle()
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether the last backward failed, which all ranks are told, and no forward has begun since."""
+        return self._phase in (_Phase.FAILED, _Phase.UNFINISHED)
 
     def before_forward(self) -> None:
         """Called before a forward that records gradients.
@@ -161,14 +186,37 @@ class Runtime:
         Raises:
             UnsupportedError: a CUDA graph is being captured.
             CollectiveError: another rank has failed since the last backward, or the device does not get on.
+            TrainingLoopError: a stage refuses what the loop has done.
         """
         self._refuse_capture()
         self.executors.channels.raise_failure()
-        if self._phase is _Phase.UNFINISHED:
+        is_unfinished = self._phase is _Phase.UNFINISHED
+        if self._has_failed:
             self._phase = _Phase.READY
+        if is_unfinished:
             self._forget_unfinished_backward()
-        for stage in walk(self.stage):
-            stage.before_forward()
+        try:
+            for stage in walk(self.stage):
+                stage.before_forward()
+        except TrainingLoopError as error:
+            self.tell(error)
+            raise
+        self._meet_before_rebuilding()
+
+    def _meet_before_rebuilding(self) -> None:
+        """Wait for the other ranks before the forward in which DDP compares its new buckets with theirs, once.
+
+        It does so by a collective in C++, where nothing looks whether a rank has failed: one that is refused in its
+        first ``step()``, say. Under Join ranks without inputs go there without a forward.
+        """
+        model = None if self._context.ddp is None else self._context.ddp()
+        if self._worker is None or self._steps != 1 or model is None or not is_to_rebuild(model):
+            return
+        if not self._context.is_joining():
+            run_and_wait(self.background, [Item(index=0)], self._meet, self._context.device)
+
+    async def _meet(self, item: Item) -> None:
+        await all_reduce(torch.zeros(1), group=self._context.group)
 
     @without_saved_context()
     def on_bucket(self, raw: GradBucket) -> BucketFuture:
@@ -196,7 +244,7 @@ class Runtime:
             observer.arrived(bucket)
         current.executor.begin()
         if bucket.is_last and not is_replay:
-            after_backward(lambda: self._finish(current))
+            after_backward(lambda: self._finish(current), if_dropped=lambda: self._finish_unheard(current))
         refusal = None
         if not (is_replay or known.has_right_format):
             refusal = self._formats.refusal(bucket)
@@ -301,6 +349,11 @@ class Runtime:
         if error is not None:
             raise error
 
+    def _finish_unheard(self, finished: BackwardPass) -> None:
+        """Called in place of :meth:`_finish` where backward raises what another model's pass has failed with."""
+        if self._pass is finished:
+            self._end(finished)
+
     def _end(self, finished: BackwardPass) -> BaseException | None:
         """Tell every stage that the pass is over; the error with which it ended, or else a stage's own."""
         self._pass = None
@@ -321,12 +374,15 @@ class Runtime:
                 error.add_note(note)
         if finished.error is not None:
             self.executors.channels.settle()
-        self._note_end(is_unfinished=AbandonedBackwardError.caused(error))
+        if AbandonedBackwardError.caused(error):
+            self._note_end(_Phase.UNFINISHED)
+        else:
+            self._note_end(_Phase.READY if finished.error is None else _Phase.FAILED)
         return error
 
-    def _note_end(self, *, is_unfinished: bool) -> None:
+    def _note_end(self, phase: _Phase) -> None:
         if self._phase is not _Phase.NEW:
-            self._phase = _Phase.UNFINISHED if is_unfinished else _Phase.READY
+            self._phase = phase
 
     def _abandon(self, abandoned: BackwardPass) -> None:
         """Called where autograd gives up a pass, for an error that it is about to raise: tell the other ranks at once.
@@ -348,4 +404,4 @@ class Runtime:
         self._submit(end)
         is_over.wait()
         self._end(abandoned)
-        self._note_end(is_unfinished=True)
+        self._note_end(_Phase.UNFINISHED)

@@ -10,23 +10,18 @@ registered at another place.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from overlap._torch.fingerprint import fingerprint
 from overlap.hooks.context import StageContext
 from overlap.hooks.engine.division import Division
 from overlap.hooks.stage import Stage
 from overlap.join.failures import FailureStore
 
 __all__ = ["difference"]
-
-_SAMPLED = 16
 
 
 class _Registered(NamedTuple):
@@ -53,7 +48,7 @@ def difference(failures: FailureStore, stage: Stage, context: StageContext, divi
         )
     if not context.names:
         return None
-    own = _fingerprint(context.names)
+    own = fingerprint(context.names)
     layout, of_rank_0 = context.model_in_words, failures.of_rank_0("fingerprint", own)
     if (places := _other_place(context.group, layout, own, of_rank_0)) is None:
         return None
@@ -61,15 +56,6 @@ def difference(failures: FailureStore, stage: Stage, context: StageContext, divi
         f"rank {rank} registers as number {places[0]} of {layout} what rank 0 registers as number {places[1]}; "
         "register models in the same order on every rank"
     )
-
-
-@torch.no_grad()
-def _fingerprint(parameters: Iterable[Tensor]) -> str:
-    """Of the first values of each of ``parameters``; the host waits for their device, once."""
-    samples = [parameter.detach().flatten()[:_SAMPLED] for parameter in parameters]
-    real = [torch.view_as_real(sample).flatten() if sample.is_complex() else sample for sample in samples]
-    values = torch.cat([sample.to(real[0].device, torch.float32) for sample in real]).cpu()
-    return f"{zlib.crc32(values.numpy().tobytes()):08x}"
 
 
 def _other_place(group: dist.ProcessGroup, layout: str, own: str, of_rank_0: str) -> tuple[int, int] | None:

@@ -30,8 +30,8 @@ class OverlapStrategy(DDPStrategy):
         strategy = OverlapStrategy(chain=lambda optimizer: chain(AllReduce(), Step(optimizer)))
         Trainer(strategy=strategy, devices=2, accelerator="cpu").fit(module)
 
-    Where stages remember something, the trainer's checkpoint has that of each rank under ``"overlap"``; the rest of it
-    is as ever.
+    If stages have state, the trainer's checkpoint has that of each rank under ``"overlap"``; the rest of it is
+    unchanged.
 
     Args:
         chain: a stage that reduces and makes no update, such as ``PowerSGD(rank=4)``, or a function of the optimizers
@@ -60,7 +60,7 @@ class OverlapStrategy(DDPStrategy):
     ) -> None:
         if hooks := sorted(set(options) & {"ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"}):
             raise ConfigurationError(
-                f"{hooks[0]} and a chain both say what becomes of gradients: put the hook into the chain, "
+                f"{hooks[0]} and a chain both decide what happens to gradients: put the hook into the chain, "
                 "as_stage(hook, state); post-local SGD is local_sgd=functools.partial(LocalSGD, period=8)"
             )
         super().__init__(**options)
@@ -113,18 +113,18 @@ class OverlapStrategy(DDPStrategy):
         return self._run.state.gathered(own) if remembers(own) else {}
 
     def _of_this_rank_alone(self) -> dict[str, Any]:
-        """Nothing, and a warning: the other ranks may be elsewhere, and would not come to a gather."""
+        """Nothing, with a warning: the other ranks may be elsewhere, and would not take part in a gather."""
         assert self._run is not None
         lost = ""
         try:
             if remembers(self._run.state.rank_state_dict()):
-                lost = "without what the stages of each rank remember"
+                lost = "without the state of stages"
         except OverlapError:
             lost = "between backward and step(), with a part of that step in it"
         if lost:
             warnings.warn(
-                f"an exception or a signal has this checkpoint saved {lost}: a run that resumes from it goes on "
-                "otherwise than an uninterrupted one; one of ModelCheckpoint has all",
+                f"this checkpoint was saved because of an exception or a signal, {lost}: a run that resumes from it "
+                "will differ from an uninterrupted one; checkpoints of ModelCheckpoint are complete",
                 stacklevel=2,
             )
         return {}
@@ -141,7 +141,7 @@ class OverlapStrategy(DDPStrategy):
             else:
                 self._run.state.load_state_dict(own)
         except ConfigurationError as error:
-            error.add_note(f"delete checkpoint[{_KEY!r}] to begin with nothing remembered")
+            error.add_note(f"delete checkpoint[{_KEY!r}] to start stages without their state")
             raise
 
     # Uneven inputs.
@@ -189,7 +189,7 @@ def _check(trainer: Trainer, run: Run, *, has_scaler: bool) -> None:
         run.refuse_in_backward(what, f", or leave gradient_clip_val out and clip in the chain, clip_grad_norm={clip}")
         if run.sharded and run.updates and trainer.gradient_clip_algorithm != "value":
             raise ConfigurationError(
-                f"{what}, where each rank has the mean of its own share alone, and so another norm: leave it out and "
+                f"{what}, where each rank has the mean of its own share only, so another norm: leave it out and "
                 f"use ZeroStep(zero, clip_grad_norm={clip})"
             )
         if has_scaler and any(getattr(one, "_step_supports_amp_scaling", False) for one in run.optimizers):

@@ -122,6 +122,6 @@ def _check(trainer: Trainer, lengths: Sequence[int]) -> None:
     for what, is_there in found.items():
         if is_there:
             raise ConfigurationError(
-                f"ranks have {lengths} batches in this epoch, and {what} counts on each by itself, so that they would "
-                "no longer do the same at the same time: leave it out, or give all ranks as many batches"
+                f"ranks have {lengths} batches in this epoch, and {what} counts batches on each separately, so "
+                "ranks would do it at different times: leave it out, or give all ranks as many batches"
             )

@@ -1,4 +1,4 @@
-"""Local SGD: averaging parameters now and then instead of gradients at every step."""
+"""Local SGD: averaging parameters every few steps instead of gradients at every step."""
 
 from overlap.optim.local_sgd.elastic import ElasticLocalSGD
 from overlap.optim.local_sgd.model_averaging import average_parameters

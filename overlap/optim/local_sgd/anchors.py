@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -19,6 +20,15 @@ __all__ = ["Anchors"]
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class _Phase(Enum):
+    UNSET = auto()
+    """The next step sets the anchors."""
+    SET = auto()
+    """They were set or loaded, and ranks have not compared theirs yet."""
+    COMMON = auto()
+    """All ranks are known to have the same."""
+
+
 class Anchors:
     """Keeps a copy of what all ranks had when the round began, and moves it to the mean of what they have at its end.
 
@@ -31,17 +41,21 @@ class Anchors:
         self._parameters = dict(parameters)
         self.values = {name: p.detach().to(wider(p.dtype, dtype), copy=True) for name, p in parameters.items()}
         """The parameters at the beginning of the round, by name."""
-        self.is_anchored = False
-        self._is_checked = False
+        self._phase = _Phase.UNSET
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a round has begun."""
+        return self._phase is not _Phase.UNSET
 
     def set_anchors(self) -> None:
         """Begin a round at the parameters as they are now."""
         copy_all(list(self.values.values()), [parameter.detach() for parameter in self._parameters.values()])
-        self.is_anchored, self._is_checked = True, False
+        self._phase = _Phase.SET
 
     def restart(self) -> None:
         """The next step begins a round at the parameters as they are then."""
-        self.is_anchored = False
+        self._phase = _Phase.UNSET
 
     def check_common(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """In the first average since the anchors were set or loaded, check that all ranks have the same.
@@ -51,7 +65,8 @@ class Anchors:
         Raises:
             ConfigurationError: on every rank, where they differ.
         """
-        if self._is_checked:
+        assert self.is_set, "an average moves the anchors of the round that it ends"
+        if self._phase is _Phase.COMMON:
             return
         sums = torch.stack(
             [
@@ -65,10 +80,11 @@ class Anchors:
         if differing := [name for name, size in zip(self.values, (largest - smallest).tolist(), strict=True) if size]:
             raise ConfigurationError(
                 f"ranks began the round with different parameters ({', '.join(differing[:3])}"
-                f"{', ...' if len(differing) > 3 else ''}), and a wire or an outer optimizer takes what has "
-                "changed since a beginning in common: load the same model on every rank, or in mid-round its own state"
+                f"{', ...' if len(differing) > 3 else ''}); with a wire or an "
+                "outer optimizer all ranks must begin with the same: load the same model on every rank, or, in the "
+                "middle of a round, each rank's own state"
             )
-        self._is_checked = True
+        self._phase = _Phase.COMMON
 
     def to_average(self, names: Sequence[str]) -> list[Tensor]:
         """The parameters, to be averaged in place and given to :meth:`step`; copies only where the dtype differs."""
@@ -87,7 +103,7 @@ class Anchors:
 
     def state_dict(self) -> dict[str, Any]:
         """The parameters at the beginning of the round."""
-        return {"anchors": dict(self.values) if self.is_anchored else {}}
+        return {"anchors": dict(self.values) if self.is_set else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave; without anchors the next step begins a round."""
@@ -96,4 +112,4 @@ class Anchors:
             raise ConfigurationError("the state of local SGD is of a model with other parameters")
         with torch.no_grad():
             copy_all([self.values[name] for name in anchors], list(anchors.values()))
-        self.is_anchored, self._is_checked = bool(anchors), False
+        self._phase = _Phase.SET if anchors else _Phase.UNSET

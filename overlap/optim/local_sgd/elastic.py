@@ -1,4 +1,4 @@
-"""Local SGD among processes that may vanish and come back."""
+"""Local SGD among processes that may be lost and rejoin."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _PREFIX = "overlap/elastic"
 
 
 class ElasticLocalSGD(AveragingOptimizer):
-    """Local SGD, or DiLoCo with ``outer``, of processes any of which may vanish between two averages and come back.
+    """Local SGD, or DiLoCo with ``outer``, of processes that may be lost at any time and may rejoin.
 
-    Each process trains alone, and all average every ``period`` steps. Who is lost by then is left out: the others
-    notice at the average, and go on without. An average is all or nothing: if one is lost meanwhile, the others repeat
-    it from parameters that it has not changed. A process that comes later is taken in at an average, with the
-    parameters, buffers, optimizer states and the step that the others have.
+    Each process trains alone, and all average every ``period`` steps. The others notice at the average that a process
+    is lost, and go on without it. An average is all or nothing: if one is lost meanwhile, the others repeat it
+    from parameters that it has not changed. A process that starts later joins at an average, and gets the parameters,
+    buffers, optimizer states and the step of the others.
 
-    There is no process group and no DDP: processes find each other in ``store``, and average over Gloo. The block
-    enters the group, and leaves it, with an exception, too::
+    It needs neither a process group nor DDP: processes find each other in ``store``, and average over Gloo. The
+    ``with`` block joins the group, and leaves it at its end or on an exception::
 
         store = dist.TCPStore(host, 29500, is_master=False)  # Hosted by a process that does not train.
         local = ElasticLocalSGD(model, torch.optim.AdamW(model.parameters()), store, world_size=4, period=100)
@@ -70,19 +70,19 @@ class ElasticLocalSGD(AveragingOptimizer):
             which a round begins and returns the round's length.
         outer: a function from a list of tensors to an optimizer of them, which steps with what a round changed as its
             gradient.
-        min_size: with fewer, an average waits for processes to come, up to ``join_timeout``.
-        timeout: how long, in seconds or as a ``timedelta``, an average waits for a process that is alive, but late,
-            before it goes on without; and how long an average may take.
-        join_timeout: how long a process waits to be taken in.
-        heartbeat_timeout: how long a process may give no sign of life before it is lost. A thread gives it. The end of
-            a process on the same machine is seen at once.
+        min_size: with fewer, an average waits for processes to join, up to ``join_timeout``.
+        timeout: how long, in seconds or as a ``timedelta``, an average waits for a process that runs but is late,
+            before it goes on without it; and how long an average may take.
+        join_timeout: how long a process waits to join.
+        heartbeat_timeout: how long a process may send no heartbeat, which a thread sends, before it counts as lost. The
+            end of a process on the same machine is noticed at once.
         average_buffers: average floating-point buffers too, such as BatchNorm's statistics.
         average_dtype: sum in this dtype where it is wider than a parameter's: ``torch.float32`` for half precision.
 
-    Each process counts alike in an average. Needs a copy of the model in host memory while it averages.
+    Each process has the same weight in an average. Needs a copy of the model in host memory while it averages.
 
-    Issues, when processes average: one all-reduce for about each 8 MB of parameters, on connections of its own; where
-    some come in, also broadcasts to them.
+    Issues, when processes average: one all-reduce for about each 8 MB of parameters, on connections of its own; if
+    processes join, also broadcasts to them.
 
     Raises:
         ConfigurationError: an argument is out of range, or two do not fit together.
@@ -138,7 +138,7 @@ class ElasticLocalSGD(AveragingOptimizer):
 
     @property
     def step_count(self) -> int:
-        """Training steps so far: the group's, so it jumps ahead where this process comes in."""
+        """Training steps so far, those of the group: it jumps ahead when this process joins."""
         return self._step_count
 
     @property
@@ -194,8 +194,8 @@ class ElasticLocalSGD(AveragingOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this process's parameters, then average if it is time; returns the closure's result.
 
-        Where the others have gone on without this process, because it was late, it waits for their next average and
-        takes over what they have; what it has learnt since the last one is lost.
+        If the others have gone on without this process because it was late, it waits for their next average and takes
+        over their model; its own updates since its last average are lost.
 
         Raises:
             TrainingLoopError: outside of the block.
@@ -251,7 +251,7 @@ class ElasticLocalSGD(AveragingOptimizer):
         self._join()
 
     def _take_part(self, view: View) -> bool:
-        """Make the average of ``view``, or be given it; ``False`` if it has failed, and changed nothing."""
+        """Make the average of ``view``, or receive it; ``False`` if it failed, and then nothing was changed."""
         exchange, number, before = self._exchange, self._membership.number, self.members
         copies, given = None, None
         try:
@@ -292,7 +292,7 @@ class ElasticLocalSGD(AveragingOptimizer):
             _log.warning("from step %d on the group is %s: %s", self._step_count, self.members, "; ".join(changes))
 
     def _begin_round(self, *, is_after_average: bool) -> None:
-        if self._outer is not None and not self._outer.is_anchored:
+        if self._outer is not None and not self._outer.is_set:
             self._outer.set_anchors()
         if not is_after_average and self._round is not None:
             return  # One that was saved.

@@ -41,7 +41,7 @@ def checked_limits(
 
 
 def check_store(store: object) -> None:
-    """Raises: ConfigurationError: it is no store."""
+    """Raises: ConfigurationError: it is not a store."""
     if not isinstance(store, Store):
         raise ConfigurationError(
             f"store is a store such as torch.distributed.TCPStore(host, port, is_master=False), got {described(store)}"

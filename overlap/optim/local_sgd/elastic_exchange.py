@@ -24,7 +24,7 @@ _PIECE_BYTES = 64 * 2**20
 
 
 class ElasticExchange:
-    """What the processes of a view send each other. Any of them may vanish meanwhile: then all calls raise ViewFailed.
+    """What the processes of a view send each other. If one of them is lost meanwhile, all calls raise ViewFailed.
 
     Members keep their connections as long as they stay the same.
 

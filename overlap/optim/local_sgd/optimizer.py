@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from overlap._checks import check_ddp, is_one_of, refuse_capture
 from overlap._torch.ddp import GradientSync
+from overlap._torch.join import is_joining
 from overlap._torch.joined_ddp import used_in_shadow
 from overlap._torch.optimizer import run_post_hooks, run_pre_hooks
 from overlap.errors import ConfigurationError, OverlapError, TrainingLoopError
@@ -24,8 +25,9 @@ from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_sub
 from overlap.hooks.wires import Wire
 from overlap.join.active import active_join, refuse_once_joined
 from overlap.join.adapters import once_after
+from overlap.join.joinable import refuse_before_model
 from overlap.optim.grad_scaler import LossScale
-from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.lifecycle import UpdateLifecycle, refusals_told
 from overlap.optim.local_sgd.anchors import Anchors
 from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
 from overlap.optim.local_sgd.compressed import check_real
@@ -78,11 +80,11 @@ class LocalSGD(AveragingOptimizer, Joinable):
         reducer: how gradients are averaged, ``AllReduce()`` where ``None``.
         transforms: stages between the reducer and the update, such as ``ClipGradNorm(1.0)``; where ranks train alone
             they see this rank's own gradients.
-        overlap: ``True`` lets an average take place while the next step runs, a number while so many steps run;
-            what a rank learns meanwhile is kept: new = average + (current - snapshot).
+        overlap: ``True`` makes an average while the next step runs, a number ``n`` while the next ``n`` steps run;
+            the updates that a rank makes meanwhile are kept: new = average + (current - snapshot).
         outer: a function from a list of tensors to an optimizer of them, which steps with what a round changed as
             its gradient.
-        fragments: cut the model into so many fragments, and average one of them each time, in turn.
+        fragments: cut the model into this many fragments, and average one of them each time, in turn.
         average_buffers: average floating-point buffers too, such as BatchNorm's statistics.
         optimizer_state: at an average, ``"keep"`` each rank's own, ``"average"`` it too, or ``"reset"`` it.
         average_dtype: sum in this dtype where it is wider than a parameter's: ``torch.float32`` for half precision.
@@ -215,13 +217,18 @@ class LocalSGD(AveragingOptimizer, Joinable):
         """
         refuse_capture("LocalSGD.step()", "call it outside of the capture")
         _ = self.context  # Raises once it is removed.
+        refuse_before_model(self, lambda: (ddp := self._ddp()) is not None and is_joining(ddp))
         if closure is None:
             Join.notify_join_context(self)
         elif self.is_joining:
             closure = once_after(closure, lambda: Join.notify_join_context(self))
-        loss = self._update(closure)
+        with self._refusals_told():
+            loss = self._update(closure)
         self._end_step(is_own=True)
         return loss
+
+    def _refusals_told(self) -> contextlib.AbstractContextManager[None]:
+        return refusals_told([] if self._lifecycle is None else [self._lifecycle])
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         lifecycle = self._lifecycle
@@ -255,7 +262,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
             TrainingLoopError: between backward and :meth:`step`, where ``update`` was made in backward.
         """
         if self._lifecycle is not None:
-            self._lifecycle.on_zero_grad()
+            with self._refusals_told():
+                self._lifecycle.on_zero_grad()
         super().zero_grad(set_to_none)
 
     def synchronize(self) -> None:

@@ -1,8 +1,8 @@
 """Averages that are being made while training goes on.
 
-A copy of the tensors is sent, so parameters may change meanwhile. When the average is applied, each rank keeps what it
-has learnt since: new = average + (current - snapshot). Parameters are only written between two steps, by the training
-thread, never while a forward or a backward reads them.
+A copy of the tensors is sent, so parameters may change meanwhile. When the average is applied, each rank keeps the
+updates that it made since: new = average + (current - snapshot). Parameters are only written between two steps, by the
+training thread, never while a forward or a backward reads them.
 """
 
 from __future__ import annotations

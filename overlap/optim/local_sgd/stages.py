@@ -163,6 +163,7 @@ class LocalSGDStage(Stage):
             prepare_fingerprints(context.device)
             self._lifecycle.names = context.names or {}
             self._lifecycle.sees_forwards = context.names is not None
+            self._lifecycle.tell = context.tell
 
     def detach(self) -> None:
         if self._lifecycle is not None:
@@ -217,7 +218,7 @@ def check_transforms(transforms: Sequence[Stage | Callable[..., Any]]) -> list[S
             )
         if isinstance(stage, SkipNonFinite):
             raise UnsupportedError(
-                f"{stage!r} leaves out the step of all ranks, which are not in touch where they train alone: leave it "
+                f"{stage!r} skips the step on all ranks, but ranks that train alone do not communicate: leave it "
                 "out, or look at .grad before local.step()"
             )
     return stages

@@ -56,7 +56,7 @@ class Synchronizer:
     def begin_step(self) -> None:
         """A step begins: begin a round, if it is the round's first."""
         self.schedule.begin_round()
-        if self.anchors is not None and self.schedule.is_local and not self.anchors.is_anchored:
+        if self.anchors is not None and self.schedule.is_local and not self.anchors.is_set:
             self.anchors.set_anchors()
 
     def end_step(self, context: StageContext, *, is_own: bool, is_joining: bool) -> None:

@@ -23,7 +23,7 @@ Pairs = list[tuple[Shard, Tensor]]
 
 
 class BackwardUpdate:
-    """Reduces each bucket of a backward, and updates and gathers it as far as that is not left for later.
+    """Reduces each bucket of a backward, and updates and gathers it unless that is left for later.
 
     Args:
         zero: the optimizer.
@@ -135,7 +135,7 @@ class BackwardUpdate:
             self.zero.update(pairs, veto)
 
     def take_held(self) -> Pairs:
-        """What is to be applied of the last backward, on a rank that has no ``.grad`` of it; nothing a second time."""
+        """What is to be applied of the last backward, on a rank that has no ``.grad`` of it; empty the second time."""
         held, self._held = self._held, {}
         return [pair for pairs in held.values() for pair in pairs]
 

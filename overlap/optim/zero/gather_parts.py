@@ -2,13 +2,13 @@
 
 [Note: parts of a gather]
 
-A bucket is as large as an efficient reduction wants it, 25 MB unless DDP is told otherwise: a fifth of a second of a
-link of 1 Gbit/s. A forward that waited for its first layer until the whole bucket is there would leave the processor
+A bucket is as large as an efficient reduction needs, 25 MB by default: a fifth of a second on a link of 1
+Gbit/s. A forward that waited for its first layer until the whole bucket is there would leave the processor
 idle, and one that waited for its last layer so would leave the link idle, since the first gradient comes after that. So
 the gather of a bucket is cut between parameters, and a layer waits for little more than its own. DDP puts gradients
 into buckets in the order in which they come, so the forward needs a bucket's last parameters first.
 
-A part has at least so many bytes that what each message costs, tens of microseconds, does not count. A parameter is
+A part has so many bytes that the cost of each message, tens of microseconds, is negligible. A parameter is
 never cut: no layer could begin with half of it. Parameters that one rank owns alone (`partition="parameter"`) are not
 parted either, since one rank would send each part and the links of the others rest; nor what travels through a wire,
 whose blocks cross parameters, so that in other parts it would be rounded otherwise.

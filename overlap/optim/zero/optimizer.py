@@ -28,8 +28,10 @@ from overlap._torch.state_dict_hooks import (
 )
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.join.active import refuse_once_joined
+from overlap.join.joinable import refuse_before_model
 from overlap.join.meeting import Meeting
 from overlap.optim.grad_scaler import LossScale
+from overlap.optim.lifecycle import refusals_told
 from overlap.optim.phases import Event
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
@@ -85,7 +87,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         partition: ``"element"`` cuts every parameter into equal chunks, for optimizers that treat all elements alike,
             as most do. ``"parameter"`` gives whole parameters to ranks, balanced by what their updates cost, for other
             optimizers.
-            ``None`` finds out, by an experiment on a few small parameters, which of them equals the plain optimizer.
+            ``None`` finds out, by an experiment on a few small parameters, which of them gives the plain optimizer's
+            results.
         master_dtype: update a copy of each chunk in this dtype if it is wider than the parameter's, such as
             ``torch.float32`` for ``bfloat16`` parameters. Adds ``1/W`` of the parameters in that dtype on each rank.
         offload: keep the state of an accelerator's parameters in the CPU's memory, with a copy of this rank's part of
@@ -130,7 +133,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not dist.is_initialized():
             raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
         self.process_group: dist.ProcessGroup = check_group("process_group", process_group) or dist.group.WORLD  # type: ignore[assignment]
-        with Meeting(self.process_group, "a ZeroRedundancyOptimizer") as meeting:
+        with Meeting(self.process_group, "make a ZeroRedundancyOptimizer") as meeting:
             check_flag("parameters_as_bucket_view", parameters_as_bucket_view)
             self._make(
                 params, optimizer_class, defaults, meeting, overlap_with_ddp=overlap_with_ddp, partition=partition,
@@ -241,13 +244,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self._is_complete:
             super().add_param_group(param_group)
             return
-        if not isinstance(param_group, Mapping):
-            raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
-        (group,) = groups = read_groups([param_group])
-        self._local.check_addition(group)
-        if self.stage is not None:
-            self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
-        self._local.add(group)
+        with Meeting(self.process_group, "add a group of parameters to a ZeroRedundancyOptimizer") as meeting:
+            if not isinstance(param_group, Mapping):
+                raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
+            (group,) = groups = read_groups([param_group])
+            self._local.check_addition(group)
+            if self.stage is not None:
+                self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
+            meeting.come()
+            self._local.add(group)
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
         if not self._whole_state.is_untouched:
@@ -291,14 +296,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        refuse_before_model(self, lambda: self.stage is not None and self.stage.lifecycle.is_joining())
         Join.notify_join_context(self)
-        self._check_arguments(arguments)
-        self._local.step_arguments = arguments
         try:
-            self._finish_step()
+            with self._refusals_told():
+                self._check_arguments(arguments)
+                self._local.step_arguments = arguments
+                self._finish_step()
         finally:
             self._local.step_arguments = {}
         return loss
+
+    def _refusals_told(self) -> AbstractContextManager[None]:
+        return refusals_told([] if self.stage is None else [self.stage.lifecycle])
 
     def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
         if not arguments:
@@ -343,7 +353,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
         if self.stage is not None:
-            self.stage.lifecycle.on_zero_grad(set_to_none=set_to_none)
+            with self._refusals_told():
+                self.stage.lifecycle.on_zero_grad(set_to_none=set_to_none)
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(
@@ -368,7 +379,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             TrainingLoopError: the update was made in backward, or there is no mean to clip; or the norm is not finite
-                and ``error_if_nonfinite``; or gradients were scaled otherwise on one rank than on another.
+                and ``error_if_nonfinite``; or gradients were scaled differently on different ranks.
             UnsupportedError: under ``Join``.
         """
         if self.stage is not None:
@@ -388,7 +399,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def wait(self) -> None:
         """Wait until every parameter holds its new value, if gathers run during the next forward.
 
-        Whoever looks a parameter up in the registered model waits for it, as ``module.weight``, ``parameters()``,
+        Looking a parameter up in the registered model waits for it, as ``module.weight``, ``parameters()``,
         ``state_dict()`` and deep copies do; so do saving and loading, step post-hooks and the end of a ``Join``. Call
         this before you read a parameter that you hold yourself, in a list or in ``param_groups``.
         """
@@ -436,7 +447,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             UnsupportedError: the optimizer's state cannot be put together from the ranks' parts.
         """
         refuse_once_joined(self.process_group, "zero.consolidate_state_dict()")
-        self._whole_state.keep(consolidate(self._settled_state(), to))
+        with Meeting(self.process_group, "consolidate the state of a ZeroRedundancyOptimizer") as meeting:
+            state = self._settled_state()
+            meeting.come()
+            self._whole_state.keep(consolidate(state, to))
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the form of the plain ``optimizer_class``; empty on ranks to which it was not consolidated.
@@ -480,7 +494,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ...
             zero.load_sharded(folder, key="optimizer")
         """
-        return pieces_to_save(self._settled_state())
+        with Meeting(self.process_group, "save the parts of a ZeroRedundancyOptimizer") as meeting:
+            state = self._settled_state()
+            meeting.come()
+            return pieces_to_save(state)
 
     def load_sharded(self, checkpoint: str | os.PathLike[str] | StorageReader, *, key: str = "") -> None:
         """Load a saved :meth:`sharded_state_dict`, of any number of ranks. Call it on every rank.

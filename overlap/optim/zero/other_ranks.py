@@ -1,4 +1,4 @@
-"""What a number of ranks have saved, each its part of a sharded optimizer, for another number of ranks."""
+"""A sharded optimizer that one number of ranks has saved, each its own part, for another number of ranks."""
 
 from __future__ import annotations
 

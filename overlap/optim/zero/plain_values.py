@@ -1,4 +1,4 @@
-"""Values as they are saved, and told apart."""
+"""Values in the form in which they are saved and compared."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Gathers new parameters during the next forward, and has whoever reads them wait.
+"""Gathers new parameters during the next forward, and makes code that reads them wait.
 
 [Note: who waits]
 
-A gather during the next forward writes parameters while the training thread goes on. Whoever looks a parameter up in a
-module of the registered model waits for that parameter: a forward, a hook or another module that reads
+A gather during the next forward writes parameters while the training thread goes on. Looking a parameter up in a module
+of the registered model waits for that parameter: a forward, a hook or another module that reads
 ``module.weight``, and ``parameters()``, ``state_dict()``, ``load_state_dict()``, ``copy.deepcopy`` and ``pickle``.
 
 Some modules keep parameters in other places, as scripted ones do. So each module waits, before its forward, for its own
@@ -82,7 +82,7 @@ class ParameterPrefetch:
         context.background(gathers, work, on_failure=fail)
 
     def _hold(self, gather: Gather, stream: Any | None) -> None:
-        """Keep the parameters' memory for ``stream``: if the model is dropped, nobody waits for the gather."""
+        """Keep the parameters' memory for ``stream``: if the model is dropped, nothing waits for the gather."""
         for shard in gather.shards if stream is not None else ():
             key, address = (id(shard.parameter), stream), shard.parameter.data_ptr()
             if self._held.get(key) != address:

@@ -31,7 +31,7 @@ class ReduceScatter(Stage):
 
     This is the first half of :class:`ZeroStep`, for chains in which other stages need the mean, too: transforms that
     come between, further updates. All ``zeros`` share one exchange for each bucket. A chain that begins with a
-    ``ZeroStep`` gets this stage by itself where it is needed, so it seldom has to be written::
+    ``ZeroStep`` gets this stage automatically where it is needed, so you rarely have to write it::
 
         chain(ReduceScatter(zero_muon, zero_adamw), ZeroStep(zero_muon), ZeroStep(zero_adamw)).register(ddp)
 
@@ -83,7 +83,7 @@ class ReduceScatter(Stage):
         own = [update for update in updates if update.reduce_wire is not None]
         if own and len(updates) > 1:
             raise UnsupportedError(
-                f"{own[0]!r} sends gradients in a way of its own, and several sharded updates share one reduction: "
+                f"{own[0]!r} has its own way to send gradients, but several sharded updates share one reduction: "
                 "leave its reduce_wire out, or use one ZeroRedundancyOptimizer"
             )
         return made
@@ -99,7 +99,7 @@ class ReduceScatter(Stage):
     def check_together(self, stages: Sequence[Stage]) -> None:
         if not any(stage is self for stage in stages):
             raise ConfigurationError(
-                f"{self!r} leaves each rank a part of the mean, which no stage around it is told: put it into the "
+                f"{self!r} leaves each rank a part of the mean, which a stage around it cannot know: put it into the "
                 "chain itself, chain(ReduceScatter(zero), ZeroStep(zero))"
             )
         for zero in self.zeros:

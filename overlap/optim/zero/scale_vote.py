@@ -1,4 +1,4 @@
-"""Whether all ranks have scaled their gradients alike, where each rank has the mean of its own part alone.
+"""Whether all ranks have scaled their gradients alike, where each rank has the mean of its own part only.
 
 [Note: one factor]
 
@@ -101,7 +101,7 @@ def _refuse_differences(shards: Sequence[Shard], bounds: Tensor, *, is_late: boo
             when, remedy = ("in an earlier step, after", "load a checkpoint, and use") if is_late else ("after", "use")
             raise TrainingLoopError(
                 f"{when} backward .grad of {name} was scaled by {smallest:.6g} on one rank and by {largest:.6g} on "
-                "another, as by torch.nn.utils.clip_grad_norm_: each rank has the mean of its own part alone; "
+                "another, as by torch.nn.utils.clip_grad_norm_: each rank has the mean of its own part only; "
                 f"{remedy} zero.clip_grad_norm_(max_norm), or ZeroStep(zero, clip_grad_norm=max_norm)"
             )
 

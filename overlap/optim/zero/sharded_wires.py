@@ -20,7 +20,7 @@ __all__ = ["ShardedWires"]
 
 
 class ShardedWires:
-    """How gradients and parameters of one stage travel, and what the stage remembers of that on its rank.
+    """How gradients and parameters of one stage are sent, and what the stage keeps of that on its rank.
 
     Args:
         stage: which messages name.
@@ -69,7 +69,7 @@ class ShardedWires:
         """Raises: ConfigurationError: errors are to be remembered by the parameters' names, which are not known."""
         if self._error_feedback and context.names is None:
             raise ConfigurationError(
-                f"{self._stage!r} remembers errors by the parameters' names, which are not known to a hook registered "
+                f"{self._stage!r} keeps errors by the parameters' names, which are not known to a hook registered "
                 "with ddp.register_comm_hook: use chain(...).register(ddp), or error_feedback=False"
             )
 

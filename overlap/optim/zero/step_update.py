@@ -11,11 +11,9 @@ from overlap.errors import TrainingLoopError, UnsupportedError
 from overlap.hooks.clipping import Clipping, ShardedNorm
 from overlap.join.group_collectives import all_reduce
 from overlap.optim.grad_scaler import LossScale
-from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.phases import Phase
 from overlap.optim.veto import Veto
 from overlap.optim.zero.backward_update import BackwardUpdate, Pairs
-from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.scale_vote import ScaleVote
 from overlap.optim.zero.sharding import Shard
 
@@ -26,29 +24,15 @@ class StepUpdate:
     """What ``step()`` does after a backward, from ``.grad``, of which each rank may have the mean in part only.
 
     Args:
-        zero: the optimizer.
-        lifecycle: of the update.
-        backward: the last backward.
-        clipping: how to clip; ``None``: not.
+        backward: the same update's part in backward, whose optimizer, lifecycle and clipping this shares.
         updates_in_step: whether the update is left to ``step()``.
         gather: brings what each rank owns of the parameters to all.
     """
 
-    def __init__(
-        self,
-        zero: ZeroRedundancyOptimizer,
-        lifecycle: UpdateLifecycle,
-        backward: BackwardUpdate,
-        *,
-        clipping: Clipping | None,
-        updates_in_step: bool,
-        gather: Callable[[], None],
-    ) -> None:
-        self.zero = zero
-        self.lifecycle = lifecycle
-        self.clipping = clipping
-        self.updates_in_step = updates_in_step
+    def __init__(self, backward: BackwardUpdate, *, updates_in_step: bool, gather: Callable[[], None]) -> None:
         self._backward = backward
+        self.zero, self.lifecycle, self.clipping = backward.zero, backward.lifecycle, backward.clipping
+        self.updates_in_step = updates_in_step
         self._gather = gather
         self._scales = ScaleVote()
 

@@ -25,8 +25,8 @@ class UsedShards:
         """For each of ``shards``, whether any rank used its parameter.
 
         Where ``step()`` updates (``in_step``), it goes by ``.grad``, which DDP leaves ``None`` of a parameter that no
-        rank used. All count here then, and nobody waits for an answer, except a rank without inputs, to which DDP gives
-        no ``.grad``.
+        rank used. All count here then, and only a rank without inputs, to which DDP gives no ``.grad``, waits for an
+        answer.
 
         Issues: one all-reduce of a byte a parameter, where DDP looks for unused parameters; with ``in_step`` only under
         a ``Join``.

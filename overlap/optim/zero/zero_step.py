@@ -60,8 +60,8 @@ class ZeroStep(UpdateStage):
         clip_grad_norm: scale the averaged gradients to at most this global norm first; implies ``deferred``.
         norm_type: the type of the norm; ``float("inf")`` for the maximum.
         gather: ``"backward"`` waits for new parameters before backward (or a deferred ``zero.step()``) returns;
-            ``"forward"`` gathers them during the next forward. Whoever looks a parameter up in the model waits for
-            it; call ``zero.wait()`` before you read one that you hold yourself, in a list or in ``param_groups``.
+            ``"forward"`` gathers them during the next forward. Looking a parameter up in the model waits for it;
+            call ``zero.wait()`` before you read one that you hold yourself, in a list or in ``param_groups``.
         automatic: backward does everything, a deferred update with its last bucket; the loop calls no ``step()``.
         reduce_wire: sends gradients to their owners in fewer bytes, such as ``Int4()``: the owner sums in fp32 what it
             decodes and its own part, which is not rounded. The stage then reduces itself; no reducer may be before it.
@@ -73,8 +73,8 @@ class ZeroStep(UpdateStage):
         error_feedback: add what ``reduce_wire`` left out of a step's gradients to the next step's; takes one fp32 copy
             of the gradients, and in backward two. A pass with a mean that is not finite, or that fails, changes it on
             no rank.
-        release_gradients: give a bucket's memory back as soon as it is updated and gathered, and take it again when its
-            next gradient comes, so that gradients hardly add to the peak. ``.grad`` is ``None`` after backward. Needs
+        release_gradients: free a bucket's memory as soon as it is updated and gathered, and allocate it again for its
+            next gradient, so that gradients hardly add to the peak. ``.grad`` is ``None`` after backward. Needs
             ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
 
     Issues, per bucket: one reduce-scatter, if first; one all-gather; if DDP looks for unused parameters, one all-reduce
@@ -158,14 +158,7 @@ class ZeroStep(UpdateStage):
             is_deferred=self.is_deferred,
             gathers_later=self._gathers.follow_backward,
         )
-        self._in_step = StepUpdate(
-            zero,
-            self.lifecycle,
-            self._backward,
-            clipping=self.clipping,
-            updates_in_step=self.updates_in_step,
-            gather=self._gather,
-        )
+        self._in_step = StepUpdate(self._backward, updates_in_step=self.updates_in_step, gather=self._gather)
         # Whether step() of other sharded updates of the chain issues collectives, too, in the order of the calls.
         self._is_in_step_with_others = False
 

@@ -229,7 +229,7 @@ def test_a_rank_that_fails_again_and_again_is_heard_every_time(kind: type) -> No
 def _does_not_come(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     if rank == 0:
-        with pytest.raises(CollectiveError, match=r"could not connect .*ranks \[1\] did not come .* a registration"):
+        with pytest.raises(CollectiveError, match=r"could not connect .*ranks \[1\] did not come to register a chain"):
             chain(AllReduce()).register(ddp)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,11 +17,15 @@ from harness.models import MLP
 from overlap import (
     AllReduce,
     ConfigurationError,
+    OptimizerHookState,
     OverlappedOptimizer,
     RegistrationError,
     Step,
     UnsupportedError,
+    allreduce_hook,
     chain,
+    fp16_compress_hook,
+    hook_then_optimizer,
     register,
 )
 
@@ -155,3 +160,31 @@ def _static_graph_of_two_dtypes(rank: int, world_size: int) -> None:
 
 def test_a_static_graph_of_two_dtypes_is_refused() -> None:
     run_ranks(_static_graph_of_two_dtypes, 2)
+
+
+_HOOKS_OF_DDP: dict[str, Callable[[Any], Any]] = {
+    "allreduce_hook": lambda ddp: allreduce_hook,
+    "fp16_compress_hook": lambda ddp: fp16_compress_hook,
+    "hook_then_optimizer": lambda ddp: hook_then_optimizer(
+        allreduce_hook, OptimizerHookState(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    ),
+}
+
+
+def _hook_on_a_static_graph_of_two_dtypes(rank: int, world_size: int, hook: str) -> None:
+    ddp = wrap(_OfTwoDtypes(), static_graph=True)
+    before = [parameter.detach().clone() for parameter in ddp.parameters()]
+    ddp.register_comm_hook(None, _HOOKS_OF_DDP[hook](ddp))
+    with pytest.raises(UnsupportedError, match=r"<hook .*>: the model has parameters of several dtypes: with static_"):
+        ddp(torch.ones(2, 16)).sum().backward()
+    assert all(map(torch.equal, ddp.parameters(), before))
+    # The ranks' collectives still fit each other, and the module can be wrapped as the error says.
+    ddp = wrap(ddp.module, find_unused_parameters=True)
+    ddp.register_comm_hook(None, _HOOKS_OF_DDP[hook](ddp))
+    for _ in range(3):
+        ddp(torch.ones(2, 16)).sum().backward()
+
+
+@pytest.mark.parametrize("hook", _HOOKS_OF_DDP)
+def test_a_hook_that_ddp_calls_refuses_a_static_graph_of_two_dtypes(hook: str) -> None:
+    run_ranks(_hook_on_a_static_graph_of_two_dtypes, 2, hook)

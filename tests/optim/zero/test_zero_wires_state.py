@@ -270,6 +270,13 @@ def test_a_pass_that_is_not_finite_or_fails_changes_no_memory_on_any_rank() -> N
     run_ranks(_not_applied, 2)
 
 
+def _check_equal_on_all_ranks(ddp: Any) -> None:
+    for name, value in parameters_of(ddp).items():
+        other = value.clone()
+        torch.distributed.broadcast(other, src=0)
+        assert torch.equal(other, value), f"{name} on all ranks"
+
+
 def _removed(rank: int, world_size: int) -> None:
     """With the stage gone the true weights are what the next update in full publishes."""
     ddp = wrap(MLP.model(), **MLP.ddp_options())
@@ -286,11 +293,7 @@ def _removed(rank: int, world_size: int) -> None:
     for name, start, part in true_of(ddp, zero):
         public = dict(ddp.module.named_parameters())[name].detach().view(-1)[start : start + part.numel()]
         assert torch.equal(public, part), name
-    ours = parameters_of(ddp)
-    for name, value in ours.items():
-        other = value.clone()
-        torch.distributed.broadcast(other, src=0)
-        assert torch.equal(other, value), f"{name} on all ranks"
+    _check_equal_on_all_ranks(ddp)
 
 
 def test_true_weights_outlive_the_stage() -> None:
@@ -342,11 +345,7 @@ def _refused(rank: int, world_size: int) -> None:
         mean_squared_error(several, MLP.batch(step, rank)).backward()
         first.step()
         second.step()
-    ours = parameters_of(several)
-    for name, value in ours.items():
-        other = value.clone()
-        torch.distributed.broadcast(other, src=0)
-        assert torch.equal(other, value), f"{name} on all ranks"
+    _check_equal_on_all_ranks(several)
 
 
 def test_what_wires_cannot_do_is_refused_before_anything_is_sent() -> None:

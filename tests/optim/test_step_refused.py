@@ -1,0 +1,124 @@
+"""A loop that is refused on one rank: the others learn of it where they wait for that rank, and all can go on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import run_ranks, wrap
+from harness.models import MLP, mean_squared_error
+from overlap import (
+    AllReduce,
+    OverlappedOptimizer,
+    PeerError,
+    Step,
+    TrainingLoopError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+)
+
+_GROUP_TIMEOUT_S = 40
+_REFUSAL = "the gradient of 0.weight .* was changed after backward"
+
+
+def _replicated(ddp: Any) -> Any:
+    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    chain(AllReduce(), Step(optimizer)).register(ddp)
+    return optimizer
+
+
+def _sharded(ddp: Any) -> Any:
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    chain(ZeroStep(zero)).register(ddp)
+    return zero
+
+
+_FORMS = {"replicated": _replicated, "sharded": _sharded}
+
+
+def _backward(ddp: Any, step: int, rank: int) -> None:
+    mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+
+
+def _refused_on_rank_1(rank: int, world_size: int, form: str, refused_step: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer = _FORMS[form](ddp)
+    for step in range(refused_step):
+        _backward(ddp, step, rank)
+        optimizer.step()
+    _backward(ddp, refused_step, rank)
+    kept = None
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        next(ddp.parameters()).grad.mul_(2)
+        with pytest.raises(TrainingLoopError, match=_REFUSAL) as kept:  # So nothing of the model goes away.
+            optimizer.step()
+        store.wait(["told"])
+        optimizer.step()
+    else:
+        optimizer.step()
+        start_s = time.monotonic()
+        with pytest.raises(PeerError, match=f"rank 1: TrainingLoopError: {_REFUSAL}"):
+            _backward(ddp, refused_step + 1, rank)
+        assert time.monotonic() - start_s < _GROUP_TIMEOUT_S / 2
+        store.set("told", "")
+    for step in range(refused_step + 1, refused_step + 4):
+        _backward(ddp, step, rank)
+        optimizer.step()
+    for parameter in ddp.parameters():
+        first = parameter.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(parameter, first)
+    assert (kept is None) == (rank == 0)
+
+
+@pytest.mark.parametrize("refused_step", [0, 2], ids=["before DDP compares buckets", "later"])
+@pytest.mark.parametrize("form", _FORMS)
+def test_a_step_that_is_refused_on_one_rank_is_told_to_the_others_and_all_go_on(form: str, refused_step: int) -> None:
+    run_ranks(_refused_on_rank_1, 2, form, refused_step, timeout_s=120, group_timeout_s=_GROUP_TIMEOUT_S)
+
+
+def _refused_on_all(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer = _replicated(ddp)
+    for step in range(4):
+        _backward(ddp, step, rank)
+        next(ddp.parameters()).grad.mul_(2)
+        with pytest.raises(TrainingLoopError, match=_REFUSAL):
+            optimizer.step()
+        optimizer.step()
+
+
+def test_ranks_that_are_all_refused_raise_their_own_error_and_go_on() -> None:
+    run_ranks(_refused_on_all, 2, timeout_s=120, group_timeout_s=_GROUP_TIMEOUT_S)
+
+
+def _refused_while_the_other_waits_for_buffers(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    ddp = wrap(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16)))
+    optimizer = _replicated(ddp)
+    for _ in range(3):
+        ddp(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+    ddp(torch.randn(4, 16)).square().mean().backward()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:  # DDP sends this rank's buffers.
+        next(ddp.parameters()).grad.mul_(2)
+        with pytest.raises(TrainingLoopError, match=_REFUSAL):
+            optimizer.step()
+        store.wait(["told"])
+    else:
+        optimizer.step()
+        with pytest.raises(RuntimeError) as raised:
+            ddp(torch.randn(4, 16))
+        assert any("failed first: rank 0: TrainingLoopError: the gradient" in note for note in raised.value.__notes__)
+        store.set("told", "")
+
+
+def test_an_error_of_ddps_own_broadcast_says_which_rank_was_refused() -> None:
+    run_ranks(_refused_while_the_other_waits_for_buffers, 2, timeout_s=120, group_timeout_s=8)
