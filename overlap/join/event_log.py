@@ -28,7 +28,7 @@ _CHECK_FAILURES_EVERY_S = 0.25
 _ASKING_S = (0.0005, 0.01)
 # How long the store may take to say that nothing is there.
 _ANSWERING_S = 1.0
-_END = "the end of Join"
+_END, _AFTER_END = "the end of Join", "what follows Join"
 # Events that stay readable. The host cannot run further ahead than this of ranks that replay them.
 _KEPT_EVENTS = 4096
 
@@ -144,15 +144,25 @@ class EventLog:
             PeerError: another rank failed.
             CollectiveError: a rank did not come within the group's timeout.
         """
+        self._say(what, value)
+        return self._said_by_all(what)
+
+    def _say(self, what: str, value: Any) -> None:
         own, text = f"{what}/{self._rank}", json.dumps(value)
         self._store.within(self._timeout_s, lambda store: store.set(own, text))
         self._exchanged.append(own)
+
+    def _said_by_all(self, what: str) -> list[Any]:
         keys = [f"{what}/{rank}" for rank in range(self._size)]
         return [json.loads(text) for text in self._wait(keys, f"every rank to come to {what}")]
 
     def exchange_at_end(self, value: Any) -> list[Any]:
-        """As :meth:`exchange`, the last of all."""
-        return self.exchange(_END, value)
+        """As :meth:`exchange`, the last of all. Rank 0 returns when all have the values: it may host the store."""
+        told = self.exchange(_END, value)
+        self._say(_AFTER_END, None)
+        if self._rank == 0:
+            self._said_by_all(_AFTER_END)
+        return told
 
     def _wait(self, keys: list[str], reason: str) -> list[bytes]:
         """What is written under ``keys``."""
