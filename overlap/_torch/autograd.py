@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -108,19 +109,30 @@ def in_end_of_backward() -> bool:
 
 
 class _Watch:
-    """Calls ``if_dropped`` when it is destroyed without having been called; otherwise ``callback``."""
+    """Calls ``if_dropped`` when it is destroyed without having been called; otherwise ``callback``.
+
+    By a weak reference that a call takes away, and not by ``__del__``, which would run in every pass: Python drops what
+    the handler of a signal, such as ``SystemExit``, raises in a destructor.
+    """
 
     def __init__(self, if_dropped: Callable[[], None], callback: Callable[[], None] = lambda: None) -> None:
-        self._if_dropped: Callable[[], None] | None = if_dropped
+        def dropped(reference: ReferenceType[_Watch]) -> None:
+            _watched.discard(reference)
+            if_dropped()
+
         self._callback = callback
+        self._reference: ReferenceType[_Watch] | None = ref(self, dropped)
+        _watched.add(self._reference)
 
     def __call__(self) -> None:
-        self._if_dropped = None
+        if self._reference is not None:
+            _watched.discard(self._reference)
+            self._reference = None
         self._callback()
 
-    def __del__(self) -> None:
-        if self._if_dropped is not None:
-            self._if_dropped()
+
+# A reference that is not kept calls nothing.
+_watched: set[ReferenceType[_Watch]] = set()
 
 
 def if_abandoned(callback: Callable[[], None]) -> None:

@@ -1,0 +1,57 @@
+"""What is to run if autograd gives up a backward pass."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from overlap._torch import autograd
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise ValueError("the dog ate it")
+
+
+def _watched(x: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
+    output, said = x * 2, list[str]()
+    output.register_hook(lambda gradient: autograd.if_abandoned(lambda: said.append("abandoned")))
+    return output.sum(), said
+
+
+def test_it_runs_before_backward_raises_and_not_otherwise() -> None:
+    x = torch.ones(3, requires_grad=True)
+    loss, said = _watched(_Raises.apply(x))
+    with pytest.raises(ValueError, match="the dog ate it"):
+        loss.backward()
+    assert said == ["abandoned"]
+    loss, said = _watched(x)
+    loss.backward()
+    assert said == []
+
+
+def test_no_python_code_runs_in_a_destructor_of_a_pass_that_succeeds() -> None:
+    """Where a signal's handler would raise in vain: the script would go on as if it had not been told to end."""
+    watch = autograd._Watch(lambda: None)
+    watch()
+    seen = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            seen.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        del watch
+    finally:
+        sys.setprofile(None)
+    assert seen == []
