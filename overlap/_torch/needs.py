@@ -40,7 +40,11 @@ NEEDS = (
     ),
     Need(
         "the end of backward",
-        ("torch.autograd.Variable._execution_engine.queue_callback", "torch._C._current_graph_task_id"),
+        (
+            "torch.autograd.Variable._execution_engine.queue_callback",
+            "torch._C._current_autograd_node",
+            "torch._C._current_graph_task_id",
+        ),
     ),
     Need(
         "ends of scripts on Gloo",

@@ -248,7 +248,7 @@ def _local_sgd(rank: int, world_size: int) -> None:
     with pytest.raises(TrainingLoopError, match=r"has seen scaled gradients.*Clip in the loop"):
         scaler.step(local)
     third = wrap(MLP.model(), **MLP.ddp_options())
-    with pytest.raises(UnsupportedError, match=r"SkipNonFinite\(\) leaves out the step of all ranks"):
+    with pytest.raises(UnsupportedError, match=r"SkipNonFinite\(\) skips the step on all ranks"):
         LocalSGD(third, ADAMW(third.parameters()), transforms=[SkipNonFinite()])
     with pytest.raises(ConfigurationError, match=r"got AllReduce\(\): give a reducer as reducer="):
         LocalSGD(third, ADAMW(third.parameters()), transforms=[AllReduce()])
