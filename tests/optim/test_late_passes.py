@@ -87,7 +87,9 @@ def _equals_plain_ddp(rank: int, world_size: int, name: str, bucket_view: bool) 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_late_pass_equals_plain_ddp(name: str, bucket_view: bool) -> None:
     jobs = run_ranks(_equals_plain_ddp, 2, name, bucket_view, env=LATE)
-    assert jobs == ([STEPS, STEPS] if "forward" in name else [0, 0]), "only what runs between passes has the worker"
+    # Before DDP compares its buckets the ranks meet there, once.
+    between = STEPS if "forward" in name else 0
+    assert jobs == [between + 1] * 2, "only what runs between passes has the worker"
 
 
 def _updates(rank: int, world_size: int) -> list[int]:
@@ -111,13 +113,13 @@ def test_a_late_pass_is_updated_at_once() -> None:
 
 
 class _Labels:
-    """An observer that notes what is launched."""
+    """An observer that notes what passes launch."""
 
     def __init__(self) -> None:
         self.launched_in: dict[int, list[str]] = {}
 
     def launched(self, subject: Any, label: str, operation: Any) -> None:
-        if operation.label != "whole pass":
+        if operation.label != "whole pass" and subject.step >= 0:
             self.launched_in.setdefault(subject.step, []).append(operation.label)
 
     def __getattr__(self, name: str) -> Any:

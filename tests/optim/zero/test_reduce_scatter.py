@@ -81,7 +81,7 @@ def _refused(rank: int, world_size: int) -> None:
             chain(ReduceScatter(muon, adamw), ZeroStep(muon)),
             "part of the mean for AdamW, but no ZeroStep of it follows",
         ),
-        (chain(Cast(torch.float64, ReduceScatter(muon)), ZeroStep(muon)), "which no stage around it is told"),
+        (chain(Cast(torch.float64, ReduceScatter(muon)), ZeroStep(muon)), "which a stage around it cannot know"),
         (ReduceScatter(muon), "no ZeroStep of it follows"),
     ):
         with pytest.raises(ConfigurationError, match=message):
