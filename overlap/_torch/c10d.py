@@ -25,6 +25,7 @@ __all__ = [
     "backend_name",
     "bucket_gradients",
     "group_exists",
+    "group_name",
     "group_store",
     "group_timeout",
     "is_future",
@@ -73,6 +74,11 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     except RuntimeError:
         return "none"
     return name
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """What PyTorch calls ``group``, alike on all its ranks. Private: one of a custom backend does not know its name."""
+    return str(distributed_c10d._world.pg_names[group])
 
 
 def group_store(group: dist.ProcessGroup) -> Store:

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from overlap._torch.c10d import Channel, GroupChannel, backend_name
+from overlap._torch.c10d import Channel, GroupChannel, backend_name, group_name
 from overlap._torch.gloo import GlooChannel
 from overlap.errors import CollectiveError, ConfigurationError
 from overlap.join.failures import FailureStore
@@ -148,7 +148,7 @@ class PrivateChannels:
         """The key by which the ranks of the model's group meet this time. See [Note: keys of connections]."""
         if self._number is None:
             self._number = next(_connected.setdefault(self.group, itertools.count()))
-        self._key = f"{self.group.group_name}/{self._number}/{next(self._attempts)}"
+        self._key = f"{group_name(self.group)}/{self._number}/{next(self._attempts)}"
         return self._key
 
     def next_tag(self) -> int:
