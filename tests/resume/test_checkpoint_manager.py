@@ -126,7 +126,7 @@ def test_files_of_ones_own_are_committed_as_they_are(tmp_path: Path) -> None:
         (folder / "inner").mkdir()
         (folder / "inner" / "weights.bin").write_bytes(b"w")
     assert checkpoints.path() == tmp_path / "step-1"
-    with pytest.raises(ConfigurationError, match=r"no rank-0-of-1.pt, but inner/weights.bin.* in path\(\)"):
+    with pytest.raises(ConfigurationError, match=r"no rank-0-of-1.pt, but inner/weights.bin.* path\(\) for files"):
         checkpoints.load()
     with pytest.raises(FileNotFoundError), checkpoints.saving(2) as folder:
         (folder / "not" / "there").write_bytes(b"h")

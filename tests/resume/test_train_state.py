@@ -223,11 +223,11 @@ def _with_ddp(rank: int, world_size: int) -> None:
 
     foreign = wrap(MLP.model(), **MLP.ddp_options())
     foreign.register_comm_hook(Opaque(), _foreign_hook)
-    with pytest.raises(ConfigurationError, match="keeps its memory in a Opaque"):
+    with pytest.raises(ConfigurationError, match="keeps its state in a Opaque"):
         overlap.state_dict(foreign)
     registered = wrap(MLP.model(), **MLP.ddp_options())
     overlap.register(registered, _foreign_hook, Opaque())
-    with pytest.raises(ConfigurationError, match="keeps its memory in a Opaque"):
+    with pytest.raises(ConfigurationError, match="keeps its state in a Opaque"):
         overlap.state_dict(registered)
 
 
