@@ -83,13 +83,22 @@ def test_without_ip_the_reason_names_the_package(monkeypatch: pytest.MonkeyPatch
 @needs_root
 def test_a_stream_runs_at_the_speed_of_the_link() -> None:
     with ShapedLink(ranks=2, bandwidth_bytes_per_s=parse_bandwidth("100mbit")) as network:
-        command = [sys.executable, "-c", _STREAM]
-        server = subprocess.Popen([*network.prefix(0), *command, "0"])
-        client = [*network.prefix(1), *command, "1", "5000000"]
-        speed = float(subprocess.run(client, check=True, capture_output=True, timeout=30).stdout)
-        assert server.wait(10) == 0
-    # Below by what headers take; never above but for the bucket of one millisecond. The machine may be busy.
-    assert 0.8 * 12.5e6 < speed < 1.01 * 12.5e6
+        speeds: list[float] = []
+        # A busy machine delays a stream, so the fastest of a few counts for the lower bound.
+        while not speeds or (max(speeds) <= 0.8 * 12.5e6 and len(speeds) < 5):
+            speeds.append(_stream(network, size=5_000_000))
+    # Below by what headers take; none above but for the bucket of one millisecond.
+    assert 0.8 * 12.5e6 < max(speeds) < 1.01 * 12.5e6
+
+
+def _stream(network: ShapedLink, *, size: int) -> float:
+    """Bytes per second of one stream from rank 1 to rank 0."""
+    command = [sys.executable, "-c", _STREAM]
+    server = subprocess.Popen([*network.prefix(0), *command, "0"])
+    client = [*network.prefix(1), *command, "1", str(size)]
+    speed = float(subprocess.run(client, check=True, capture_output=True, timeout=30).stdout)
+    assert server.wait(10) == 0
+    return speed
 
 
 @needs_root
