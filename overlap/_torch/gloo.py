@@ -6,9 +6,9 @@ import collections
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,12 @@ from overlap._torch.c10d import Store, group_timeout
 from overlap._torch.stores import BoundedStore
 from overlap.errors import CollectiveError
 
-__all__ = ["GlooChannel", "has_lost_connection", "start_abort"]
+__all__ = ["GlooChannel", "close_connections", "has_lost_connection", "start_abort"]
 
 _LOOKING_S = 0.02
 _IDLE_S = 0.05
+# The tag of a message that no rank sends.
+_NEVER_SENT = 2**31 - 1
 # How much later than the group's timeout the store may say that it is over.
 _GRACE_S = 1.0
 
@@ -38,22 +40,41 @@ def has_lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
-def _abort(backend: Any) -> None:
-    with contextlib.suppress(RuntimeError):
-        backend.abort()
+def close_connections(backend: Any) -> None:
+    """Close the connections of a Gloo ``backend``: whatever waits on them raises, here and on the other ranks.
+
+    Its ``abort()`` leaves them open, so ranks that wait for each other go on waiting until the timeout. A receive that
+    times out closes all that are still open; one from a rank whose connection is closed already raises at once.
+    """
+    for rank in range(backend.size()):
+        if rank != backend.rank():
+            with contextlib.suppress(RuntimeError):
+                backend.recv([torch.empty(1)], rank, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
-def start_abort(backends: list[Any], in_flight: Sequence[dist.Work]) -> threading.Thread:
+def start_abort(backends: list[Any], in_flight: Sequence[_InFlight]) -> threading.Thread:
     """Abort the one of ``backends`` and empty the list when nothing is in flight any more; returns who does it."""
 
     def run() -> None:
-        _abort(backends[0])
+        with contextlib.suppress(RuntimeError):
+            backends[0].abort()
+        # Only then: another rank may still receive what this one is done with.
+        if not _are_completed(in_flight):
+            close_connections(backends[0])
         # Gloo's destructor waits for what is in flight, and holds the interpreter's lock meanwhile.
-        while not all(work.is_completed() for work in in_flight):
+        while not _are_completed(in_flight):
             time.sleep(_LOOKING_S)
         backends.clear()
 
     return start(run, "overlap-abort")
+
+
+class _InFlight(Protocol):
+    def is_completed(self) -> bool: ...
+
+
+def _are_completed(works: Sequence[_InFlight]) -> bool:
+    return all(work.is_completed() for work in works)
 
 
 class _Messages:
@@ -74,7 +95,7 @@ class _Messages:
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._is_submitted:
             self._is_submitted = True
-            self._waiter.submit(self._wait)
+            self._waiter.submit(self)
         if not self._is_over.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("no message has come yet")
         if self._error is not None:
@@ -84,7 +105,8 @@ class _Messages:
     def is_completed(self) -> bool:
         return self._is_over.is_set()
 
-    def _wait(self) -> None:
+    def finish(self) -> None:
+        """Wait for them, however long that takes."""
         try:
             for work in self._works:
                 work.wait()
@@ -99,12 +121,12 @@ class _Waiter:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waits: collections.deque[Callable[[], None]] = collections.deque()
+        self._messages: collections.deque[_Messages] = collections.deque()
         self._is_running = False
 
-    def submit(self, wait: Callable[[], None]) -> None:
+    def submit(self, messages: _Messages) -> None:
         with self._changed:
-            self._waits.append(wait)
+            self._messages.append(messages)
             self._changed.notify()
             is_running, self._is_running = self._is_running, True
         if not is_running:
@@ -113,12 +135,18 @@ class _Waiter:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._waits and not self._changed.wait_for(lambda: self._waits, _IDLE_S):
+                if not self._messages and not self._changed.wait_for(lambda: self._messages, _IDLE_S):
                     self._is_running = False
                     return
-                wait = self._waits.popleft()
-            wait()
-            del wait  # It has the messages' memory.
+                messages = self._messages[0]
+            messages.finish()
+            with self._changed:
+                self._messages.popleft()
+            del messages  # They have memory.
+
+    def unfinished(self) -> list[_Messages]:
+        with self._changed:
+            return list(self._messages)
 
 
 def _connected(store: Store, group: dist.ProcessGroup, timeout: timedelta) -> Any:
@@ -224,7 +252,7 @@ class GlooChannel:
         backend sometimes waits until an operation times out.
         """
         backend, self._backend = self._backend, None
-        return start_abort([backend], self._in_flight)
+        return start_abort([backend], [*self._in_flight, *self._waiter.unfinished()])
 
     def close(self) -> None:
         """As :meth:`abort`."""

@@ -231,7 +231,7 @@ class PrivateChannels:
         """Wait until nothing that was aborted can still write to its tensors, before they are used again.
 
         An operation that has received its data still adds it up, which takes moments. One that waits for data will
-        receive none, since its connections are closed; it may wait for the group's timeout, so it is not waited for.
+        receive none, since its connections are closed; on accelerators it may take longer, so the wait is bounded.
         """
         deadline_s = time.monotonic() + _SETTLING_S
         while self._closing:

@@ -46,7 +46,7 @@ class HostSync:
 
     @property
     def place(self) -> str:
-        """The innermost frame of the library outside of its doors, or of the test where there is none: ``file:function``."""
+        """The innermost frame of the library outside of its doors, or of the test if none is: ``file:function``."""
         outside = [frame for frame in self.stack if frame[0] not in _DOORS]
         chosen = [frame for frame in outside if frame[0].startswith("overlap/")] or outside
         return f"{chosen[0][0]}:{chosen[0][2]}" if chosen else "?"

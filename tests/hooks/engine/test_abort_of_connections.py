@@ -1,0 +1,59 @@
+"""Connections that are abandoned end what waits on them, also where all ranks wait for each other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import run_ranks
+from overlap._torch.gloo import GlooChannel
+
+_TIMEOUT_S = 30
+_LIMIT_S = 5
+
+
+def _message(channel: GlooChannel) -> list[Any]:
+    """From the next rank, which sends none."""
+    return channel.send_recv([], [(torch.empty(1000), (channel.rank() + 1) % channel.size())], 0)
+
+
+def _broadcast(channel: GlooChannel) -> list[Any]:
+    """Of the next rank, which has begun another one."""
+    return channel.broadcast(torch.empty(200_000), (channel.rank() + 1) % channel.size())
+
+
+def _abandons(rank: int, world_size: int, begin: Callable[[GlooChannel], list[Any]], delay_s: float) -> None:
+    for attempt in range(2):
+        channel = GlooChannel(dist.group.WORLD, f"{begin.__name__}/{attempt}")
+        (work,) = begin(channel)
+        failed = threading.Event()
+
+        def wait(work: Any = work, failed: threading.Event = failed) -> None:
+            with pytest.raises(RuntimeError):
+                work.wait(timedelta(seconds=_TIMEOUT_S))
+            failed.set()
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        dist.barrier()
+        time.sleep(delay_s * rank)
+        begun_s = time.monotonic()
+        channel.abort().join(_LIMIT_S)
+        assert failed.wait(_LIMIT_S)
+        assert time.monotonic() - begun_s < _LIMIT_S, "it waited for the group's timeout"
+        waiting.join()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("delay_s", [0.0, 0.2], ids=["at once", "one by one"])
+@pytest.mark.parametrize("begin", [_message, _broadcast], ids=["messages", "collectives"])
+def test_ranks_that_wait_for_each_other_are_woken(begin: Any, delay_s: float, world_size: int) -> None:
+    run_ranks(_abandons, world_size, begin, delay_s, timeout_s=60)
