@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 # The package exports these at run time, but not to type checkers.
-from torch._C._distributed_c10d import AllgatherOptions, GradBucket, PrefixStore, Store
+from torch._C._distributed_c10d import AllgatherOptions, Backend, GradBucket, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 __all__ = [
@@ -94,8 +94,10 @@ def group_store(group: dist.ProcessGroup) -> Store:
     return kept
 
 
-def issued(group: dist.ProcessGroup) -> int | None:
+def issued(group: dist.ProcessGroup | Backend) -> int | None:
     """How many collectives this rank has issued on ``group``; ``None`` if its backend does not count them.
+
+    Messages between two ranks count, too.
 
     Private: there is no public way to ask.
     """

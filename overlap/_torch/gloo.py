@@ -23,7 +23,7 @@ __all__ = ["GlooChannel", "close_connections", "has_lost_connection", "start_abo
 
 _LOOKING_S = 0.02
 _IDLE_S = 0.05
-# The tag of a message that no rank sends.
+# The last tag of messages that no rank sends.
 _NEVER_SENT = 2**31 - 1
 # How much later than the group's timeout the store may say that it is over.
 _GRACE_S = 1.0
@@ -44,12 +44,15 @@ def close_connections(backend: Any) -> None:
     """Close the connections of a Gloo ``backend``: whatever waits on them raises, here and on the other ranks.
 
     Its ``abort()`` leaves them open, so ranks that wait for each other go on waiting until the timeout. A receive that
-    times out closes all that are still open; one from a rank whose connection is closed already raises at once.
+    times out closes all that are still open; one from a rank whose connection is closed already raises at once. Gloo
+    has connections of their own on each network interface, and takes those that the tag says, in turn.
     """
-    for rank in range(backend.size()):
-        if rank != backend.rank():
-            with contextlib.suppress(RuntimeError):
-                backend.recv([torch.empty(1)], rank, _NEVER_SENT).wait(timedelta(milliseconds=1))
+    interfaces = len(getattr(backend.options, "_devices", [None]))
+    for tag in range(_NEVER_SENT, _NEVER_SENT - interfaces, -1):
+        for rank in range(backend.size()):
+            if rank != backend.rank():
+                with contextlib.suppress(RuntimeError):
+                    backend.recv([torch.empty(1)], rank, tag).wait(timedelta(milliseconds=1))
 
 
 def start_abort(backends: list[Any], in_flight: Sequence[_InFlight]) -> threading.Thread:

@@ -64,6 +64,7 @@ NEEDS = (
     Need(
         "connections of its own, on Gloo",
         ("backend._allgather_base", "backend._reduce_scatter_base"),
+        ("backend._get_sequence_number_for_group", "backend.options._devices"),
     ),
     Need(
         "communicators of its own, on NCCL",

@@ -35,6 +35,7 @@ from overlap.join.options import JoinOptions, OnExhausted, check_on_exhausted
 from overlap.join.replay import Replay
 from overlap.join.same_joinables import difference, told_of
 from overlap.join.session import JoinableAdapter, JoinSession
+from overlap.join.waking import Waker
 
 __all__ = ["Join"]
 
@@ -131,6 +132,7 @@ class Join(base.Join):
         )
         self._group, self._join_device = _group_and_device(joinables)
         self._session: JoinSession | None = None
+        self._waker: Waker | None = None
         self._undo = ExitStack()
 
     @staticmethod
@@ -154,12 +156,14 @@ class Join(base.Join):
         lengths = self._agreed(told)
         iterations = Iterations(self._group, self._join_device, log, self._options, lengths=lengths)
         self._session = session = JoinSession(iterations, self._adapters, self._hyperparameters)
+        self._waker = Waker(self._group, self._join_device, log)
         set_active_join(self._group, session)
         self._undo.callback(clear_active_join, self._group)
         try:
             for adapter in self._adapters:
                 adapter.enter(session, self._undo)
         except BaseException as error:
+            self._waker.stop(error)
             log.failures.report(error)
             log.release(self._group)
             self._leave()
@@ -195,8 +199,8 @@ class Join(base.Join):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        session = self._session
-        if session is None:
+        session, waker = self._session, self._waker
+        if session is None or waker is None:
             return
         try:
             if error is not None:
@@ -213,8 +217,10 @@ class Join(base.Join):
         finally:
             log = session.iterations.log
             # A PeerError was reported by the rank that caused it; exhausted inputs are raised on every rank.
-            if error is not None and not session.iterations.has_raised_on_all:
-                log.failures.report_in_block(error)
+            reported = None if session.iterations.has_raised_on_all else error
+            waker.stop(reported)
+            if reported is not None:
+                log.failures.report_in_block(reported)
             log.release(self._group)
             if error is None:
                 leave_released(self._group)
@@ -244,7 +250,7 @@ class Join(base.Join):
         self._hyperparameters.follow(source)
 
     def _leave(self) -> None:
-        self._session = None
+        self._session = self._waker = None
         self._undo.close()
 
 

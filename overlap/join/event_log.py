@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from overlap._torch.c10d import Store
-from overlap._torch.stores import BoundedStore, host_has_ended
+from overlap._torch.stores import BoundedStore, host_has_ended, peek
 from overlap.errors import CollectiveError, PeerError
 from overlap.join.failures import FailureStore
 from overlap.join.leftovers import leave, release
@@ -164,6 +165,28 @@ class EventLog:
             self._said_by_all(_AFTER_END)
         return told
 
+    def say_left(self, issued: int) -> None:
+        """Tell the others that this rank leaves with an error, having ``issued`` so many collectives. Never raises.
+
+        Called before the error itself is reported, so that whoever knows of that finds this.
+        """
+        own = _left(self._rank)
+        self._exchanged.append(own)
+        with contextlib.suppress(Exception):
+            self._store.tell(_ANSWERING_S, lambda store: store.set(own, str(issued)))
+
+    def is_left_behind(self, issued: int) -> bool:
+        """Whether a rank has left with an error when it had issued fewer collectives than ``issued``."""
+        if self.failures.first() is None:
+            return False
+
+        def ask(store: Store) -> list[str | None]:
+            return [peek(store, _left(rank)) for rank in range(self._size) if rank != self._rank]
+
+        with contextlib.suppress(Exception):
+            return any(said is not None and int(said) < issued for said in self._store.within(_ANSWERING_S, ask))
+        return False
+
     def _wait(self, keys: list[str], reason: str) -> list[bytes]:
         """What is written under ``keys``."""
         start_s = looked_s = time.monotonic()
@@ -250,6 +273,10 @@ class Cursor:
         event = self._log.read(self._position)
         self._position = self._position.after(event)
         return event
+
+
+def _left(rank: int) -> str:
+    return f"left/{rank}"
 
 
 def _key(position: Position) -> str:

@@ -131,5 +131,7 @@ _ALL = (
     Form(name="LocalSGD, overlapped", build=functools.partial(_local, overlap=True)),
     Form(name="Join, known", build=_step, join="known"),
     Form(name="Join, polled", build=_step, join="polled"),
+    Form(name="Join, known, plain DDP", build=_plain, join="known", has_stages=False),
+    Form(name="Join, polled, plain DDP", build=_plain, join="polled", has_stages=False),
 )
 FORMS = {form.name: form for form in _ALL}

@@ -57,3 +57,9 @@ def _abandons(rank: int, world_size: int, begin: Callable[[GlooChannel], list[An
 @pytest.mark.parametrize("begin", [_message, _broadcast], ids=["messages", "collectives"])
 def test_ranks_that_wait_for_each_other_are_woken(begin: Any, delay_s: float, world_size: int) -> None:
     run_ranks(_abandons, world_size, begin, delay_s, timeout_s=60)
+
+
+@pytest.mark.parametrize("begin", [_message, _broadcast], ids=["messages", "collectives"])
+def test_so_they_are_with_several_interfaces(begin: Any) -> None:
+    """Each has connections of its own."""
+    run_ranks(_abandons, 2, begin, 0.2, env={"GLOO_SOCKET_IFNAME": "lo,lo,lo"}, timeout_s=60)
