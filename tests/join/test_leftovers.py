@@ -157,5 +157,6 @@ def test_a_store_does_not_grow_from_round_to_round(name: str, tmp_path: Any) -> 
         port = int(probe.getsockname()[1])
     found, _ = run_ranks(_keys, 2, port, name, str(tmp_path), backend=None)
     numbers = [len(keys) for keys in found]
-    assert numbers[-1] <= numbers[1], f"{numbers}, and since the second round {set(found[-1]) - set(found[1])}"
+    # What the last round left is deleted by whoever reads it last, so a round may show some keys more than the next.
+    assert numbers[-1] <= max(numbers[:3]), f"{numbers}, and since the second round {set(found[-1]) - set(found[1])}"
     assert numbers[-1] < 30, found[-1]
