@@ -102,7 +102,7 @@ def probe(optimizer: Optimizer) -> Separability:
     Issues nothing, and leaves the optimizer, its parameters, their state and all random number generators as they are.
     Optimizers of ``torch.optim`` are known without an experiment; classes derived from them are not.
     """
-    if (why := why_not_in_parts(optimizer)) is not None:
+    if (why := why_not_in_parts(optimizer) or _why_one_eps(optimizer)) is not None:
         coupled = Finding(Verdict.COUPLED, why)
         return Separability(coupled, coupled, coupled)
     if type(optimizer) in _ELEMENTWISE:
@@ -118,6 +118,18 @@ def probe(optimizer: Optimizer) -> Separability:
     except Exception as error:
         unknown = Finding(Verdict.UNKNOWN, _words(error))
         return Separability(unknown, unknown, unknown)
+
+
+def _why_one_eps(optimizer: Optimizer) -> str | None:
+    """Why the eps of Adafactor depends on which parameter of a group comes first; None where it does not."""
+    for group in optimizer.param_groups if type(optimizer) is Adafactor else ():
+        dtypes = sorted({str(parameter.dtype) for parameter in group["params"]})
+        if group["eps"][0] is None and len(dtypes) > 1:
+            return (
+                "its eps[0] is None, which for all parameters of a group becomes that of the first one's dtype, and a "
+                f"group has {' and '.join(dtypes)} (give a number, or a group to each dtype)"
+            )
+    return None
 
 
 class _Experiment:

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
 
 from .corpus import loop, variant
-from .declared import CLIPPED_PARTS, EDITED, SCALED
+from .declared import CLIPPED_PARTS, EDITED, SCALED, coupled
 from .models import features, mlp
 from .plain import usual
 from .run import Run
@@ -53,6 +53,20 @@ class Complex(nn.Module):
 variant(usual, "a bfloat16 model, SGD", **_in(torch.bfloat16))
 variant(usual, "a float64 model, AdamW", optimizer=_ADAMW, **_in(torch.float64))
 variant(usual, "layers of three dtypes", model=Mixed, optimizer=partial(optim.AdamW, lr=0.01))
+# Of None Adafactor makes the eps of the first parameter's dtype, for all of a group.
+variant(
+    usual,
+    "layers of three dtypes, Adafactor",
+    coupled("Adafactor"),
+    model=Mixed,
+    optimizer=partial(optim.Adafactor, lr=0.01),
+)
+variant(
+    usual,
+    "layers of three dtypes, Adafactor with eps",
+    model=Mixed,
+    optimizer=partial(optim.Adafactor, lr=0.01, eps=(1e-7, 1e-3)),
+)
 variant(usual, "complex parameters", model=Complex)
 
 

@@ -295,6 +295,17 @@ def test_a_step_that_issues_collectives_is_coupled_and_sends_nothing(tmp_path: A
     assert (found.by_parameter.verdict, found.by_parameter.why) == (COUPLED, "its step() issues collectives")
 
 
+def test_adafactor_takes_its_eps_from_the_first_parameter_of_a_group() -> None:
+    single, half = _parameters()[-4:], _parameters(torch.bfloat16)[-4:]
+    found = probe(torch.optim.Adafactor([*single, *half]))
+    assert _verdicts(found) == (COUPLED,) * 3
+    assert "a group has torch.bfloat16 and torch.float32" in found.in_turn.why
+    assert probe(torch.optim.Adafactor([*single, *half], eps=(1e-7, 1e-3))).in_turn.verdict is SEPARABLE
+    assert probe(torch.optim.Adafactor([{"params": single}, {"params": half}])).in_turn.verdict is SEPARABLE
+    # What is measured says the same as what is known.
+    assert probe(MyAdafactor([*single, *half])).in_turn.verdict is COUPLED
+
+
 def _frozen_and_scalar() -> list[Tensor]:
     frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
     return [

@@ -26,7 +26,8 @@ class ClipGradNorm(WholePassTransform):
     After the reducer this is ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)`` between backward and
     ``step()``, bit for bit; before it, each rank clips its own gradient by its own norm. It waits for all buckets, so
     updates after it run when backward has computed everything; they may be of any form. After a reduce-scatter each
-    rank takes the norm of its parts, and the norm is the same up to the order of summation.
+    rank takes the norm of its parts, and the norm is the same up to the order of summation; where all gradients have 16
+    bits it is not rounded to 16 bits, as that of PyTorch is.
 
     With ``GradScaler`` gradients in backward are scaled, so ``step()`` refuses: use
     ``Step(optimizer, clip_grad_norm=...)``, which clips in ``step()``.
