@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from overlap.join.meeting import meet
 from overlap.plan.candidates import Candidate, build, obstacles, wrap
 from overlap.plan.compute import forward_and_loss, fresh, measure, model_device, thread_rate
 from overlap.plan.copies import Originals, Training, generators_restored
-from overlap.plan.decision import ENOUGH_ROUNDS, FEWEST_ROUNDS, Options
+from overlap.plan.decision import Options, Samples
 from overlap.plan.dry import measured_costs
 from overlap.plan.given import agreed, check_alike
 from overlap.plan.link import Link
@@ -31,15 +31,15 @@ from overlap.plan.meeting import Meeting
 from overlap.plan.plan import Plan
 from overlap.plan.predict import ranking
 from overlap.plan.profile import Profile
-from overlap.plan.race import Race, rounds_that_fit
+from overlap.plan.race import Race
 from overlap.plan.request import Request, check_group_exists
+from overlap.plan.tournament import tournament
 from overlap.plan.wire_times import SHARING_STEPS, measure_link, measure_sharing
 
 __all__ = ["auto"]
 
 # Of the time for choosing, what measuring the computation takes.
 _COMPUTE_SHARE = 0.15
-_CHALLENGERS, _MOST_TRIED = 2, 4
 # How much longer than asked choosing may take for the sake of a race.
 _GRACE = 0.4
 # After a rank has failed in a race the others wait for it as long as this, at least.
@@ -185,7 +185,7 @@ class _Chooser:
             # One rank decides: what the others find differs in the last digits.
             options = self._options(profile, link, ruled_out) if self._meeting.rank == 0 else None
             order = self._meeting.from_first(None if options is None else options.order())
-            samples, refused = self._raced(group, [_Raced(Candidate(*name), ms) for *name, ms in order])
+            samples, refused = self._raced(group, {Candidate(*name): ms for *name, ms in order})
         plan = None
         if options is not None:
             plan = options.decide(
@@ -244,34 +244,15 @@ class _Chooser:
         return max(0.0, left_s)
 
     def _raced(
-        self, group: dist.ProcessGroup, order: Sequence[_Raced]
-    ) -> tuple[dict[Candidate, list[float]], dict[Candidate, str]]:
-        """Samples of the first that fit into the time left, plain DDP among them; and what could not be built."""
-        left_s = self._left_s()
-        plain, *others = order
+        self, group: dist.ProcessGroup, predicted_ms: Mapping[Candidate, float]
+    ) -> tuple[Samples, dict[Candidate, str]]:
+        """Samples of those for which there is time, plain DDP among them; and what could not be built."""
         race = Race(self._meeting, group, self._device, self._sample, self._originals.copied, self._request.ddp_options)
-        entered = [plain]
-        for one in others[:_MOST_TRIED]:
-            steps_ms = [each.step_ms for each in [*entered, one]]
-            if len(entered) > _CHALLENGERS or rounds_that_fit(steps_ms, left_s) < (
-                FEWEST_ROUNDS if len(entered) == 1 else ENOUGH_ROUNDS
-            ):
-                break
-            if len(entered) == 1 and not race.add(plain.candidate):
-                raise ConfigurationError(f"plain DDP refuses this model: {race.refused[plain.candidate]}")
-            if race.add(one.candidate):
-                entered.append(one)
         try:
-            samples = race.run(seconds=self._left_s()) if len(entered) > 1 else {}
+            tournament(race, next(iter(predicted_ms)), predicted_ms, left_s=self._left_s)
         finally:
             race.close()
-        return samples, race.refused
-
-
-@dataclass(frozen=True)
-class _Raced:
-    candidate: Candidate
-    step_ms: float
+        return race.samples, race.refused
 
 
 @contextmanager

@@ -83,10 +83,14 @@ class Clock:
         self._ready.extend(signal._waiting)
         signal._waiting.clear()
 
-    def send(self, ms: float) -> Signal:
-        """Queue a transfer that takes ``ms``; the signal is set when it is done."""
+    def send(self, ms: float, *, is_ahead: bool = False) -> Signal:
+        """Queue a transfer that takes ``ms``, before what is queued if it is to go ahead; the signal is set when it is
+        done."""
         done = Signal()
-        self._queued.append((ms, done))
+        if is_ahead:
+            self._queued.appendleft((ms, done))
+        else:
+            self._queued.append((ms, done))
         self._feed_link()
         return done
 

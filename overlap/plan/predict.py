@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
+
 from overlap.hooks.engine.nothing_to_hide import has_nothing_to_hide
+from overlap.optim.zero.gather_parts import least_part_bytes, parts_by_need
 from overlap.plan.buckets import cut
 from overlap.plan.candidates import METHODS, Candidate, Method
 from overlap.plan.clock import Rates
 from overlap.plan.dry import BucketCost, Costs, Layout
 from overlap.plan.link import Link
 from overlap.plan.profile import Profile
-from overlap.plan.schedule import BucketWork, Hop, Schedule, step_ms
+from overlap.plan.schedule import BucketWork, Gather, Hop, Schedule, step_ms
 
 __all__ = ["Prediction", "predict", "ranking", "schedule_of"]
 
@@ -23,6 +26,8 @@ class Prediction:
 
     candidate: Candidate
     step_ms: float
+    ideal_ms: float
+    """The same, if computing and sending did not slow each other down."""
     sent_bytes: int
     """Of each rank, a step."""
     memory_bytes: int
@@ -41,6 +46,7 @@ def predict(
     return Prediction(
         candidate=candidate,
         step_ms=step_ms(schedule),
+        ideal_ms=step_ms(replace(schedule, rates=Rates(threads=profile.threads))),
         sent_bytes=sent_bytes,
         memory_bytes=_memory_bytes(method, profile, link.ranks, gradient_as_bucket_view),
     )
@@ -72,7 +78,7 @@ def schedule_of(
         forward_ms=profile.forward_ms,
         backward_ms=max(profile.backward_ms + copies_ms, ready_ms[-1]),
         buckets=tuple(way.bucket(ready) for way, ready in zip(ways, ready_ms, strict=True)),
-        needed_ms=tuple(min(one.needed_ms for one in bucket) for bucket in layout),
+        gathers=_gathers(layout, profile, link) if method.update == "sharded, gathered in forward" else (),
         # DDP copies what is in the buckets back, when all are through.
         end_ms=copies_ms + (profile.update_ms if is_after else 0.0),
         has_stages=not is_after or method.reducer is not None,
@@ -94,10 +100,9 @@ class _Way:
     hops: tuple[Hop, ...]
     sent_bytes: float
     after_ms: float = 0.0
-    gather_ms: float = 0.0
 
     def bucket(self, ready_ms: float) -> BucketWork:
-        return BucketWork(ready_ms=ready_ms, hops=self.hops, after_ms=self.after_ms, gather_ms=self.gather_ms)
+        return BucketWork(ready_ms=ready_ms, hops=self.hops, after_ms=self.after_ms)
 
 
 def _way(method: Method, profile: Profile, link: Link, share: float, cost: BucketCost | None) -> _Way:
@@ -124,11 +129,25 @@ def _sharded(method: Method, profile: Profile, link: Link, share: float, part_by
     """Each rank scales the bucket, adds up its part, updates it, and gathers the others' parts."""
     scale_ms = share * profile.copy_ms
     scatter = Hop(profile.handover_ms + scale_ms, link.ms("reduce_scatter", part_bytes))
-    gather_ms = link.ms("all_gather", part_bytes)
     own_ms = scale_ms * (link.ranks - 1) / link.ranks + share * profile.update_ms / link.ranks
     if method.update == "sharded":
-        return _Way(hops=(scatter, Hop(own_ms, gather_ms)), sent_bytes=2 * part_bytes)
-    return _Way(hops=(scatter,), after_ms=own_ms, gather_ms=gather_ms, sent_bytes=2 * part_bytes)
+        return _Way(hops=(scatter, Hop(own_ms, link.ms("all_gather", part_bytes))), sent_bytes=2 * part_bytes)
+    return _Way(hops=(scatter,), after_ms=own_ms, sent_bytes=2 * part_bytes)
+
+
+def _gathers(layout: Layout, profile: Profile, link: Link) -> tuple[Gather, ...]:
+    """Those of the parts that the library makes of each bucket, the last bucket's first."""
+    least_bytes = least_part_bytes(torch.device(profile.device))
+    parts = [
+        bucket[places]
+        for bucket in reversed(layout)
+        for places in parts_by_need([p.nbytes for p in bucket], least_bytes)
+    ]
+    share = (link.ranks - 1) / link.ranks
+    return tuple(
+        Gather(min(p.needed_ms for p in part), link.ms("all_gather", share * sum(p.nbytes for p in part)))
+        for part in parts
+    )
 
 
 def _with_more_first(hops: tuple[Hop, ...], more_ms: float) -> tuple[Hop, ...]:

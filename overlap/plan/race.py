@@ -1,8 +1,9 @@
-"""The best candidates timed against plain DDP, on copies, taking turns."""
+"""Candidates timed against plain DDP, on copies, taking turns."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,13 +25,13 @@ from overlap.plan.copies import Training
 from overlap.plan.decision import FEWEST_ROUNDS
 from overlap.plan.meeting import Meeting
 
-__all__ = ["Lane", "Race", "rounds_that_fit"]
+__all__ = ["Lane", "Race", "round_ms", "warm_up_ms"]
 
-# DDP rebuilds its buckets after the first step, and the second may allocate.
-_WARMUP_STEPS = 2
+# DDP rebuilds its buckets after the first step, and the second may allocate. Where steps are long that is a small part.
+_WARMUP_STEPS, _LONG_MS = 2, 500.0
 _MOST_ROUNDS = 30
 # A sample is at least this long, so that what the clock and the scheduler add is small.
-_SAMPLE_MS = 40.0
+_SAMPLE_MS = 80.0
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,6 @@ class Lane:
         self.optimizer.zero_grad()
         forward_and_loss(self.ddp, self.training, sample).backward()
         self.optimizer.step()
-
-    @property
-    def lead_in_steps(self) -> int:
-        """Untimed steps before a sample: what is left to the next forward must be there."""
-        return 1 if METHODS[self.candidate.method].update == "sharded, gathered in forward" else 0
 
     def finish(self) -> None:
         """Wait for what is in flight."""
@@ -77,12 +73,16 @@ class Race:
     ) -> None:
         self._meeting, self._group, self._device = meeting, group, device
         self._sample, self._copied, self._ddp_options = sample, copied, ddp_options
-        self.lanes: list[Lane] = []
+        self._lanes: dict[Candidate, Lane] = {}
+        self.steps_ms: dict[Candidate, float] = {}
+        """Of each lane, about how long a step takes; the same on all ranks."""
+        self.samples: dict[Candidate, list[float | None]] = {}
+        """Of each that has ever run, ms a step of the slowest rank in each round; None where it was not in the race."""
         self.refused: dict[Candidate, str] = {}
         """What could not be built or did not take a step, and why."""
 
     def add(self, candidate: Candidate) -> bool:
-        """Build ``candidate`` on a copy; whether all ranks could."""
+        """Build ``candidate`` on a copy, and take its first steps; whether all ranks could."""
         training = self._copied()
         words = None
         try:
@@ -90,61 +90,77 @@ class Race:
             optimizer = build(ddp, training.optimizer, candidate)
         except ConfigurationError as error:
             words = str(error)
+        if self._is_refused(candidate, words):
+            return False
+        lane = Lane(candidate, ddp, optimizer, training)
+        for _ in range(_WARMUP_STEPS):
+            ms, words = self._tried(lane)
+            if self._is_refused(candidate, words):
+                # Its last backward may still be in flight, and raise the same error again.
+                with suppress(OverlapError):
+                    lane.close()
+                return False
+            self.steps_ms[candidate] = self._meeting.from_first(ms)
+            if self.steps_ms[candidate] > _LONG_MS:
+                break
+        self._lanes[candidate] = lane
+        return True
+
+    def _tried(self, lane: Lane) -> tuple[float, str | None]:
+        try:
+            return self._sample_ms(lane, steps=1, lead_in=0), None
+        except ConfigurationError as error:
+            if lane.candidate.is_plain:
+                raise
+            return 0.0, str(error)
+
+    def _is_refused(self, candidate: Candidate, words: str | None) -> bool:
         said = next((one for one in self._meeting.exchange(words) if one is not None), None)
         if said is not None:
             self.refused[candidate] = said
-            return False
-        self.lanes.append(Lane(candidate, ddp, optimizer, training))
-        return True
+        return said is not None
 
-    def run(self, *, seconds: float) -> dict[Candidate, list[float]]:
-        """The samples of each candidate, in ms a step of the slowest rank, round by round."""
-        agreed_ms = self._meeting.from_first(self._warm_up())
-        steps = [max(1, math.ceil(_SAMPLE_MS / ms)) for ms in agreed_ms]
-        round_ms = sum(
-            ms * (count + lane.lead_in_steps) for ms, count, lane in zip(agreed_ms, steps, self.lanes, strict=True)
-        )
-        rounds = max(FEWEST_ROUNDS, min(_MOST_ROUNDS, int(1e3 * seconds / round_ms)))
-        own: list[list[float]] = [[] for _ in self.lanes]
-        for number in range(rounds):
+    @property
+    def _done(self) -> int:
+        return max(map(len, self.samples.values()), default=0)
+
+    def run(self, rounds: int) -> None:
+        """So many rounds, in which each lane is timed once; adds to :attr:`samples`."""
+        before = self._done
+        lanes = list(self._lanes.values())
+        own: list[list[float]] = [[] for _ in lanes]
+        for number in range(before, before + rounds):
             # In reverse order every other time, so that no lane always runs after the same one.
-            places = list(range(len(self.lanes)))
+            places = list(range(len(lanes)))
             for place in places if number % 2 == 0 else reversed(places):
-                lane = self.lanes[place]
-                own[place].append(self._sample_ms(lane, steps=steps[place], lead_in=lane.lead_in_steps))
+                candidate = lanes[place].candidate
+                steps = _steps(self.steps_ms[candidate])
+                own[place].append(self._sample_ms(lanes[place], steps=steps, lead_in=_lead_in(candidate)))
         of_ranks = self._meeting.exchange(own)
-        return {
-            lane.candidate: [max(times) for times in zip(*(of_rank[place] for of_rank in of_ranks), strict=True)]
-            for place, lane in enumerate(self.lanes)
-        }
+        for place, lane in enumerate(lanes):
+            found = [max(one) for one in zip(*(of_rank[place] for of_rank in of_ranks), strict=True)]
+            self.samples.setdefault(lane.candidate, [None] * before).extend(found)
+            self.steps_ms[lane.candidate] = statistics.median(found)
+        for candidate in self.samples.keys() - self._lanes.keys():
+            self.samples[candidate] += [None] * rounds
 
-    def _warm_up(self) -> list[float]:
-        """Ms a step of each lane, but of those that refuse the model only now, which leave the race on all ranks."""
-        warm_ms = []
-        for lane in list(self.lanes):
-            ms, words = 0.0, None
-            try:
-                ms = self._sample_ms(lane, steps=1, lead_in=_WARMUP_STEPS - 1)
-            except ConfigurationError as error:
-                if lane.candidate.is_plain:
-                    raise
-                words = str(error)
-            said = next((one for one in self._meeting.exchange(words) if one is not None), None)
-            if said is None:
-                warm_ms.append(ms)
-                continue
-            self.refused[lane.candidate] = said
-            self.lanes.remove(lane)
-            # Its last backward may still be in flight, and raise the same error again.
-            with suppress(OverlapError):
-                lane.close()
-        return warm_ms
+    def run_for(self, left_s: Callable[[], float]) -> None:
+        """As many rounds as fit into the time that is left and are of use; none if too few fit to compare at all."""
+        while (done := self._done) < _MOST_ROUNDS:
+            per_round_ms = sum(round_ms(name, self.steps_ms[name]) for name in self._lanes)
+            rounds = min(int(1e3 * left_s() / per_round_ms), _MOST_ROUNDS - done)
+            if rounds <= 0 or done + rounds < FEWEST_ROUNDS:
+                break
+            self.run(rounds)
+
+    def drop(self, candidate: Candidate) -> None:
+        """Take down one lane, on every rank."""
+        self._lanes.pop(candidate).close()
 
     def close(self) -> None:
         """Take down what was built, on every rank."""
-        for lane in self.lanes:
-            lane.close()
-        self.lanes.clear()
+        for candidate in list(self._lanes):
+            self.drop(candidate)
 
     def _sample_ms(self, lane: Lane, *, steps: int, lead_in: int) -> float:
         for _ in range(lead_in):
@@ -166,6 +182,20 @@ class Race:
             synchronize(self._device)
 
 
-def rounds_that_fit(steps_ms: Sequence[float], seconds: float) -> int:
-    """How many rounds of candidates with these predicted steps fit into the time, behind the warm-up."""
-    return int(1e3 * seconds / sum(steps_ms)) - _WARMUP_STEPS
+def warm_up_ms(step_ms: float) -> float:
+    """What the first steps of a lane take, before it is timed."""
+    return step_ms if step_ms > _LONG_MS else _WARMUP_STEPS * step_ms
+
+
+def round_ms(candidate: Candidate, step_ms: float) -> float:
+    """What a round takes of ``candidate``, a step of which takes ``step_ms``."""
+    return step_ms * (_steps(step_ms) + _lead_in(candidate))
+
+
+def _steps(step_ms: float) -> int:
+    return max(1, math.ceil(_SAMPLE_MS / step_ms))
+
+
+def _lead_in(candidate: Candidate) -> int:
+    """Untimed steps before a sample: what is left to the next forward must be there."""
+    return 1 if METHODS[candidate.method].update == "sharded, gathered in forward" else 0

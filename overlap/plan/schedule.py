@@ -19,7 +19,7 @@ from typing import Any
 from overlap.hooks.engine.wavefront import Wavefront
 from overlap.plan.clock import COMPUTE, WORKER, Clock, Process, Rates, Run, Signal
 
-__all__ = ["BucketWork", "Hop", "Schedule", "step_ms", "worker_order"]
+__all__ = ["BucketWork", "Gather", "Hop", "Schedule", "step_ms", "worker_order"]
 
 # The first step begins with an idle link, the second need not: the third is like all that follow.
 _STEPS = 3
@@ -41,8 +41,15 @@ class BucketWork:
     """From the start of backward."""
     hops: tuple[Hop, ...]
     after_ms: float = 0.0
-    gather_ms: float = 0.0
-    """Of a collective that is left to the next forward; 0 where there is none."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A collective that is left to the next forward."""
+
+    needed_ms: float
+    """When the forward first reads what it brings."""
+    link_ms: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +62,8 @@ class Schedule:
     backward_ms: float
     buckets: tuple[BucketWork, ...]
     """In the order in which they become ready."""
-    needed_ms: tuple[float, ...] = ()
-    """When the forward first reads a parameter of each bucket; read only where gathers are left to the forward."""
+    gathers: tuple[Gather, ...] = ()
+    """In the order in which they are sent, once all buckets are through."""
     end_ms: float = 0.0
     """What the training thread computes after backward, such as the optimizer's step."""
     has_stages: bool = True
@@ -83,10 +90,11 @@ def step_ms(schedule: Schedule) -> float:
 def _training(
     clock: Clock, schedule: Schedule, arrivals: list[list[Signal]], through: list[Signal], ends_ms: list[float]
 ) -> Process:
-    gathers: list[Signal | None] = [None] * len(schedule.buckets)
+    gathers: list[Signal] = []
     for step in range(_STEPS):
         if schedule.begin_link_ms:
-            yield clock.send(schedule.begin_link_ms)
+            # On a connection of its own: it does not wait for gathers that the forward does not need yet.
+            yield clock.send(schedule.begin_link_ms, is_ahead=True)
         yield from _forward(schedule, gathers)
         if not schedule.has_stages:
             yield from _plain_backward(clock, schedule)
@@ -95,31 +103,19 @@ def _training(
         else:
             yield from _computed(schedule, lambda bucket, arrived=arrivals[step]: clock.set(arrived[bucket]))
             yield through[step]
-        gathers = _gathers(clock, schedule)
+        gathers = [clock.send(gather.link_ms) for gather in schedule.gathers]
         yield Run(COMPUTE, schedule.end_ms)
         ends_ms.append(clock.now_ms)
 
 
-def _forward(schedule: Schedule, gathers: Sequence[Signal | None]) -> Process:
+def _forward(schedule: Schedule, sent: Sequence[Signal]) -> Process:
     done_ms = 0.0
-    for bucket in _by_need(schedule):
-        if (gather := gathers[bucket]) is not None:
-            yield Run(COMPUTE, schedule.needed_ms[bucket] - done_ms)
-            done_ms = schedule.needed_ms[bucket]
-            yield gather
+    pairs = zip(schedule.gathers, sent, strict=True) if sent else ()
+    for gather, arrived in sorted(pairs, key=lambda pair: pair[0].needed_ms):
+        yield Run(COMPUTE, gather.needed_ms - done_ms)
+        done_ms = gather.needed_ms
+        yield arrived
     yield Run(COMPUTE, schedule.forward_ms - done_ms)
-
-
-def _by_need(schedule: Schedule) -> list[int]:
-    return sorted(range(len(schedule.needed_ms)), key=lambda bucket: schedule.needed_ms[bucket])
-
-
-def _gathers(clock: Clock, schedule: Schedule) -> list[Signal | None]:
-    sent: list[Signal | None] = [None] * len(schedule.buckets)
-    for bucket in _by_need(schedule):
-        if (ms := schedule.buckets[bucket].gather_ms) > 0:
-            sent[bucket] = clock.send(ms)
-    return sent
 
 
 def _computed(schedule: Schedule, arrived: Any) -> Process:

@@ -27,9 +27,9 @@ _LONG_MS = 60.0
 _BACKGROUND_BYTES = 2**20
 _LONGEST_BACKGROUND = 64
 _SMALL_BYTES, _MOST_SMALL = 2**16, 32
-# How often sending beside computing is measured with large tensors. It computes as often, once alone and once beside
-# small ones.
-_SHARING_RUNS = 2
+# How often sending beside computing is measured with large tensors, once where computing takes long. It computes as
+# often, once alone and once beside small ones.
+_SHARING_RUNS, _LONG_COMPUTE_MS = 2, 250.0
 SHARING_STEPS = 2 + _SHARING_RUNS
 # Each slows the other down, but neither stands still.
 _SLOWEST = 0.2
@@ -92,7 +92,7 @@ def measure_sharing(link: Link, group: dist.ProcessGroup, device: torch.device, 
     """The same link with how much sending and computing slow each other down; call it on every rank.
 
     Args:
-        compute: a forward and a backward; called :data:`SHARING_STEPS` times.
+        compute: a forward and a backward; called at most :data:`SHARING_STEPS` times.
     """
     if link.ranks == 1:
         return link
@@ -107,7 +107,7 @@ def measure_sharing(link: Link, group: dist.ProcessGroup, device: torch.device, 
         return [work for tensor in tensors for work in channel.all_reduce(tensor, dist.ReduceOp.SUM)]
 
     found: list[tuple[float, float]] = []
-    for _ in range(_SHARING_RUNS):
+    for _ in range(_SHARING_RUNS if alone_ms < _LONG_COMPUTE_MS else 1):
         _longest(0.0, group, device)
         sending_ms = _longest(_timed(lambda: _wait(send(), device), device), group, device)
         _longest(0.0, group, device)

@@ -17,12 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 from harness import RankFailed, run_ranks
+from harness.races import made_faster
 from overlap import ConfigurationError, PeerError, Plan, UnsupportedError
 from overlap._torch.c10d import issued
 from overlap.plan import choose, race
 from overlap.plan.buckets import cut
 from overlap.plan.candidates import METHODS, Candidate
-from overlap.plan.meeting import Meeting
 from overlap.plan.profile import ParameterTimes
 
 WIDTH, CLASSES, BATCH = 16, 4, 8
@@ -128,10 +128,7 @@ def _raced_by_hand(rank: int, world_size: int) -> tuple[Plan, Plan]:
     chosen = []
     for method in ("zero-forward", "step"):
         real = choose.Race.run
-        choose.Race.run = lambda self, *, seconds, fast=method, real=real: {
-            candidate: [ms * (0.01 if candidate.method == fast else 1.0) for ms in times]
-            for candidate, times in real(self, seconds=seconds).items()
-        }
+        choose.Race.run = made_faster(real, method)
         order = choose.Options.order
         choose.Options.order = lambda self, fast=method: [("ddp", None, 1.0), (fast, None, 0.5)]
         model = _model(dropout=False)
@@ -391,10 +388,10 @@ def _fails(rank: int, world_size: int, at_call: int) -> tuple[str, str, float]:
 
     real = choose.Race.run
 
-    def run(self: Any, *, seconds: float) -> Any:
+    def run(self: Any, rounds: int) -> None:
         nonlocal racing
         racing = True
-        return real(self, seconds=seconds)
+        real(self, rounds)
 
     choose.Race.run = run  # type: ignore[method-assign]
     choose.Options.order = lambda self: [("ddp", None, 1.0), ("step", None, 0.5)]  # type: ignore[method-assign]
@@ -455,15 +452,3 @@ def _different(rank: int, world_size: int, case: str) -> str:
 )
 def test_ranks_with_different_models_or_plans_are_told(case: str, said: str) -> None:
     assert all(said in words for words in run_ranks(_different, 2, case))
-
-
-def _met(rank: int, world_size: int) -> list[Any]:
-    group = dist.group.WORLD
-    assert group is not None
-    meeting = Meeting(group, torch.device("cpu"))
-    return [meeting.exchange([rank, 0.1]), meeting.from_first("chosen" if rank == 0 else None), meeting.exchange(rank)]
-
-
-def test_a_meeting_exchanges_values_without_a_collective() -> None:
-    for found in run_ranks(_met, 3):
-        assert found == [[[0, 0.1], [1, 0.1], [2, 0.1]], "chosen", [0, 1, 2]]

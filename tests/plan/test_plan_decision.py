@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from overlap import ConfigurationError, Plan
+from overlap.plan import decision
 from overlap.plan.buckets import cut
 from overlap.plan.candidates import CANDIDATES, METHODS, Candidate
 from overlap.plan.decision import Options, best_of
 from overlap.plan.dry import BucketCost
 from overlap.plan.link import Line, Link
 from overlap.plan.optimizers import sharding_obstacle
-from overlap.plan.predict import predict, ranking
+from overlap.plan.predict import predict, ranking, schedule_of
 from overlap.plan.profile import ParameterTimes, Profile
 from overlap.plan.request import allowed_candidates
 
@@ -99,6 +100,15 @@ def test_each_bucket_is_updated_as_the_next_one_comes_and_a_sharded_update_is_a_
     assert predict(Candidate("step", 2.0), PROFILE, free, costs).step_ms == pytest.approx(20 + 40 + 2 * 5 / 5)
 
 
+def test_gathers_left_to_the_forward_are_of_the_parts_that_the_library_makes() -> None:
+    layout = cut(PROFILE.parameters, 8.0)
+    schedule, _ = schedule_of(METHODS["zero-forward"], layout, PROFILE, link(BYTES / 10), costs)
+    # Parameters have 1 MB, which is enough for a part; the forward begins with the last of the last bucket.
+    assert [gather.needed_ms for gather in schedule.gathers] == [2.0 * place for place in range(LAYERS)]
+    assert sum(gather.link_ms for gather in schedule.gathers) == pytest.approx(10 / 2)
+    assert not schedule_of(METHODS["zero"], layout, PROFILE, link(BYTES / 10), costs)[0].gathers
+
+
 def test_memory_of_a_sharded_optimizer_is_its_part() -> None:
     assert predict(ZERO, PROFILE, link(1e6, ranks=4), costs).memory_bytes == 3 * BYTES + PROFILE.state_bytes / 4
 
@@ -109,9 +119,13 @@ def test_memory_of_a_sharded_optimizer_is_its_part() -> None:
         ([0.9] * 5, STEP),
         ([1.0] * 5, PLAIN),  # Plain DDP wins ties,
         ([0.99] * 5, PLAIN),  # and what is closer than 2 %,
-        ([0.5, 0.5, 0.5, 1.5, 1.6], PLAIN),  # and what was not faster in three quarters of the rounds,
+        ([0.5, 0.5, 0.5, 1.5, 1.6], PLAIN),  # and what was not faster in two thirds of the rounds,
         ([0.7, 0.8, 0.9, 0.97, 1.3], PLAIN),  # and what is spread so much that it may be chance,
-        ([0.9] * 4, PLAIN),  # and asks for 15 % where there were few,
+        ([0.9] * 3, STEP),
+        ([0.9, 0.9, 0.9, 1.01], PLAIN),  # and of fewer than five what was not faster in all,
+        ([0.80, 0.9, 0.97], PLAIN),  # or is spread, where fewer must be spread less,
+        ([0.85, 0.9, 0.88, 0.92], STEP),
+        ([0.9] * 2, PLAIN),  # and asks for 15 % where there were two,
         ([0.5], PLAIN),  # and for more than one.
         ([1.2] * 5, PLAIN),
     ],
@@ -120,6 +134,33 @@ def test_a_candidate_must_surely_be_faster(ratios: list[float], chosen: Candidat
     samples = {PLAIN: [100.0] * len(ratios), STEP: [100 * ratio for ratio in ratios]}
     assert best_of(samples) == chosen
     assert decided(options(link(1e6)), samples).candidate == chosen
+
+
+def test_students_quantiles_are_those_of_tables() -> None:
+    tables = {2: 6.965, 3: 4.541, 4: 3.747, 5: 3.365, 9: 2.821, 29: 2.462}
+    assert {free: decision._student(free) for free in tables} == pytest.approx(tables, rel=0.02)
+
+
+def test_a_round_counts_for_those_that_were_in_it() -> None:
+    samples: dict[Candidate, list[float | None]] = {
+        PLAIN: [100.0, 200.0, 400.0, 100.0],
+        STEP: [90.0, 180.0, 360.0, None],
+        ZERO: [None, 160.0, 320.0, 80.0],
+    }
+    assert decision.faster_of(samples, STEP, ZERO) == decision.faster_of(samples, ZERO, STEP) == ZERO
+    assert best_of(samples) == ZERO
+    plan = decided(options(link(1e6)), samples)
+    assert "took 0.800 of plain DDP's step in the race" in plan.reason
+    assert [row.measured_ms for row in plan.rows[:3]] == [150.0, 160.0, 180.0]
+
+
+def test_where_there_was_no_race_the_reason_says_how_long_one_takes() -> None:
+    slow = options(link(BYTES / 200))
+    assert "There was no time for a race of such long steps; seconds=" in decided(slow).reason
+    refused = {one.candidate: "sparse" for one in slow.predictions if not one.candidate.is_plain}
+    assert decided(slow, refused=refused).reason.endswith("what was to race against it does not take this model.")
+    alone = Options.of([one for one in slow.predictions if one.candidate.is_plain], memory=None, obstacles={})
+    assert decided(alone).reason == "Plain DDP stays: nothing is predicted to be faster by 5% or more."
 
 
 def test_the_fastest_of_those_that_are_surely_faster() -> None:
@@ -243,34 +284,42 @@ def test_what_an_optimizer_made_anew_would_lack_rules_sharding_out() -> None:
         assert sharding_obstacle(optimizer) is None
 
 
-def test_few_rounds_count_where_the_prediction_says_the_same() -> None:
-    samples = {PLAIN: [100.0] * 3, STEP: [80.0] * 3}
+def test_two_rounds_count_where_the_prediction_says_the_same() -> None:
+    samples = {PLAIN: [100.0] * 2, STEP: [80.0] * 2}
     assert best_of(samples, predicted={STEP: 0.8}) == STEP
     assert best_of(samples, predicted={STEP: 0.95}) == PLAIN
 
 
-@pytest.mark.parametrize("rounds", [2, 3, 5, 10, 30])
-@pytest.mark.parametrize("noise", [0.03, 0.05, 0.1])
-def test_what_is_slower_by_3_percent_hardly_ever_wins(rounds: int, noise: float) -> None:
-    """Two such challengers, whose predictions were wrong, with noise of a log-normal distribution."""
+def _noise(draw: random.Random, spread: float, *, disturbed: float) -> float:
+    """Of one sample; another process takes half as much again of a share of them."""
+    return draw.lognormvariate(0, spread) * (1.5 if draw.random() < disturbed else 1.0)
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 4, 5, 8, 10, 16, 30])
+@pytest.mark.parametrize(("noise", "disturbed"), [(0.03, 0.0), (0.05, 0.0), (0.1, 0.0), (0.03, 0.05)])
+def test_what_is_slower_by_3_percent_hardly_ever_wins(rounds: int, noise: float, disturbed: float) -> None:
+    """Two such challengers, whose predictions were wrong."""
     draw, races = random.Random(0), 500
     wrong = 0
     for _ in range(races):
-        samples = {name: [draw.lognormvariate(0, noise) for _ in range(rounds)] for name in (PLAIN, STEP, ZERO)}
+        samples = {
+            name: [_noise(draw, noise, disturbed=disturbed) for _ in range(rounds)] for name in (PLAIN, STEP, ZERO)
+        }
         for name in (STEP, ZERO):
             samples[name] = [1.03 * ms for ms in samples[name]]
         wrong += best_of(samples, predicted={STEP: 0.8, ZERO: 0.8}) != PLAIN
     assert wrong <= 0.02 * races
 
 
-def test_what_is_faster_by_10_percent_usually_wins() -> None:
+@pytest.mark.parametrize("disturbed", [0.0, 0.05])
+def test_what_is_faster_by_10_percent_usually_wins(disturbed: float) -> None:
     draw, races = random.Random(0), 300
     found = 0
     for _ in range(races):
-        samples = {name: [draw.lognormvariate(0, 0.03) for _ in range(10)] for name in (PLAIN, STEP)}
+        samples = {name: [_noise(draw, 0.03, disturbed=disturbed) for _ in range(10)] for name in (PLAIN, STEP)}
         samples[STEP] = [0.9 * ms for ms in samples[STEP]]
         found += best_of(samples) == STEP
-    assert found >= 0.9 * races
+    assert found >= (0.9 if disturbed == 0 else 0.75) * races
 
 
 def test_what_took_no_step_is_refused_with_all_its_sizes_and_plain_ddp_stays_without_a_rival() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from overlap.plan import clock as clock_module
 from overlap.plan.clock import Rates
-from overlap.plan.schedule import BucketWork, Hop, Schedule, step_ms, worker_order
+from overlap.plan.schedule import BucketWork, Gather, Hop, Schedule, step_ms, worker_order
 
 MS = st.floats(0, 50, allow_nan=False).map(lambda ms: round(ms, 3))
 
@@ -92,13 +92,15 @@ def test_two_collectives_a_bucket_by_hand() -> None:
 
 
 def test_a_gather_that_is_left_to_the_forward_is_waited_for_where_it_is_needed() -> None:
-    late = BucketWork(ready_ms=1, hops=(Hop(0, 1),), gather_ms=5)  # The last layers: needed last.
-    early = BucketWork(ready_ms=2, hops=(Hop(0, 1),), gather_ms=3)
-    schedule = Schedule(forward_ms=4, backward_ms=2, buckets=(late, early), needed_ms=(2, 0))
+    buckets = BucketWork(ready_ms=1, hops=(Hop(0, 1),)), BucketWork(ready_ms=2, hops=(Hop(0, 1),))
+    early, late = Gather(needed_ms=0, link_ms=3), Gather(needed_ms=2, link_ms=5)  # The last layers: needed last.
+    schedule = Schedule(forward_ms=4, backward_ms=2, buckets=buckets, gathers=(early, late))
     # A step: early's gather 0-3 and late's 3-8. Forward waits to 3, computes to 5, waits to 8, computes to 10; backward
     # to 12, reduced at 13.
     assert step_ms(schedule) == pytest.approx(13)
-    hidden = dataclasses.replace(schedule, needed_ms=(4, 2))
+    # What DDP broadcasts before the forward waits for the first gather alone: to 4, late's gather 4-9, then as before.
+    assert step_ms(dataclasses.replace(schedule, begin_link_ms=1)) == pytest.approx(14)
+    hidden = dataclasses.replace(schedule, gathers=(Gather(2, 3), Gather(4, 5)))
     # Forward 0-2, waits to 3, computes to 5, waits to 8; backward to 10, reduced at 11.
     assert step_ms(hidden) == pytest.approx(11)
 
