@@ -29,16 +29,19 @@ def measure(
     results: Path,
     cell_of: Callable[[str, int, str | None], dict[str, Any]],
     in_words: Callable[[dict[str, Any]], str],
+    *,
+    suffix: str = "",
 ) -> dict[str, Any]:
     """Measure the cells that the file `results` lacks (all with `--again`), and return all that it has then.
 
-    `cell_of` is given the model, the number of ranks and the link's speed, `None` for loopback.
+    `cell_of` is given the model, the number of ranks and the link's speed, `None` for loopback. `suffix` ends the names
+    of cells that are measured in another way.
     """
     cells: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
     for model in options.models:
         for link in options.links:
             for ranks in options.ranks:
-                name = f"{model}, {ranks} ranks, {link}"
+                name = f"{model}, {ranks} ranks, {link}{suffix}"
                 if name in cells and not options.again:
                     continue
                 cells[name] = cell_of(model, ranks, None if link == "loopback" else link)
