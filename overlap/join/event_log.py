@@ -30,6 +30,7 @@ _ASKING_S = (0.0005, 0.01)
 # How long the store may take to say that nothing is there.
 _ANSWERING_S = 1.0
 _END, _AFTER_END = "the end of Join", "what follows Join"
+_SOMEBODY_LEFT = "left/somebody"
 # Events that stay readable. The host cannot run further ahead than this of ranks that replay them.
 _KEPT_EVENTS = 4096
 
@@ -166,21 +167,23 @@ class EventLog:
         return told
 
     def say_left(self, issued: int) -> None:
-        """Tell the others that this rank leaves with an error, having ``issued`` so many collectives. Never raises.
-
-        Called before the error itself is reported, so that whoever knows of that finds this.
-        """
+        """Tell the others that this rank leaves with an error, having ``issued`` so many collectives. Never raises."""
         own = _left(self._rank)
-        self._exchanged.append(own)
+        self._exchanged += [own, _SOMEBODY_LEFT]
+
+        def tell(store: Store) -> None:
+            store.set(own, str(issued))
+            store.set(_SOMEBODY_LEFT, "")
+
         with contextlib.suppress(Exception):
-            self._store.tell(_ANSWERING_S, lambda store: store.set(own, str(issued)))
+            self._store.tell(_ANSWERING_S, tell)
 
     def is_left_behind(self, issued: int) -> bool:
         """Whether a rank has left with an error when it had issued fewer collectives than ``issued``."""
-        if self.failures.first() is None:
-            return False
 
         def ask(store: Store) -> list[str | None]:
+            if peek(store, _SOMEBODY_LEFT) is None:
+                return []
             return [peek(store, _left(rank)) for rank in range(self._size) if rank != self._rank]
 
         with contextlib.suppress(Exception):

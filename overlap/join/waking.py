@@ -7,7 +7,8 @@ waits in C++, and nobody looks there. If a rank closes its connections, Gloo end
 The rank that failed must not do that: its script may clean up with the group, and an exception that all ranks raise at
 the same place must leave the group usable. So the rank that waits does it, and only when it has issued more collectives
 than one that has left, which never issues the next. Then nothing is lost: Gloo matches collectives by their order, so
-none that the two issue later could complete.
+none that the two issue later could complete. A rank that leaves since a collective of its own has failed has lost
+connections, and the group is of no use to anybody: it says that it has issued none, and whoever waits is behind it.
 
 Whether it waits in a forward, a backward, a step or a replay makes no difference, so nothing has to be told of them and
 a step costs nothing. A rank that is only slow, or is stopped, has not left, and is waited for.
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from overlap._threads import start
 from overlap._torch.c10d import backend_name, issued
-from overlap._torch.gloo import close_connections
+from overlap._torch.gloo import close_connections, has_lost_connection
 from overlap.join.event_log import EventLog
 
 __all__ = ["Waker"]
@@ -72,4 +73,13 @@ class Waker:
         if self._thread.is_alive():
             self._thread.join(_LEAVING_S)
         if error is not None:
-            self._log.say_left(self._issued)
+            self._log.say_left(0 if _has_lost_connection(error) else self._issued)
+
+
+def _has_lost_connection(error: BaseException | None) -> bool:
+    """Whether ``error`` or what caused it is Gloo's."""
+    while error is not None:
+        if has_lost_connection(error):
+            return True
+        error = error.__cause__
+    return False

@@ -13,7 +13,7 @@ from join_loops import joined
 
 from harness import run_ranks, wrap
 from harness.models import BATCH_NORM, MLP, Case, mean_squared_error
-from overlap import Join, PeerError, TrainingLoopError
+from overlap import CollectiveError, Join, PeerError, TrainingLoopError
 from overlap._torch.gloo import has_lost_connection
 
 # A rank that is not woken learns of it only then.
@@ -82,6 +82,36 @@ def test_so_are_all_of_three_and_one_that_replays(told_by: str) -> None:
         _raises, 3, MLP, told_by, 2, "before backward", (5, 4, 1), group_timeout_s=_TIMEOUT_S, timeout_s=2 * _TIMEOUT_S
     )
     _assert_named(results)
+
+
+def _loses_its_connection(rank: int, world_size: int) -> Any:
+    """The collective in which rank 0 waits has failed on rank 1, which has issued as many."""
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    start_s = time.monotonic()
+    try:
+        with Join([ddp], lengths=4):
+            for number, batch in enumerate(MLP.batches(rank, steps=4)):
+                start_s = time.monotonic()
+                loss = mean_squared_error(ddp, batch)
+                if (rank, number) == (1, 2):
+                    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+                    before = backend._get_sequence_number_for_group()
+                    for _ in ddp.parameters():
+                        backend.send([torch.ones(1)], 0, 1)
+                    assert backend._get_sequence_number_for_group() > before
+                    raise RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+                loss.backward()
+    except Exception as error:
+        return error, time.monotonic() - start_s
+    return None
+
+
+def test_a_rank_whose_collective_has_failed_leaves_no_other_waiting_in_it() -> None:
+    results = run_ranks(_loses_its_connection, 2, group_timeout_s=_TIMEOUT_S, timeout_s=2 * _TIMEOUT_S)
+    assert "Connection reset by peer" in str(results.pop(1)[0])
+    ((error, took_s),) = results
+    assert isinstance(error, CollectiveError) and "rank 1 stopped, too" in str(error), error
+    assert took_s < _WITHIN_S, f"it waited for the group's timeout: {took_s:.1f} s"
 
 
 def _stops_everywhere(rank: int, world_size: int, slow_in: str) -> None:
