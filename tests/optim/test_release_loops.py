@@ -28,6 +28,7 @@ from overlap import (
     LocalSGD,
     Log,
     OverlappedOptimizer,
+    PeerError,
     PowerSGD,
     Quantize,
     ReduceScatter,
@@ -421,36 +422,40 @@ class _FailsInBackward(torch.autograd.Function):
 
 
 def _fails(rank: int, world_size: int, form: str) -> None:
-    for kind in ("stage", "model", "optimizer"):
+    def is_broken() -> Any:
+        # The first rank to fail closes its connections: another may learn of that before it comes to the same place.
+        return pytest.raises((ValueError, PeerError), match=r"ValueError: broken on purpose|^broken on purpose")
+
+    for kind in ("stage", "stage of one rank", "model", "optimizer"):
         run = Run(rank, releases=True)
         run.optimizers = [registered(form, run.ddp, **run.options)]
         run.train(3)
         registration = registration_of(run.ddp)
         assert registration is not None
         module = run.ddp.module
-        if kind == "stage":
+        if kind.startswith("stage"):
             stages = list(registration.stage.sequence)
             original = type(stages[-1]).__call__
 
-            async def broken(self: Any, bucket: Any, original: Any = original) -> None:
-                if bucket.index == 2:
+            async def broken(self: Any, bucket: Any, original: Any = original, kind: str = kind) -> None:
+                if bucket.index == 2 and (kind == "stage" or rank == 1):
                     raise ValueError("broken on purpose")
                 await original(self, bucket)
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(type(stages[-1]), "__call__", broken)
-                with pytest.raises(ValueError, match="broken on purpose"):
+                with is_broken():
                     run.loss(3).backward()
         elif kind == "model":
             handle = module[4].register_forward_pre_hook(lambda _, inputs: _FailsInBackward.apply(*inputs))
-            with pytest.raises(ValueError, match="broken on purpose"):
+            with is_broken():
                 run.loss(3).backward()
             handle.remove()
         else:
             inner = getattr(run.optimizers[0], "optim", getattr(run.optimizers[0], "optimizer", run.optimizers[0]))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(type(inner), "step", _raises)
-                with pytest.raises(ValueError, match="broken on purpose"):
+                with is_broken():
                     run.loss(3).backward()
         run.train(3, start=4)
         assert held_bytes(run.ddp) == 0, kind

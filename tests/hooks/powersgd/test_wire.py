@@ -143,9 +143,9 @@ def test_a_joined_ranks_residual_still_goes_out() -> None:
     for step in range(5):
         world.step(gradients(step, 2, [(12, 9)], torch.float32))
     kept = residual_size(world.stages[1], world, 0)
-    for _ in range(60):
+    # What cancels between ranks is in no basis, and goes last. How fast differs with the rounding of each machine.
+    for _ in range(120):
         check_step(world, [[torch.zeros(12, 9)], [torch.zeros(12, 9)]], 1e-5, replays=[1])
-    # What cancels between ranks is in no basis, and goes last.
     assert residual_size(world.stages[1], world, 0) < kept / 20
     assert float(residuals(world)[0].abs().max()) < 1e-3 * kept
 
