@@ -129,8 +129,7 @@ def test_times_fit_the_link(shaped: Shaped) -> None:
         assert row["p25_ms"] <= row["median_ms"] <= row["p75_ms"]
         assert row["exposed_ms"] == pytest.approx(row["median_ms"] - compute_ms, abs=0.01)
         assert row["median_ms"] > 0.97 * sending_ms
-        assert row["floor_ms"] > sending_ms
-        assert row["floor_ms"] < 1.05 * row["median_ms"]
+        assert sending_ms < row["floor_ms"] < 1.02 * sending_ms + compute_ms
     assert shaped.rows["ddp-sgd"]["ratio"] == 1
     assert shaped.rows["overlap-fp16"]["ratio"] < 0.9
 
