@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,12 +77,18 @@ def _grouped(gradients: Sequence[Tensor], gradient_norms: Sequence[Tensor]) -> l
 
 
 class ShardedNorm:
-    """Clips by the global norm of gradients of which each rank has a part: local powers, a sum over ranks, a root."""
+    """Clips by the global norm of gradients of which each rank has a part: local powers, a sum over ranks, a root.
 
-    def __init__(self, clipping: Clipping, gradients: Sequence[Tensor], device: torch.device) -> None:
+    The norm has the dtype that ``torch.nn.utils.clip_grad_norm_`` gives it: what those of all ``parameters`` of the
+    model promote to, also where this rank has parts of some of them only.
+    """
+
+    def __init__(
+        self, clipping: Clipping, gradients: Sequence[Tensor], parameters: Iterable[Tensor], device: torch.device
+    ) -> None:
         self._clipping = clipping
-        is_double = any(gradient.dtype in (torch.float64, torch.complex128) for gradient in gradients)
-        self._dtype = torch.float64 if is_double else torch.float32
+        dtypes = {parameter.dtype for parameter in parameters}
+        self._dtype = functools.reduce(torch.promote_types, dtypes).to_real() if dtypes else torch.float32
         # An empty part has no maximum.
         self._gradients = [gradient for gradient in gradients if gradient.numel()]
         self._is_max = clipping.norm_type == float("inf")

@@ -37,7 +37,7 @@ class AddNoise(WholePassTransform):
         std: a positive number.
 
     Issues: nothing. Changes: ``bucket.buffer`` (after an update, the parameters), and the generator. Memory: one
-    parameter.
+    parameter; after a reduce-scatter two, where one is not contiguous.
 
     Raises:
         ConfigurationError: an argument is wrong; or, at registration, the generator is on another device, the order of
@@ -98,8 +98,9 @@ class AddNoise(WholePassTransform):
                 parameter.shape, generator=self.generator, dtype=parameter.dtype, device=parameter.device
             )
             if (start := starts.get(id(parameter))) is not None:
-                noise = _in_order_of_memory(noise, parameter)[start : start + seen.numel()]
-            elif noise.is_complex() and not seen.is_complex():
+                _add_part_(seen, noise, parameter, start, alpha=self.std)
+                continue
+            if noise.is_complex() and not seen.is_complex():
                 noise = torch.view_as_real(noise)
             seen.add_(noise, alpha=self.std)
 
@@ -139,6 +140,18 @@ def _starts_of_parts(buckets: Sequence[Bucket]) -> dict[int, int]:
     return starts
 
 
-def _in_order_of_memory(noise: Tensor, parameter: Tensor) -> Tensor:
-    like = torch.empty_like(parameter, requires_grad=False).copy_(noise)
-    return like.as_strided((like.numel(),), (1,))
+def _add_part_(part: Tensor, noise: Tensor, parameter: Tensor, start: int, *, alpha: float) -> None:
+    """Add to a flat ``part`` of a gradient the noise of its elements, in their order in memory, from ``start`` on.
+
+    In 16 bits PyTorch rounds a sum of tensors that lie in memory in different ways another way, so where the
+    ``parameter`` is not contiguous the sum is that of whole tensors, as by hand.
+    """
+    end = start + part.numel()
+    if parameter.is_contiguous():
+        part.add_(noise.view(-1)[start:end], alpha=alpha)
+        return
+    whole = torch.zeros_like(parameter, dtype=part.dtype, requires_grad=False)
+    flat = whole.as_strided((whole.numel(),), (1,))
+    flat[start:end] = part
+    whole.add_(noise, alpha=alpha)
+    part.copy_(flat[start:end])

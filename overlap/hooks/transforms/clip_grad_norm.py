@@ -26,8 +26,8 @@ class ClipGradNorm(WholePassTransform):
     After the reducer this is ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)`` between backward and
     ``step()``, bit for bit; before it, each rank clips its own gradient by its own norm. It waits for all buckets, so
     updates after it run when backward has computed everything; they may be of any form. After a reduce-scatter each
-    rank takes the norm of its parts, and the norm is the same up to the order of summation; where all gradients have 16
-    bits it is not rounded to 16 bits, as that of PyTorch is.
+    rank takes the norm of its parts, and the norm is the same up to the order of summation; the largest element is the
+    same.
 
     With ``GradScaler`` gradients in backward are scaled, so ``step()`` refuses: use
     ``Step(optimizer, clip_grad_norm=...)``, which clips in ``step()``.
@@ -89,7 +89,8 @@ class ClipGradNorm(WholePassTransform):
             self.clipping.scale_to_(gradients, total)
         else:
             counted = [part for bucket in buckets for part in self.counted(bucket)]
-            sharded = ShardedNorm(self.clipping, counted, buckets[0].buffer.device)
+            everything = [parameter for bucket in buckets for parameter in bucket.parameters]
+            sharded = ShardedNorm(self.clipping, counted, everything, buckets[0].buffer.device)
             await all_reduce(sharded.partial, op=sharded.op, group=buckets[0].group)
             total = sharded.total
             self._check(total)

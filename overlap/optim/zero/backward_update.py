@@ -123,7 +123,8 @@ class BackwardUpdate:
         if bucket.is_last:
             pairs = self.take_held()
             if self.clipping is not None:
-                norm = ShardedNorm(self.clipping, [gradient for _, gradient in pairs], bucket.buffer.device)
+                gradients = [gradient for _, gradient in pairs]
+                norm = ShardedNorm(self.clipping, gradients, self.zero.ownership.trained, bucket.buffer.device)
                 await all_reduce(norm.partial, op=norm.op, group=bucket.group)
                 norm.clip_()
             self.update(pairs, self.lifecycle.veto)

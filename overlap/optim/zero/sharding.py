@@ -34,6 +34,11 @@ class Ownership:
         ranks = group.size()
         self._partition: Partition = ByParameter(ranks) if partition == "parameter" else ByElement(ranks)
 
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters of all ranks that want a gradient."""
+        return [shard.parameter for shard in self.shards.values() if shard.parameter.requires_grad]
+
     def add(
         self,
         groups: list[dict[str, Any]],

@@ -121,7 +121,7 @@ class StepUpdate:
 
     def _norm(self, clipping: Clipping, gradients: list[Tensor]) -> ShardedNorm:
         """Of all ranks' parts. Issues: one all-reduce of a number."""
-        norm = ShardedNorm(clipping, gradients, self.zero.join_device)
+        norm = ShardedNorm(clipping, gradients, self.zero.ownership.trained, self.zero.join_device)
         all_reduce(norm.partial, op=norm.op, group=self.zero.process_group)
         return norm
 
