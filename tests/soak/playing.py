@@ -21,8 +21,9 @@ from .sides import Outcome, Side, guarded, words
 
 __all__ = ["play"]
 
-# Where something is added up in another order: after a few steps, in fp32 and in bf16.
-_SUMMED, _SUMMED_IN_BF16 = {"rtol": 2e-4, "atol": 2e-5}, {"rtol": 3e-2, "atol": 3e-3}
+# Where something is added up in another order: after a few steps, in fp32 and in bf16. In bf16 the last place of a
+# gradient of up to 1 is 0.004, and with momentum a few of them add up.
+_SUMMED, _SUMMED_IN_BF16 = {"rtol": 2e-4, "atol": 2e-5}, {"rtol": 3e-2, "atol": 1.2e-2}
 
 
 def play(program: Program) -> Outcome:
