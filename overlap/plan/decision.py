@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from overlap.errors import ConfigurationError
 from overlap.plan.candidates import METHODS, PLAIN, Candidate
 from overlap.plan.plan import Plan, Row
 from overlap.plan.predict import Prediction
 
-__all__ = ["ENOUGH_ROUNDS", "FEWEST_ROUNDS", "Options", "Samples", "best_of", "faster_of"]
+__all__ = ["ENOUGH_ROUNDS", "FEWEST_ROUNDS", "Belief", "Evidence", "Options", "Samples"]
 
 Samples = Mapping[Candidate, Sequence[float | None]]
 """Ms a step, round by round; None where a candidate was not in the race. Plain DDP was in all."""
@@ -22,21 +23,21 @@ _PLAIN = Candidate(PLAIN)
 _HOPELESS = 1.3
 # By how much a candidate must be faster than plain DDP to take its place: in doubt plain DDP stays.
 _MARGIN = 0.02
-# The mean must besides be below 1 by a one-sided bound of 99 %, a normal quantile of
-_QUANTILE = 2.3263
+# How sure that must be, as quantiles of the normal distribution: by all that is known 99 %, by what was measured alone
+# 97.5 %, and where there was no time to race 84 %.
+_SURE, _SURE_ALONE, _SURE_UNRACED = 2.3263, 1.96, 1.0
+# A race of fewer rounds shows nothing, since another process may disturb one; of so many it is planned.
+FEWEST_ROUNDS, ENOUGH_ROUNDS = 2, 5
+# By how much the logarithm of a predicted ratio is off, and by how many ms of a step besides.
+_PREDICTED, _PREDICTED_MS = 0.1, 10.0
+# The spread of measured ones, before any is known, and how many rounds that counts as.
+_SPREAD, _SPREAD_COUNTS = 0.12, 4
 # An eighth is trimmed at each end.
 _TRIMMED = 8
-# With fewer than ENOUGH_ROUNDS every one must be won. Two alone have no spread to speak of: both, and the prediction,
-# must be at most 1 - _MARGIN_OF_TWO. One round shows nothing.
-ENOUGH_ROUNDS, FEWEST_ROUNDS, _MARGIN_OF_TWO = 5, 2, 0.15
-# By how much where there was no time to race, and the predictions alone are compared.
-_MARGIN_UNRACED = 0.05
 _EARLY = (
     " It updates in backward: a loop that clips, scales or skips between backward and step, or runs several backwards "
     "a step, needs updates='step'."
 )
-# Of the rounds, how many it must have won.
-_WON = 2 / 3
 
 
 @dataclass(frozen=True)
@@ -123,16 +124,13 @@ class Options:
         if not allowed:
             words = next(iter(refused.values()))
             raise ConfigurationError(f"nothing that may be chosen takes this model: {words}")
-        if samples:
-            raced = {name: times for name, times in samples.items() if name not in notes or name == _PLAIN}
-            plain_ms = self._prediction(_PLAIN).step_ms
-            predicted = {one.candidate: one.step_ms / plain_ms for one in self.predictions}
-            chosen = best_of(raced, predicted=predicted, plain_is_allowed=_PLAIN not in notes)
-            if chosen in notes:
-                words = next(iter(refused.values()), notes[chosen])
-                raise ConfigurationError(f"nothing that may be chosen and was raced takes this model: {words}")
-        else:
-            chosen = _best_predicted(allowed, self._prediction(_PLAIN))
+        evidence = Evidence(samples, self._predicted_ms)
+        chosen = evidence.best(
+            [name for name in samples or self._predicted_ms if name not in notes], plain_is_allowed=_PLAIN not in notes
+        )
+        if chosen in notes:
+            words = next(iter(refused.values()), notes[chosen])
+            raise ConfigurationError(f"nothing that may be chosen and was raced takes this model: {words}")
         return Plan(
             method=chosen.method,
             bucket_cap_mb=chosen.bucket_cap_mb,
@@ -143,6 +141,10 @@ class Options:
             link=link,
             seconds=round(seconds, 2),
         )
+
+    @property
+    def _predicted_ms(self) -> dict[Candidate, float]:
+        return {one.candidate: one.step_ms for one in self.predictions}
 
     def _prediction(self, candidate: Candidate) -> Prediction:
         return next(one for one in self.predictions if one.candidate == candidate)
@@ -160,18 +162,19 @@ class Options:
         if chosen == _PLAIN:
             if not others and refused and not no_race:
                 return "Plain DDP stays: what was to race against it does not take this model."
+            evidence = Evidence(samples, self._predicted_ms)
             if not others:
-                return f"Plain DDP stays: nothing is predicted to be faster by {_MARGIN_UNRACED:.0%} or more.{no_race}"
-            best = min(others, key=lambda name: (-len(_ratios(samples, name)), _ratio(samples, name)))
-            ratios = _ratios(samples, best)
-            asked = f"at most {1 - _MARGIN:.2f}, two thirds of them and more than the ratios' spread are asked"
-            if len(ratios) < ENOUGH_ROUNDS:
-                asked = f"at most {1 - _MARGIN:.2f}, all of them and more than the ratios' spread are asked"
-            if len(ratios) == FEWEST_ROUNDS:
-                asked = f"with two rounds both and the prediction must be at most {1 - _MARGIN_OF_TWO:.2f}"
+                return (
+                    "Plain DDP stays: nothing is predicted to be faster by so much that it would be sure without a "
+                    f"race.{no_race}"
+                )
+            best = min(others, key=lambda name: evidence.belief(name).log_ratio)
+            belief, ratios = evidence.belief(best), _ratios(samples, best)
             return (
                 f"Plain DDP stays: the best of the others, {best}, took {_ratio(samples, best):.3f} of its step and "
-                f"won {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} rounds; {asked}."
+                f"won {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} rounds. With the prediction that is "
+                f"{math.exp(belief.log_ratio):.3f}, and faster with {belief.probability:.0%}; at most "
+                f"{1 - _MARGIN:.2f} and 99% are asked, and 97% by what was measured alone."
             )
         if chosen in samples:
             against = f"took {_ratio(samples, chosen):.3f} of plain DDP's step in the race"
@@ -191,77 +194,110 @@ class Options:
         return f" There was no time for a race of such long steps; seconds={math.ceil(spent_s + race_s)} gives it."
 
 
-def best_of(
-    samples: Samples,
-    *,
-    predicted: Mapping[Candidate, float] | None = None,
-    plain_is_allowed: bool = True,
-) -> Candidate:
-    """The fastest of what was raced; plain DDP unless another is surely faster.
+class Belief(NamedTuple):
+    """What a step takes over plain DDP's: a normal distribution of the logarithm."""
 
-    That takes a median of the ratios, round by round, at least 2 % below 1, two thirds of the rounds won (of fewer than
-    five: all), and a mean whose upper bound is below 1: the more the ratios are spread, and the fewer they are,
-    the lower it must be. With two rounds both ratios, and the predicted one, must be at least 15 % below 1. Where plain
-    DDP is not allowed the fastest of the others is taken.
+    log_ratio: float
+    error: float
+
+    def bound(self, quantile: float) -> float:
+        """Where the ratio's logarithm is surely below."""
+        return self.log_ratio + quantile * self.error
+
+    @property
+    def probability(self) -> float:
+        """That a step is shorter than plain DDP's."""
+        return 0.5 * (1 - math.erf(self.log_ratio / self.error / math.sqrt(2)))
+
+
+class Evidence:
+    """What predictions and a race say together, each by how exact it is.
+
+    The logarithm of a predicted ratio is off by 0.1, and by 10 ms of the step: measured for the rows of the benchmark,
+    see ``docs/auto.md``. That of a measured one has the spread of the rounds, taken from all candidates together, since
+    a few rounds of one say little of it. Before the first it is taken to be 0.12, which counts as much as four rounds.
 
     Args:
-        samples: of what was raced, plain DDP among it.
-        predicted: step times over plain DDP's.
-        plain_is_allowed: whether it may be chosen.
+        samples: of what was raced, plain DDP among it; or none.
+        predicted_ms: a step of each candidate, plain DDP among them. What is not there has only been measured.
     """
-    predicted = predicted or {}
-    ratios = {name: _ratio(samples, name) for name in samples if name != _PLAIN}
-    if plain_is_allowed:
-        ratios = {name: one for name, one in ratios.items() if _is_surely_faster(samples, name, predicted.get(name, 1))}
-    return min(ratios, key=lambda name: ratios[name], default=_PLAIN)
+
+    def __init__(self, samples: Samples, predicted_ms: Mapping[Candidate, float]) -> None:
+        self._predicted_ms = predicted_ms
+        self._left = {name for name, times in samples.items() if times[-1] is None}
+        self._logs = {name: _Logs.of(_ratios(samples, name)) for name in samples if name != _PLAIN}
+        squares, count = _SPREAD**2 * _SPREAD_COUNTS, _SPREAD_COUNTS
+        for logs in self._logs.values():
+            squares += logs.squares
+            count += max(logs.count - 1, 0)
+        self._spread = math.sqrt(squares / count)
+
+    def predicted(self, name: Candidate) -> Belief | None:
+        """What the prediction says."""
+        if name not in self._predicted_ms:
+            return None
+        plain_ms = self._predicted_ms[_PLAIN]
+        return Belief(math.log(self._predicted_ms[name] / plain_ms), _PREDICTED + _PREDICTED_MS / plain_ms)
+
+    def measured(self, name: Candidate) -> Belief | None:
+        """What the race says."""
+        logs = self._logs.get(name)
+        return None if logs is None or not logs.count else Belief(logs.mean, self._spread * logs.error)
+
+    def belief(self, name: Candidate) -> Belief:
+        """Both together."""
+        known = [one for one in (self.predicted(name), self.measured(name)) if one is not None]
+        weights = [1 / one.error**2 for one in known]
+        mean = sum(weight * one.log_ratio for weight, one in zip(weights, known, strict=True)) / sum(weights)
+        return Belief(mean, 1 / math.sqrt(sum(weights)))
+
+    def is_surely_faster(self, name: Candidate) -> bool:
+        """Whether it may take plain DDP's place."""
+        belief, measured = self.belief(name), self.measured(name)
+        if belief.log_ratio > math.log(1 - _MARGIN):
+            return False
+        if measured is None:
+            return belief.bound(_SURE_UNRACED) < 0
+        is_enough = self._logs[name].count >= FEWEST_ROUNDS
+        return is_enough and belief.bound(_SURE) < 0 and measured.bound(_SURE_ALONE) < 0
+
+    def best(self, names: Iterable[Candidate], *, plain_is_allowed: bool = True) -> Candidate:
+        """The fastest of ``names``: plain DDP unless another is surely faster, or it is not allowed.
+
+        What has left a race was slower than what stayed; its few rounds may have been lucky ones.
+        """
+        others = [name for name in names if name != _PLAIN and name not in self._left]
+        if plain_is_allowed:
+            others = [name for name in others if self.is_surely_faster(name)]
+        return min(others, key=lambda name: self.belief(name).log_ratio, default=_PLAIN)
 
 
-def faster_of(samples: Samples, one: Candidate, other: Candidate) -> Candidate:
-    """By the rounds in which both were in the race; there is one."""
-    pairs = [(a, b) for a, b in zip(samples[one], samples[other], strict=True) if a is not None and b is not None]
-    return one if statistics.median(a / b for a, b in pairs) <= 1 else other
-
-
-def _is_surely_faster(samples: Samples, name: Candidate, predicted: float) -> bool:
-    ratios = _ratios(samples, name)
-    if len(ratios) < FEWEST_ROUNDS:
-        return False
-    if len(ratios) == FEWEST_ROUNDS:
-        return max(*ratios, predicted) <= 1 - _MARGIN_OF_TWO
-    share = sum(ratio < 1 for ratio in ratios) / len(ratios)
-    return (
-        statistics.median(ratios) <= 1 - _MARGIN
-        and share >= (_WON if len(ratios) >= ENOUGH_ROUNDS else 1)
-        and _upper_bound(ratios) < 1
-    )
-
-
-def _upper_bound(ratios: Sequence[float]) -> float:
-    """Of the trimmed geometric mean of three or more, one-sided, by Student's t.
+@dataclass(frozen=True)
+class _Logs:
+    """Of the logarithms of ratios, round by round.
 
     Of eight or more the lowest and the highest eighth are left out, by the method of Tukey and McLaughlin (1963): a
     round that another process has disturbed would hide what all the others show.
     """
-    logs = sorted(math.log(ratio) for ratio in ratios)
-    count, cut = len(logs), len(logs) // _TRIMMED
-    kept = logs[cut : count - cut]
-    winsorized = [kept[0]] * cut + kept + [kept[-1]] * cut
-    error = statistics.stdev(winsorized) * math.sqrt(count) / len(kept)
-    return math.exp(statistics.fmean(kept) + _student(len(kept) - 1) * error)
 
+    count: int
+    mean: float
+    squares: float
+    """The sum of squared differences from their mean."""
+    error: float
+    """Of :attr:`mean`, as a part of the spread."""
 
-def _student(free: int) -> float:
-    """The quantile of Student's t, expanded about the normal one; with two degrees of freedom it has a closed form."""
-    z = _QUANTILE
-    if free == 2:
-        twice = math.erf(z / math.sqrt(2))
-        return twice * math.sqrt(2 / (1 - twice**2))
-    terms = (
-        (z**3 + z) / (4 * free),
-        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2),
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3),
-    )
-    return z + sum(terms)
+    @classmethod
+    def of(cls, ratios: Sequence[float]) -> _Logs:
+        logs = sorted(math.log(ratio) for ratio in ratios)
+        count, cut = len(logs), len(logs) // _TRIMMED
+        if not count:
+            return cls(0, 0.0, 0.0, math.inf)
+        kept = logs[cut : count - cut]
+        winsorized = [kept[0]] * cut + kept + [kept[-1]] * cut
+        center = statistics.fmean(winsorized)
+        squares = sum((one - center) ** 2 for one in winsorized)
+        return cls(count, statistics.fmean(kept), squares, math.sqrt(count) / len(kept))
 
 
 def _ratios(samples: Samples, name: Candidate) -> list[float]:
@@ -276,13 +312,6 @@ def _ratio(samples: Samples, name: Candidate) -> float:
 
 def _median_ms(times: Sequence[float | None]) -> float:
     return statistics.median(ms for ms in times if ms is not None)
-
-
-def _best_predicted(allowed: Sequence[Prediction], plain: Prediction) -> Candidate:
-    best = allowed[0]
-    if plain in allowed and best.step_ms > (1 - _MARGIN_UNRACED) * plain.step_ms:
-        return _PLAIN
-    return best.candidate
 
 
 def _rows(

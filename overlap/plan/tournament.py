@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 from overlap.errors import ConfigurationError
 from overlap.plan.candidates import Candidate
-from overlap.plan.decision import ENOUGH_ROUNDS, FEWEST_ROUNDS, faster_of
+from overlap.plan.decision import ENOUGH_ROUNDS, FEWEST_ROUNDS, Evidence
 from overlap.plan.race import Race, round_ms, warm_up_ms
 
 __all__ = ["tournament"]
 
 _MOST_TRIED = 6
-# In which a challenger is compared with the best so far.
-_HEAT_ROUNDS = 3
+# In which a challenger is compared with the best so far; fewer where the logarithms of their times are so far apart.
+_HEAT_ROUNDS, _CLEAR = 3, 0.12
 
 
 def tournament(
@@ -53,10 +53,14 @@ def tournament(
         if best is None:
             best = challenger
             continue
-        race.run(_HEAT_ROUNDS)
-        winner = faster_of(race.samples, best, challenger)
-        race.drop(challenger if winner == best else best)
-        best = winner
+        for _ in range(_HEAT_ROUNDS):
+            race.run(1)
+            evidence = Evidence(race.samples, predicted_ms)
+            ahead = evidence.belief(challenger).log_ratio - evidence.belief(best).log_ratio
+            if abs(ahead) > _CLEAR:
+                break
+        race.drop(best if ahead < 0 else challenger)
+        best = challenger if ahead < 0 else best
     if best is not None:
         race.run_for(left_s)
 

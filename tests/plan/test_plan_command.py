@@ -37,18 +37,19 @@ def test_a_slow_link_on_paper_takes_what_sends_least(
     profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "plan.json"
-    options = ["--profile", str(profile), "--ranks", "64", "--bandwidth", "100mbit", "--latency", "30us"]
+    options = ["--profile", str(profile), "--ranks", "64", "--bandwidth", "10mbit", "--latency", "30us"]
+    # Compressors are measured, perhaps beside other work; this link is slower.
     assert _run(*options, "--json", str(saved)) == 0
     shown = capsys.readouterr().out
     plan = Plan.load(saved)
     assert plan.method == "powersgd-4"
     assert plan.ranks == 64
-    # 2 N 63/64 bytes at 12.5 MB/s.
+    # 2 N 63/64 bytes at 1.25 MB/s.
     (plain,) = (row for row in plan.rows if row.method == "ddp" and row.bucket_cap_mb is None)
-    assert plain.predicted_ms > 2 * 5 * 256 * 256 * 4 * 63 / 64 / 12.5e3
+    assert plain.predicted_ms > 2 * 5 * 256 * 256 * 4 * 63 / 64 / 1.25e3
     assert plan.reason in shown
     assert plan.reason.startswith(f"{plan.candidate} was chosen")
-    assert "0.1 Gbit/s, 30 us a message, ring, on paper" in shown
+    assert "0.01 Gbit/s, 30 us a message, ring, on paper" in shown
     assert "Predicted, not measured" in shown
 
 

@@ -11,7 +11,7 @@ import torch
 from overlap.errors import ConfigurationError
 from overlap.plan.candidates import PLAIN as PLAIN_METHOD
 from overlap.plan.candidates import Candidate
-from overlap.plan.decision import best_of
+from overlap.plan.decision import Evidence
 from overlap.plan.race import Lane, Race
 from overlap.plan.tournament import tournament
 
@@ -65,10 +65,11 @@ class _Nothing:
 
 def _raced(race: _Stepped, predicted: list[Candidate], *, seconds: float) -> Candidate:
     # All are predicted alike, in this order.
-    tournament(race, PLAIN, dict.fromkeys(predicted, race.true_ms[PLAIN]), left_s=lambda: seconds - race.spent_s)
+    predicted_ms = dict.fromkeys(predicted, race.true_ms[PLAIN])
+    tournament(race, PLAIN, predicted_ms, left_s=lambda: seconds - race.spent_s)
     assert race.most_at_once <= 3
     assert race.spent_s <= 1.1 * seconds
-    return best_of(race.samples)
+    return Evidence(race.samples, predicted_ms).best(race.samples)
 
 
 def test_a_method_that_is_predicted_last_is_tried_and_then_its_other_sizes() -> None:
