@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -38,13 +39,22 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 def markdown(report: Report) -> str:
     """The table for a document, with failures in the column of times and the footnote below."""
-    lines = [f"**{title(report)}**", "", f"| {' | '.join(_HEADINGS)} |", f"| --- |{' ---: |' * 9} --- |"]
-    for row in report.rows:
-        cells = _cells(row) if row.median_ms is not None else [row.variant, row.status, *[""] * 8, row.baseline]
-        cells = [cell.replace("|", "\\|") for cell in cells]
-        bold = [f"**{cells[0]}**"] if row.variant.startswith(_OURS) else [cells[0]]
-        lines.append(f"| {' | '.join(bold + cells[1:])} |")
+    rows = [
+        _cells(row) if row.median_ms is not None else [row.variant, row.status, *[""] * 8, row.baseline]
+        for row in report.rows
+    ]
+    # A column that says nothing is left out.
+    kept = [place for place in range(len(_HEADINGS)) if any(cells[place] not in ("", "-") for cells in rows)]
+    rules = ["---" if place in (0, len(_HEADINGS) - 1) else "---:" for place in kept]
+    lines = [f"**{title(report)}**", "", _line([_HEADINGS[place] for place in kept]), _line(rules)]
+    for row, cells in zip(report.rows, rows, strict=True):
+        name = f"**{cells[0]}**" if row.variant.startswith(_OURS) else cells[0]
+        lines.append(_line([name, *(cells[place].replace("|", "\\|") for place in kept[1:])]))
     return "\n".join([*lines, "", _footnote(report).replace("\n", " "), ""])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def title(report: Report) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from rich.console import Console
 from overlap.bench.floor import StepProfile
 from overlap.bench.measurements import Measurements, ModelProfile, Trial
 from overlap.bench.plot import save_plot
-from overlap.bench.report import print_report
+from overlap.bench.report import markdown, print_report
 from overlap.bench.results import Report, Row, make_report, quartiles
 from overlap.bench.settings import RunConfig, Settings
 from overlap.cli import main
@@ -113,6 +114,14 @@ def test_a_saved_report_becomes_markdown(report: Report, tmp_path: Path) -> None
     assert any(line.startswith("| torch-powersgd-r4 | crashes: SIGABRT: 8 vs 4 |") for line in lines)
     # Every row has as many cells as the heading.
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+
+
+def test_a_column_that_says_nothing_is_left_out(report: Report) -> None:
+    told = replace(report, rows=[replace(row, ratio_to_16bit=None) for row in report.rows])
+    lines = [line for line in markdown(told).splitlines() if line.startswith("|")]
+    assert "to fp16" not in lines[0] and lines[0].startswith("| variant | ms a step | p25 - p75 | ratio | sent MB |")
+    assert "| ddp-sgd | 300.0 | 295.0 - 305.0 | 1.000 | 25.00 | 50 | 200.0 | 262.0 | 87% | ddp-sgd |" in lines
+    assert len({line.count("|") for line in lines}) == 1
 
 
 def test_a_file_that_is_not_a_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
