@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import resource
+import statistics
 import sys
 import tempfile
 import time
@@ -22,13 +23,14 @@ from harness.models import MLP, mean_squared_error
 from .forms import FORMS, Built, Form
 
 Sample = dict[str, float]
-"""What a rank holds, by name, at one step: `step`, and each of `slopes.MEASURES`."""
+"""What a rank holds, by name, at one step: `step`, and each of `slopes.MEASURES`; `time` in seconds."""
 Leak = Callable[[int, dist.Store], object]
 """Called after each step with its number and the group's store."""
 
 _NAMES = ("step", "time", "CPU time", "memory", "Python blocks", "threads", "descriptors", "store keys")
 _SHORTER_BY = 2  # Under Join the last rank has so many steps less in each block.
 _BATCHES = 16
+_BARE_STEPS = 25
 _TIMEOUT_S = 120
 
 
@@ -44,6 +46,7 @@ def _run(rank: int, ranks: int, name: str, steps: int, samples: int, leak: Leak 
     form = FORMS[name]
     built = form.made()
     batches = [MLP.batch(step, rank) for step in range(_BATCHES)]
+    bare, bare_batch = MLP.model(), batches[0]
     # Made once: a list of samples would grow, too.
     found = torch.zeros(samples, len(_NAMES), dtype=torch.float64)
     for block in range(samples):
@@ -58,10 +61,21 @@ def _run(rank: int, ranks: int, name: str, steps: int, samples: int, leak: Leak 
         overlap.state_dict(built.ddp, built.optimizer)  # And nothing is in flight any more.
         dist.barrier()  # What the others wrote in the store is there.
         held = _held(store)
-        sample = [(block + 1) * steps, took_s / steps, took_cpu_s / steps, *held]
+        sample = [(block + 1) * steps, took_s / steps, took_cpu_s / steps / _bare_step_s(bare, bare_batch), *held]
         found[block] = torch.tensor(sample, dtype=torch.float64)
     dist.destroy_process_group()
     return [dict(zip(_NAMES, row, strict=True)) for row in found.tolist()]
+
+
+def _bare_step_s(model: torch.nn.Module, batch: Any) -> float:
+    """The CPU time of forward and backward without DDP, now: a machine changes its speed in the course of minutes."""
+    took_s = []
+    for _ in range(_BARE_STEPS):
+        begun_s = time.process_time()
+        mean_squared_error(model, batch).backward()
+        took_s.append(time.process_time() - begun_s)
+    model.zero_grad()
+    return statistics.median(took_s)
 
 
 def _block(form: Form, built: Built, rank: int, ranks: int, steps: int, batches: list[Any]) -> Iterator[Any]:
