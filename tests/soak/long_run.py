@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import gc
 import resource
-import statistics
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ Leak = Callable[[int, dist.Store], object]
 _NAMES = ("step", "time", "CPU time", "memory", "Python blocks", "threads", "descriptors", "store keys")
 _SHORTER_BY = 2  # Under Join the last rank has so many steps less in each block.
 _BATCHES = 16
-_BARE_STEPS = 25
+_REFERENCE_STEPS = 40
 _TIMEOUT_S = 120
 
 
@@ -46,7 +45,7 @@ def _run(rank: int, ranks: int, name: str, steps: int, samples: int, leak: Leak 
     form = FORMS[name]
     built = form.made()
     batches = [MLP.batch(step, rank) for step in range(_BATCHES)]
-    bare, bare_batch = MLP.model(), batches[0]
+    reference = FORMS["plain DDP"].made()
     # Made once: a list of samples would grow, too.
     found = torch.zeros(samples, len(_NAMES), dtype=torch.float64)
     for block in range(samples):
@@ -61,21 +60,22 @@ def _run(rank: int, ranks: int, name: str, steps: int, samples: int, leak: Leak 
         overlap.state_dict(built.ddp, built.optimizer)  # And nothing is in flight any more.
         dist.barrier()  # What the others wrote in the store is there.
         held = _held(store)
-        sample = [(block + 1) * steps, took_s / steps, took_cpu_s / steps / _bare_step_s(bare, bare_batch), *held]
+        cpu_time = took_cpu_s / steps / _cpu_s(reference, batches)
+        sample = [(block + 1) * steps, took_s / steps, cpu_time, *held]
         found[block] = torch.tensor(sample, dtype=torch.float64)
     dist.destroy_process_group()
     return [dict(zip(_NAMES, row, strict=True)) for row in found.tolist()]
 
 
-def _bare_step_s(model: torch.nn.Module, batch: Any) -> float:
-    """The CPU time of forward and backward without DDP, now: a machine changes its speed in the course of minutes."""
-    took_s = []
-    for _ in range(_BARE_STEPS):
-        begun_s = time.process_time()
-        mean_squared_error(model, batch).backward()
-        took_s.append(time.process_time() - begun_s)
-    model.zero_grad()
-    return statistics.median(took_s)
+def _cpu_s(reference: Built, batches: list[Any]) -> float:
+    """The CPU time of a step of plain DDP, now: a machine changes its speed in the course of minutes."""
+    dist.barrier()
+    begun_s = time.process_time()
+    for step in range(_REFERENCE_STEPS):
+        reference.optimizer.zero_grad()
+        mean_squared_error(reference.ddp, batches[step % _BATCHES]).backward()
+        reference.optimizer.step()
+    return (time.process_time() - begun_s) / _REFERENCE_STEPS
 
 
 def _block(form: Form, built: Built, rank: int, ranks: int, steps: int, batches: list[Any]) -> Iterator[Any]:
