@@ -163,11 +163,13 @@ class Race:
             self.drop(candidate)
 
     def _sample_ms(self, lane: Lane, *, steps: int, lead_in: int) -> float:
-        for _ in range(lead_in):
-            lane.step(fresh(self._sample))
+        lead_in_batches = [fresh(self._sample) for _ in range(lead_in)]
         batches = [fresh(self._sample) for _ in range(steps)]
-        # Ranks begin together.
+        # Ranks begin together. They meet before the lead-in: meanwhile what it leaves to the next forward would arrive,
+        # and the clock would see it neither here nor behind the last step.
         all_reduce(torch.zeros(1, device=self._device), group=self._group)
+        for batch in lead_in_batches:
+            lane.step(batch)
         self._settle()
         start_s = time.perf_counter()
         for batch in batches:
@@ -197,5 +199,5 @@ def _steps(step_ms: float) -> int:
 
 
 def _lead_in(candidate: Candidate) -> int:
-    """Untimed steps before a sample: what is left to the next forward must be there."""
+    """Untimed steps before a sample: what they leave to the next forward takes the place of what a sample leaves."""
     return 1 if METHODS[candidate.method].update == "sharded, gathered in forward" else 0

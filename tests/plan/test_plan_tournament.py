@@ -110,3 +110,36 @@ def test_without_a_rival_nothing_runs() -> None:
 def test_a_model_that_plain_ddp_refuses_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="plain DDP refuses this model: sparse"):
         _raced(_Stepped({PLAIN: 100.0, STEP: 90.0}, refuses=(PLAIN,)), [PLAIN, STEP], seconds=9.0)
+
+
+class _Deferring:
+    """On a clock of its own, a step waits for what the last one sent, computes for 10 ms, and sends for 50 ms."""
+
+    candidate = FORWARD
+
+    def __init__(self) -> None:
+        self.now_s = self.arrives_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def meet(self, *args: Any, **keywords: Any) -> None:
+        self.now_s += 0.03
+
+    def step(self, sample: Any) -> None:
+        self.finish()
+        self.now_s += 0.01
+        self.arrives_s = self.now_s + 0.05
+
+    def finish(self) -> None:
+        self.now_s = max(self.now_s, self.arrives_s)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_sample_holds_as_many_gathers_as_steps(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = _Deferring()
+    monkeypatch.setattr("overlap.plan.race.time", lane)
+    monkeypatch.setattr("overlap.plan.race.all_reduce", lane.meet)
+    race = Race(cast(Any, _OneRank()), cast(Any, None), torch.device("cpu"), (), cast(Any, None), {})
+    assert race._sample_ms(cast(Any, lane), steps=steps, lead_in=1) == pytest.approx(60)
+    assert lane.now_s == lane.arrives_s
