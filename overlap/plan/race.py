@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overlap._torch.device import has_streams, synchronize
+from overlap._torch.device import current_stream, has_streams
 from overlap.errors import ConfigurationError, OverlapError
 from overlap.hooks.engine.registration import registration_of
 from overlap.join.group_collectives import all_reduce
@@ -180,8 +180,9 @@ class Race:
         return ms
 
     def _settle(self) -> None:
+        # Not what is on other streams: it is left to the next forward, as on the CPU.
         if has_streams(self._device):
-            synchronize(self._device)
+            current_stream(self._device).synchronize()
 
 
 def warm_up_ms(step_ms: float) -> float:
