@@ -194,6 +194,11 @@ def test_measured_times_lead_every_rank_to_the_same_decisions() -> None:
     assert all("ms as it is" in signature for signature in found[0])
 
 
+@pytest.mark.parametrize(("compress_ms", "compresses"), [(7.0, True), (9.0, False), (11.0, False)])
+def test_in_doubt_a_bucket_is_sent_exactly(compress_ms: float, compresses: bool) -> None:
+    assert measure.Measurement(("weight",), send_ms=10.0, compress_ms=compress_ms).compresses == compresses
+
+
 def test_a_bypass_that_is_not_auto_or_cannot_choose_is_refused() -> None:
     with pytest.raises(ConfigurationError, match='bypass must be None or "auto", got True'):
         Quantize(bypass=True)  # type: ignore[arg-type]

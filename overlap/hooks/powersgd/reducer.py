@@ -50,8 +50,8 @@ class PowerSGD(Stage):
         warm_start: start from the factors of the step before.
         alternate: send left and right factors in turn, one per step: half the data, one collective instead of two.
         error_dtype: dtype of what is kept, ``torch.bfloat16`` for half the memory; ``None``: the gradient's.
-        bypass: ``"auto"`` measures in the third compressed pass, with copies of two buckets, whether a bucket is sent
-            faster as it is, and if so sends it so from then on.
+        bypass: ``"auto"`` measures in the third compressed pass, with copies of two buckets, whether compressing a
+            bucket saves a fifth of the time of sending it as it is, and if not sends it so from then on.
         wire: how factors travel, such as ``Int8()``; what it leaves out of them stays in the residual. ``None``: in the
             gradient's dtype. Uncompressed gradients stay exact, by an all-reduce of their own.
         momentum: momentum before compression, with ``optimizer``, which updates the model and must have none. Each rank

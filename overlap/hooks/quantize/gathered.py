@@ -26,8 +26,8 @@ class GatherQuantized(Stage):
 
     Args:
         chunk: how many values share a scale; the whole bucket where ``None``.
-        bypass: ``"auto"`` measures in the third pass whether encoding and gathering a bucket takes longer than
-            reducing it as it is, and if so does the latter from then on.
+        bypass: ``"auto"`` measures in the third pass whether encoding and gathering a bucket saves a fifth of the time
+            of reducing it as it is, and if not does the latter from then on.
 
     Issues: one all-gather of ``numel`` bytes, padded to whole chunks, and 8 bytes per scale. Changes:
     ``bucket.buffer``.
