@@ -75,7 +75,11 @@ def _cpu_s(reference: Built, batches: list[Any]) -> float:
         reference.optimizer.zero_grad()
         mean_squared_error(reference.ddp, batches[step % _BATCHES]).backward()
         reference.optimizer.step()
-    return (time.process_time() - begun_s) / _REFERENCE_STEPS
+    took_s = time.process_time() - begun_s
+    # A collective of a backward holds a Python object. Its thread needs the GIL to let go of it, and DDP's reducer, when
+    # it takes the group down, waits for that thread with the GIL held.
+    dist.barrier()
+    return took_s / _REFERENCE_STEPS
 
 
 def _block(form: Form, built: Built, rank: int, ranks: int, steps: int, batches: list[Any]) -> Iterator[Any]:
