@@ -76,8 +76,8 @@ def _cpu_s(reference: Built, batches: list[Any]) -> float:
         mean_squared_error(reference.ddp, batches[step % _BATCHES]).backward()
         reference.optimizer.step()
     took_s = time.process_time() - begun_s
-    # A collective of a backward holds a Python object. Its thread needs the GIL to let go of it, and DDP's reducer, when
-    # it takes the group down, waits for that thread with the GIL held.
+    # A collective of a backward holds a Python object. Its thread needs the GIL to let go of it, and DDP's reducer,
+    # when it takes the group down, waits for that thread with the GIL held.
     dist.barrier()
     return took_s / _REFERENCE_STEPS
 
