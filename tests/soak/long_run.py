@@ -51,9 +51,7 @@ def _run(rank: int, ranks: int, name: str, steps: int, samples: int, leak: Leak 
     for block in range(samples):
         begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
         for place, batch in enumerate(_block(form, built, rank, ranks, steps, batches)):
-            built.optimizer.zero_grad()
-            mean_squared_error(built.ddp, batch).backward()
-            built.optimizer.step()
+            _train(built, batch)
             if leak is not None:
                 leak(block * steps + place, store)
         took_s, took_cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
@@ -63,6 +61,9 @@ def _run(rank: int, ranks: int, name: str, steps: int, samples: int, leak: Leak 
         cpu_time = took_cpu_s / steps / _cpu_s(reference, batches)
         sample = [(block + 1) * steps, took_s / steps, cpu_time, *held]
         found[block] = torch.tensor(sample, dtype=torch.float64)
+    # A collective of a backward holds a Python object. Its thread needs the GIL to let go of it, and DDP's reducer,
+    # when it takes the group down, waits for that thread with the GIL held.
+    dist.barrier()
     dist.destroy_process_group()
     return [dict(zip(_NAMES, row, strict=True)) for row in found.tolist()]
 
@@ -72,14 +73,14 @@ def _cpu_s(reference: Built, batches: list[Any]) -> float:
     dist.barrier()
     begun_s = time.process_time()
     for step in range(_REFERENCE_STEPS):
-        reference.optimizer.zero_grad()
-        mean_squared_error(reference.ddp, batches[step % _BATCHES]).backward()
-        reference.optimizer.step()
-    took_s = time.process_time() - begun_s
-    # A collective of a backward holds a Python object. Its thread needs the GIL to let go of it, and DDP's reducer,
-    # when it takes the group down, waits for that thread with the GIL held.
-    dist.barrier()
-    return took_s / _REFERENCE_STEPS
+        _train(reference, batches[step % _BATCHES])
+    return (time.process_time() - begun_s) / _REFERENCE_STEPS
+
+
+def _train(built: Built, batch: Any) -> None:
+    built.optimizer.zero_grad()
+    mean_squared_error(built.ddp, batch).backward()
+    built.optimizer.step()
 
 
 def _block(form: Form, built: Built, rank: int, ranks: int, steps: int, batches: list[Any]) -> Iterator[Any]:
