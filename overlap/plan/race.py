@@ -29,7 +29,8 @@ __all__ = ["Lane", "Race", "round_ms", "warm_up_ms"]
 
 # DDP rebuilds its buckets after the first step, and the second may allocate. Where steps are long that is a small part.
 _WARMUP_STEPS, _LONG_MS = 2, 500.0
-_MOST_ROUNDS = 30
+# After so many, noise of a fifth is one of 2 % of the mean: as little as a candidate must be faster by.
+_MOST_ROUNDS = 100
 # A sample is at least this long, so that what the clock and the scheduler add is small.
 _SAMPLE_MS = 80.0
 

@@ -101,6 +101,13 @@ def test_the_time_that_is_left_decides_how_many_are_tried(step_ms: float, tried:
     assert found == (FORWARD if FORWARD in tried else PLAIN)
 
 
+def test_what_is_left_of_the_time_goes_to_plain_ddp_and_the_winner() -> None:
+    race = _Stepped({PLAIN: 20.0, STEP: 19.0})
+    _raced(race, [PLAIN, STEP], seconds=9.0)
+    assert race.spent_s > 8.5
+    assert len(race.samples[STEP]) > 40
+
+
 def test_without_a_rival_nothing_runs() -> None:
     race = _Stepped({PLAIN: 100.0})
     assert _raced(race, [PLAIN], seconds=9.0) == PLAIN
