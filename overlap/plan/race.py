@@ -31,6 +31,8 @@ __all__ = ["Lane", "Race", "round_ms", "warm_up_ms"]
 _WARMUP_STEPS, _LONG_MS = 2, 500.0
 # After so many, noise of a fifth is one of 2 % of the mean: as little as a candidate must be faster by.
 _MOST_ROUNDS = 100
+# Before the time that is left is looked at again: a round takes longer than its steps.
+_ROUNDS_AT_ONCE = 10
 # A sample is at least this long, so that what the clock and the scheduler add is small.
 _SAMPLE_MS = 80.0
 
@@ -149,7 +151,7 @@ class Race:
         """As many rounds as fit into the time that is left and are of use; none if too few fit to compare at all."""
         while (done := self._done) < _MOST_ROUNDS:
             per_round_ms = sum(round_ms(name, self.steps_ms[name]) for name in self._lanes)
-            rounds = min(int(1e3 * left_s() / per_round_ms), _MOST_ROUNDS - done)
+            rounds = min(int(1e3 * left_s() / per_round_ms), _MOST_ROUNDS - done, _ROUNDS_AT_ONCE)
             if rounds <= 0 or done + rounds < FEWEST_ROUNDS:
                 break
             self.run(rounds)

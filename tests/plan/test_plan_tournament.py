@@ -29,11 +29,13 @@ class _OneRank:
 
 
 class _Stepped(Race):
-    """Each step takes what ``true_ms`` says, with noise of 1 %, of a clock of its own."""
+    """Each step takes what ``true_ms`` says, with noise of 1 %, and each sample ``besides_ms``, of a clock of its own."""
 
-    def __init__(self, true_ms: dict[Candidate, float], refuses: tuple[Candidate, ...] = ()) -> None:
+    def __init__(
+        self, true_ms: dict[Candidate, float], refuses: tuple[Candidate, ...] = (), *, besides_ms: float = 0.0
+    ) -> None:
         super().__init__(cast(Any, _OneRank()), cast(Any, None), torch.device("cpu"), (), cast(Any, None), {})
-        self.true_ms, self.refuses = true_ms, refuses
+        self.true_ms, self.refuses, self.besides_ms = true_ms, refuses, besides_ms
         self.spent_s, self.most_at_once = 0.0, 0
         self.tried: list[Candidate] = []
         self._draw = random.Random(0)
@@ -51,7 +53,7 @@ class _Stepped(Race):
 
     def _sample_ms(self, lane: Lane, *, steps: int, lead_in: int) -> float:
         ms = self.true_ms[lane.candidate] * self._draw.lognormvariate(0, 0.01)
-        self.spent_s += 1e-3 * ms * (steps + lead_in)
+        self.spent_s += 1e-3 * (ms * (steps + lead_in) + self.besides_ms)
         return ms
 
 
@@ -106,6 +108,12 @@ def test_what_is_left_of_the_time_goes_to_plain_ddp_and_the_winner() -> None:
     _raced(race, [PLAIN, STEP], seconds=9.0)
     assert race.spent_s > 8.5
     assert len(race.samples[STEP]) > 40
+
+
+def test_rounds_that_take_longer_than_their_steps_do_not_take_longer_than_there_is_time() -> None:
+    race = _Stepped({PLAIN: 20.0, STEP: 19.0}, besides_ms=60.0)
+    _raced(race, [PLAIN, STEP], seconds=9.0)
+    assert race.spent_s > 8.0
 
 
 def test_without_a_rival_nothing_runs() -> None:
