@@ -29,7 +29,7 @@ class _OneRank:
 
 
 class _Stepped(Race):
-    """Each step takes what ``true_ms`` says, with noise of 1 %, and each sample ``besides_ms``, of a clock of its own."""
+    """Steps of what ``true_ms`` says, with noise of 1 %; each sample takes ``besides_ms`` more by the race's clock."""
 
     def __init__(
         self, true_ms: dict[Candidate, float], refuses: tuple[Candidate, ...] = (), *, besides_ms: float = 0.0
