@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Mapping
 
 from overlap.errors import ConfigurationError
 from overlap.plan.candidates import Candidate
@@ -12,8 +13,9 @@ from overlap.plan.race import Race, round_ms, warm_up_ms
 __all__ = ["tournament"]
 
 _MOST_TRIED = 6
-# In which a challenger is compared with the best so far; fewer where the logarithms of their times are so far apart.
-_HEAT_ROUNDS, _CLEAR = 3, 0.12
+# In which a challenger is compared with the best so far: fewer if they are so many standard errors apart; more if they
+# are not, up to its share of this part of the time that is left.
+_HEAT_ROUNDS, _CLEAR, _HEATS_SHARE = 3, 1.5, 0.5
 
 
 def tournament(
@@ -36,33 +38,54 @@ def tournament(
     for one in others:
         firsts.setdefault(one.method, one)
     best: Candidate | None = None
+    tried: list[Candidate] = []
 
-    def challengers() -> Iterator[Candidate]:
-        yield from firsts.values()
-        if best is not None:
-            yield from (one for one in others if one.method == best.method and one != firsts[one.method])
+    def waiting() -> list[Candidate]:
+        sizes = [one for one in others if best is not None and one.method == best.method]
+        untried = [one for one in dict.fromkeys([*firsts.values(), *sizes]) if one not in tried]
+        return untried[: _MOST_TRIED - len(tried)]
 
-    for tried, challenger in enumerate(challengers()):
-        steps_ms = {**predicted_ms, **race.steps_ms}
-        if tried == _MOST_TRIED or _needed_s(plain, best, challenger, steps_ms) > left_s():
+    while challengers := waiting():
+        challenger = challengers[0]
+        if _needed_s(plain, best, challenger, {**predicted_ms, **race.steps_ms}) > left_s():
             break
         if not race.steps_ms and not race.add(plain):
             raise ConfigurationError(f"plain DDP refuses this model: {race.refused[plain]}")
+        tried.append(challenger)
         if not race.add(challenger):
             continue
         if best is None:
             best = challenger
             continue
-        for _ in range(_HEAT_ROUNDS):
-            race.run(1)
-            evidence = Evidence(race.samples, predicted_ms)
-            ahead = evidence.belief(challenger).log_ratio - evidence.belief(best).log_ratio
-            if abs(ahead) > _CLEAR:
-                break
-        race.drop(best if ahead < 0 else challenger)
-        best = challenger if ahead < 0 else best
+        if _is_faster(race, challenger, best, predicted_ms, left_s=left_s, heats=len(challengers)):
+            best, challenger = challenger, best
+        race.drop(challenger)
     if best is not None:
         race.run_for(left_s)
+
+
+def _is_faster(
+    race: Race,
+    challenger: Candidate,
+    best: Candidate,
+    predicted_ms: Mapping[Candidate, float],
+    *,
+    left_s: Callable[[], float],
+    heats: int,
+) -> bool:
+    """Whether ``challenger`` is faster than ``best``, in the first of ``heats`` that are still to come."""
+    start_s = left_s()
+    until_s = start_s * (1 - _HEATS_SHARE / heats)
+    rounds, round_s = 0, 0.0
+    while rounds < _HEAT_ROUNDS or left_s() - round_s > until_s:
+        race.run(1)
+        rounds += 1
+        round_s = (start_s - left_s()) / rounds
+        evidence = Evidence(race.samples, predicted_ms)
+        one, other = evidence.belief(challenger), evidence.belief(best)
+        if abs(one.log_ratio - other.log_ratio) > _CLEAR * math.hypot(one.error, other.error):
+            break
+    return one.log_ratio < other.log_ratio
 
 
 def _needed_s(

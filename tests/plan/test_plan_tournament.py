@@ -29,16 +29,22 @@ class _OneRank:
 
 
 class _Stepped(Race):
-    """Steps of what ``true_ms`` says, with noise of 1 %; each sample takes ``besides_ms`` more by the race's clock."""
+    """Steps of what ``true_ms`` says, with noise; each sample takes ``besides_ms`` more by the race's clock."""
 
     def __init__(
-        self, true_ms: dict[Candidate, float], refuses: tuple[Candidate, ...] = (), *, besides_ms: float = 0.0
+        self,
+        true_ms: dict[Candidate, float],
+        refuses: tuple[Candidate, ...] = (),
+        *,
+        besides_ms: float = 0.0,
+        noise: float = 0.01,
+        seed: int = 0,
     ) -> None:
         super().__init__(cast(Any, _OneRank()), cast(Any, None), torch.device("cpu"), (), cast(Any, None), {})
         self.true_ms, self.refuses, self.besides_ms = true_ms, refuses, besides_ms
         self.spent_s, self.most_at_once = 0.0, 0
         self.tried: list[Candidate] = []
-        self._draw = random.Random(0)
+        self._noise, self._draw = noise, random.Random(seed)
 
     def add(self, candidate: Candidate) -> bool:
         if candidate in self.refuses:
@@ -52,7 +58,7 @@ class _Stepped(Race):
         return True
 
     def _sample_ms(self, lane: Lane, *, steps: int, lead_in: int) -> float:
-        ms = self.true_ms[lane.candidate] * self._draw.lognormvariate(0, 0.01)
+        ms = self.true_ms[lane.candidate] * self._draw.lognormvariate(0, self._noise)
         self.spent_s += 1e-3 * (ms * (steps + lead_in) + self.besides_ms)
         return ms
 
@@ -108,6 +114,15 @@ def test_what_is_left_of_the_time_goes_to_plain_ddp_and_the_winner() -> None:
     _raced(race, [PLAIN, STEP], seconds=9.0)
     assert race.spent_s > 8.5
     assert len(race.samples[STEP]) > 40
+
+
+def test_where_there_is_time_the_better_one_of_two_that_are_close_is_found() -> None:
+    true_ms = {PLAIN: 30.0, STEP: 27.0, STEP_8: 26.0, STEP_50: 27.0}
+    found = [
+        _raced(_Stepped(true_ms, noise=0.05, seed=seed), [PLAIN, STEP, STEP_8, STEP_50], seconds=12.0)
+        for seed in range(100)
+    ]
+    assert found.count(STEP_8) >= 84
 
 
 def test_rounds_that_take_longer_than_their_steps_do_not_take_longer_than_there_is_time() -> None:
