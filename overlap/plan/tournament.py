@@ -74,13 +74,12 @@ def _is_faster(
     heats: int,
 ) -> bool:
     """Whether ``challenger`` is faster than ``best``, in the first of ``heats`` that are still to come."""
-    start_s = left_s()
-    until_s = start_s * (1 - _HEATS_SHARE / heats)
-    rounds, round_s = 0, 0.0
-    while rounds < _HEAT_ROUNDS or left_s() - round_s > until_s:
+    rounds, start_s = 0, left_s()
+    now_s, until_s = start_s, start_s * (1 - _HEATS_SHARE / heats)
+    # As long as one more round, as long as those before, ends in time.
+    while rounds < _HEAT_ROUNDS or now_s - (start_s - now_s) / rounds > until_s:
         race.run(1)
-        rounds += 1
-        round_s = (start_s - left_s()) / rounds
+        rounds, now_s = rounds + 1, left_s()
         evidence = Evidence(race.samples, predicted_ms)
         one, other = evidence.belief(challenger), evidence.belief(best)
         if abs(one.log_ratio - other.log_ratio) > _CLEAR * math.hypot(one.error, other.error):
