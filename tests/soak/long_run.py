@@ -61,9 +61,10 @@ def _run(rank: int, ranks: int, name: str, steps: int, samples: int, leak: Leak 
         cpu_time = took_cpu_s / steps / _cpu_s(reference, batches)
         sample = [(block + 1) * steps, took_s / steps, cpu_time, *held]
         found[block] = torch.tensor(sample, dtype=torch.float64)
-    # A collective of a backward holds a Python object. Its thread needs the GIL to let go of it, and DDP's reducer,
-    # when it takes the group down, waits for that thread with the GIL held.
-    dist.barrier()
+    # DDP's reducers must not be the last to hold the group: they wait for its threads with the GIL held, and a thread
+    # needs the GIL to let go of a backward's collective.
+    del built, reference
+    gc.collect()
     dist.destroy_process_group()
     return [dict(zip(_NAMES, row, strict=True)) for row in found.tolist()]
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from harness import RankDied, run_ranks
 from overlap import ElasticLocalSGD
+from overlap.join.views import COMMIT, View
 from overlap.optim.local_sgd.elastic_exchange import ElasticExchange
 
 PERIOD = 3
@@ -85,6 +86,17 @@ def numbers_taken(store: Any) -> int:
 def is_there(store: Any, number: int) -> bool:
     """Whether process ``number`` is ready to be taken in."""
     return store.check([f"overlap/elastic/process/{number}"])
+
+
+def is_left_out(store: Any, number: int) -> bool:
+    """Whether the others have made an average without process ``number``."""
+    view = 0
+    while store.check([decision := f"overlap/elastic/{view}/decision"]):
+        is_made = store.get(decision).decode() == COMMIT
+        if is_made and number not in View.of(store.get(f"overlap/elastic/{view}/view").decode()).everyone:
+            return True
+        view += 1
+    return False
 
 
 def die() -> None:

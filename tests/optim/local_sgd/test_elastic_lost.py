@@ -11,7 +11,20 @@ import time
 from typing import Any
 
 import pytest
-from elastic_runs import OUTER, PERIOD, assert_same, at, client, die, is_there, reference, results_of, train, wait_for
+from elastic_runs import (
+    OUTER,
+    PERIOD,
+    assert_same,
+    at,
+    client,
+    die,
+    is_left_out,
+    is_there,
+    reference,
+    results_of,
+    train,
+    wait_for,
+)
 
 DILOCO = pytest.mark.parametrize("is_diloco", [False, True], ids=["mean", "DiLoCo"])
 
@@ -203,7 +216,7 @@ def test_one_is_lost_while_another_comes(where: str) -> None:
 def _slow(rank: int, world_size: int, port: int) -> Any:
     def before(local: Any, store: Any) -> None:
         if rank == 1 and local.step_count == PERIOD + 1:
-            wait_for(lambda: store.check(["overlap/elastic/2/decision"]))
+            wait_for(lambda: is_left_out(store, rank))
         if rank != 1 and local.step_count == 2 * PERIOD + 1:
             wait_for(lambda: is_there(store, 3))
 
