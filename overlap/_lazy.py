@@ -12,7 +12,29 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-__all__ = ["lazy_names"]
+__all__ = ["REMOVED", "check_not_removed", "lazy_names"]
+
+
+REMOVED = {
+    "AddNoise": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
+    "AdamW8bit": "use torchao's or bitsandbytes' AdamW8bit, in Step(optimizer, deferred=True) or after overlap.declare",
+    "Centralize": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
+    "CheckpointManager": "save overlap.state_dict(...) with torch.distributed.checkpoint; see docs/resuming.md",
+    "ClipValue": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
+    "ElasticLocalSGD": "use torchft, whose LocalSGD and DiLoCo outlive a lost group of ranks",
+    "Scale": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
+    "uses_current_stream": "use overlap.declare(cls, 'element') or overlap.declare(cls, 'parameter')",
+}
+"""Names that the package had, and what takes their place; kept for one release."""
+
+
+def check_not_removed(package: str, name: str) -> None:
+    """Raises: ImportError, AttributeError: ``package`` no longer has ``name``; the message says what to use instead."""
+    if name in REMOVED:
+        # `from package import name` shows the message of an ImportError alone; hasattr() takes an AttributeError alone.
+        is_import = sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap"
+        message = f"{package}.{name} has been removed: {REMOVED[name]}"
+        raise ImportError(message, name=package) if is_import else AttributeError(message, name=name)
 
 
 def lazy_names(
@@ -31,6 +53,7 @@ def lazy_names(
         if name in parts:
             return import_module(f"{package}.{name}")
         if name not in home:
+            check_not_removed(package, name)
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(f"{package}.{home[name]}"), name)
         setattr(sys.modules[package], name, value)

@@ -1,5 +1,8 @@
 """What happens to a gradient bucket: stages, the scheduler that runs them, and the reducers."""
 
+from typing import Any
+
+from overlap._lazy import check_not_removed
 from overlap.hooks.adapters import as_hook, as_stage, reducer
 from overlap.hooks.allreduce import AllGather, AllReduce, NoReduction
 from overlap.hooks.bucket import Bucket
@@ -110,3 +113,8 @@ __all__ = [
     "send_recv",
     "whole_pass",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    check_not_removed(__name__, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
