@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["add_all", "by_kind", "copy_all", "flattened", "norms", "scale_", "subtract_from_"]
+__all__ = ["add_all", "copy_all", "flattened", "norms", "scale_", "subtract_from_"]
 
 
 def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
@@ -16,15 +16,6 @@ def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
     Private: one kernel for all tensors, where ``torch.linalg.vector_norm`` needs one for each.
     """
     return list(torch._foreach_norm(list(tensors), order))
-
-
-def by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The places of the tensors of each device and dtype, in the order in which ``clip_grad_norm_`` adds them up.
-
-    Private: the order is that of a hash table of PyTorch's.
-    """
-    groups = torch.utils._foreach_utils._group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
-    return [indices for _, indices in groups.values()]
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from overlap.errors import UnsupportedError
 from overlap.hooks import Bucket, whole_pass
-from overlap.hooks.clipping import Clipping
+from overlap.hooks.transforms.clip import Clipping, in_model_order
 from overlap.join.active import active_join
-from overlap.optim.clipping import GradientNorms
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.share import Share
@@ -29,7 +28,6 @@ class DeferredUpdate:
         optimizer: what updates.
         lifecycle: of the update.
         clipping: how to clip; ``None``: not.
-        norms: of the gradients, taken as they come, where they are clipped.
         is_automatic: whether the loop calls no ``step()``.
     """
 
@@ -39,13 +37,11 @@ class DeferredUpdate:
         lifecycle: UpdateLifecycle,
         *,
         clipping: Clipping | None,
-        norms: GradientNorms | None,
         is_automatic: bool,
     ) -> None:
         self.optimizer = optimizer
         self.lifecycle = lifecycle
         self.clipping = clipping
-        self.norms = norms
         self.is_automatic = is_automatic
         # Bucket by bucket, the parameters that were used, and their gradients.
         self._held: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -57,8 +53,6 @@ class DeferredUpdate:
     async def take(self, bucket: Bucket, share: Share, finds_unused: bool | None) -> None:
         """``bucket`` is reduced, and ``share`` of it is the update's."""
         parameters = share.parameters
-        if self.norms is not None:
-            self.norms.take(parameters, share.gradients(bucket))
         # A rank that replays has no step() of its own to wait for, and learns here what the others' .grad tells them.
         is_told = finds_unused is not False and active_join(bucket.group) is not None
         if not (self.is_automatic or bucket.is_replay or is_told):
@@ -82,26 +76,21 @@ class DeferredUpdate:
 
     @torch.no_grad()
     def _apply_all(self) -> None:
-        pairs = {
-            id(parameter): (parameter, gradient)
+        held = {
+            parameter: gradient
             for parameters, gradients in self._held
             for parameter, gradient in zip(parameters, gradients, strict=True)
         }
         self._held.clear()
         if self.lifecycle.veto.stops:
-            self.lifecycle.gradients.note_applied(parameter for parameter, _ in pairs.values())
+            self.lifecycle.gradients.note_applied(held)
             return
-        groups = self.optimizer.param_groups
-        # In the optimizer's order, in which clip_grad_norm_ adds norms up.
-        ordered = [pairs[id(parameter)] for group in groups for parameter in group["params"] if id(parameter) in pairs]
-        if self.clipping is not None and self.norms is not None and ordered:
-            noted = self.norms.noted([parameter for parameter, _ in ordered])
-            self.clipping.scale_([gradient for _, gradient in ordered], noted)
-        parameters = [parameter for parameter, _ in ordered]
-        optimizer = self.optimizer.optimizer
+        if self.clipping is not None:
+            self.clipping.clip_([held[parameter] for parameter in in_model_order(held, self.lifecycle.names)])
+        optimizer, groups = self.optimizer.optimizer, self.optimizer.param_groups
         every = [parameter for group in groups for parameter in group["params"]]
-        gradients = [pairs[id(parameter)][1] if id(parameter) in pairs else None for parameter in every]
+        gradients = [held.get(parameter) for parameter in every]
         with grads_replaced(every, gradients), self.lifecycle.veto.passed_to(optimizer):
             step_whole(optimizer)
-        raise_versions(parameters, groups)
-        self.lifecycle.gradients.note_applied(parameters)
+        raise_versions(list(held), groups)
+        self.lifecycle.gradients.note_applied(held)

@@ -19,6 +19,7 @@ from overlap._torch.optimizer import (
     unwrapped,
 )
 from overlap.errors import ConfigurationError
+from overlap.hooks.transforms.clip import in_model_order
 from overlap.join import Join, Joinable, JoinHook
 from overlap.join.joinable import refuse_before_model
 from overlap.optim.grad_scaler import LossScale
@@ -154,18 +155,20 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
             return
         if not pending and phases == {Phase.STEPPED}:
             return
-        clipped = next((update for update in self.registered_updates if update.clipping is not None), None)
-        if clipped is None and loss_scale.is_supported_by(self.optimizer):
+        # One for all: updates of one optimizer are made in one way.
+        clipping = next((update.clipping for update in self.registered_updates), None)
+        if clipping is None and loss_scale.is_supported_by(self.optimizer):
             with loss_scale.passed_to(self.optimizer):
                 self._step(pending, arguments)
             return
         if loss_scale.skips_step(self.optimizer):
             return
-        gradients = [parameter.grad for parameter in pending if parameter.grad is not None]
+        ordered = in_model_order(pending, *(update.lifecycle.names for update in self.registered_updates))
+        gradients = [parameter.grad for parameter in ordered if parameter.grad is not None]
         with torch.no_grad():
             loss_scale.unscale_(gradients)
-            if gradients and clipped is not None and clipped.clipping is not None and clipped.norms is not None:
-                clipped.clipping.scale_(gradients, clipped.norms.of(pending))
+            if clipping is not None:
+                clipping.clip_(gradients)
         with Veto(loss_scale.verdict_for(self.optimizer)).passed_to(self.optimizer):
             self._step(pending, arguments)
 

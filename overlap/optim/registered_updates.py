@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import StageContext
-from overlap.hooks.clipping import Clipping
-from overlap.optim.clipping import GradientNorms
+from overlap.hooks.transforms.clip import Clipping
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.in_backward import check_nothing_before
 from overlap.optim.lifecycle import UpdateLifecycle
@@ -28,7 +27,6 @@ class RegisteredUpdate(Protocol):
     is_deferred: bool
     may_skip: bool
     clipping: Clipping | None
-    norms: GradientNorms | None
     lifecycle: UpdateLifecycle
     context: StageContext | None
 

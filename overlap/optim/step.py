@@ -16,7 +16,6 @@ from overlap._torch.device import has_streams
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks import Bucket, Role, Stage, StageContext
-from overlap.optim.clipping import GradientNorms
 from overlap.optim.deferred import DeferredUpdate
 from overlap.optim.functional import FunctionalOptimizer
 from overlap.optim.overlapped import OverlappedOptimizer
@@ -53,8 +52,12 @@ class Step(UpdateStage):
         params: update these alone in backward; the others keep their averaged ``.grad`` (an ``OverlappedOptimizer``
             updates its own among them in ``step()``).
         deferred: update all parameters at once; by default only where clipping needs it.
-        clip_grad_norm: scale the averaged gradients to at most this global norm first, as
-            ``torch.nn.utils.clip_grad_norm_`` does; implies ``deferred``.
+        clip_grad_norm: scale the averaged gradients that this update applies to at most this global norm first;
+            implies ``deferred``. Where the optimizer has all parameters, that is
+            ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip_grad_norm)`` bit for bit, whatever its groups: norms
+            are summed in the model's order. Of an optimizer with a part of them only that part counts (for the whole
+            model use :class:`ClipGradNorm`); one that serves several models sums in the order in which these were
+            registered, and parameters outside of the models come last, in the groups' order.
         norm_type: which norm.
         release_gradients: free a bucket's memory as soon as it is updated, and allocate it again for its next gradient,
             so that gradients hardly add to the peak. ``.grad`` is ``None`` after backward. Needs
@@ -98,7 +101,6 @@ class Step(UpdateStage):
             adds_up=True,
             release_gradients=release_gradients,
         )
-        self.norms = None if self.clipping is None else GradientNorms(norm_type)
         self._functional = optimizer if isinstance(optimizer, FunctionalOptimizer) else None
         plain = optimizer.optimizer if isinstance(optimizer, FunctionalOptimizer) else optimizer
         self.optimizer = plain if isinstance(plain, OverlappedOptimizer) else OverlappedOptimizer(plain)
@@ -111,9 +113,7 @@ class Step(UpdateStage):
         self._late = LateUpdate()
         self._is_copied = False
         self._finds_unused: bool | None = None
-        self._deferred = DeferredUpdate(
-            self.optimizer, self.lifecycle, clipping=self.clipping, norms=self.norms, is_automatic=automatic
-        )
+        self._deferred = DeferredUpdate(self.optimizer, self.lifecycle, clipping=self.clipping, is_automatic=automatic)
 
     @property
     def stepped(self) -> Optimizer:
@@ -203,8 +203,6 @@ class Step(UpdateStage):
         self.optimizer.begin_backward(self)
         self._deferred.clear()
         self._late.clear()
-        if self.norms is not None:
-            self.norms.clear()
 
     async def __call__(self, bucket: Bucket) -> None:
         if bucket.is_replay and not bucket.is_mean:
@@ -246,8 +244,6 @@ class Step(UpdateStage):
     def after_backward(self, *, failed: bool) -> str | None:
         if failed:
             return self._note_failure()
-        if self.norms is not None:
-            self.norms.note_gradients(self.lifecycle.gradients.reduced)
         outcome = Phase.STEPPED if self.lifecycle.is_replay else self.lifecycle.outcome
         if self.is_automatic and not self.lifecycle.is_replay:
             self._check_left_out()

@@ -14,7 +14,7 @@ from overlap._checks import check_flag, told
 from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Role, Stage, StageContext
-from overlap.hooks.clipping import Clipping, check_norm_type
+from overlap.hooks.transforms.clip import Clipping, check_norm_type
 from overlap.optim.fingerprint import prepare_fingerprints
 from overlap.optim.grad_scaler import skips_by_itself
 from overlap.optim.gradient_release import GradientRelease, check_releasable

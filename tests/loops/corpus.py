@@ -41,6 +41,7 @@ TOPICS = (
     "optimizers",
     "schedules",
     "gradients",
+    "clipping",
     "precision",
     "accumulation",
     "losses",

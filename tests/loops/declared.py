@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .corpus import Declaration, limit, refused
-from .forms import AUTOMATIC, INTERLEAVED, RELEASED, SHARDED, STAGED, STEPPED
+from .forms import AUTOMATIC, INTERLEAVED, RELEASED, SHARDED, STAGED, STEPPED, ZERO_INTERLEAVED
 
 __all__ = [
     "ALREADY_UPDATED",
@@ -15,6 +15,7 @@ __all__ = [
     "HOOK_IS_NOT_TOLD",
     "MOVED",
     "NOT_DISCARDED",
+    "OWN_CLIP",
     "PARTS",
     "SCALED",
     "SECOND_BACKWARD",
@@ -39,6 +40,15 @@ CLIPPED = [*EDITED, *CLIPPED_PARTS]
 
 ALREADY_UPDATED = limit(AUTOMATIC, _AFTER)
 """The loop does something else there, which the forms with a step() take into account."""
+
+OWN_CLIP = [
+    *refused([form for form in INTERLEAVED if form not in RELEASED], "the gradient of "),
+    *refused(ZERO_INTERLEAVED, "zero.clip_grad_norm_() after backward, but"),
+    *limit(["zero deferred"], "the ranks' parts of the norm are summed in another order"),
+    *[cell for cell in GONE if cell[0] == "released"],
+    *ALREADY_UPDATED,
+]
+"""The loop calls ``zero.clip_grad_norm_``, or clips by itself where there is none."""
 
 EVERY_BACKWARD = limit(AUTOMATIC, _EVERY)
 """The loop makes a backward for which it does not step."""

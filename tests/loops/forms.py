@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from overlap import (
     AllReduce,
+    ClipGradNorm,
     LocalSGD,
     OptimizerHookState,
     OverlappedOptimizer,
@@ -28,6 +29,8 @@ from .run import Run, Stepless
 __all__ = [
     "ALL",
     "AUTOMATIC",
+    "CLIPS_AT",
+    "CLIPS_ITSELF",
     "DEFERRED",
     "FORMS",
     "INTERLEAVED",
@@ -136,6 +139,18 @@ def _local_state(local: Any) -> Any:
     return {key: value for key, value in local.state_dict().items() if key != "local_sgd"}
 
 
+def _clipped_in_chain(run: Run, ddp: Any, params: Any) -> Any:
+    optimizer = OverlappedOptimizer(run.plain_optimizer(params))
+    run.keep(chain(AllReduce(), ClipGradNorm(CLIPS_AT), Step(optimizer)).register(ddp))
+    return optimizer
+
+
+def _sharded_clipped(run: Run, ddp: Any, params: Any) -> Any:
+    zero = _zero(run, params, overlap_with_ddp=True)
+    run.keep(chain(AllReduce(), ZeroStep(zero, clip_grad_norm=CLIPS_AT)).register(ddp))
+    return zero
+
+
 def _consolidated(zero: Any) -> Any:
     """On rank 0; compared there."""
     zero.consolidate_state_dict(to=0)
@@ -143,6 +158,9 @@ def _consolidated(zero: Any) -> Any:
 
 
 _VIEWS = {"gradient_as_bucket_view": True}
+CLIPS_AT = 0.05
+"""The largest norm in the forms that clip by themselves."""
+_CLIPPING = frozenset({"clipping"})
 # Of forms that differ from another one only in when memory is there, or in how many buckets are exchanged at once.
 _SOME = frozenset({"plain", "accumulation", "gradients", "schedules", "resuming", "joined"})
 _ZERO: dict[str, Any] = {"state": _consolidated, "has_whole_state": False}
@@ -205,6 +223,25 @@ FORMS: tuple[Form, ...] = (
         build=lambda run, ddp, params: _zero(run, params),
         **_ZERO,
     ),
+    Form(
+        name="clipped",
+        made="`Step(OverlappedOptimizer(o), clip_grad_norm=c)`",
+        build=_replicated(clip_grad_norm=CLIPS_AT),
+        topics=_CLIPPING,
+    ),
+    Form(
+        name="clipped in chain",
+        made="`AllReduce(), ClipGradNorm(c), Step(OverlappedOptimizer(o))`",
+        build=_clipped_in_chain,
+        topics=_CLIPPING,
+    ),
+    Form(
+        name="zero clipped",
+        made="`AllReduce(), ZeroStep(zero, clip_grad_norm=c)`",
+        build=_sharded_clipped,
+        topics=_CLIPPING,
+        **_ZERO,
+    ),
     Form(name="local", made="`LocalSGD` before its `start_step`", build=_local, state=_local_state),
 )
 
@@ -222,6 +259,8 @@ INTERLEAVED = ("interleaved", "chained", "released")
 ZERO_INTERLEAVED = ("zero", "zero chained", "zero forward", "zero released", "zero late", "zero parameter")
 STEPPED = (*INTERLEAVED, *ZERO_INTERLEAVED)
 """The update is made in backward, and the loop calls ``step()``."""
+CLIPS_ITSELF = ("clipped", "clipped in chain", "zero clipped")
+"""The library clips, and the loop does not."""
 IN_BACKWARD = (*STEPPED, *AUTOMATIC)
 """The update is made in backward."""
 RELEASED = ("released", "zero released")

@@ -13,20 +13,11 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from harness.third_party import clip_gradients
 
-from .corpus import limit, loop, refused, variant
-from .declared import ALREADY_UPDATED, CLIPPED, EDITED, GONE, MOVED, PARTS
-from .forms import INTERLEAVED, RELEASED, ZERO_INTERLEAVED
+from .corpus import loop, variant
+from .declared import CLIPPED, EDITED, GONE, MOVED, OWN_CLIP, PARTS
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
-
-OWN_CLIP = [
-    *refused([form for form in INTERLEAVED if form not in RELEASED], "the gradient of "),
-    *refused(ZERO_INTERLEAVED, "zero.clip_grad_norm_() after backward, but"),
-    *limit(["zero deferred"], "the ranks' parts of the norm are summed in another order"),
-    *[cell for cell in GONE if cell[0] == "released"],
-    *ALREADY_UPDATED,
-]
 
 
 def after_backward(touch: Callable[[Any, Any], Any]) -> Any:

@@ -1,6 +1,8 @@
-"""Tiny models of the corpus, all of several buckets of 1 KiB, and their inputs."""
+"""Tiny models of the corpus, all of several buckets of 1 KiB, their inputs and groups of their parameters."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,3 +50,11 @@ def dropout() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Linear(16, 16)
     )
+
+
+def decay_groups(ddp: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(ddp.parameters())
+    return [
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in parameters if parameter.ndim <= 1], "weight_decay": 0.0, "lr": 0.05},
+    ]

@@ -17,19 +17,11 @@ from overlap.optim import AdamW8bit
 from .corpus import limit, loop, refused, variant
 from .declared import HOOK_IS_NOT_TOLD
 from .forms import AUTOMATIC, STAGED
-from .models import mlp
+from .models import decay_groups, mlp
 from .plain import usual
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
-
-
-def _decay_groups(ddp: nn.Module) -> list[dict[str, Any]]:
-    parameters = list(ddp.parameters())
-    return [
-        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": 0.1},
-        {"params": [parameter for parameter in parameters if parameter.ndim <= 1], "weight_decay": 0.0, "lr": 0.05},
-    ]
 
 
 def _per_layer(ddp: nn.Module) -> list[dict[str, Any]]:
@@ -66,13 +58,13 @@ SECOND_MODEL = [
     *refused(STAGED, "1 of 1 parameters of the ZeroRedundancyOptimizer are not trained by this model"),
 ]
 
-variant(usual, "groups: no decay for biases", groups=_decay_groups)
+variant(usual, "groups: no decay for biases", groups=decay_groups)
 variant(usual, "a group per parameter, layer-wise rates", groups=_per_layer, optimizer=_ADAMW)
 variant(usual, "named_parameters()", groups=_named)
 variant(
     usual,
     "groups, AdamW in 8 bits",
-    groups=_decay_groups,
+    groups=decay_groups,
     optimizer=partial(AdamW8bit, lr=0.01, block_numel=64, min_numel=64),
 )
 

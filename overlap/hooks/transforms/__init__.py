@@ -2,7 +2,7 @@
 
 from overlap.hooks.transforms.add_noise import AddNoise
 from overlap.hooks.transforms.centralize import Centralize
-from overlap.hooks.transforms.clip_grad_norm import ClipGradNorm
+from overlap.hooks.transforms.clip import ClipGradNorm
 from overlap.hooks.transforms.clip_value import ClipValue
 from overlap.hooks.transforms.log import Log
 from overlap.hooks.transforms.scale import Scale

@@ -15,10 +15,10 @@ from overlap._torch.device import has_streams, hold
 from overlap._torch.foreach import norms
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.clipping import check_norm_type
 from overlap.hooks.collectives import all_reduce
 from overlap.hooks.context import StageContext
 from overlap.hooks.late_reads import LateReads
+from overlap.hooks.transforms.clip import check_norm_type
 from overlap.hooks.transforms.transform import Place, Transform
 
 __all__ = ["Log"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from overlap.hooks import Bucket, all_reduce, whole_pass
-from overlap.hooks.clipping import Clipping, ShardedNorm
+from overlap.hooks.transforms.clip import Clipping, ShardedNorm, in_model_order
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.veto import Veto
 from overlap.optim.zero.bucket_shards import BucketShards, ShardsByBucket
@@ -13,7 +13,7 @@ from overlap.optim.zero.exchange import Exchange, Gather
 from overlap.optim.zero.late_buckets import LateBuckets
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.sharded_gradients import FiniteVote
-from overlap.optim.zero.sharding import Shard
+from overlap.optim.zero.sharding import Shard, flatten
 from overlap.optim.zero.used_shards import UsedShards
 
 __all__ = ["BackwardUpdate", "Pairs"]
@@ -65,10 +65,12 @@ class BackwardUpdate:
         # Of the last backward: its buckets in their order, and what is to be applied to the shards of each.
         self.gathers: list[Gather] = []
         self._held: dict[int, Pairs] = {}
+        # The whole means, by parameter, where they are to be clipped without a .grad of them.
+        self._whole: dict[Tensor, Tensor] = {}
 
     def begin(self) -> None:
         """A backward begins."""
-        self.gathers, self._held = [], {}
+        self.gathers, self._held, self._whole = [], {}, {}
         self.late.clear()
         self._vote.begin()
 
@@ -114,15 +116,27 @@ class BackwardUpdate:
         pairs = [pair for pair in zip(shards.owned, gradients, strict=True) if id(pair[0]) in kept]
         if self.lifecycle.leaves_update:
             self._vote.look([gradient for _, gradient in pairs])
+        if self.lifecycle.leaves_update and not bucket.is_replay:
+            pairs = []  # step() applies .grad.
+        elif self.clipping is not None and self.has_whole_mean:
+            used_ids = {id(shard.parameter) for shard in shards if id(shard) in kept}
+            whole = {p: g for p, g in zip(bucket.parameters, bucket.gradients, strict=True) if id(p) in used_ids}
+            if self.lifecycle.leaves_update:
+                whole = {parameter: gradient.clone() for parameter, gradient in whole.items()}
+            self._whole.update(whole)
+            pairs = [(shard, flatten(whole[shard.parameter])[slice(*shard.range)]) for shard, _ in pairs]
+        elif self.lifecycle.leaves_update:
             # DDP sets no .grad on a rank that replays, and its buffers are gone afterwards.
-            pairs = [(shard, gradient.clone()) for shard, gradient in pairs] if bucket.is_replay else []
+            pairs = [(shard, gradient.clone()) for shard, gradient in pairs]
         self._held[bucket.index] = pairs
 
     async def _update_together(self, bucket: Bucket) -> None:
         await whole_pass()
         if bucket.is_last:
             pairs = self.take_held()
-            if self.clipping is not None:
+            if self.clipping is not None and self.has_whole_mean:
+                self.clipping.clip_(self.take_whole())
+            elif self.clipping is not None:
                 gradients = [gradient for _, gradient in pairs]
                 norm = ShardedNorm(self.clipping, gradients, self.zero.ownership.trained, bucket.buffer.device)
                 await all_reduce(norm.partial, op=norm.op, group=bucket.group)
@@ -139,6 +153,11 @@ class BackwardUpdate:
         """What is to be applied of the last backward, on a rank that has no ``.grad`` of it; empty the second time."""
         held, self._held = self._held, {}
         return [pair for pairs in held.values() for pair in pairs]
+
+    def take_whole(self) -> list[Tensor]:
+        """The whole gradients behind :meth:`take_held`, in the model's order; kept after a reducer, to be clipped."""
+        whole, self._whole = self._whole, {}
+        return [whole[parameter] for parameter in in_model_order(whole, self.lifecycle.names)]
 
     def tell_verdict(self) -> None:
         """Backward is over: mark ``.grad`` where a rank has found a gradient that is not finite."""

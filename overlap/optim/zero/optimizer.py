@@ -27,6 +27,7 @@ from overlap._torch.state_dict_hooks import (
     before_state_dict,
 )
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
+from overlap.hooks.transforms.clip import Clipping
 from overlap.join.active import refuse_once_joined
 from overlap.join.joinable import refuse_before_model
 from overlap.join.meeting import Meeting
@@ -368,24 +369,27 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Call it on every rank between backward and :meth:`step`. With a :class:`ZeroStep` that reduces by itself, only
         the owned part of ``.grad`` is the mean, so ``torch.nn.utils.clip_grad_norm_`` would clip by another norm on
-        each rank. ``foreach`` is for kernels of the latter, where all of ``.grad`` is the mean.
+        each rank. ``foreach`` chooses the latter's kernels, where all of ``.grad`` is the mean.
 
-        Issues: one all-reduce of two numbers per parameter, and one of a number; nothing where all of ``.grad`` is
+        Communication: one all-reduce of two numbers per parameter, and one of a number; none where all of ``.grad`` is
             the mean.
 
         Returns:
-            The global norm before clipping, a 0-dimensional tensor, the same on every rank. The ranks' parts are summed
-            in float64, so it differs from that of plain DDP by the rounding of float32.
+            The global norm before clipping, a 0-dimensional tensor, the same on every rank. With a :class:`ZeroStep`
+            after a reducer it is that of ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)`` bit for bit;
+            with one that reduces by itself the same up to the order of summation, and so without a stage, where it is
+            summed in the groups' order (for the model's call ``torch.nn.utils.clip_grad_norm_`` itself).
 
         Raises:
             TrainingLoopError: the update was made in backward, or there is no mean to clip; or the norm is not finite
                 and ``error_if_nonfinite``; or gradients were scaled differently on different ranks.
             UnsupportedError: under ``Join``.
         """
+        clipping = Clipping(max_norm, norm_type, error_if_nonfinite, argument="max_norm")
         if self.stage is not None:
-            return self.stage.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-        parameters = [shard.parameter for shard in self.shards.values()]
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+            return self.stage.clip_(clipping, foreach=foreach)
+        gradients = [shard.parameter.grad for shard in self.shards.values() if shard.parameter.grad is not None]
+        return clipping.clip_(gradients, foreach=foreach)
 
     def skip_update(self) -> AbstractContextManager[None]:
         """``with zero.skip_update():`` for backwards of a loss that is not this optimizer's.

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from overlap.hooks.transforms.clip import Clipping
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle
 
@@ -33,8 +34,8 @@ class ShardedUpdate(Protocol):
     def step(self, loss_scale: LossScale) -> None:
         """Do what is left of the step after backward."""
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Clip what :meth:`step` is going to apply; returns the global norm."""
+    def clip_(self, clipping: Clipping, *, foreach: bool | None) -> Tensor:
+        """Clip the gradients that :meth:`step` is going to apply; returns the global norm."""
 
     def step_replayed(self) -> None:
         """The same on a rank that has run out of inputs."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from overlap.errors import TrainingLoopError, UnsupportedError
-from overlap.hooks.clipping import Clipping, ShardedNorm
+from overlap.hooks.transforms.clip import Clipping, ShardedNorm, in_model_order
 from overlap.join.group_collectives import all_reduce
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.phases import Phase
@@ -62,8 +62,8 @@ class StepUpdate:
             lifecycle.on_step(shard.parameter for shard in self.zero.shards.values())
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Clip what ``step()`` is going to apply; returns the global norm."""
+    def clip_(self, clipping: Clipping, *, foreach: bool | None) -> Tensor:
+        """Clip the gradients that ``step()`` is going to apply; returns the global norm."""
         if not self.updates_in_step:
             raise TrainingLoopError(
                 "zero.clip_grad_norm_() after backward, but the update had been made in backward: use "
@@ -78,24 +78,15 @@ class StepUpdate:
             raise TrainingLoopError(
                 "zero.clip_grad_norm_() clips the mean over ranks: call it between a synchronized backward and step()"
             )
-        parameters = [
-            s.parameter for s in self.zero.shards.values() if self.lifecycle.gradients.has_reduced(s.parameter)
-        ]
         if self._backward.has_whole_mean:
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+            return clipping.clip_(self._whole_gradients(), foreach=foreach)
         self._check_scales()
-        for parameter in parameters:
+        for parameter in (shard.parameter for shard in self._reduced_shards()):
             grad = parameter.grad
             if grad is not None and grad.stride() != parameter.stride():
                 parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
         gradients = [gradient for _, gradient in self._pairs_of_step()]
-        norm = self._norm(Clipping(max_norm, norm_type), gradients)
-        if error_if_nonfinite and not bool(torch.isfinite(norm.total)):
-            raise TrainingLoopError(
-                f"the total norm of order {norm_type} of the mean gradients is non-finite, so they cannot be clipped; "
-                "to clip them all the same, set error_if_nonfinite=False"
-            )
-        total = norm.clip_()
+        total = self._norm(clipping, gradients).clip_()
         self._scales.note(self._reduced_shards())
         return total
 
@@ -105,19 +96,36 @@ class StepUpdate:
             return
         try:
             self.zero.begin()  # Parameters may have been moved since backward.
-            pairs = self._pairs_of_step()
             if not (self._backward.has_whole_mean or self.zero.is_joining):
                 self._check_scales()
-            gradients = [gradient for _, gradient in pairs]
-            loss_scale.unscale_(gradients)
-            if self.clipping is not None:
-                self._norm(self.clipping, gradients).clip_()
+            pairs = self._clipped_pairs(loss_scale)
             verdict = Veto(loss_scale.verdict_for(self.zero.optim))
             self._backward.update(pairs, Veto.of_any([self.lifecycle.veto, verdict]))
             self._gather()
         except BaseException:
             self.lifecycle.on_update_failure()
             raise
+
+    def _clipped_pairs(self, loss_scale: LossScale) -> Pairs:
+        """Unscale and clip the gradients that ``step()`` applies, where that is asked for."""
+        if self.clipping is not None and self._backward.has_whole_mean:
+            whole = self._whole_gradients()
+            loss_scale.unscale_(whole)
+            self.clipping.clip_(whole)
+            return self._pairs_of_step()
+        pairs = self._pairs_of_step()
+        gradients = [gradient for _, gradient in pairs]
+        loss_scale.unscale_(gradients)
+        if self.clipping is not None:
+            self._norm(self.clipping, gradients).clip_()
+        return pairs
+
+    def _whole_gradients(self) -> list[Tensor]:
+        """The mean gradients that ``step()`` applies, in the model's order; after a reducer all ranks have all."""
+        if self.lifecycle.is_replay:
+            return self._backward.take_whole()
+        parameters = in_model_order((shard.parameter for shard in self._reduced_shards()), self.lifecycle.names)
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def _norm(self, clipping: Clipping, gradients: list[Tensor]) -> ShardedNorm:
         """Of all ranks' parts. Issues: one all-reduce of a number."""

@@ -12,6 +12,7 @@ from overlap._checks import check_flag, described, is_one_of, told
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext, whole_pass
+from overlap.hooks.transforms.clip import Clipping
 from overlap.hooks.wires import Wire, redistribute
 from overlap.join.active import active_join
 from overlap.optim.grad_scaler import LossScale
@@ -57,7 +58,10 @@ class ZeroStep(UpdateStage):
         zero: the optimizer; the model must have all its trainable parameters. Other parameters of the model are
             averaged and keep their ``.grad``.
         deferred: update in ``zero.step()``.
-        clip_grad_norm: scale the averaged gradients to at most this global norm first; implies ``deferred``.
+        clip_grad_norm: scale the averaged gradients to at most this global norm first; implies ``deferred``. After a
+            reducer that is ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip_grad_norm)`` bit for bit (of the
+            parameters that ``zero`` has), since norms are summed in the model's order; where the stage reduces by
+            itself, the ranks' parts are summed, and the norm is the same up to the order of summation.
         norm_type: the type of the norm; ``float("inf")`` for the maximum.
         gather: ``"backward"`` waits for new parameters before backward (or a deferred ``zero.step()``) returns;
             ``"forward"`` gathers them during the next forward. Looking a parameter up in the model waits for it;
@@ -355,9 +359,9 @@ class ZeroStep(UpdateStage):
         self._in_step.step_replayed()
         self.wait()
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Clip what :meth:`step` is going to apply; returns the global norm."""
-        return self._in_step.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    def clip_(self, clipping: Clipping, *, foreach: bool | None) -> Tensor:
+        """Clip the gradients that :meth:`step` is going to apply; returns the global norm."""
+        return self._in_step.clip_(clipping, foreach=foreach)
 
     def wait(self) -> None:
         """Wait for gathers that run during the next forward."""

@@ -252,11 +252,6 @@ METHODS: dict[str, Mutant] = {
         lambda: [mock.patch("overlap.optim.pass_gradients.is_sampled", _never_samples)],
         "forward backward data_edit:1 step",
     ),
-    "norms of edited gradients kept": Mutant(
-        "step_clipped",
-        lambda: [mock.patch("overlap.optim.clipping.is_sampled", _never_samples)],
-        "forward backward data_edit:all step",
-    ),
     "a clip that changes nothing taken for an edit": Mutant(
         INTERLEAVED,
         lambda: [mock.patch("overlap.optim.gradient_versions.fingerprints", _never_the_same)],

@@ -1,0 +1,320 @@
+"""Clipping by the library is `clip_grad_norm_(ddp.parameters(), c)` bit for bit, whatever the optimizer's groups."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join as TorchJoin
+
+from harness import run_ranks, wrap
+from harness.models import DTYPES, MLP, UNUSED, Batch, Case, mean_squared_error
+from overlap import (
+    AllReduce,
+    ClipGradNorm,
+    ConfigurationError,
+    Join,
+    OverlappedOptimizer,
+    Step,
+    TrainingLoopError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+)
+from overlap.hooks.transforms.transform import WholePassTransform
+
+STEPS = 20
+C = 0.01
+BATCHES = (6, 3)
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+NORM_TYPES = (2.0, 1.0, float("inf"))
+
+
+def _many() -> nn.Sequential:
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh()) for _ in range(8)]
+    return nn.Sequential(*layers, nn.Linear(16, 16))
+
+
+MANY = Case(name="many", build=_many, inputs=MLP.inputs)
+
+
+def _groups(ddp: nn.Module) -> list[dict[str, Any]]:
+    """Decay for matrices alone, as most training scripts have it: another order than the model's."""
+    every = list(ddp.parameters())
+    matrices, others = [p for p in every if p.ndim > 1], [p for p in every if p.ndim <= 1]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+@dataclass(frozen=True)
+class Form:
+    """`build` registers a chain that clips, and returns what the loop steps, if anything."""
+
+    build: Callable[[Any, Any], Any]
+    """Of the model and the type of the norm."""
+    mutant: tuple[str, str]
+    """Where it takes the model's order from."""
+    clips_by_hand: bool = False
+
+
+def _step(ddp: Any, norm_type: float) -> Any:
+    optimizer = OverlappedOptimizer(torch.optim.SGD(_groups(ddp), **SGD))
+    chain(AllReduce(), Step(optimizer, clip_grad_norm=C, norm_type=norm_type)).register(ddp)
+    return optimizer
+
+
+def _automatic(ddp: Any, norm_type: float) -> None:
+    optimizer = torch.optim.SGD(_groups(ddp), **SGD)
+    chain(AllReduce(), Step(optimizer, clip_grad_norm=C, norm_type=norm_type)).register(ddp)
+
+
+def _transform(ddp: Any, norm_type: float) -> Any:
+    optimizer = OverlappedOptimizer(torch.optim.SGD(_groups(ddp), **SGD))
+    chain(AllReduce(), ClipGradNorm(C, norm_type), Step(optimizer)).register(ddp)
+    return optimizer
+
+
+def _zero(ddp: Any, norm_type: float, *, reducer: bool = True, **options: Any) -> Any:
+    zero = ZeroRedundancyOptimizer(_groups(ddp), torch.optim.SGD, **SGD)
+    clip = {"deferred": True} if options.pop("by_hand", False) else {"clip_grad_norm": C, "norm_type": norm_type}
+    chain(*[AllReduce()] * reducer, ZeroStep(zero, **clip, **options)).register(ddp)
+    return None if options.get("automatic") else zero
+
+
+def _zero_transform(ddp: Any, norm_type: float) -> Any:
+    zero = ZeroRedundancyOptimizer(_groups(ddp), torch.optim.SGD, **SGD)
+    chain(AllReduce(), ClipGradNorm(C, norm_type), ZeroStep(zero)).register(ddp)
+    return zero
+
+
+_ZERO_IN_STEP = ("overlap.optim.zero.step_update", "in_model_order")
+_TRANSFORM = ("", "")
+FORMS = {
+    "Step": Form(_step, ("overlap.optim.overlapped", "in_model_order")),
+    "Step, automatic": Form(_automatic, ("overlap.optim.deferred", "in_model_order")),
+    "ClipGradNorm, Step": Form(_transform, _TRANSFORM),
+    "ZeroStep": Form(_zero, _ZERO_IN_STEP),
+    "ZeroStep, automatic": Form(
+        functools.partial(_zero, automatic=True), ("overlap.optim.zero.backward_update", "in_model_order")
+    ),
+    "zero.clip_grad_norm_": Form(functools.partial(_zero, by_hand=True), _ZERO_IN_STEP, clips_by_hand=True),
+    "ClipGradNorm, ZeroStep": Form(_zero_transform, _TRANSFORM),
+}
+
+
+def _clip(ddp: Any, norm_type: float) -> Tensor:
+    norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), C, norm_type)
+    assert norm > C, "a clip that does not bind shows nothing"
+    return norm
+
+
+def _plain(case: Case, batches: Sequence[Batch], norm_type: float) -> tuple[list[list[Tensor]], int]:
+    """The parameters after each step, and in how many steps the optimizer's order of summation gives another norm."""
+    ddp, other_norms = wrap(case.model(), **case.ddp_options()), 0
+    optimizer = torch.optim.SGD(_groups(ddp), **SGD)
+    records = []
+    for batch in batches:
+        optimizer.zero_grad()
+        mean_squared_error(ddp, batch).backward()
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        in_its_order = torch.nn.utils.get_total_norm(gradients, norm_type)
+        other_norms += not torch.equal(_clip(ddp, norm_type), in_its_order)
+        optimizer.step()
+        records.append([parameter.detach().clone() for parameter in ddp.parameters()])
+    return records, other_norms
+
+
+def _differing_steps(
+    form: Form, case: Case, batches: Sequence[Batch], norm_type: float, reference: list[list[Tensor]]
+) -> int:
+    ddp = wrap(case.model(), **case.ddp_options())
+    optimizer = form.build(ddp, norm_type)
+    differing = 0
+    for batch, expected in zip(batches, reference, strict=True):
+        mean_squared_error(ddp, batch).backward()
+        if form.clips_by_hand:
+            optimizer.clip_grad_norm_(C, norm_type)
+        if optimizer is not None:
+            optimizer.step()
+        differing += any(not torch.equal(ours, theirs) for ours, theirs in zip(ddp.parameters(), expected, strict=True))
+    return differing
+
+
+def _mutated(form: Form) -> Any:
+    if form.mutant == _TRANSFORM:
+        right = WholePassTransform.in_order
+        return mock.patch.object(
+            WholePassTransform, "in_order", lambda self, buckets: sorted(right(self, buckets), key=_is_vector)
+        )
+    return mock.patch(".".join(form.mutant), lambda parameters, *models: sorted(parameters, key=lambda p: p.ndim <= 1))
+
+
+def _is_vector(pair: tuple[Tensor, Tensor]) -> bool:
+    return pair[0].ndim <= 1
+
+
+def _in_every_form(rank: int, world_size: int) -> None:
+    batches = MANY.batches(rank, steps=STEPS)
+    for norm_type in NORM_TYPES:
+        reference, other_norms = _plain(MANY, batches, norm_type)
+        assert other_norms > 0 or norm_type == float("inf"), "the order of summation shows in no step"
+        for name, form in FORMS.items():
+            assert _differing_steps(form, MANY, batches, norm_type, reference) == 0, f"{name}, {norm_type=}"
+            if norm_type == 2.0:
+                with _mutated(form):
+                    assert _differing_steps(form, MANY, batches, norm_type, reference) > 0, f"{name}: mutant"
+
+
+def test_every_form_sums_in_the_models_order_and_not_in_the_optimizers() -> None:
+    run_ranks(_in_every_form, 2)
+
+
+def _of_several_dtypes_and_unused(rank: int, world_size: int) -> None:
+    for case in (DTYPES, UNUSED):
+        batches = case.batches(rank, steps=5)
+        for norm_type in (2.0, float("inf")):
+            reference, _ = _plain(case, batches, norm_type)
+            for name, form in FORMS.items():
+                if case is UNUSED and norm_type == 2.0 and form.mutant == _TRANSFORM:
+                    continue  # Zeros of unused parameters are among those added up.
+                assert _differing_steps(form, case, batches, norm_type, reference) == 0, f"{name}, {case}, {norm_type=}"
+
+
+def test_several_dtypes_and_parameters_without_a_gradient() -> None:
+    run_ranks(_of_several_dtypes_and_unused, 2)
+
+
+def _in_parts(rank: int, world_size: int) -> None:
+    batches = MANY.batches(rank, steps=STEPS)
+    for norm_type in NORM_TYPES:
+        reference, _ = _plain(MANY, batches, norm_type)
+        for options in ({}, {"automatic": True}, {"gather": "forward"}):
+            ddp = wrap(MANY.model(), **MANY.ddp_options())
+            zero = _zero(ddp, norm_type, reducer=False, **options)
+            for batch, expected in zip(batches, reference, strict=True):
+                mean_squared_error(ddp, batch).backward()
+                if zero is not None:
+                    zero.step()
+                    zero.wait()
+                for ours, theirs in zip(ddp.parameters(), expected, strict=True):
+                    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sharded_norm_is_the_same_up_to_the_order_of_summation() -> None:
+    run_ranks(_in_parts, 3)
+
+
+def _parts_of_a_model_and_others(rank: int, world_size: int) -> None:
+    """An optimizer of some of two models' parameters, and of one that is in no model."""
+    models = [wrap(MANY.model(seed=seed), **MANY.ddp_options()) for seed in (0, 1, 2, 3)]
+    plain, ours = models[:2], models[2:]
+    for one, other in zip(plain, ours, strict=True):
+        other.module.load_state_dict(one.module.state_dict())
+    alone = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+
+    def parts(pair: Sequence[Any], own: nn.Parameter) -> list[nn.Parameter]:
+        return [p for ddp in pair for p in ddp.parameters() if p.ndim > 1] + [own]
+
+    reference = torch.optim.SGD(parts(plain, alone[0])[::-1], **SGD)
+    optimizer = OverlappedOptimizer(torch.optim.SGD(parts(ours, alone[1])[::-1], **SGD))
+    for ddp in ours:
+        chain(AllReduce(), Step(optimizer, clip_grad_norm=C)).register(ddp)
+    for batch in MANY.batches(rank, steps=5):
+        for pair, own in ((plain, alone[0]), (ours, alone[1])):
+            sum(mean_squared_error(ddp, batch) for ddp in pair).backward()  # type: ignore[union-attr]
+            own.grad = torch.full((3,), 0.3)
+        torch.nn.utils.clip_grad_norm_(parts(plain, alone[0]), C)
+        for one in (reference, optimizer):
+            one.step()
+            one.zero_grad()
+        for ddp in (*plain, *ours):
+            ddp.zero_grad()
+        for ours_now, theirs in zip(parts(ours, alone[1]), parts(plain, alone[0]), strict=True):
+            assert torch.equal(ours_now, theirs)
+
+
+def test_an_optimizers_own_part_counts_in_the_order_of_its_models_and_what_is_in_none_comes_last() -> None:
+    run_ranks(_parts_of_a_model_and_others, 2)
+
+
+def _unevenly(rank: int, world_size: int) -> None:
+    """A rank without inputs, which has no `.grad`, clips as the others."""
+    plain = wrap(MANY.model(), **MANY.ddp_options())
+    reference = torch.optim.SGD(_groups(plain), **SGD)
+    with TorchJoin([plain]):
+        for step in range(BATCHES[rank]):
+            reference.zero_grad()
+            mean_squared_error(plain, MANY.batch(step, rank)).backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), C)
+            reference.step()
+    for name in ("Step", "ZeroStep", "ZeroStep, automatic", "ClipGradNorm, Step"):
+        ddp = wrap(MANY.model(), **MANY.ddp_options())
+        optimizer = FORMS[name].build(ddp, 2.0)
+        zero = [] if optimizer is None else [optimizer]
+        with Join([ddp, *zero]):
+            for step in range(BATCHES[rank]):
+                mean_squared_error(ddp, MANY.batch(step, rank)).backward()
+                if optimizer is not None:
+                    optimizer.step()
+        for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+def test_with_uneven_inputs() -> None:
+    run_ranks(_unevenly, 2)
+
+
+def _scaled(rank: int, world_size: int) -> None:
+    def run(build: Callable[[Any], Any], *, clips: bool) -> Any:
+        ddp = wrap(MANY.model(), **MANY.ddp_options())
+        optimizer, scaler = build(ddp), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        for step in range(6):
+            loss = mean_squared_error(ddp, MANY.batch(step, rank)) * (float("inf") if step == rank else 1.0)
+            scaler.scale(loss).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(ddp.parameters(), C)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return list(ddp.parameters())
+
+    plain = run(lambda ddp: torch.optim.SGD(_groups(ddp), **SGD), clips=True)
+    for name in ("Step", "ZeroStep"):
+        candidate = run(lambda ddp, name=name: FORMS[name].build(ddp, 2.0), clips=False)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(candidate, plain, strict=True)), name
+
+
+def test_scaled_gradients_are_unscaled_first() -> None:
+    run_ranks(_scaled, 2)
+
+
+def _after_the_update(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    chain(AllReduce(), Step(torch.optim.SGD(ddp.parameters(), lr=0.1))).register(ddp)
+    for step in range(2):
+        ddp(*MLP.batch(step, rank).inputs).sum().backward()
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+    with pytest.raises(TrainingLoopError, match=r"changed after backward.*deferred=True"):
+        ddp(*MLP.batch(2, rank).inputs)
+
+
+def test_clipping_what_a_plain_optimizer_has_applied_is_an_error_at_the_next_forward() -> None:
+    run_ranks(_after_the_update, 2)
+
+
+def test_clip_grad_norm_cannot_be_interleaved() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(ConfigurationError, match=r"clip_grad_norm=1\.0 needs the norm of all"):
+        Step(optimizer, deferred=False, clip_grad_norm=1.0)
+
+
+def test_clip_grad_norm_must_be_positive() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(ConfigurationError, match="clip_grad_norm must be positive, got -1"):
+        Step(optimizer, clip_grad_norm=-1)
