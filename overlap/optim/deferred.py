@@ -85,10 +85,11 @@ class DeferredUpdate:
         if self.lifecycle.veto.stops:
             self.lifecycle.gradients.note_applied(held)
             return
-        if self.clipping is not None:
-            self.clipping.clip_([held[parameter] for parameter in in_model_order(held, self.lifecycle.names)])
         optimizer, groups = self.optimizer.optimizer, self.optimizer.param_groups
         every = [parameter for group in groups for parameter in group["params"]]
+        if self.clipping is not None:
+            ordered = in_model_order((one for one in every if one in held), self.lifecycle.names)
+            self.clipping.clip_([held[parameter] for parameter in ordered])
         gradients = [held.get(parameter) for parameter in every]
         with grads_replaced(every, gradients), self.lifecycle.veto.passed_to(optimizer):
             step_whole(optimizer)

@@ -57,7 +57,8 @@ class Step(UpdateStage):
             ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip_grad_norm)`` bit for bit, whatever its groups: norms
             are summed in the model's order. Of an optimizer with a part of them only that part counts (for the whole
             model use :class:`ClipGradNorm`); one that serves several models sums in the order in which these were
-            registered, and parameters outside of the models come last, in the groups' order.
+            registered, and parameters outside of the models (all, in a hook registered with
+            ``ddp.register_comm_hook``) come last, in the groups' order.
         norm_type: which norm.
         release_gradients: free a bucket's memory as soon as it is updated, and allocate it again for its next gradient,
             so that gradients hardly add to the peak. ``.grad`` is ``None`` after backward. Needs

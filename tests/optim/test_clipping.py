@@ -25,6 +25,7 @@ from overlap import (
     TrainingLoopError,
     ZeroRedundancyOptimizer,
     ZeroStep,
+    as_hook,
     chain,
 )
 from overlap.hooks.transforms.transform import WholePassTransform
@@ -190,7 +191,7 @@ def test_several_dtypes_and_parameters_without_a_gradient() -> None:
 
 
 def _in_parts(rank: int, world_size: int) -> None:
-    batches = MANY.batches(rank, steps=STEPS)
+    batches = MANY.batches(rank, steps=6)
     for norm_type in NORM_TYPES:
         reference, _ = _plain(MANY, batches, norm_type)
         for options in ({}, {"automatic": True}, {"gather": "forward"}):
@@ -240,6 +241,26 @@ def _parts_of_a_model_and_others(rank: int, world_size: int) -> None:
 
 def test_an_optimizers_own_part_counts_in_the_order_of_its_models_and_what_is_in_none_comes_last() -> None:
     run_ranks(_parts_of_a_model_and_others, 2)
+
+
+def _in_a_hook(rank: int, world_size: int) -> None:
+    """It knows no model, and sums in the order of the groups: here the model's."""
+    batches = MANY.batches(rank, steps=STEPS)
+    plain, ddp = (wrap(MANY.model(), **MANY.ddp_options()) for _ in range(2))
+    reference, optimizer = (torch.optim.SGD(model.parameters(), **SGD) for model in (plain, ddp))
+    ddp.register_comm_hook(None, as_hook(chain(AllReduce(), Step(optimizer, clip_grad_norm=C))))
+    for batch in batches:
+        reference.zero_grad()
+        mean_squared_error(plain, batch).backward()
+        _clip(plain, 2.0)
+        reference.step()
+        ddp.zero_grad()
+        mean_squared_error(ddp, batch).backward()
+        assert all(torch.equal(a, b) for a, b in zip(ddp.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_hook_sums_in_the_groups_order() -> None:
+    run_ranks(_in_a_hook, 2)
 
 
 def _unevenly(rank: int, world_size: int) -> None:

@@ -136,7 +136,8 @@ class ClipGradNorm(WholePassTransform):
     ``step()``, bit for bit, whatever the optimizer's groups; before it, each rank clips its own gradient by its own
     norm. It waits for all buckets, so updates after it run when backward has computed everything; they may be of any
     form. After a reduce-scatter each rank takes the norm of its parts, and the norm is the same up to the order of
-    summation, as it is with parameters that no rank used, whose zeros are counted; the largest element is the same.
+    summation. So it is with parameters that no rank used, whose zeros are counted, and in a hook that is registered
+    with ``ddp.register_comm_hook``, which does not know the model's order. The largest element is always the same.
 
     With ``GradScaler`` gradients in backward are scaled, so ``step()`` refuses: use
     ``Step(optimizer, clip_grad_norm=...)``, which clips in ``step()``.

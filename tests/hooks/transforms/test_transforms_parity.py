@@ -30,7 +30,7 @@ from overlap import (
     chain,
 )
 from overlap.hooks import Role, all_reduce
-from overlap.hooks.clipping import Clipping, ShardedNorm
+from overlap.hooks.transforms.clip import Clipping, ShardedNorm
 
 from . import by_hand
 from .by_hand import TRANSFORMS, after_reducer, before_reducer, reference, with_step, with_zero

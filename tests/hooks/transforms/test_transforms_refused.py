@@ -254,7 +254,7 @@ def _failing(rank: int, world_size: int) -> None:
     ddp.zero_grad()
     bad = MLP.batch(0, rank)
     bad.target.fill_(float("nan"))
-    with pytest.raises((TrainingLoopError, overlap.PeerError), match="norm of order 2 of the local gradients is nan"):
+    with pytest.raises((TrainingLoopError, overlap.PeerError), match="norm of order 2 of the gradients is nan"):
         mean_squared_error(ddp, bad).backward()
     assert torch.equal(source.get_state(), before)
     ddp.zero_grad()
