@@ -151,7 +151,6 @@ NAMES = {
         "whole_pass",
     ],
     "overlap.optim": [
-        "AdamW8bit",
         "Average",
         "ElasticLocalSGD",
         "FunctionalAdadelta",

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from overlap._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from overlap.optim.adamw8bit import AdamW8bit
     from overlap.optim.functional import (
         FunctionalAdadelta,
         FunctionalAdagrad,
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 else:
     # Where each name is from; see overlap._lazy.
     _PARTS = {
-        "adamw8bit": ("AdamW8bit",),
         "functional": (
             "FunctionalAdadelta",
             "FunctionalAdagrad",
@@ -76,7 +74,6 @@ else:
     __getattr__, __dir__ = lazy_names(__name__, _PARTS)
 
 __all__ = [
-    "AdamW8bit",
     "Average",
     "ElasticLocalSGD",
     "FunctionalAdadelta",

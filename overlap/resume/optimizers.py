@@ -13,7 +13,7 @@ from overlap.errors import ConfigurationError
 from overlap.optim import FunctionalOptimizer, LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.optim.packed_state import load_packed
 from overlap.optim.proxy import OptimizerProxy
-from overlap.optim.zero.other_ranks import check_joined, joined, load_joined
+from overlap.optim.zero.other_ranks import joined, load_joined
 from overlap.optim.zero.own_state import check_own_state, load_own_state, own_state
 
 __all__ = [
@@ -69,9 +69,7 @@ def joined_optimizer_state(optim: Any, names: Names, states: Sequence[Mapping[st
 def check_optimizer_state(optim: Any, names: Names, state: Mapping[str, Any]) -> None:
     """Raises: ConfigurationError: ``state`` is of another kind of optimizer, or of other parameters."""
     _check_parameters(optim, names, state)
-    if "joined" in state:
-        check_joined(optim, state["joined"])
-    elif isinstance(optim, ZeroRedundancyOptimizer):
+    if isinstance(optim, ZeroRedundancyOptimizer) and "joined" not in state:
         check_own_state(optim, state["own"], _order(state["parameters"], _labels(optim, names)))
 
 

@@ -7,7 +7,6 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +38,18 @@ from overlap import (
     chain,
     route,
 )
-from overlap._torch.device import streams_replaced
 from overlap.hooks import PostLocal, PostLocalSGDState
-from overlap.optim import AdamW8bit
-from streams.at_once import AtOnce
 
 SIZES = (4, 3, 2, 4)
 STEPS = 2  # Of each number of ranks.
 ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
-BLOCKS: dict[str, Any] = {"lr": 0.01, "block_numel": 64, "min_numel": 64}
 OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def _zero(
-    ddp: Any, *stages: Any, cls: Any = torch.optim.AdamW, zero: Mapping[str, Any] | None = None, **stage: Any
-) -> ZeroRedundancyOptimizer:
-    arguments = BLOCKS if cls is AdamW8bit else ADAMW
-    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), cls, overlap_with_ddp=True, **arguments, **(zero or {}))
+def _zero(ddp: Any, *stages: Any, partition: str | None = None, **stage: Any) -> ZeroRedundancyOptimizer:
+    optimizer = ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, partition=partition, **ADAMW
+    )
     chain(*stages, ZeroStep(optimizer, **stage)).register(ddp)
     return optimizer
 
@@ -88,9 +82,7 @@ EXACT: dict[str, Callable[[Any], ZeroRedundancyOptimizer]] = {
     "gathered in backward": _zero,
     "gathered in forward": functools.partial(_zero, gather="forward"),
     "gathered in step": functools.partial(_zero, deferred=True),
-    "state of 8 bits": functools.partial(_zero, cls=AdamW8bit),
-    "offloaded": functools.partial(_zero, zero={"offload": True}),
-    "whole parameters": functools.partial(_zero, zero={"partition": "parameter"}),
+    "whole parameters": functools.partial(_zero, partition="parameter"),
 }
 """The step after a resume is plain DDP's with the plain optimizer, bit for bit."""
 WIRES = {"reduce_wire": Int8(), "gather_wire": Int8(), "error_feedback": True}
@@ -139,8 +131,7 @@ def _leg(rank: int, ranks: int, folder: Path, begin: int, is_async: bool) -> Non
     os.fsync = lambda descriptor: None  # It takes long, and is for when the machine fails.
     background = dist.new_group()  # Of the threads of asynchronous saves.
     for form in FORMS:
-        with streams_replaced(AtOnce()) if form == "offloaded" else nullcontext():
-            _leg_of(form, rank, ranks, folder / form, begin, background if is_async else None)
+        _leg_of(form, rank, ranks, folder / form, begin, background if is_async else None)
 
 
 def _leg_of(form: str, rank: int, ranks: int, folder: Path, begin: int, background: Any) -> None:
@@ -209,8 +200,7 @@ def _check_resumed(
 def _check_next_step(form: str, ddp: Any, zero: ZeroRedundancyOptimizer, step: int) -> None:
     plain = wrap(MLP.model(), **MLP.ddp_options())
     plain.module.load_state_dict(ddp.module.state_dict())
-    cls, arguments = (AdamW8bit, BLOCKS) if "8 bits" in form else (torch.optim.AdamW, ADAMW)
-    optimizer = cls(plain.parameters(), **arguments)
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     optimizer.load_state_dict(_whole(zero))
     for one, its in ((plain, optimizer), (ddp, zero)):
         _train(one, its, range(step, step + 1), 0)

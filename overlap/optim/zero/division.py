@@ -14,7 +14,6 @@ from overlap._checks import is_one_of, told
 from overlap.errors import ConfigurationError, OverlapError, UnsupportedError
 from overlap.optim.group_kinds import kinds_of
 from overlap.optim.probe import Separability, Verdict, probe
-from overlap.optim.state_blocks import StateBlocks
 from overlap.optim.subset import check_optimizer
 from overlap.optim.zero.parameter_groups import is_narrower
 from overlap.optim.zero.update_cost import orthogonalization_steps
@@ -62,11 +61,6 @@ class Experiments:
     def orthogonalizes(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
         """In how many steps ``cls`` orthogonalizes the matrices of each group; 0 where it does not."""
         return [orthogonalization_steps(group) for group in self._small(groups).param_groups]
-
-    def state_blocks(self, groups: Sequence[Mapping[str, Any]]) -> list[StateBlocks | None]:
-        """What ``cls`` declares of the state of each group. See [Note: state in blocks]."""
-        small = self._small(groups)
-        return [StateBlocks.of(small, group) for group in small.param_groups]
 
     def _small(self, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
         stand_ins = [{**group, **_stand_ins(group, self._master_dtype)} for group in groups]

@@ -53,9 +53,9 @@ class LocalOptimizer:
         """How ``cls`` may be stepped."""
         self.partition = choose_partition(cls, self.separability, partition)
         self.ownership = Ownership(process_group, self.partition, master_dtype)
-        orthogonalizes, blocks = self._experiments.orthogonalizes(groups), self._experiments.state_blocks(groups)
+        orthogonalizes = self._experiments.orthogonalizes(groups)
         meeting.come()
-        chunks = self.ownership.add(groups, first_group=0, orthogonalizes=orthogonalizes, blocks=blocks)
+        chunks = self.ownership.add(groups, first_group=0, orthogonalizes=orthogonalizes)
         self.optim = make_optimizer(cls, chunks, defaults)
         """The optimizer itself."""
         self._stepper = SubsetStepper(self.optim)
@@ -87,7 +87,6 @@ class LocalOptimizer:
             [group],
             first_group=len(groups),
             orthogonalizes=self._experiments.orthogonalizes([*groups, group])[-1:],
-            blocks=self._experiments.state_blocks([*groups, group])[-1:],
         )
         self.optim.add_param_group(chunks)
 

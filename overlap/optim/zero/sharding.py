@@ -11,12 +11,11 @@ from torch import Tensor
 
 from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
-from overlap.optim.state_blocks import StateBlocks
 from overlap.optim.zero.parameter_groups import check_same_on_all_ranks, device_of, is_narrower, names_of
 from overlap.optim.zero.partition import ByElement, ByParameter, Extent, Partition, Range
 from overlap.optim.zero.update_cost import orthogonalization_flops
 
-__all__ = ["Ownership", "Shard", "check_order", "flatten"]
+__all__ = ["Ownership", "Shard", "flatten"]
 
 
 class Ownership:
@@ -42,7 +41,6 @@ class Ownership:
         *,
         first_group: int,
         orthogonalizes: Sequence[int],
-        blocks: Sequence[StateBlocks | None],
     ) -> list[dict[str, Any]]:
         """Make the shards of new groups; returns the groups of chunks for this rank's optimizer.
 
@@ -50,7 +48,6 @@ class Ownership:
             groups: with their parameters.
             first_group: the place of the first.
             orthogonalizes: in how many steps the optimizer orthogonalizes the matrices of each group.
-            blocks: what the optimizer declares of each group.
 
         Issues: one gather of a few bytes per parameter.
 
@@ -67,16 +64,10 @@ class Ownership:
             known[id(parameter)] = name
         device_of([*(s.parameter for s in self.shards.values()), *(p for _, p in pairs)])  # Raises where there are two.
         steps = dict(enumerate(orthogonalizes, start=first_group))
-        blocks_of = dict(enumerate(blocks, start=first_group))
         settings = [*self._settings]
         if any(orthogonalizes):
             settings.append(f"ns_steps={list(orthogonalizes)}")
-        if any(blocks):
-            settings.append(f"state in blocks={list(blocks)}")
         check_same_on_all_ranks(groups, names, self.group, tuple(settings))
-        if not self._partition.is_whole:
-            for name, (place, parameter) in zip(names, pairs, strict=True):
-                check_order(parameter, name, blocks_of[place])
         extents = [
             Extent(
                 p.numel(),
@@ -84,7 +75,6 @@ class Ownership:
                 p.requires_grad,
                 pool=(place, p.dtype),
                 flops=orthogonalization_flops(p, steps[place]),
-                cut_multiple=1 if (declared := blocks_of[place]) is None else declared.cut_multiple(p.numel()),
             )
             for place, p in pairs
         ]
@@ -279,13 +269,3 @@ def flatten(tensor: Tensor) -> Tensor:
     """A flat view of ``tensor``, whose memory has no gaps, in the order of its memory."""
     detached = tensor.detach()
     return detached.as_strided((tensor.numel(),), (1,), int(detached.storage_offset()))
-
-
-def check_order(parameter: Tensor, name: str, blocks: StateBlocks | None) -> None:
-    """Raises: UnsupportedError: a cut of ``parameter``, in the order of its memory, would not be between blocks."""
-    if blocks is not None and parameter.numel() >= blocks.min_numel and not parameter.is_contiguous():
-        raise UnsupportedError(
-            f"{name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, so a range of its memory is "
-            "not a range of its elements, of which the optimizer's state has blocks: use "
-            "ZeroRedundancyOptimizer(..., partition='parameter'), or the usual memory format"
-        )
