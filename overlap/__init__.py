@@ -72,7 +72,6 @@ if TYPE_CHECKING:
     )
     from overlap.join import Join, Joinable, JoinHook
     from overlap.optim import (
-        ElasticLocalSGD,
         LocalSGD,
         OverlappedOptimizer,
         ReduceScatter,
@@ -149,7 +148,6 @@ else:
             "route",
         ),
         "optim": (
-            "ElasticLocalSGD",
             "LocalSGD",
             "OverlappedOptimizer",
             "ReduceScatter",
@@ -184,7 +182,6 @@ __all__ = [
     "CollectiveError",
     "ConfigurationError",
     "DQuantType",
-    "ElasticLocalSGD",
     "Float16",
     "Float8",
     "Hierarchical",

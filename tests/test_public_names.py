@@ -23,7 +23,6 @@ NAMES = {
         "CollectiveError",
         "ConfigurationError",
         "DQuantType",
-        "ElasticLocalSGD",
         "Float16",
         "Float8",
         "Hierarchical",
@@ -152,7 +151,6 @@ NAMES = {
     ],
     "overlap.optim": [
         "Average",
-        "ElasticLocalSGD",
         "FunctionalAdadelta",
         "FunctionalAdagrad",
         "FunctionalAdam",

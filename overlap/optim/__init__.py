@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     )
     from overlap.optim.local_sgd import (
         Average,
-        ElasticLocalSGD,
         HierarchicalModelAverager,
         LocalSGD,
         ModelAverager,
@@ -52,7 +51,6 @@ else:
         ),
         "local_sgd": (
             "Average",
-            "ElasticLocalSGD",
             "HierarchicalModelAverager",
             "LocalSGD",
             "ModelAverager",
@@ -75,7 +73,6 @@ else:
 
 __all__ = [
     "Average",
-    "ElasticLocalSGD",
     "FunctionalAdadelta",
     "FunctionalAdagrad",
     "FunctionalAdam",
