@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from overlap.activations import apply_activation_checkpointing, checkpoint_wrapper, offload_wrapper
     from overlap.compose import OptimizerHookState, hook_then_optimizer
     from overlap.errors import (
-        CheckpointError,
         CollectiveError,
         ConfigurationError,
         OverlapError,
@@ -83,13 +82,12 @@ if TYPE_CHECKING:
     )
     from overlap.plan import Plan, auto
     from overlap.quantized import DQuantType, auto_quantize
-    from overlap.resume import CheckpointManager, TrainState, load_state_dict, state_dict
+    from overlap.resume import TrainState, load_state_dict, state_dict
     from overlap.timeline import Timeline
 else:
     # Where each name is from; see overlap._lazy.
     _PARTS = {
         "errors": (
-            "CheckpointError",
             "CollectiveError",
             "ConfigurationError",
             "OverlapError",
@@ -161,7 +159,7 @@ else:
         "activations": ("apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"),
         "plan": ("Plan", "auto"),
         "quantized": ("DQuantType", "auto_quantize"),
-        "resume": ("CheckpointManager", "TrainState", "load_state_dict", "state_dict"),
+        "resume": ("TrainState", "load_state_dict", "state_dict"),
         "timeline": ("Timeline",),
     }
     __getattr__, __dir__ = lazy_names(__name__, _PARTS)
@@ -175,8 +173,6 @@ __all__ = [
     "Cast",
     "Centralize",
     "Chain",
-    "CheckpointError",
-    "CheckpointManager",
     "ClipGradNorm",
     "ClipValue",
     "CollectiveError",

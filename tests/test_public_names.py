@@ -16,8 +16,6 @@ NAMES = {
         "Cast",
         "Centralize",
         "Chain",
-        "CheckpointError",
-        "CheckpointManager",
         "ClipGradNorm",
         "ClipValue",
         "CollectiveError",

@@ -22,7 +22,6 @@ from harness.models import MLP, mean_squared_error
 from overlap import (
     AddNoise,
     Cast,
-    CheckpointManager,
     ConfigurationError,
     Hierarchical,
     Int4,
@@ -135,14 +134,12 @@ def _leg(rank: int, ranks: int, folder: Path, begin: int, is_async: bool) -> Non
 
 
 def _leg_of(form: str, rank: int, ranks: int, folder: Path, begin: int, background: Any) -> None:
-    files = CheckpointManager(folder / "files", keep_last=1)
-    distributed = CheckpointManager(folder / "distributed", keep_last=1)
     ddp, optimizer = _made(form, seed=begin)
     # All ranks have the same batches, so that sums do not depend on their order.
     batches_of = 0 if form in EXACT else rank
     start = begin
     if begin:
-        _check_resumed(form, ddp, optimizer, files.load_all(), distributed.path(), rank, ranks)
+        _check_resumed(form, ddp, optimizer, folder / f"{begin}", rank, ranks)
         if form in EXACT:
             _check_next_step(form, ddp, optimizer, begin)
             start += 1
@@ -154,23 +151,21 @@ def _leg_of(form: str, rank: int, ranks: int, folder: Path, begin: int, backgrou
     both: dict[str, Any] = {"run": TrainState(ddp, optimizer)}
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         both |= {"model": ddp.module.state_dict(), "optimizer": optimizer.sharded_state_dict()}
+    folder.mkdir(exist_ok=True)
     if background is not None:
-        files.async_save(end, state)
-        writer = _Held(distributed.begin(end))
+        writer = _Held(folder / f"{end}")
         future = dcp.async_save(both, storage_writer=writer, process_group=background)
         _train(ddp, optimizer, range(end, end + 2), batches_of)  # Which changes nothing in what is saved.
         writer.may_write.set()
-        files.commit()
-        distributed.commit(future)
+        future.result()
     else:
-        files.save(end, state)
-        with distributed.saving(end) as where:
-            dcp.save(both, checkpoint_id=where)
+        dcp.save(both, checkpoint_id=folder / f"{end}")
+    torch.save(state, folder / f"{end}-{rank}.pt")
 
 
-def _check_resumed(
-    form: str, ddp: Any, optimizer: Any, saved: Sequence[Any], where: Path, rank: int, ranks: int
-) -> None:
+def _check_resumed(form: str, ddp: Any, optimizer: Any, where: Path, rank: int, ranks: int) -> None:
+    saved = [torch.load(path) for path in where.parent.glob(f"{where.name}-*.pt")]
+    saved.sort(key=lambda of_rank: of_rank["run"]["rank"])
     states = [one["run"] for one in saved]
     overlap.load_state_dict(ddp, optimizer, states)
     now = overlap.state_dict(ddp, optimizer)
