@@ -85,7 +85,6 @@ class Row:
     build: Callable[[Any, Any, dict[str, Any]], Callable[[], None]]
     ddp: dict[str, Any] = field(default_factory=dict)
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
-    is_8bit: bool = False
 
 
 _VIEWS = {"gradient_as_bucket_view": True}
@@ -144,14 +143,11 @@ def _step(**stage: Any) -> Callable[[Any, Any, dict[str, Any]], Callable[[], Non
     return build
 
 
-def _zero(
-    zero_options: dict[str, Any] | None = None, **stage: Any
-) -> Callable[[Any, Any, dict[str, Any]], Callable[[], None]]:
+def _zero(**stage: Any) -> Callable[[Any, Any, dict[str, Any]], Callable[[], None]]:
     def build(ddp: Any, cls: Any, options: dict[str, Any]) -> Callable[[], None]:
         from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
 
-        arguments = {"lr": _LR, **options, **(zero_options or {})}
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), cls, overlap_with_ddp=True, **arguments)
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), cls, overlap_with_ddp=True, lr=_LR, **options)
         chain(ZeroStep(zero, **stage)).register(ddp)
         return zero.step
 
@@ -169,18 +165,6 @@ ROWS: dict[str, Row] = {
     "step-released": Row("`Step(release_gradients=True)`", _step(release_gradients=True), _VIEWS),
     "zero": Row("`ZeroStep`, views", _zero(), _VIEWS),
     "zero-released": Row("`ZeroStep(release_gradients=True)`", _zero(release_gradients=True), _VIEWS),
-    "step-8bit": Row(
-        "`Step(release_gradients=True)`, `AdamW8bit`", _step(release_gradients=True), _VIEWS, ("adamw",), is_8bit=True
-    ),
-    "zero-8bit": Row(
-        "`ZeroStep(release_gradients=True)`, `AdamW8bit`", _zero(release_gradients=True), _VIEWS, ("adamw",), True
-    ),
-    "zero-offload": Row(
-        "`ZeroStep(release_gradients=True)`, `offload=True`",
-        _zero({"offload": True}, release_gradients=True),
-        _VIEWS,
-        ("adamw",),
-    ),
 }
 
 
@@ -235,10 +219,6 @@ def run_cell(row: str, model: str, optimizer: str) -> None:
 def _built(row: Row, ddp: Any, optimizer: str) -> Callable[[], None]:
     import torch
 
-    import overlap
-
-    if row.is_8bit:
-        return row.build(ddp, overlap.optim.AdamW8bit, {})
     return row.build(ddp, {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer], OPTIMIZERS[optimizer])
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
@@ -64,12 +65,11 @@ scheduler = torch.optim.lr_scheduler.ExponentialLR(optim, 0.8)
 overlap.chain(overlap.AllReduce(), overlap.Step(optim)).register(ddp)
 
 first_epoch = 0
-checkpoints = overlap.CheckpointManager(options.checkpoint, keep_last=2) if options.checkpoint else None
-if checkpoints and (epochs := checkpoints.latest_step()) is not None:
-    saved = checkpoints.load_all()  # by any number of ranks
-    overlap.load_state_dict(ddp, optim, [of_rank["run"] for of_rank in saved])
-    scheduler.load_state_dict(saved[0]["scheduler"])
-    first_epoch = epochs
+run = {"run": overlap.TrainState(ddp, optim), "scheduler": scheduler}  # of all ranks, loaded by any number of them
+whole = sorted(options.checkpoint.glob("*/.metadata")) if options.checkpoint else []  # this file is written last
+if whole:
+    dcp.load(run, checkpoint_id=whole[-1].parent)
+    first_epoch = int(whole[-1].parent.name)
 
 for epoch in range(first_epoch, options.epochs):
     ddp.train()
@@ -85,6 +85,6 @@ for epoch in range(first_epoch, options.epochs):
         accuracy = (ddp(images[test]).argmax(1) == labels[test]).float().mean().item()
     if rank == 0:
         print(f"epoch {epoch}: loss {loss.item():.6f}, accuracy {accuracy:.3f}", flush=True)
-    if checkpoints:
-        checkpoints.save(epoch + 1, {"run": overlap.state_dict(ddp, optim), "scheduler": scheduler.state_dict()})
+    if options.checkpoint:
+        dcp.save(run, checkpoint_id=options.checkpoint / f"{epoch + 1:04}")
 dist.destroy_process_group()

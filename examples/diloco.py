@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -41,17 +42,15 @@ local = LocalSGD(
     overlap=options.overlap,
 )
 
-generator = torch.Generator().manual_seed(1 + rank)  # every site has data of its own
 done = 0
-checkpoints = overlap.CheckpointManager(options.checkpoint, keep_last=2) if options.checkpoint else None
-if checkpoints and (steps := checkpoints.latest_step()) is not None:
-    saved = checkpoints.load()
-    overlap.load_state_dict(ddp, local, saved["run"])  # the round, the outer optimizer, a pending average
-    generator.set_state(saved["generator"])
-    done = steps
+run = {"run": overlap.TrainState(ddp, local)}  # the round, the outer optimizer, a pending average
+whole = sorted(options.checkpoint.glob("*/.metadata")) if options.checkpoint else []  # this file is written last
+if whole:
+    dcp.load(run, checkpoint_id=whole[-1].parent)
+    done = int(whole[-1].parent.name)
 
 for step in range(done, options.steps):
-    x = torch.randn(32, 32, generator=generator)
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(step * ranks + rank))  # each site has its own data
     local.zero_grad()
     loss = cross_entropy(ddp(x), teacher(x).argmax(1))
     loss.backward()
@@ -60,8 +59,8 @@ for step in range(done, options.steps):
         continue
     if rank == 0:
         print(f"step {step + 1}: loss {loss.item():.6f}", flush=True)
-    if checkpoints:
-        checkpoints.save(step + 1, {"run": overlap.state_dict(ddp, local), "generator": generator.get_state()})
+    if options.checkpoint:
+        dcp.save(run, checkpoint_id=options.checkpoint / f"{step + 1:06}")
 
 local.synchronize()  # one model for all sites
 if rank == 0:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -35,12 +36,11 @@ scheduler = torch.optim.lr_scheduler.ExponentialLR(zero, 0.8)
 chain(PowerSGD(rank=options.rank), ZeroStep(zero)).register(ddp)
 
 first_epoch = 0
-checkpoints = overlap.CheckpointManager(options.checkpoint, keep_last=2) if options.checkpoint else None
-if checkpoints and (epochs := checkpoints.latest_step()) is not None:
-    saved = checkpoints.load_all()  # by any number of ranks
-    overlap.load_state_dict(ddp, zero, [of_rank["run"] for of_rank in saved])  # what PowerSGD has left out, too
-    scheduler.load_state_dict(saved[0]["scheduler"])
-    first_epoch = epochs
+run = {"run": overlap.TrainState(ddp, zero), "scheduler": scheduler}  # what PowerSGD has left out, too
+whole = sorted(options.checkpoint.glob("*/.metadata")) if options.checkpoint else []  # this file is written last
+if whole:
+    dcp.load(run, checkpoint_id=whole[-1].parent)
+    first_epoch = int(whole[-1].parent.name)
 
 for epoch in range(first_epoch, options.epochs):
     with Join([ddp, zero]) as join:
@@ -52,6 +52,6 @@ for epoch in range(first_epoch, options.epochs):
     weights = torch.cat([p.detach().flatten() for p in ddp.parameters()])
     trained = f"rank {rank}, {len(loader)} batches"
     print(f"{trained}, epoch {epoch}: loss {loss.item():.6f}, norm of weights {weights.norm():.6f}", flush=True)
-    if checkpoints:
-        checkpoints.save(epoch + 1, {"run": overlap.state_dict(ddp, zero), "scheduler": scheduler.state_dict()})
+    if options.checkpoint:
+        dcp.save(run, checkpoint_id=options.checkpoint / f"{epoch + 1:04}")
 dist.destroy_process_group()

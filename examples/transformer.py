@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
@@ -83,18 +84,16 @@ if options.update == "overlapped":
 schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.99) for one in (muon, adamw)]
 
 text = torch.frombuffer(bytearray(Path(options.text).read_bytes()), dtype=torch.uint8)
-generator = torch.Generator().manual_seed(dist.get_rank())  # every rank reads other parts of the text
 first_step = 0
-checkpoints = overlap.CheckpointManager(options.checkpoint, keep_last=2) if options.checkpoint else None
-if checkpoints and (steps := checkpoints.latest_step()) is not None:
-    saved = checkpoints.load()
-    overlap.load_state_dict(ddp, [muon, adamw], saved["run"])
-    for scheduler, state in zip(schedulers, saved["schedulers"], strict=True):
-        scheduler.load_state_dict(state)
-    generator.set_state(saved["generator"])
-    first_step = steps
+run = {"run": overlap.TrainState(ddp, [muon, adamw]), "muon": schedulers[0], "adamw": schedulers[1]}
+whole = sorted(options.checkpoint.glob("*/.metadata")) if options.checkpoint else []  # this file is written last
+if whole:
+    dcp.load(run, checkpoint_id=whole[-1].parent)
+    first_step = int(whole[-1].parent.name)
 
 for step in range(first_step, options.steps):
+    # Every rank reads other parts of the text.
+    generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
     starts = torch.randint(len(text) - options.context, (options.batch,), generator=generator).tolist()
     batch = torch.stack([text[start : start + options.context + 1] for start in starts]).long()
     for one in (muon, adamw):
@@ -105,10 +104,6 @@ for step in range(first_step, options.steps):
         one.step()
     if dist.get_rank() == 0:
         print(f"rank 0: loss {loss.item():.6f} at step {step}", flush=True)
-    if checkpoints and (step + 1) % options.save_every == 0:
-        state = {"run": overlap.state_dict(ddp, [muon, adamw]), "generator": generator.get_state()}
-        state["schedulers"] = [scheduler.state_dict() for scheduler in schedulers]
-        checkpoints.async_save(step + 1, state)  # written while the next steps are made
-if checkpoints:
-    checkpoints.commit()
+    if options.checkpoint and (step + 1) % options.save_every == 0:
+        dcp.save(run, checkpoint_id=options.checkpoint / f"{step + 1:06}")
 dist.destroy_process_group()

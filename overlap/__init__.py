@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from overlap.activations import apply_activation_checkpointing, checkpoint_wrapper, offload_wrapper
     from overlap.compose import OptimizerHookState, hook_then_optimizer
     from overlap.errors import (
-        CheckpointError,
         CollectiveError,
         ConfigurationError,
         OverlapError,
@@ -72,7 +71,6 @@ if TYPE_CHECKING:
     )
     from overlap.join import Join, Joinable, JoinHook
     from overlap.optim import (
-        ElasticLocalSGD,
         LocalSGD,
         OverlappedOptimizer,
         ReduceScatter,
@@ -84,13 +82,12 @@ if TYPE_CHECKING:
     )
     from overlap.plan import Plan, auto
     from overlap.quantized import DQuantType, auto_quantize
-    from overlap.resume import CheckpointManager, TrainState, load_state_dict, state_dict
+    from overlap.resume import TrainState, load_state_dict, state_dict
     from overlap.timeline import Timeline
 else:
     # Where each name is from; see overlap._lazy.
     _PARTS = {
         "errors": (
-            "CheckpointError",
             "CollectiveError",
             "ConfigurationError",
             "OverlapError",
@@ -149,7 +146,6 @@ else:
             "route",
         ),
         "optim": (
-            "ElasticLocalSGD",
             "LocalSGD",
             "OverlappedOptimizer",
             "ReduceScatter",
@@ -163,7 +159,7 @@ else:
         "activations": ("apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"),
         "plan": ("Plan", "auto"),
         "quantized": ("DQuantType", "auto_quantize"),
-        "resume": ("CheckpointManager", "TrainState", "load_state_dict", "state_dict"),
+        "resume": ("TrainState", "load_state_dict", "state_dict"),
         "timeline": ("Timeline",),
     }
     __getattr__, __dir__ = lazy_names(__name__, _PARTS)
@@ -177,14 +173,11 @@ __all__ = [
     "Cast",
     "Centralize",
     "Chain",
-    "CheckpointError",
-    "CheckpointManager",
     "ClipGradNorm",
     "ClipValue",
     "CollectiveError",
     "ConfigurationError",
     "DQuantType",
-    "ElasticLocalSGD",
     "Float16",
     "Float8",
     "Hierarchical",

@@ -9,7 +9,6 @@
     ├── RegistrationError (RuntimeError)    registering with a model that cannot take it
     ├── TrainingLoopError (RuntimeError)    calls in an order that would lose or repeat an update
     ├── QuantizationOverflowError (OverflowError)  a value does not fit the type that it was to be sent in
-    ├── CheckpointError (RuntimeError)      a checkpoint that is not what was saved, or could not be saved
     └── CollectiveError (RuntimeError)      a collective did not finish
         └── PeerError                       because another rank failed; names the rank and its error
 """
@@ -20,7 +19,6 @@ import sys
 
 __all__ = [
     "ArgumentTypeError",
-    "CheckpointError",
     "CollectiveError",
     "ConfigurationError",
     "OverlapError",
@@ -104,17 +102,6 @@ class QuantizationOverflowError(OverlapError, OverflowError):
 
     >>> issubclass(QuantizationOverflowError, OverflowError)
     True
-    """
-
-
-class CheckpointError(OverlapError, RuntimeError):
-    """A checkpoint is not what was saved, or could not be saved; the message names the file, or the rank.
-
-    >>> try:
-    ...     overlap.CheckpointManager("runs/none").load()
-    ... except CheckpointError as error:
-    ...     print(error)
-    runs/none has no checkpoint; in it are none
     """
 
 

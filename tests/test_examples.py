@@ -49,6 +49,9 @@ RUNS = {
     "diloco.py": "diloco.py --period 4 --steps 20",
     "diloco.py, stopped": "diloco.py --period 4 --checkpoint {folder}/diloco --steps 8",
     "diloco.py, resumed": "diloco.py --period 4 --checkpoint {folder}/diloco --steps 20",
+    "checkpoint.py": "checkpoint.py --steps 15",
+    "checkpoint.py, stopped": "checkpoint.py --checkpoint {folder}/checkpoint --steps 5",
+    "checkpoint.py, resumed": "checkpoint.py --checkpoint {folder}/checkpoint --steps 15",
     "join.py": "join.py --samples 200 --epochs 3",
     "join.py, stopped": "join.py --samples 200 --checkpoint {folder}/join --epochs 1",
     "join.py, resumed": "join.py --samples 200 --checkpoint {folder}/join --epochs 3",
@@ -91,7 +94,7 @@ def test_a_transformer_goes_on_from_its_checkpoint_as_if_never_interrupted(print
     assert resumed == plain[6:]  # Saved after the sixth step.
 
 
-@pytest.mark.parametrize("example", ["digits.py", "diloco.py", "join.py"])
+@pytest.mark.parametrize("example", ["checkpoint.py", "digits.py", "diloco.py", "join.py"])
 def test_an_example_goes_on_from_its_checkpoint_as_if_never_interrupted(example: str, printed: dict[str, str]) -> None:
     whole, stopped, resumed = (_losses(printed[f"{example}{run}"]) for run in ("", ", stopped", ", resumed"))
     assert len(whole) >= 3 and stopped and resumed
@@ -115,9 +118,9 @@ for example in sys.argv[1:]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(ROOT)]), "COLUMNS": "200"}
     command = [sys.executable, "-c", program, *examples]
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert len(examples) == 4
+    assert len(examples) == 5
     assert all(f"torchrun --nproc-per-node 2 examples/{Path(path).name}" in shown for path in examples)
-    assert shown.count("--checkpoint CHECKPOINT") >= 4
+    assert shown.count("--checkpoint CHECKPOINT") >= 5
 
 
 def test_the_notebook_runs(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import overlap
-from overlap import AllReduce, CheckpointManager, OverlappedOptimizer, PowerSGD, Step, chain
+from overlap import AllReduce, OverlappedOptimizer, PowerSGD, Step, TrainState, chain
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--plain", action="store_true", help="without overlap: it learns the same")
@@ -51,12 +51,12 @@ sampler = DistributedSampler(data, seed=0)
 loader = DataLoader(data, batch_size=8, sampler=sampler)
 
 first_epoch = 0
-checkpoints = CheckpointManager(options.output_dir, keep_last=1) if options.output_dir else None
+# The states of all ranks: compressors remember other things on each.
+run = {"run": TrainState(model, optimizer), "scheduler": scheduler}
 if options.resume:
-    saved = checkpoints.load()
-    overlap.load_state_dict(model, optimizer, saved["run"])
-    scheduler.load_state_dict(saved["scheduler"])
-    first_epoch = saved["epoch"]
+    latest = max(options.output_dir.glob("epoch-*/.metadata")).parent  # The file that is written last.
+    dcp.load(run, checkpoint_id=latest)
+    first_epoch = int(latest.name.removeprefix("epoch-"))
 
 for epoch in range(first_epoch, options.epochs):
     model.train()
@@ -71,7 +71,6 @@ for epoch in range(first_epoch, options.epochs):
     with torch.inference_mode():
         accuracy = (model(images).argmax(1) == data.tensors[1]).float().mean()
     print(f"rank {rank}: epoch {epoch}, loss {loss.item():.9f}, accuracy {accuracy.item():.6f}", flush=True)
-    if checkpoints:
-        run = overlap.state_dict(model, optimizer)  # Each rank's own: compressors remember other things on each.
-        checkpoints.save(epoch + 1, {"run": run, "scheduler": scheduler.state_dict(), "epoch": epoch + 1})
+    if options.output_dir:
+        dcp.save(run, checkpoint_id=options.output_dir / f"epoch-{epoch + 1:03}")
 dist.destroy_process_group()

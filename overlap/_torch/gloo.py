@@ -19,7 +19,7 @@ from overlap._torch.c10d import Store, group_timeout
 from overlap._torch.stores import BoundedStore
 from overlap.errors import CollectiveError
 
-__all__ = ["GlooChannel", "close_connections", "has_lost_connection", "start_abort"]
+__all__ = ["GlooChannel", "close_connections", "has_lost_connection"]
 
 _LOOKING_S = 0.02
 _IDLE_S = 0.05
@@ -55,7 +55,7 @@ def close_connections(backend: Any) -> None:
                     backend.recv([torch.empty(1)], rank, tag).wait(timedelta(milliseconds=1))
 
 
-def start_abort(backends: list[Any], in_flight: Sequence[_InFlight]) -> threading.Thread:
+def _start_abort(backends: list[Any], in_flight: Sequence[_InFlight]) -> threading.Thread:
     """Abort the one of ``backends`` and empty the list when nothing is in flight any more; returns who does it."""
 
     def run() -> None:
@@ -255,7 +255,7 @@ class GlooChannel:
         backend sometimes waits until an operation times out.
         """
         backend, self._backend = self._backend, None
-        return start_abort([backend], [*self._in_flight, *self._waiter.unfinished()])
+        return _start_abort([backend], [*self._in_flight, *self._waiter.unfinished()])
 
     def close(self) -> None:
         """As :meth:`abort`."""

@@ -5,9 +5,7 @@ Private: their registries. A class with a ``state_dict()`` of its own has no oth
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -17,7 +15,6 @@ __all__ = [
     "after_state_dict",
     "before_load_state_dict",
     "before_state_dict",
-    "load_hooks_suspended",
 ]
 
 
@@ -48,16 +45,3 @@ def after_load_state_dict(optimizer: Optimizer) -> None:
     """Run the hooks of ``register_load_state_dict_post_hook``."""
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
-
-
-@contextmanager
-def load_hooks_suspended(optimizer: Optimizer) -> Iterator[None]:
-    """Within it ``optimizer.load_state_dict`` runs none of the hooks that are registered."""
-    before = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
-    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()
-    optimizer._optimizer_load_state_dict_post_hooks = OrderedDict()
-    try:
-        yield
-    finally:
-        optimizer._optimizer_load_state_dict_pre_hooks = before[0]
-        optimizer._optimizer_load_state_dict_post_hooks = before[1]

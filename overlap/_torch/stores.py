@@ -34,7 +34,7 @@ from overlap._torch.c10d import PrefixStore, Store, group_store, group_timeout
 from overlap._torch.store_connection import StoreConnection
 from overlap.errors import CollectiveError
 
-__all__ = ["BoundedStore", "SilentStoreError", "host_has_ended", "own_connection", "peek"]
+__all__ = ["BoundedStore", "SilentStoreError", "host_has_ended", "peek"]
 
 T = TypeVar("T")
 
@@ -131,12 +131,6 @@ class BoundedStore:
 def host_has_ended(error: BaseException) -> bool:
     """Whether a store's call has raised ``error`` because the process that hosts the store has ended."""
     return isinstance(error, dist.DistNetworkError) and _CUT_OFF not in str(error)
-
-
-def own_connection(store: Store) -> Store:
-    """``store`` by a connection of its own, so that calls here and there do not wait for each other."""
-    clone = getattr(store, "clone", None)
-    return store if clone is None else clone()
 
 
 def peek(store: Store, key: str) -> str | None:

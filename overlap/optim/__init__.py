@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from overlap._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from overlap.optim.adamw8bit import AdamW8bit
     from overlap.optim.functional import (
         FunctionalAdadelta,
         FunctionalAdagrad,
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     )
     from overlap.optim.local_sgd import (
         Average,
-        ElasticLocalSGD,
         HierarchicalModelAverager,
         LocalSGD,
         ModelAverager,
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
 else:
     # Where each name is from; see overlap._lazy.
     _PARTS = {
-        "adamw8bit": ("AdamW8bit",),
         "functional": (
             "FunctionalAdadelta",
             "FunctionalAdagrad",
@@ -54,7 +51,6 @@ else:
         ),
         "local_sgd": (
             "Average",
-            "ElasticLocalSGD",
             "HierarchicalModelAverager",
             "LocalSGD",
             "ModelAverager",
@@ -76,9 +72,7 @@ else:
     __getattr__, __dir__ = lazy_names(__name__, _PARTS)
 
 __all__ = [
-    "AdamW8bit",
     "Average",
-    "ElasticLocalSGD",
     "FunctionalAdadelta",
     "FunctionalAdagrad",
     "FunctionalAdam",

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from overlap._torch.optimizer import bare_copy
 from overlap.optim.group_kinds import LARGE_FROM, one_of_each_kind
 from overlap.optim.snapshot import Snapshot, is_own, snapshot
-from overlap.optim.state_blocks import StateBlocks
 from overlap.optim.wrappers import held_by, reachable
 
 __all__ = ["WHOLE", "CannotCopyError", "Miniature", "MiniatureMaker", "piece_of"]
@@ -61,10 +60,7 @@ class MiniatureMaker:
         self._generator = torch.Generator().manual_seed(1)
         _check_attributes(optimizer)
         self._groups = one_of_each_kind(optimizer.param_groups)
-        declared = [(StateBlocks.of(optimizer, group), group["params"]) for group in self._groups]
-        chosen = [(parameter, blocks) for blocks, members in declared for parameter in _representatives(members)]
-        self._chosen = [parameter for parameter, _ in chosen]
-        self._blocks = [blocks for _, blocks in chosen]
+        self._chosen = [parameter for group in self._groups for parameter in _representatives(group["params"])]
         if not self._chosen:
             raise CannotCopyError("it has no parameters yet")
         self.values = [self._random(_shape(parameter), parameter) * 0.5 for parameter in self._chosen]
@@ -73,7 +69,7 @@ class MiniatureMaker:
     @property
     def cuts(self) -> list[int]:
         """Where each parameter, flattened, is best cut in two; 0 if it cannot be."""
-        return [_cut(value.numel(), blocks) for value, blocks in zip(self.values, self._blocks, strict=True)]
+        return [_CUTS[value.numel()] for value in self.values]
 
     def make(self, pieces: Sequence[slice | None]) -> Miniature:
         """A copy whose parameters are these pieces of the chosen ones; where it is ``None`` there is no parameter."""
@@ -156,13 +152,6 @@ def _shape(parameter: Tensor) -> tuple[int, ...]:
 def piece_of(value: Tensor, piece: slice) -> Tensor:
     """The value itself for the whole of it, and flat otherwise, as elements are sharded."""
     return value if piece == slice(None) else value.reshape(-1)[piece]
-
-
-def _cut(numel: int, blocks: StateBlocks | None) -> int:
-    """Where a parameter of ``numel`` elements is cut in two: between blocks that are declared; 0 if it cannot be."""
-    cut, multiple = _CUTS[numel], 1 if blocks is None else blocks.cut_multiple(numel)
-    cut = max(cut // multiple * multiple, multiple) if cut else 0
-    return cut if cut + multiple <= numel else 0
 
 
 def _leaf(value: Tensor) -> Tensor:

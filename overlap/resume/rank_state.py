@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,21 +22,22 @@ from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.stage import walk
 from overlap.optim import FunctionalOptimizer, LocalSGD, ZeroRedundancyOptimizer
 from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.packed_state import load_packed
 from overlap.optim.phases import Event, Phase
-from overlap.resume.checks import VERSION, check_form, check_model, check_place, check_stages, classes_of
-from overlap.resume.optimizers import (
-    check_optimizer_state,
-    inner_optimizer,
-    load_optimizer_state,
-    optimizer_state,
-)
-from overlap.resume.other_ranks import in_order, redistribute
-from overlap.resume.snapshot import snapshot
+from overlap.optim.proxy import OptimizerProxy
+from overlap.optim.zero.other_ranks import load_joined
+from overlap.optim.zero.own_state import check_own_state, load_own_state, own_state
+from overlap.resume.reshard import check_parameters, class_of, in_order, labels_of, order_of, redistribute
 
 __all__ = ["load_state_dict", "rank_parts", "stage_of", "state_dict", "state_of_rank"]
 
 OneOptim = Optimizer | FunctionalOptimizer
 Optim = OneOptim | Sequence[OneOptim] | None
+Names = Mapping[Tensor, str]
+
+_VERSION = 1
+_KEYS = {"version", "rank", "ranks", "model", "optimizer", "stages"}
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, Any]:
@@ -81,18 +83,18 @@ def rank_parts(ddp: DistributedDataParallel, optim: Optim = None, *, omit: Colle
     _wait(found)
 
     def of_optimizers() -> Any:
-        states = [optimizer_state(one, _names(model)) for one in found]
+        states = [_optimizer_state(one, _names(model)) for one in found]
         return None if not states else states[0] if len(states) == 1 else states
 
     parts: dict[str, Callable[[], Any]] = {
-        "version": lambda: VERSION,
+        "version": lambda: _VERSION,
         "rank": model.process_group.rank,
         "ranks": model.process_group.size,
         "model": lambda: _plain_names(model.module.state_dict()),
         "optimizer": of_optimizers,
-        "stages": lambda: None if stage is None else {"classes": classes_of(stage), "state": stage.state_dict()},
+        "stages": lambda: None if stage is None else {"classes": _classes_of(stage), "state": stage.state_dict()},
     }
-    return {key: snapshot(part(), f"state_dict()[{key!r}]") for key, part in parts.items() if key not in omit}
+    return {key: _snapshot(part(), f"state_dict()[{key!r}]") for key, part in parts.items() if key not in omit}
 
 
 @torch.no_grad()
@@ -131,13 +133,13 @@ def load_state_dict(
     found = _optimizers(optim, stage, "load_state_dict")
     if isinstance(state, Sequence):
         for one in state:
-            check_form(one)
+            _check_form(one)
         state = state_of_rank(model, optim, state)
-    check_form(state)
-    check_place(model.process_group, state)
+    _check_form(state)
+    _check_place(model.process_group, state)
     here = model.module.state_dict()
-    check_model(_plain_names(here), state["model"])
-    check_stages(stage, state["stages"])
+    _check_model(_plain_names(here), state["model"])
+    _check_stages(stage, state["stages"])
     saved = _saved_optimizers(state["optimizer"])
     if len(found) != len(saved):
         then = {0: "without an optimizer", 1: "with one optimizer"}.get(len(saved), f"with {len(saved)} optimizers")
@@ -145,7 +147,7 @@ def load_state_dict(
         raise ConfigurationError(f"the state was saved {then}, and load_state_dict was given {now}")
     for place, (one, of_one) in enumerate(zip(found, saved, strict=True)):
         try:
-            check_optimizer_state(one, _names(model), of_one)
+            _check_optimizer_state(one, _names(model), of_one)
         except ConfigurationError as error:
             if len(found) > 1:
                 error.add_note(f"of optimizer {place} of the list; give them in the order in which they were saved")
@@ -158,7 +160,7 @@ def load_state_dict(
         stage.load_state_dict(stages or {})
     model.module.load_state_dict({name: state["model"][plain_name(name)] for name in here})
     for one, of_one in zip(found, saved, strict=True):
-        load_optimizer_state(one, _names(model), of_one, stages)
+        _load_optimizer_state(one, _names(model), of_one, stages)
 
 
 def state_of_rank(ddp: DistributedDataParallel, optim: Optim, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -169,7 +171,7 @@ def state_of_rank(ddp: DistributedDataParallel, optim: Optim, states: Sequence[M
         return by_rank[group.rank()]
     optimizers = _optimizers(optim, stage, "load_state_dict")
     if "stages" in by_rank[0]:
-        check_stages(stage, by_rank[0]["stages"])
+        _check_stages(stage, by_rank[0]["stages"])
     return redistribute(
         by_rank, rank=group.rank(), ranks=group.size(), stage=stage, optimizers=optimizers, names=_names(model)
     )
@@ -182,7 +184,7 @@ def _optimizers(optim: Optim, stage: Stage | None, function: str) -> list[Any]:
         ConfigurationError: one is there twice, or ``stage`` updates a parameter with one that is not there.
     """
     given = [] if optim is None else list(optim) if isinstance(optim, (list, tuple)) else [optim]
-    found = [inner_optimizer(one) for one in given]
+    found = [_inner_optimizer(one) for one in given]
     if len(set(map(id, found))) < len(found):
         raise ConfigurationError(f"{function} was given one optimizer twice; give each once")
     covered = {id(parameter) for one in found for group in one.param_groups for parameter in group["params"]}
@@ -253,3 +255,139 @@ def _names(ddp: DistributedDataParallel) -> dict[Tensor, str]:
 
 def _plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
     return {plain_name(name): value for name, value in state.items()}
+
+
+def _inner_optimizer(optim: object) -> Any:
+    """The optimizer of this library in ``optim``, if ``optim`` is a framework's wrapper of one; else ``optim``."""
+    if isinstance(optim, FunctionalOptimizer):
+        return optim.optimizer
+    if isinstance(optim, OptimizerProxy):
+        return optim
+    inner = getattr(optim, "optimizer", None)
+    if isinstance(inner, (ZeroRedundancyOptimizer, OptimizerProxy)):
+        return inner
+    if not hasattr(optim, "param_groups") or not hasattr(optim, "load_state_dict"):
+        raise ConfigurationError(
+            f"{optim!r} is not an optimizer: give the one whose step() the training loop calls, or the one that the "
+            "registered stage steps"
+        )
+    return optim
+
+
+def _optimizer_state(optim: Any, names: Names) -> dict[str, Any]:
+    """What :func:`_load_optimizer_state` takes."""
+    state: dict[str, Any] = {"class": class_of(optim), "parameters": labels_of(optim, names)}
+    if isinstance(optim, ZeroRedundancyOptimizer):
+        return {**state, "own": own_state(optim)}
+    return {**state, "state": _without_stages(optim.state_dict())}
+
+
+def _without_stages(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a LocalSGD saves of its stages is saved with the model's."""
+    if "local_sgd" not in state:
+        return dict(state)
+    return {**state, "local_sgd": {**state["local_sgd"], "stages": {}}}
+
+
+def _check_optimizer_state(optim: Any, names: Names, state: Mapping[str, Any]) -> None:
+    """Raises: ConfigurationError: ``state`` is of another kind of optimizer, or of other parameters."""
+    check_parameters(optim, names, state)
+    if isinstance(optim, ZeroRedundancyOptimizer) and "joined" not in state:
+        check_own_state(optim, state["own"], order_of(state["parameters"], labels_of(optim, names)))
+
+
+def _load_optimizer_state(optim: Any, names: Names, state: Mapping[str, Any], stages: Mapping[str, Any] | None) -> None:
+    """Load what :func:`_optimizer_state` returned; ``stages`` is the state of the stages, which a LocalSGD loads."""
+    if "joined" in state:
+        load_joined(optim, state["joined"])
+        return
+    order = order_of(state["parameters"], labels_of(optim, names))
+    if isinstance(optim, ZeroRedundancyOptimizer):
+        load_own_state(optim, state["own"], order)
+        return
+    packed = dict(state["state"])
+    if isinstance(optim, LocalSGD):
+        packed["local_sgd"] = {**packed["local_sgd"], "stages": stages or {}}
+    load_packed(optim, packed, order)
+
+
+def _check_form(state: object) -> None:
+    """Raises: ConfigurationError: ``state`` is something else than ``overlap.state_dict`` returns."""
+    if not isinstance(state, Mapping) or set(state) != _KEYS or state["version"] != _VERSION:
+        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise ConfigurationError(
+            f"this is not what overlap.state_dict(ddp, optim) returns (version {_VERSION}): {found}"
+        )
+
+
+def _check_place(group: dist.ProcessGroup, state: Mapping[str, Any]) -> None:
+    """Raises: ConfigurationError: another rank has saved ``state``."""
+    if (state["rank"], state["ranks"]) != (group.rank(), group.size()):
+        raise ConfigurationError(
+            f"the state was saved by rank {state['rank']} of {state['ranks']}, but this is rank {group.rank()} of "
+            f"{group.size()}: each rank loads its own, or, if the number of ranks has changed, the list of all"
+        )
+
+
+def _check_model(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raises: ConfigurationError: names, shapes or dtypes differ."""
+    missing, added = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
+    if missing or added:
+        raise ConfigurationError(
+            f"the state is another model's: it lacks {missing[:3] or 'nothing'}{', ...' if len(missing) > 3 else ''} "
+            f"and adds {added[:3] or 'nothing'}{', ...' if len(added) > 3 else ''}"
+        )
+    for name, value in here.items():
+        if isinstance(value, Tensor) and (value.shape, value.dtype) != (saved[name].shape, saved[name].dtype):
+            raise ConfigurationError(
+                f"the state is another model's: {name} is {tuple(saved[name].shape)} {saved[name].dtype} in it, and "
+                f"{tuple(value.shape)} {value.dtype} here"
+            )
+
+
+def _check_stages(stage: Stage | None, saved: Mapping[str, Any] | None) -> None:
+    """Raises: ConfigurationError: other stages were registered."""
+    here = None if stage is None else _classes_of(stage)
+    then = None if saved is None else saved["classes"]
+    if here != then:
+        raise ConfigurationError(
+            f"the state was saved with {_told(then)} registered, and here {_told(here)} is: register the same stages "
+            "before load_state_dict"
+        )
+
+
+def _classes_of(stage: Stage) -> list[str]:
+    """The classes of a stage and of all that it is made of."""
+    return [type(one).__name__ for one in walk(stage)]
+
+
+def _told(classes: list[str] | None) -> str:
+    return "no stage" if classes is None else " > ".join(classes)
+
+
+def _snapshot(value: Any, where: str) -> Any:
+    """A copy of a nested state with its tensors in CPU memory, which ``torch.load(weights_only=True)`` takes.
+
+    Raises:
+        ConfigurationError: something in it is neither a tensor nor a plain value; ``where`` names it.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        copied = {key: _snapshot(one, f"{where}[{key!r}]") for key, one in value.items()}
+        if not hasattr(value, "_metadata"):
+            return copied
+        of_module: Any = OrderedDict(copied)
+        of_module._metadata = value._metadata
+        return of_module
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, (list, tuple, set)):
+        members = [_snapshot(one, f"{where}[{place}]") for place, one in enumerate(value)]
+        return members if isinstance(value, list) else tuple(members) if isinstance(value, tuple) else set(members)
+    if hasattr(value, "dtype") and hasattr(value, "item"):  # A number of NumPy.
+        return _snapshot(value.item(), where)
+    raise ConfigurationError(
+        f"{where} is a {type(value).__name__}, which is neither a tensor nor a plain value, so "
+        "torch.load(weights_only=True) would refuse it: keep it apart, or as numbers and tensors"
+    )

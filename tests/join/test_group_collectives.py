@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,10 +53,6 @@ def _to_the_average(ddp: Any, local: LocalSGD) -> None:
 
 # What is made, and what the others call when a rank has ended.
 _CALLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    "a checkpoint": (
-        lambda ddp: overlap.CheckpointManager(Path(tempfile.gettempdir()) / "never-written"),
-        lambda ddp, checkpoints: checkpoints.save(1, {}),
-    ),
     "a whole state": (
         lambda ddp: overlap.TrainState(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)),
         lambda ddp, state: state.state_dict(),

@@ -16,7 +16,6 @@ from harness import RankDied, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
-    CheckpointManager,
     CollectiveError,
     ConfigurationError,
     Join,
@@ -92,11 +91,10 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     run_ranks(_does_not_come, 2, group_timeout_s=1)
 
 
-def _purposes(ddp: Any, rank: int, folder: str) -> dict[str, Callable[[], Any]]:
+def _purposes(ddp: Any) -> dict[str, Callable[[], Any]]:
     """What makes ranks meet, by the words for it in an error."""
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    checkpoints = CheckpointManager(folder)
 
     def join() -> None:
         with Join([ddp]):
@@ -115,16 +113,14 @@ def _purposes(ddp: Any, rank: int, folder: str) -> dict[str, Callable[[], Any]]:
         "save the parts of a ZeroRedundancyOptimizer": zero.sharded_state_dict,
         "register a chain": lambda: chain(AllReduce()).register(ddp).remove(),
         "enter Join": join,
-        "save a checkpoint": lambda: checkpoints.save(rank, {"rank": rank}),
-        "load a checkpoint": checkpoints.load,
         "gather the state of a TrainState": TrainState(ddp, optim).state_dict,
         "call overlap.auto": lambda: auto(model, plain, sample=batch, loss=loss, seconds=0.1, quiet=True),
     }
 
 
-def _for_different_purposes(rank: int, world_size: int, folder: str) -> None:
+def _for_different_purposes(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
-    purposes = _purposes(ddp, rank, folder)
+    purposes = _purposes(ddp)
     for pair in itertools.combinations(purposes, 2):
         start_s = time.monotonic()
         with pytest.raises(CollectiveError) as caught:
@@ -137,8 +133,8 @@ def _for_different_purposes(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_meet_for_different_purposes_are_told_of_both(world_size: int, tmp_path: Any) -> None:
-    run_ranks(_for_different_purposes, world_size, str(tmp_path), group_timeout_s=_TIMEOUT_S, timeout_s=120)
+def test_ranks_that_meet_for_different_purposes_are_told_of_both(world_size: int) -> None:
+    run_ranks(_for_different_purposes, world_size, group_timeout_s=_TIMEOUT_S, timeout_s=120)
 
 
 def _has_ended(rank: int, world_size: int) -> str | None:

@@ -85,7 +85,6 @@ class Loop:
     outer: Callable[[Any], Any] | None = None
     """What the loop wraps around the optimizer that the library gives it."""
     ddp: Mapping[str, Any] = field(default_factory=dict)
-    zero: Mapping[str, Any] = field(default_factory=dict)
     """Options of ``ZeroRedundancyOptimizer``, in the forms that have one."""
     inputs: Callable[[torch.Generator], tuple[Tensor, Tensor]] = features
     steps: int = 3

@@ -117,7 +117,7 @@ def _hook(run: Run, ddp: Any, params: Any) -> Any:
 
 def _zero(run: Run, params: Any, **options: Any) -> ZeroRedundancyOptimizer:
     cls, defaults = run.optimizer_class()
-    return run.prepared(ZeroRedundancyOptimizer(params, cls, **options, **run.loop.zero, **defaults))
+    return run.prepared(ZeroRedundancyOptimizer(params, cls, **options, **defaults))
 
 
 def _sharded(zero_options: Mapping[str, Any] | None = None, **options: Any) -> Callable[[Run, Any, Any], Any]:

@@ -23,7 +23,6 @@ from harness.third_party import (
     PropertyWrapper,
     patch_step,
 )
-from overlap.optim import AdamW8bit
 
 from .corpus import limit, loop, refused, variant
 from .declared import NOT_DISCARDED, PARTS, coupled
@@ -59,9 +58,6 @@ def _clamped(optimizer: Any) -> Any:
     return optimizer
 
 
-# The corpus has small parameters: in blocks, too.
-_IN_8_BITS = partial(AdamW8bit, lr=0.01, block_numel=64, min_numel=64)
-
 DRAWS = refused([*INTERLEAVED, *AUTOMATIC, *SHARDED], "SGLD.step() draws random numbers")
 COUNTS = [
     *refused([*INTERLEAVED, *AUTOMATIC], "updating bucket by bucket would not equal one step of CountingSGD: "),
@@ -94,11 +90,6 @@ variant(usual, "Adafactor", optimizer=partial(optim.Adafactor, lr=0.01))
 
 variant(usual, "Lion", optimizer=partial(Lion, lr=0.01, weight_decay=0.1))
 variant(usual, "blockwise 8-bit AdamW", optimizer=partial(BlockwiseAdamW, lr=0.01))
-variant(usual, "AdamW in 8 bits", optimizer=_IN_8_BITS)
-variant(usual, "AdamW in 8 bits, state on the CPU: offload=True", optimizer=_IN_8_BITS, zero={"offload": True})
-variant(
-    usual, "AdamW, fused, offload=True", optimizer=partial(optim.AdamW, lr=0.01, fused=True), zero={"offload": True}
-)
 variant(usual, "LAMB", optimizer=partial(LAMB, lr=0.01))
 variant(usual, "LAMB with a global norm", coupled("LAMB"), optimizer=partial(LAMB, lr=0.01, max_norm=0.1))
 variant(usual, "Prodigy", coupled("Prodigy"), optimizer=partial(Prodigy, d0=1e-2))

@@ -12,8 +12,6 @@ from torch import nn, optim
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap.optim import AdamW8bit
-
 from .corpus import limit, loop, refused, variant
 from .declared import HOOK_IS_NOT_TOLD
 from .forms import AUTOMATIC, STAGED
@@ -61,12 +59,6 @@ SECOND_MODEL = [
 variant(usual, "groups: no decay for biases", groups=decay_groups)
 variant(usual, "a group per parameter, layer-wise rates", groups=_per_layer, optimizer=_ADAMW)
 variant(usual, "named_parameters()", groups=_named)
-variant(
-    usual,
-    "groups, AdamW in 8 bits",
-    groups=decay_groups,
-    optimizer=partial(AdamW8bit, lr=0.01, block_numel=64, min_numel=64),
-)
 
 
 TEMPERATURE = nn.Parameter(torch.ones(1))

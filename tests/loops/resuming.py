@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch import optim
 from torch.nn.functional import mse_loss
 
-from overlap.optim import AdamW8bit
-
-from .corpus import loop, refused, variant
+from .corpus import loop, refused
 from .declared import ALREADY_UPDATED
 from .forms import STEPPED
 from .models import batch_norm
@@ -42,14 +40,6 @@ def resumed(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     optimizer = run.optimizer(ddp)
     run.load(optimizer, saved["optimizer"])
     yield from usual(ddp, optimizer, run)
-
-
-variant(
-    resumed,
-    "AdamW in 8 bits, saved and resumed",
-    model=batch_norm,
-    optimizer=partial(AdamW8bit, lr=0.01, block_numel=64, min_numel=64),
-)
 
 
 @loop("the optimizer's state loaded in mid-run, into the same optimizer", optimizer=_ADAMW, steps=2)

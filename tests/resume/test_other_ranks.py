@@ -7,7 +7,6 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from harness.models import MLP, mean_squared_error
 from overlap import (
     AddNoise,
     Cast,
-    CheckpointManager,
     ConfigurationError,
     Hierarchical,
     Int4,
@@ -39,23 +37,18 @@ from overlap import (
     chain,
     route,
 )
-from overlap._torch.device import streams_replaced
 from overlap.hooks import PostLocal, PostLocalSGDState
-from overlap.optim import AdamW8bit
-from streams.at_once import AtOnce
 
 SIZES = (4, 3, 2, 4)
 STEPS = 2  # Of each number of ranks.
 ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
-BLOCKS: dict[str, Any] = {"lr": 0.01, "block_numel": 64, "min_numel": 64}
 OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def _zero(
-    ddp: Any, *stages: Any, cls: Any = torch.optim.AdamW, zero: Mapping[str, Any] | None = None, **stage: Any
-) -> ZeroRedundancyOptimizer:
-    arguments = BLOCKS if cls is AdamW8bit else ADAMW
-    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), cls, overlap_with_ddp=True, **arguments, **(zero or {}))
+def _zero(ddp: Any, *stages: Any, partition: str | None = None, **stage: Any) -> ZeroRedundancyOptimizer:
+    optimizer = ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, partition=partition, **ADAMW
+    )
     chain(*stages, ZeroStep(optimizer, **stage)).register(ddp)
     return optimizer
 
@@ -88,9 +81,7 @@ EXACT: dict[str, Callable[[Any], ZeroRedundancyOptimizer]] = {
     "gathered in backward": _zero,
     "gathered in forward": functools.partial(_zero, gather="forward"),
     "gathered in step": functools.partial(_zero, deferred=True),
-    "state of 8 bits": functools.partial(_zero, cls=AdamW8bit),
-    "offloaded": functools.partial(_zero, zero={"offload": True}),
-    "whole parameters": functools.partial(_zero, zero={"partition": "parameter"}),
+    "whole parameters": functools.partial(_zero, partition="parameter"),
 }
 """The step after a resume is plain DDP's with the plain optimizer, bit for bit."""
 WIRES = {"reduce_wire": Int8(), "gather_wire": Int8(), "error_feedback": True}
@@ -139,19 +130,16 @@ def _leg(rank: int, ranks: int, folder: Path, begin: int, is_async: bool) -> Non
     os.fsync = lambda descriptor: None  # It takes long, and is for when the machine fails.
     background = dist.new_group()  # Of the threads of asynchronous saves.
     for form in FORMS:
-        with streams_replaced(AtOnce()) if form == "offloaded" else nullcontext():
-            _leg_of(form, rank, ranks, folder / form, begin, background if is_async else None)
+        _leg_of(form, rank, ranks, folder / form, begin, background if is_async else None)
 
 
 def _leg_of(form: str, rank: int, ranks: int, folder: Path, begin: int, background: Any) -> None:
-    files = CheckpointManager(folder / "files", keep_last=1)
-    distributed = CheckpointManager(folder / "distributed", keep_last=1)
     ddp, optimizer = _made(form, seed=begin)
     # All ranks have the same batches, so that sums do not depend on their order.
     batches_of = 0 if form in EXACT else rank
     start = begin
     if begin:
-        _check_resumed(form, ddp, optimizer, files.load_all(), distributed.path(), rank, ranks)
+        _check_resumed(form, ddp, optimizer, folder / f"{begin}", rank, ranks)
         if form in EXACT:
             _check_next_step(form, ddp, optimizer, begin)
             start += 1
@@ -163,23 +151,21 @@ def _leg_of(form: str, rank: int, ranks: int, folder: Path, begin: int, backgrou
     both: dict[str, Any] = {"run": TrainState(ddp, optimizer)}
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         both |= {"model": ddp.module.state_dict(), "optimizer": optimizer.sharded_state_dict()}
+    folder.mkdir(exist_ok=True)
     if background is not None:
-        files.async_save(end, state)
-        writer = _Held(distributed.begin(end))
+        writer = _Held(folder / f"{end}")
         future = dcp.async_save(both, storage_writer=writer, process_group=background)
         _train(ddp, optimizer, range(end, end + 2), batches_of)  # Which changes nothing in what is saved.
         writer.may_write.set()
-        files.commit()
-        distributed.commit(future)
+        future.result()
     else:
-        files.save(end, state)
-        with distributed.saving(end) as where:
-            dcp.save(both, checkpoint_id=where)
+        dcp.save(both, checkpoint_id=folder / f"{end}")
+    torch.save(state, folder / f"{end}-{rank}.pt")
 
 
-def _check_resumed(
-    form: str, ddp: Any, optimizer: Any, saved: Sequence[Any], where: Path, rank: int, ranks: int
-) -> None:
+def _check_resumed(form: str, ddp: Any, optimizer: Any, where: Path, rank: int, ranks: int) -> None:
+    saved = [torch.load(path) for path in where.parent.glob(f"{where.name}-*.pt")]
+    saved.sort(key=lambda of_rank: of_rank["run"]["rank"])
     states = [one["run"] for one in saved]
     overlap.load_state_dict(ddp, optimizer, states)
     now = overlap.state_dict(ddp, optimizer)
@@ -209,8 +195,7 @@ def _check_resumed(
 def _check_next_step(form: str, ddp: Any, zero: ZeroRedundancyOptimizer, step: int) -> None:
     plain = wrap(MLP.model(), **MLP.ddp_options())
     plain.module.load_state_dict(ddp.module.state_dict())
-    cls, arguments = (AdamW8bit, BLOCKS) if "8 bits" in form else (torch.optim.AdamW, ADAMW)
-    optimizer = cls(plain.parameters(), **arguments)
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     optimizer.load_state_dict(_whole(zero))
     for one, its in ((plain, optimizer), (ddp, zero)):
         _train(one, its, range(step, step + 1), 0)

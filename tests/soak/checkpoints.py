@@ -1,9 +1,11 @@
-"""The checkpoints of a trial, and a save in which the process is killed."""
+"""The checkpoints of a trial, a file a rank, and a save in which the process is killed."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,23 +13,31 @@ from typing import Any
 
 import torch
 
-from overlap import CheckpointError, CheckpointManager
+
+def file_of(folder: Path, step: int, rank: int) -> Path:
+    """Where a rank saves a step."""
+    return folder / f"step-{step}-rank-{rank}.pt"
 
 
-def of(folder: Path) -> CheckpointManager:
-    """Those in `folder`."""
-    return CheckpointManager(folder / "checkpoints")
-
-
-def save_end(state: Any, path: Path) -> None:
-    """What a rank has at its end: `path` holds all of it, or is not there."""
-    beside = path.with_name(f"{path.name}.part")
-    torch.save(state, beside)
+def save(state: Any, path: Path) -> None:
+    """`path` holds all of it, or is not there."""
+    data = io.BytesIO()
+    torch.save(state, data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".part")
+    beside.write_bytes(data.getbuffer())
     beside.replace(path)
 
 
-def load_end(path: Path) -> Any:
+def load(path: Path) -> Any:
     return torch.load(path, weights_only=True)
+
+
+def latest_step(folder: Path, ranks: int) -> int | None:
+    """The latest step that all ranks have saved."""
+    found = [re.fullmatch(r"step-(\d+)-rank-\d+", path.stem) for path in folder.glob("*.pt")]
+    steps = [int(match[1]) for match in found if match is not None]
+    return max((step for step in steps if steps.count(step) == ranks), default=None)
 
 
 @contextlib.contextmanager
@@ -45,16 +55,3 @@ def killed_while_writing() -> Iterator[None]:
         yield
     finally:
         Path.write_bytes = whole  # type: ignore[method-assign]
-
-
-def damaged(folder: Path, ranks: int) -> list[str]:
-    """What is wrong with the checkpoints of a trial; all ranks must be able to load each."""
-    found = []
-    for step in (manager := of(folder)).steps():
-        try:
-            manager.path(step)
-            if len(states := manager.load_all(step)) != ranks:
-                found.append(f"step {step} has the states of {len(states)} of {ranks} ranks")
-        except CheckpointError as error:
-            found.append(str(error))
-    return found

@@ -31,11 +31,11 @@ def folder_of(folder: Path, name: str) -> Path:
 def train(rank: int, ranks: int, folder: Path, failure: str = "none") -> None:
     """Resumes every form at the latest step that there is of all forms, and trains to the end."""
     made = {name: FORMS[name].made() for name in NAMES}
-    saved = {name: checkpoints.of(folder_of(folder, name)) for name in NAMES}
-    begin = min(manager.latest_step() or 0 for manager in saved.values())
+    begin = min(checkpoints.latest_step(folder_of(folder, name), ranks) or 0 for name in NAMES)
     for name, built in made.items():
         if begin:
-            overlap.load_state_dict(built.ddp, built.optimizer, saved[name].load(begin))
+            state = checkpoints.load(checkpoints.file_of(folder_of(folder, name), begin, rank))
+            overlap.load_state_dict(built.ddp, built.optimizer, state)
     for step in range(begin, STEPS):
         for place, (name, built) in enumerate(made.items()):
             if (step, rank, place) == (FAILS_IN, 1, len(made) // 2):
@@ -44,7 +44,8 @@ def train(rank: int, ranks: int, folder: Path, failure: str = "none") -> None:
             mean_squared_error(built.ddp, MLP.batch(step, rank)).backward()
             built.optimizer.step()
             if (step + 1) % SAVED_EVERY == 0:
-                saved[name].save(step + 1, overlap.state_dict(built.ddp, built.optimizer))
+                path = checkpoints.file_of(folder_of(folder, name), step + 1, rank)
+                checkpoints.save(overlap.state_dict(built.ddp, built.optimizer), path)
 
 
 def _fail(failure: str) -> None:

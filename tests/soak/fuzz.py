@@ -1,23 +1,20 @@
-"""Random schedules, chains, programs, files and options. `python -m soak.fuzz --schedules 10000` plays more of each."""
+"""Random schedules, chains, programs and options. `python -m soak.fuzz --schedules 10000` plays more of each."""
 
 from __future__ import annotations
 
 import argparse
-import collections
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from harness import assert_parity, run_ranks, wrap
+from harness import run_ranks, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import Bucket, CheckpointError, CheckpointManager, Stage, chain
+from overlap import Bucket, Stage, chain
 from overlap.hooks import AllReduce, Role, all_reduce
 from overlap.hooks.engine.wavefront import Wavefront
 
@@ -143,61 +140,12 @@ def play_chains(count: int, seed: int = 0) -> int:
     return len(first)
 
 
-def mutate_files(count: int, folder: Path, seed: int = 0, *, has_digests: bool = True) -> dict[str, int]:
-    """Changes bits or the length of one file of a checkpoint at a time, and loads; each has to be refused by its name.
-
-    Without digests it is `torch.load` alone that reads a rank's file.
-    """
-    rng = random.Random(seed)
-    manager = CheckpointManager(folder)
-    state = {"model": {name: value.clone() for name, value in MLP.model().state_dict().items()}}
-    for step in (1, 2):
-        manager.save(step, {**state, "step": step})
-    of_rank = folder / "step-2" / "rank-0-of-1.pt"
-    files = [folder / "latest", folder / "step-2" / "SHA256SUMS", of_rank, of_rank] if has_digests else [of_rank]
-    seen: collections.Counter[str] = collections.Counter()
-    for _ in range(count):
-        path = rng.choice(files)
-        whole = path.read_bytes()
-        path.write_bytes(_mutant(whole, rng))
-        # By its step it is loaded without the file that points to it.
-        step_or_latest = None if path.name == "latest" else rng.choice((None, 2))
-        try:
-            found = manager.load(step_or_latest) if has_digests else torch.load(of_rank, weights_only=True)
-        except CheckpointError as error:
-            seen["refused" if str(folder) in str(error) else "refused without its name"] += 1
-        except Exception:
-            seen["refused by torch.load"] += 1
-        else:
-            seen[_compared(found, {**state, "step": 2})] += 1
-        path.write_bytes(whole)
-    return dict(seen)
-
-
-def _mutant(whole: bytes, rng: random.Random) -> bytes:
-    if rng.random() < 0.3:
-        return whole[: rng.randrange(len(whole))]
-    broken = bytearray(whole)
-    for place in rng.sample(range(len(whole)), rng.choice((1, 1, 8))):
-        broken[place] ^= 1 << rng.randrange(8)
-    return bytes(broken)
-
-
-def _compared(found: Any, saved: Any) -> str:
-    try:
-        assert_parity(found, saved, what="the state")
-    except AssertionError:
-        return "loaded, with other values"
-    return "loaded, the same values"
-
-
 def _main() -> int:
     parser = argparse.ArgumentParser(prog="python -m soak.fuzz", description=__doc__)
     parser.add_argument("--schedules", type=int, default=10_000)
     parser.add_argument("--chains", type=int, default=50)
     parser.add_argument("--programs", type=int, default=1_000)
     parser.add_argument("--program", type=int, action="append", metavar="SEED", help="this one alone; may be repeated")
-    parser.add_argument("--files", type=int, default=2_000)
     parser.add_argument("--options", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     options = parser.parse_args()
@@ -207,13 +155,6 @@ def _main() -> int:
     play_schedules(options.schedules, options.seed)
     print(f"{options.schedules} schedules: the invariants hold", flush=True)
     print(f"{options.chains} chains: {play_chains(options.chains, options.seed)} collectives in one order", flush=True)
-    for has_digests in (True, False):
-        with tempfile.TemporaryDirectory() as scratch:
-            seen = mutate_files(options.files, Path(scratch), options.seed, has_digests=has_digests)
-        print(
-            f"{options.files} changed files, {'with digests' if has_digests else 'by torch.load alone'}: {seen}",
-            flush=True,
-        )
     found = try_options(options.options, options.seed)
     print(f"{options.options} random options: {len(found)} errors that are not overlap's")
     print("\n".join(found), flush=True)

@@ -114,7 +114,6 @@ MADE: dict[str, tuple[Callable[..., Any], Callable[[Any], dict[str, Any]]]] = {
         overlap.ZeroRedundancyOptimizer,
         lambda of: {"params": list(of.model.parameters()), "optimizer_class": torch.optim.SGD, **_LR},
     ),
-    "AdamW8bit": (optim.AdamW8bit, lambda of: {"params": list(of.model.parameters())}),
     "FunctionalAdamW": (optim.FunctionalAdamW, lambda of: {"params": list(of.model.parameters()), **_LR}),
     "OverlappedOptimizer": (overlap.OverlappedOptimizer, lambda of: {"optimizer": of.sgd}),
     "OptimizerHookState": (overlap.OptimizerHookState, lambda of: {"optimizer": of.sgd}),

@@ -121,7 +121,6 @@ class _Training:
             self.last += 1
         self.last_saved = STEPS - SHORTER_BY - 1 if self.form.join else STEPS
         self.built: Built | None = None
-        self.checkpoints: overlap.CheckpointManager | None = None
         self.step = 0
 
     def run(self) -> None:
@@ -130,9 +129,9 @@ class _Training:
         if spec.fault == "another plan":
             self.report.say(fault_s=time.monotonic())
         self.built = self.form.made(is_other=spec.fault == "another plan")
-        self.checkpoints = checkpoints.of(spec.folder)
         if spec.resumes_from is not None:
-            overlap.load_state_dict(self.built.ddp, self.built.optimizer, self.checkpoints.load(spec.resumes_from))
+            state = checkpoints.load(checkpoints.file_of(spec.folder, spec.resumes_from, spec.rank))
+            overlap.load_state_dict(self.built.ddp, self.built.optimizer, state)
             self.step = spec.resumes_from
         if spec.fault == "exception in a stage":
             self.built.trap.set_for = spec.fault_step
@@ -142,7 +141,7 @@ class _Training:
                 self._train(batch)
         else:
             self._train_joined()
-        checkpoints.save_end(overlap.state_dict(self.built.ddp, self.built.optimizer), spec.end)
+        checkpoints.save(overlap.state_dict(self.built.ddp, self.built.optimizer), spec.end)
 
     def _init_group(self) -> None:
         spec = self.spec
@@ -196,13 +195,13 @@ class _Training:
 
     def _save(self) -> None:
         built, spec = self.built, self.spec
-        assert built is not None and self.checkpoints is not None
+        assert built is not None
         state = overlap.state_dict(built.ddp, built.optimizer)
         fault = _IN_SAVES.get(spec.fault or "") if self.step >= spec.fault_step else None
         if fault is not None:
             self.report.say(fault_s=time.monotonic())
         with contextlib.nullcontext() if fault is None else fault():
-            self.checkpoints.save(self.step, state)
+            checkpoints.save(state, checkpoints.file_of(spec.folder, self.step, spec.rank))
 
     def _meets(self, fault: str, step: int) -> bool:
         if self.spec.fault != fault or step != self.spec.fault_step:

@@ -51,7 +51,6 @@ _WHY = {
     r"learned of it": "an error later than the timeout and 3 s",
     r"could not be judged": "a trial that could not be judged",
     r"of nobody's": "an error that is neither overlap's nor PyTorch's",
-    r"not a whole checkpoint": "a checkpoint that is not whole",
 }
 
 

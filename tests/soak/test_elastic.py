@@ -49,7 +49,7 @@ def test_a_restarted_run_ends_with_the_same_bits_and_status_0(
         assert (folder / f"restarts-{rank}").read_text() == str(restarts)
         for name in elastic.NAMES:
             ours, theirs = (
-                checkpoints.of(elastic.folder_of(where, name)).load_all(elastic.STEPS)[rank]
+                checkpoints.load(checkpoints.file_of(elastic.folder_of(where, name), elastic.STEPS, rank))
                 for where in (folder, never_failed)
             )
             assert_parity(ours, theirs, what=f"{name}, rank {rank}, {failure}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,14 +33,6 @@ def test_a_wrong_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_random_stages_with_delays_issue_their_collectives_in_one_order() -> None:
     assert fuzz.play_chains(8) > 100
-
-
-def test_changed_and_truncated_files_are_refused_by_name(tmp_path: Path) -> None:
-    assert fuzz.mutate_files(500, tmp_path) == {"refused": 500}
-
-
-def test_without_digests_some_are_loaded_with_other_values(tmp_path: Path) -> None:
-    assert fuzz.mutate_files(200, tmp_path, has_digests=False)["loaded, with other values"] > 20
 
 
 def test_random_options_are_taken_or_refused_with_errors_of_ours() -> None:

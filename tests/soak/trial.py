@@ -199,7 +199,6 @@ def _check(result: Result, form: Form, fault: Fault, plan: Plan, outcome: Outcom
     if fault.name in ("none", "link slowed"):
         failed = [rank for rank, said in enumerate(outcome.reports) if "error" in said]
         unclean += [f"ranks {failed} failed without a fault"] if failed else []
-    unclean += checkpoints.damaged(plan.folder, result.ranks)
 
 
 def _check_error(
@@ -242,7 +241,7 @@ def _check_end(result: Result, form: Form, plan: Plan, rank: int, references: Re
 
 
 def _resume(result: Result, form: Form, folder: Path, references: References) -> None:
-    at = checkpoints.of(folder).latest_step()
+    at = checkpoints.latest_step(folder, result.ranks)
     result.resumed_from = at
     for rank in range(result.ranks):  # Keep how the failed group ended.
         for kind in (f"rank-{rank}.log", f"report-{rank}.json"):
@@ -271,7 +270,7 @@ def _resume(result: Result, form: Form, folder: Path, references: References) ->
 
 def _difference(folder: Path, reference: Path, rank: int) -> str:
     """Of everything that `overlap.state_dict` holds; nothing if it is the same bit for bit."""
-    ours, theirs = (checkpoints.load_end(where / f"end-{rank}.pt") for where in (folder, reference))
+    ours, theirs = (checkpoints.load(where / f"end-{rank}.pt") for where in (folder, reference))
     try:
         assert_parity(ours, theirs, what="end")
     except AssertionError as error:

@@ -45,8 +45,6 @@ REAL_OPTIMIZERS = (
     ("torch.optim.Adafactor", "lr=0.01"),
     ("torch.optim.Rprop", "lr=0.01"),
     ("torch.optim.ASGD", "lr=0.05"),
-    ("AdamW8bit", "lr=0.01, min_numel=64, block_numel=64"),
-    ("AdamW8bit", "lr=0.01"),
     ("Lion", "lr=0.01, weight_decay=0.1"),
     ("LAMB", "lr=0.01"),
     ("BlockwiseAdamW", "lr=0.01"),
@@ -80,7 +78,7 @@ AFTER = ("ClipValue(0.2)", "Scale(0.99)", "shrink", "look")
 NOT_ALWAYS_USED = ("unused", "in turns", "in turns by rank")
 
 ZERO = "ZeroRedundancyOptimizer(p[{place}], {name}, {options}, overlap_with_ddp=True{more})"
-PARTITIONS = ("", "", ", partition='parameter'", ", partition='element'", ", offload=True")
+PARTITIONS = ("", "", ", partition='parameter'", ", partition='element'")
 
 FORMS = (
     "interleaved", "deferred", "clipped", "automatic", "automatic deferred", "released", "hook", "zero", "zero forward",

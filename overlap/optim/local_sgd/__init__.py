@@ -1,6 +1,5 @@
 """Local SGD: averaging parameters every few steps instead of gradients at every step."""
 
-from overlap.optim.local_sgd.elastic import ElasticLocalSGD
 from overlap.optim.local_sgd.model_averaging import average_parameters
 from overlap.optim.local_sgd.optimizer import LocalSGD
 from overlap.optim.local_sgd.stages import Average
@@ -13,7 +12,6 @@ from overlap.optim.local_sgd.torch_names import (
 
 __all__ = [
     "Average",
-    "ElasticLocalSGD",
     "HierarchicalModelAverager",
     "LocalSGD",
     "ModelAverager",

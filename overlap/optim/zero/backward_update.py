@@ -90,9 +90,6 @@ class BackwardUpdate:
             return
         if self.is_deferred:
             await self._update_together(bucket)
-        elif (offload := self.zero.offload) is not None:
-            if shards is not None:
-                offload.begin(bucket.index, self._held.pop(bucket.index, []), self.lifecycle.veto.found_inf)
         else:
             self.update(self._held.pop(bucket.index, []), self.lifecycle.veto)
         if shards is not None:

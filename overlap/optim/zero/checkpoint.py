@@ -1,7 +1,7 @@
 """The state in the form for ``torch.distributed.checkpoint``: every rank writes its part.
 
 A value with one element for every element of a parameter is saved in pieces, one per rank, as plain tensors whose names
-say which elements they hold: ``3/exp_avg/0:512``, and with a number for each block of 64 ``3/exp_avg_scale/0:512:64``.
+say which elements they hold: ``3/exp_avg/0:512``.
 A reader with another number of ranks finds the pieces that overlap with what it owns, and reads only these.
 """
 
@@ -50,11 +50,7 @@ def pieces_to_save(sharded: ShardedState) -> dict[str, Any]:
                 saved[f"{index}/{key}"] = as_plain(value)
             # An empty piece is written only if there is no other one to show that the value exists.
             elif start < end or (shard.parameter.numel() == 0 and sharded.process_group.rank() == 0):
-                blocks = sharded.blocks_of(shard)
-                if kind is Kind.BY_BLOCK and blocks is not None:
-                    saved[f"{index}/{key}/{start}:{end}:{blocks.numel}"] = value
-                else:
-                    saved[f"{index}/{key}/{start}:{end}"] = _in_order_of_memory(shard, value)
+                saved[f"{index}/{key}/{start}:{end}"] = _in_order_of_memory(shard, value)
     return saved
 
 
@@ -82,7 +78,7 @@ def _shape_of(sharded: ShardedState) -> dict[str, Any]:
     }
 
 
-_SPAN = r"(?P<start>\d+):(?P<end>\d+)(?::(?P<block>\d+))?"
+_SPAN = r"(?P<start>\d+):(?P<end>\d+)"
 _NAME = re.compile(rf"(?P<index>\d+)/(?P<key>.+?)(?:/(?:{_SPAN}|(?P<packed>{_PACKED})))?")
 
 
@@ -95,8 +91,6 @@ class _Entry:
     key: str
     span: Range | None
     """The elements of the parameter to which a piece belongs; ``None`` for a whole value."""
-    block_numel: int | None
-    """The elements of a block if a piece has one number for each block, of elements in the order of their indices."""
     is_packed: bool
     metadata: Any
 
@@ -106,12 +100,7 @@ class _Entry:
         assert found is not None, "names with a / are of this form"
         start, end = found["start"], found["end"]
         span = None if start is None else (int(start), int(end))
-        block_numel = None if found["block"] is None else int(found["block"])
-        return cls(name, int(found["index"]), found["key"], span, block_numel, found["packed"] is not None, metadata)
-
-    def places(self, span: Range) -> Range:
-        """Where the numbers of these elements are in the whole value: those of the blocks in which they are."""
-        return span if self.block_numel is None else (-(-span[0] // self.block_numel), -(-span[1] // self.block_numel))
+        return cls(name, int(found["index"]), found["key"], span, found["packed"] is not None, metadata)
 
     def target(self) -> Any:
         """The tensor to read into."""
@@ -147,7 +136,6 @@ def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
     manifest = _from_tensor(found[prefix + _MANIFEST])
     shards = list(sharded.shards.values())
     _check(sharded, manifest)
-    sharded.check_blocks(manifest["options"])
     entries = [
         _Entry.parse(name, prefix, metadata)
         for name, metadata in saved.items()
@@ -200,30 +188,22 @@ def _join(
         if entry.span is None:
             state[entry.key] = values[entry.name]
             continue
-        if entry.block_numel is None and strides[entry.index] != shard.parameter.stride():
+        if strides[entry.index] != shard.parameter.stride():
             empty = torch.empty(shard.parameter.numel(), dtype=entry.metadata.properties.dtype)
             whole = in_another_order.setdefault((entry.index, entry.key), empty)
             whole[entry.span[0] : entry.span[1]] = values[entry.name]
             continue
         if entry.key not in state:
-            state[entry.key] = _unfilled(entry, shard)
+            assert shard.own is not None, "entries are only of shards of which this rank has a part"
+            dtype = entry.metadata.properties.dtype
+            state[entry.key] = torch.empty_like(shard.own, dtype=dtype, device="cpu")
         if entry.name in values:
-            (start, end), (begin, stop) = entry.places(shard.range), entry.places(entry.span)
+            (start, end), (begin, stop) = shard.range, entry.span
             first, last = max(start, begin), min(end, stop)
             flatten(state[entry.key])[first - start : last - start] = values[entry.name][first - begin : last - begin]
     for (index, key), flat in in_another_order.items():
         states[id(shards[index])][key] = _reordered(shards[index], flat, strides[index])
     return states
-
-
-def _unfilled(entry: _Entry, shard: Shard) -> Tensor:
-    """What this rank owns of a value, without its numbers."""
-    assert shard.own is not None, "entries are only of shards of which this rank has a part"
-    dtype = entry.metadata.properties.dtype
-    if entry.block_numel is None:
-        return torch.empty_like(shard.own, dtype=dtype, device="cpu")
-    start, end = entry.places(shard.range)
-    return torch.empty(end - start, dtype=dtype, device="cpu")
 
 
 def _reordered(shard: Shard, flat: Tensor, strides: tuple[int, ...]) -> Tensor:

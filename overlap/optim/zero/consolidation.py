@@ -10,7 +10,6 @@ from torch import Tensor
 
 from overlap.errors import ConfigurationError
 from overlap.join.group_collectives import of_all_ranks, on_rank
-from overlap.optim.state_blocks import StateBlocks
 from overlap.optim.zero.kinds import Kind, Kinds, StateValue
 from overlap.optim.zero.parameter_groups import options_of
 from overlap.optim.zero.partition import Range
@@ -46,7 +45,7 @@ def consolidate(sharded: ShardedState, to: int | None) -> dict[str, Any] | None:
             continue
         for (index, shard), parts in zip(block, zip(*gathered, strict=True), strict=True):
             if any(part is not None for part in parts):
-                state[index] = _of_whole(shard, parts, sharded.blocks_of(shard))
+                state[index] = _of_whole(shard, parts)
     if to not in (None, rank):
         return None
     return {"state": {**state, **shared.state}, **shared.entries}
@@ -67,23 +66,20 @@ Part = Mapping[str, tuple[Kind, Any]]
 """A rank's part of the state of a parameter, by key."""
 
 
-def _of_whole(shard: Shard, parts: Sequence[Part | None], blocks: StateBlocks | None) -> dict[str, Any]:
+def _of_whole(shard: Shard, parts: Sequence[Part | None]) -> dict[str, Any]:
     """The state of a whole parameter, from the parts of all ranks, ``None`` where a rank has no state of it."""
     if shard.is_whole:
         return next({key: value for key, (_, value) in part.items()} for part in parts if part is not None)
-    return assemble(parts, shard.ranges, like=shard.parameter, blocks=blocks)
+    return assemble(parts, shard.ranges, like=shard.parameter)
 
 
-def assemble(
-    parts: Sequence[Part | None], ranges: Sequence[Range], *, like: Tensor, blocks: StateBlocks | None
-) -> dict[str, Any]:
+def assemble(parts: Sequence[Part | None], ranges: Sequence[Range], *, like: Tensor) -> dict[str, Any]:
     """The state of a parameter that was cut, from the parts of all ranks, which have the elements in ``ranges``.
 
     Args:
         parts: ``None`` where a rank has no state of it.
         ranges: of elements in the order of the memory of ``like``.
         like: has the parameter's shape and strides.
-        blocks: what the optimizer declares of the parameter.
     """
     present = [part for part in parts if part is not None]
     assembled: dict[str, Any] = {}
@@ -93,23 +89,14 @@ def assemble(
         if kind is Kind.BY_PARAMETER:
             assembled[key] = first
             continue
-        if kind is Kind.BY_BLOCK:
-            assert blocks is not None, "there is a value by block"
-            whole = flat = torch.empty(blocks.count(like.numel()), dtype=first.dtype, device=CPU)
-        else:
-            whole = torch.empty_like(like, dtype=first.dtype, device=CPU, requires_grad=False)
-            flat = flatten(whole)
+        whole = torch.empty_like(like, dtype=first.dtype, device=CPU, requires_grad=False)
+        flat = flatten(whole)
         for part, (start, end) in zip(parts, ranges, strict=True):
             if start < end:
                 assert part is not None, "the ranks have agreed that it is there"
-                flat[_span(kind, blocks, start, end)] = part[key][1]
+                flat[start:end] = part[key][1]
         assembled[key] = whole
     return assembled
-
-
-def _span(kind: Kind, blocks: StateBlocks | None, start: int, end: int) -> slice:
-    """Where the numbers of these elements are among all of a value by element or by block."""
-    return slice(start, end) if kind is not Kind.BY_BLOCK or blocks is None else blocks.span(start, end)
 
 
 def packed_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -143,19 +130,10 @@ def load_plain(
         raise ConfigurationError(
             f"the state_dict has groups of {given} parameters, but this ZeroRedundancyOptimizer has {expected}"
         )
-    sharded.check_blocks([options_of(group) for group in groups])
     shard_of = dict(zip((k for group in groups for k in group["params"]), sharded.shards.values(), strict=True))
-    blocks_of = {
-        key: StateBlocks.of(sharded.optimizer, {**mine, **group})
-        for mine, group in zip(sharded.param_groups, groups, strict=True)
-        for key in group["params"]
-    }
     of_parameters = {key: state for key, state in state_dict["state"].items() if key in shard_of}
     values = {
-        key: [
-            StateValue(shard_of[key].name, tuple(shard_of[key].parameter.shape), k, v, blocks_of[key])
-            for k, v in state.items()
-        ]
+        key: [StateValue(shard_of[key].name, tuple(shard_of[key].parameter.shape), k, v) for k, v in state.items()]
         for key, state in of_parameters.items()
     }
     kinds = sharded.kinds([value for state in values.values() for value in state])
@@ -174,11 +152,9 @@ def load_plain(
 
 def _part(shard: Shard, value: StateValue, kinds: Kinds) -> Any:
     """This rank's part of a value of the whole parameter; a copy, since several optimizers may load the same dict."""
-    if shard.is_whole or (kind := kinds.of(value)) is Kind.BY_PARAMETER:
+    if shard.is_whole or kinds.of(value) is Kind.BY_PARAMETER:
         return cloned(value.value)
     start, end = shard.range
     given: Tensor = value.value
-    if kind is Kind.BY_BLOCK:
-        return given[_span(kind, value.blocks, start, end)].clone()
     like_parameter = torch.empty_like(shard.parameter, dtype=given.dtype, device=given.device, requires_grad=False)
     return flatten(like_parameter.copy_(given))[start:end].clone()

@@ -14,7 +14,6 @@ from overlap._checks import is_one_of, told
 from overlap.errors import ConfigurationError, OverlapError, UnsupportedError
 from overlap.optim.group_kinds import kinds_of
 from overlap.optim.probe import Separability, Verdict, probe
-from overlap.optim.state_blocks import StateBlocks
 from overlap.optim.subset import check_optimizer
 from overlap.optim.zero.parameter_groups import is_narrower
 from overlap.optim.zero.update_cost import orthogonalization_steps
@@ -36,21 +35,14 @@ class Experiments:
         cls: the optimizer's class.
         defaults: its arguments.
         master_dtype: of the copies of parameters that it steps; ``None``: it steps the parameters themselves.
-        offload: whether it steps copies in the CPU's memory.
     """
 
     def __init__(
-        self,
-        cls: type[Optimizer],
-        defaults: Mapping[str, Any],
-        *,
-        master_dtype: torch.dtype | None = None,
-        offload: bool = False,
+        self, cls: type[Optimizer], defaults: Mapping[str, Any], *, master_dtype: torch.dtype | None = None
     ) -> None:
         self._cls = cls
         self._defaults = defaults
         self._master_dtype = master_dtype
-        self._offload = offload
         self._found: dict[Hashable, Separability] = {}
 
     def separability_of(self, groups: Sequence[Mapping[str, Any]]) -> Separability:
@@ -70,13 +62,8 @@ class Experiments:
         """In how many steps ``cls`` orthogonalizes the matrices of each group; 0 where it does not."""
         return [orthogonalization_steps(group) for group in self._small(groups).param_groups]
 
-    def state_blocks(self, groups: Sequence[Mapping[str, Any]]) -> list[StateBlocks | None]:
-        """What ``cls`` declares of the state of each group. See [Note: state in blocks]."""
-        small = self._small(groups)
-        return [StateBlocks.of(small, group) for group in small.param_groups]
-
     def _small(self, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-        stand_ins = [{**group, **_stand_ins(group, self._master_dtype, offload=self._offload)} for group in groups]
+        stand_ins = [{**group, **_stand_ins(group, self._master_dtype)} for group in groups]
         return check_optimizer(make_optimizer(self._cls, stand_ins, self._defaults))
 
 
@@ -157,7 +144,7 @@ def check_steps_in_turn(cls: type[Optimizer], found: Separability) -> None:
         )
 
 
-def _stand_ins(group: Mapping[str, Any], master_dtype: torch.dtype | None, *, offload: bool) -> dict[str, Any]:
+def _stand_ins(group: Mapping[str, Any], master_dtype: torch.dtype | None) -> dict[str, Any]:
     """The parameters of a group, each in a few elements. Of those that are alike the first stands for all."""
     names = group.get("param_names")
     chosen: dict[tuple[Any, ...], tuple[Tensor, str | None]] = {}
@@ -165,10 +152,9 @@ def _stand_ins(group: Mapping[str, Any], master_dtype: torch.dtype | None, *, of
         numel = min(parameter.numel(), _STAND_IN_NUMEL)
         dtype = master_dtype if is_narrower(parameter, master_dtype) else parameter.dtype
         shape = (*(1,) * (parameter.dim() - 1), numel) if parameter.dim() else ()
-        device = torch.device("cpu") if offload else parameter.device
-        key = (shape, dtype, device, parameter.requires_grad)
+        key = (shape, dtype, parameter.device, parameter.requires_grad)
         if key not in chosen:
-            tensor = torch.zeros(shape, dtype=dtype, device=device, requires_grad=parameter.requires_grad)
+            tensor = torch.zeros(shape, dtype=dtype, device=parameter.device, requires_grad=parameter.requires_grad)
             chosen[key] = tensor, names[place] if names else None
     stand_ins: dict[str, Any] = {"params": [tensor for tensor, _ in chosen.values()]}
     return {**stand_ins, "param_names": [name for _, name in chosen.values()]} if names else stand_ins

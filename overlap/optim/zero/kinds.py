@@ -5,13 +5,12 @@
 An optimizer says nothing of its state but keys and values. A value is *by element* if it has the shape of what it
 belongs to: the whole parameter, or the chunk that this rank owns. It is *by parameter* if it is one number, one tensor
 of one element, or a table that has the same shape for parameters of several sizes. For a parameter of one element
-shapes do not tell these apart; then the same key of other parameters does. A value is *by block* if the optimizer
-declares its key so (see [Note: state in blocks]), and parameters are cut between blocks. State under keys that are not
-parameters is *global*, and never comes here.
+shapes do not tell these apart; then the same key of other parameters does. State under keys that are not parameters is
+*global*, and never comes here.
 
-Anything else depends on the size of a chunk in another way, as scales do of blocks that nobody declares. Put together
-from the chunks of several ranks it would not be what the plain optimizer has, so it is refused. If parameters are not
-cut there is nothing to put together, and any value may belong to one.
+Anything else depends on the size of a chunk in another way, as the scales of blocks do. Put together from the chunks of
+several ranks it would not be what the plain optimizer has, so it is refused. If parameters are not cut there is nothing
+to put together, and any value may belong to one.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor
 
 from overlap.errors import UnsupportedError
-from overlap.optim.state_blocks import StateBlocks
 
 __all__ = ["Kind", "Kinds", "StateValue", "tensors_in"]
 
@@ -39,7 +37,6 @@ class Kind(Enum):
     """See [Note: kinds of state]."""
 
     BY_ELEMENT = "by element"
-    BY_BLOCK = "by block"
     BY_PARAMETER = "by parameter"
 
 
@@ -53,13 +50,6 @@ class StateValue:
     """The shape of the parameter or chunk."""
     key: str
     value: Any
-    blocks: StateBlocks | None = None
-    """What the optimizer declares of the state of the parameter."""
-
-    @property
-    def is_by_block(self) -> bool:
-        """Whether the optimizer declares that there is one number for each block."""
-        return self.blocks is not None and self.key in self.blocks.keys
 
     @property
     def numel(self) -> int:
@@ -126,14 +116,6 @@ class Kinds:
             UnsupportedError: it is of no kind that can be divided.
         """
         seen = self._seen[value.key]
-        if value.blocks is not None and value.is_by_block:
-            count = value.blocks.count(value.numel)
-            if isinstance(value.value, Tensor) and tuple(value.value.shape) == (count,):
-                return Kind.BY_BLOCK
-            raise UnsupportedError(
-                f"{self._optimizer}: state {value.key!r} of {value.name} is {_told(value.value)} for {value.numel} "
-                f"elements, but the optimizer declares one number for each of {count} blocks"
-            )
         if value.fits_element and value.fits_parameter:
             is_by_parameter = seen.is_by_parameter or value.key in _KNOWN_BY_PARAMETER
             return Kind.BY_PARAMETER if is_by_parameter and not seen.is_by_element else Kind.BY_ELEMENT

@@ -15,7 +15,6 @@ from overlap.optim.probe import Verdict
 from overlap.optim.subset import SubsetStepper
 from overlap.optim.veto import Veto
 from overlap.optim.zero.division import Experiments, check_division, choose_partition, make_optimizer
-from overlap.optim.zero.offload import Offload, check_on_host
 from overlap.optim.zero.parameter_groups import check_members, copy_options
 from overlap.optim.zero.sharding import Ownership, Shard, flatten
 from overlap.optim.zero.state import check_new_state
@@ -33,7 +32,6 @@ class LocalOptimizer:
         process_group: the ranks that divide the parameters.
         partition: how, ``"element"`` or ``"parameter"``; ``None`` finds out.
         master_dtype: of copies of narrower parameters.
-        offload: whether it is on the CPU.
         meeting: where the ranks meet before their first collective.
         on_change: called before the state changes.
     """
@@ -47,25 +45,20 @@ class LocalOptimizer:
         *,
         partition: str | None,
         master_dtype: torch.dtype | None,
-        offload: bool,
         meeting: Meeting,
         on_change: Callable[[], None],
     ) -> None:
-        self._experiments = Experiments(cls, defaults, master_dtype=master_dtype, offload=offload)
+        self._experiments = Experiments(cls, defaults, master_dtype=master_dtype)
         self.separability = self._experiments.separability_of(groups)
         """How ``cls`` may be stepped."""
         self.partition = choose_partition(cls, self.separability, partition)
-        self.ownership = Ownership(process_group, self.partition, master_dtype, offload=offload)
-        orthogonalizes, blocks = self._experiments.orthogonalizes(groups), self._experiments.state_blocks(groups)
+        self.ownership = Ownership(process_group, self.partition, master_dtype)
+        orthogonalizes = self._experiments.orthogonalizes(groups)
         meeting.come()
-        chunks = self.ownership.add(groups, first_group=0, orthogonalizes=orthogonalizes, blocks=blocks)
+        chunks = self.ownership.add(groups, first_group=0, orthogonalizes=orthogonalizes)
         self.optim = make_optimizer(cls, chunks, defaults)
         """The optimizer itself."""
         self._stepper = SubsetStepper(self.optim)
-        if self.ownership.is_on_host:
-            check_on_host(self.optim)
-        self.offload = Offload(self.step_owned) if self.ownership.is_on_host else None
-        """What makes the updates on the CPU; ``None`` where they are made on the parameters' device."""
         self.param_groups: list[dict[str, Any]] = []
         """The groups of whole parameters, as the loop sees them; their hyperparameters count."""
         self._on_change = on_change
@@ -94,11 +87,8 @@ class LocalOptimizer:
             [group],
             first_group=len(groups),
             orthogonalizes=self._experiments.orthogonalizes([*groups, group])[-1:],
-            blocks=self._experiments.state_blocks([*groups, group])[-1:],
         )
         self.optim.add_param_group(chunks)
-        if self.offload is not None:
-            check_on_host(self.optim)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -116,10 +106,6 @@ class LocalOptimizer:
     def update(self, pairs: Sequence[tuple[Shard, Tensor]], veto: Veto) -> None:
         """Step what this rank owns of each shard with its flat gradient, and write the parameters, unless a gather of
         differences is going to. Where ``veto`` is left to the device, it changes nothing there."""
-        if self.offload is not None:
-            at_once = self.separability.in_turn.verdict is not Verdict.SEPARABLE
-            self.offload.update(pairs, veto.found_inf, at_once=at_once)
-            return
         with veto.passed_to(self.optim):
             self.step_owned(pairs)
         if self.publishes:

@@ -92,9 +92,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             results.
         master_dtype: update a copy of each chunk in this dtype if it is wider than the parameter's, such as
             ``torch.float32`` for ``bfloat16`` parameters. Adds ``1/W`` of the parameters in that dtype on each rank.
-        offload: keep the state of an accelerator's parameters in the CPU's memory, with a copy of this rank's part of
-            them, and update there. Gradients and parameters of this rank's part are copied to the CPU, and parameters
-            back, in each update. Changes nothing for parameters on the CPU, so put the model on its device first.
         **defaults: arguments of ``optimizer_class``.
 
     Issues: at construction one gather of a few bytes per parameter on ``process_group``, to compare the ranks.
@@ -128,7 +125,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         *,
         partition: str | None = None,
         master_dtype: torch.dtype | None = None,
-        offload: bool = False,
         **defaults: Any,
     ) -> None:
         if not dist.is_initialized():
@@ -138,7 +134,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             check_flag("parameters_as_bucket_view", parameters_as_bucket_view)
             self._make(
                 params, optimizer_class, defaults, meeting, overlap_with_ddp=overlap_with_ddp, partition=partition,
-                master_dtype=master_dtype, offload=offload,
+                master_dtype=master_dtype,
             )  # fmt: skip
 
     def _make(
@@ -151,12 +147,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool,
         partition: str | None,
         master_dtype: torch.dtype | None,
-        offload: bool,
     ) -> None:
         cls = check_class(optimizer_class)
         check_master_dtype(master_dtype)
-        for name, flag in {"overlap_with_ddp": overlap_with_ddp, "offload": offload}.items():
-            check_flag(name, flag)
+        check_flag("overlap_with_ddp", overlap_with_ddp)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.overlap_with_ddp = overlap_with_ddp
         self._whole_state = WholeState(self.rank)
@@ -168,7 +162,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.process_group,
             partition=partition,
             master_dtype=master_dtype,
-            offload=offload,
             meeting=meeting,
             on_change=self._whole_state.note_change,
         )
@@ -177,8 +170,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.separability = local.separability
         """How ``optimizer_class`` may be stepped."""
         self.partition, self.ownership = local.partition, local.ownership
-        self.offload = local.offload
-        """What makes the updates on the CPU; ``None`` where they are made on the parameters' device."""
         self.update = local.update
         """Steps what this rank owns; not a method, since it is called for each bucket. See :class:`LocalOptimizer`."""
         self._stage: ShardedUpdate | None = None

@@ -11,7 +11,6 @@ import torch
 
 from overlap.errors import ConfigurationError
 from overlap.optim.packed_state import Order
-from overlap.optim.state_blocks import StateBlocks
 from overlap.optim.zero.consolidation import Part, assemble, load_plain
 from overlap.optim.zero.kinds import Kind, Kinds, StateValue
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
@@ -20,7 +19,7 @@ from overlap.optim.zero.plain_values import fingerprint
 from overlap.optim.zero.sharding import Shard
 from overlap.optim.zero.state import MASTER, ShardedState
 
-__all__ = ["check_joined", "joined", "load_joined"]
+__all__ = ["joined", "load_joined"]
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,7 @@ def joined(zero: ZeroRedundancyOptimizer, states: Sequence[Mapping[str, Any]], o
     groups = _groups(zero, states[0]["options"])
     shards = list(zero.shards.values())
     if states[0]["partition"] == "element":
-        blocks = [StateBlocks.of(zero.optim, group) for group in groups for _ in group["params"]]
-        whole = _joined_parts(zero, by_parameter, blocks)
+        whole = _joined_parts(zero, by_parameter)
     else:
         whole = [next(one.state for one in saved if one.is_owned) for saved in by_parameter]
     masters = [[one.state[MASTER].dtype for one in saved if MASTER in one.state] for saved in by_parameter]
@@ -67,21 +65,13 @@ def joined(zero: ZeroRedundancyOptimizer, states: Sequence[Mapping[str, Any]], o
     }
 
 
-def check_joined(zero: ZeroRedundancyOptimizer, state: Mapping[str, Any]) -> None:
-    """Raises: ConfigurationError: parameters are cut where the state that :func:`joined` returned cannot be."""
-    _sharded(zero).check_blocks(state["plain"]["param_groups"])
-
-
 def load_joined(zero: ZeroRedundancyOptimizer, state: Mapping[str, Any]) -> None:
     """Load this rank's part of what :func:`joined` returned, after the model's parameters."""
     zero.prepare_to_load()
     zero.wait()
     zero.follow_strides()
-    load_plain(_sharded(zero), state["plain"], dtypes=state["dtypes"])
-
-
-def _sharded(zero: ZeroRedundancyOptimizer) -> ShardedState:
-    return ShardedState(zero.optim, zero.param_groups, zero.shards, zero.process_group)
+    sharded = ShardedState(zero.optim, zero.param_groups, zero.shards, zero.process_group)
+    load_plain(sharded, state["plain"], dtypes=state["dtypes"])
 
 
 def _by_parameter(state: Mapping[str, Any], order: Order) -> Iterator[_Saved]:
@@ -107,28 +97,23 @@ def _groups(zero: ZeroRedundancyOptimizer, options: Sequence[Mapping[str, Any]])
     ]
 
 
-def _joined_parts(
-    zero: ZeroRedundancyOptimizer, by_parameter: Sequence[Sequence[_Saved]], blocks: Sequence[StateBlocks | None]
-) -> list[dict[str, Any]]:
+def _joined_parts(zero: ZeroRedundancyOptimizer, by_parameter: Sequence[Sequence[_Saved]]) -> list[dict[str, Any]]:
     """The state of each parameter, put together from the parts of all ranks."""
     shards = list(zero.shards.values())
-    values = [
-        [_values(shard, one, declared) for one in saved]
-        for shard, saved, declared in zip(shards, by_parameter, blocks, strict=True)
-    ]
+    values = [[_values(shard, one) for one in saved] for shard, saved in zip(shards, by_parameter, strict=True)]
     kinds = Kinds(type(zero.optim).__name__, [one for ranks in values for rank in ranks for one in rank], are_cut=True)
     whole = []
-    for shard, saved, of_ranks, declared in zip(shards, by_parameter, values, blocks, strict=True):
+    for shard, saved, of_ranks in zip(shards, by_parameter, values, strict=True):
         parts = [{value.key: (kinds.of(value), value.value) for value in rank} or None for rank in of_ranks]
         _check_parts(shard, saved, parts)
         like = torch.empty_strided(tuple(shard.parameter.shape), saved[0].stride, device="meta")
-        whole.append(assemble(parts, [one.range for one in saved], like=like, blocks=declared))
+        whole.append(assemble(parts, [one.range for one in saved], like=like))
     return whole
 
 
-def _values(shard: Shard, saved: _Saved, blocks: StateBlocks | None) -> list[StateValue]:
+def _values(shard: Shard, saved: _Saved) -> list[StateValue]:
     shape = (saved.range[1] - saved.range[0],)
-    return [StateValue(shard.name, shape, key, value, blocks) for key, value in saved.state.items()]
+    return [StateValue(shard.name, shape, key, value) for key, value in saved.state.items()]
 
 
 def _check_parts(shard: Shard, saved: Sequence[_Saved], parts: Sequence[Part | None]) -> None:

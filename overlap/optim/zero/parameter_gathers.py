@@ -21,7 +21,6 @@ class ParameterGathers:
         zero: the optimizer.
         exchange: how ranks exchange parameters.
         lifecycle: of the update.
-        is_deferred: whether all buckets are updated at once.
         in_forward: whether they run during the next forward.
         are_differences: whether differences travel, and not parameters.
     """
@@ -32,7 +31,6 @@ class ParameterGathers:
         exchange: Exchange,
         lifecycle: UpdateLifecycle,
         *,
-        is_deferred: bool,
         in_forward: bool,
         are_differences: bool,
     ) -> None:
@@ -41,10 +39,6 @@ class ParameterGathers:
         self._lifecycle = lifecycle
         self._are_differences = are_differences
         self._prefetch = ParameterPrefetch() if in_forward else None
-        # Then the CPU makes the update of a bucket while backward goes on.
-        self._updates_beside_backward = zero.offload is not None and not is_deferred
-        self.follow_backward = in_forward or self._updates_beside_backward
-        """Whether no bucket of a backward that updates is gathered before all have come."""
 
     @property
     def are_in_forward(self) -> bool:
@@ -70,19 +64,14 @@ class ParameterGathers:
         """
         prefetch = self._prefetch or ParameterPrefetch()
         assert context is not None, "gathers run while the stage is attached"
-        # The last bucket has the first layers, which the next forward needs first. On the CPU the first is done first.
-        gathers = gathers if self._updates_beside_backward else list(reversed(gathers))
+        gathers = list(reversed(gathers))  # The last bucket has the first layers, which the next forward needs first.
         if self._prefetch is not None and not self._are_differences:
             gathers = [replace(gather, shards=part) for gather in gathers for part in gather.shards.parts]
-        prefetch.begin(context, gathers, self._exchange, before=self._bring_up)
+        prefetch.begin(context, gathers, self._exchange)
         # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook
         # does.
         if self._prefetch is None or (self._zero.is_joining and not self._lifecycle.is_replay):
             prefetch.wait()
-
-    def _bring_up(self, gather: Gather) -> None:
-        if self._zero.offload is not None:
-            self._zero.offload.finish(gather.index)
 
     def wait(self) -> None:
         """Wait for gathers that run during the next forward."""

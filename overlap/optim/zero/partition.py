@@ -11,18 +11,16 @@ two vectors of at most 64 bytes at a time, and what is left at the end of a tens
 differently in 16-bit types. So each element is treated as it would be in the whole tensor, and results equal those of
 the plain optimizer bit for bit. Where a tensor's memory begins makes no difference, since kernels load unaligned
 vectors; but threads do, which cut a long tensor anywhere. What does not divide evenly goes to the ranks that own least
-so far: over a whole model the totals of the ranks differ by some hundreds of bytes. Where state is kept in blocks (see
-[Note: state in blocks]) ranges start at multiples of a longer unit, and none is shorter than that. By *parameter*, one
-rank owns all of a parameter; those that cost most to update are given first, each to the rank with the least work so
-far. An update costs what it reads and writes, and of matrices that are orthogonalized (see
-:mod:`overlap.optim.zero.update_cost`) the arithmetic, which grows faster than the matrix. Parameters that are frozen
-have no state, so they are balanced by themselves.
+so far: over a whole model the totals of the ranks differ by some hundreds of bytes. By *parameter*, one rank owns all
+of a parameter; those that cost most to update are given first, each to the rank with the least work so far. An update
+costs what it reads and writes, and of matrices that are orthogonalized (see :mod:`overlap.optim.zero.update_cost`) the
+arithmetic, which grows faster than the matrix. Parameters that are frozen have no state, so they are balanced by
+themselves.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -51,8 +49,6 @@ class Extent:
     """Parameters of one pool have state of the same size per element, so equal numbers are equal sizes."""
     flops: int = 0
     """Arithmetic of one update beyond reading and writing each element a few times."""
-    cut_multiple: int = 1
-    """Where it may be cut: at multiples of so many elements. If not everywhere, no part may be shorter than that."""
 
     @property
     def size_bytes(self) -> int:
@@ -66,14 +62,12 @@ class Extent:
     @property
     def block_numel(self) -> int:
         """Where ranges begin, in elements."""
-        return math.lcm(max(1, _BLOCK_BYTES // self.itemsize), self.cut_multiple)
+        return max(1, _BLOCK_BYTES // self.itemsize)
 
     @property
     def blocks(self) -> int:
-        """How many may be given to ranks; what is left of a part that must not be short belongs to the last."""
-        if self.cut_multiple == 1:
-            return -(-self.numel // self.block_numel)
-        return max(1, self.numel // self.block_numel) if self.numel else 0
+        """How many may be given to ranks."""
+        return -(-self.numel // self.block_numel)
 
 
 class Partition(Protocol):

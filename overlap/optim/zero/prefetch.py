@@ -53,15 +53,8 @@ class ParameterPrefetch:
         # Where the memory of parameters is, by their ``id`` and the stream that it is kept for.
         self._held: dict[tuple[int, Any], int] = {}
 
-    def begin(
-        self,
-        context: StageContext,
-        gathers: Sequence[Gather],
-        exchange: Exchange,
-        *,
-        before: Callable[[Gather], None] = lambda gather: None,
-    ) -> None:
-        """Launch ``gathers``, in this order, after all earlier work; ``before`` is called where each one runs."""
+    def begin(self, context: StageContext, gathers: Sequence[Gather], exchange: Exchange) -> None:
+        """Launch ``gathers``, in this order, after all earlier work."""
         if self._hooks is not None:
             self._hooks.follow()
         completions = {gather: Completion(context.device) for gather in gathers}
@@ -70,7 +63,6 @@ class ParameterPrefetch:
 
         async def work(gather: Gather) -> None:
             self._hold(gather, current_stream(context.device))
-            before(gather)
             await exchange.gather(gather.shards, context.group)
             completions[gather].set()
 

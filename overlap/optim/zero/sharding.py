@@ -9,28 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.device import has_streams, synchronize, to_host
+from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
-from overlap.optim.state_blocks import StateBlocks
 from overlap.optim.zero.parameter_groups import check_same_on_all_ranks, device_of, is_narrower, names_of
 from overlap.optim.zero.partition import ByElement, ByParameter, Extent, Partition, Range
 from overlap.optim.zero.update_cost import orthogonalization_flops
 
-__all__ = ["Ownership", "Shard", "check_order", "flatten"]
+__all__ = ["Ownership", "Shard", "flatten"]
 
 
 class Ownership:
     """Divides parameters among the ranks of a group, one parameter group after another. See [Note: ownership]."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, partition: str, master_dtype: torch.dtype | None, *, offload: bool = False
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, partition: str, master_dtype: torch.dtype | None) -> None:
         self.shards: dict[int, Shard] = {}
         """The shard of each parameter, by ``id`` of the parameter, in the groups' order."""
         self.group = group
         self._settings = (partition, str(master_dtype))
         self._master_dtype = master_dtype
-        self._offload = offload
         ranks = group.size()
         self._partition: Partition = ByParameter(ranks) if partition == "parameter" else ByElement(ranks)
 
@@ -45,7 +41,6 @@ class Ownership:
         *,
         first_group: int,
         orthogonalizes: Sequence[int],
-        blocks: Sequence[StateBlocks | None],
     ) -> list[dict[str, Any]]:
         """Make the shards of new groups; returns the groups of chunks for this rank's optimizer.
 
@@ -53,7 +48,6 @@ class Ownership:
             groups: with their parameters.
             first_group: the place of the first.
             orthogonalizes: in how many steps the optimizer orthogonalizes the matrices of each group.
-            blocks: what the optimizer declares of each group.
 
         Issues: one gather of a few bytes per parameter.
 
@@ -68,18 +62,12 @@ class Ownership:
             if id(parameter) in known:
                 raise ConfigurationError(f"{name} is the same as {known[id(parameter)]}; pass each parameter once")
             known[id(parameter)] = name
-        device = device_of([*(s.parameter for s in self.shards.values()), *(parameter for _, parameter in pairs)])
+        device_of([*(s.parameter for s in self.shards.values()), *(p for _, p in pairs)])  # Raises where there are two.
         steps = dict(enumerate(orthogonalizes, start=first_group))
-        blocks_of = dict(enumerate(blocks, start=first_group))
         settings = [*self._settings]
         if any(orthogonalizes):
             settings.append(f"ns_steps={list(orthogonalizes)}")
-        if any(blocks):
-            settings.append(f"state in blocks={list(blocks)}")
         check_same_on_all_ranks(groups, names, self.group, tuple(settings))
-        if not self._partition.is_whole:
-            for name, (place, parameter) in zip(names, pairs, strict=True):
-                check_order(parameter, name, blocks_of[place])
         extents = [
             Extent(
                 p.numel(),
@@ -87,7 +75,6 @@ class Ownership:
                 p.requires_grad,
                 pool=(place, p.dtype),
                 flops=orthogonalization_flops(p, steps[place]),
-                cut_multiple=1 if (declared := blocks_of[place]) is None else declared.cut_multiple(p.numel()),
             )
             for place, p in pairs
         ]
@@ -100,12 +87,9 @@ class Ownership:
                 name=name,
                 is_whole=self._partition.is_whole,
                 master_dtype=self._master_dtype,
-                on_host=self._offload and has_streams(device),
             )
             for name, (_, parameter), owned in zip(names, pairs, ranges, strict=True)
         ]
-        if self._offload:
-            synchronize(device)  # The host uses the copies.
         self.shards.update((id(shard.parameter), shard) for shard in made)
         return [self._chunks(group) for group in groups]
 
@@ -115,11 +99,6 @@ class Ownership:
         if "param_names" in group:
             chunks["param_names"] = [shard.name for shard in shards if shard.own is not None]
         return chunks
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether this rank's optimizer steps copies in the CPU's memory."""
-        return self._offload and has_streams(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -132,8 +111,8 @@ class Shard:
 
     ``own`` is a view of the parameter, so stepping it changes the parameter and costs no memory. With a wider
     ``master_dtype`` it is a copy in that dtype, which :meth:`publish` rounds into the parameter; after
-    :meth:`keep_true` it is a copy in any case. With ``on_host`` it is a copy in the CPU's memory, see [Note: state on
-    the CPU]. It is ``None`` if the optimizer sees whole tensors and another rank owns this one.
+    :meth:`keep_true` it is a copy in any case. It is ``None`` if the optimizer sees whole tensors and another rank owns
+    this one.
     """
 
     def __init__(
@@ -145,7 +124,6 @@ class Shard:
         name: str,
         is_whole: bool,
         master_dtype: torch.dtype | None,
-        on_host: bool = False,
     ) -> None:
         if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
             raise UnsupportedError(
@@ -163,7 +141,6 @@ class Shard:
         self.strides = parameter.stride()
         """The parameter's strides when it was cut: the order of its elements in memory."""
         self._pointer = parameter.data_ptr()
-        self.on_host = on_host
         self.has_master = is_narrower(parameter, master_dtype)
         self.dtype = master_dtype if self.has_master and master_dtype is not None else parameter.dtype
         """That of what the optimizer steps."""
@@ -172,8 +149,6 @@ class Shard:
             # A tensor of its own, since the optimizer may ask whether it requires a gradient, and gathers write views.
             view = self.shaped(self.views[rank]).detach()
             self.own = view.to(master_dtype) if self.has_master else view
-            if on_host:
-                self.own = to_host(self.own)
             self.own.requires_grad_(parameter.requires_grad)
         self.published: Tensor | None = None
         """What the parameter held of this rank's part when the update last wrote it; ``None`` unless :meth:`keep_true`
@@ -227,8 +202,6 @@ class Shard:
             self.follow()
         if self.own is not None and self.own.requires_grad != self.parameter.requires_grad:
             self.own.requires_grad_(self.parameter.requires_grad)
-        if self.on_host:
-            return  # They are followed by each update.
         if self.published is not None:
             self._follow_edits(self.published)
         elif self.has_master and self.own is not None:
@@ -248,17 +221,6 @@ class Shard:
             self.published.copy_(view)
 
     @torch.no_grad()
-    def take_values(self, piece: Tensor) -> None:
-        """Take over what the parameter holds of this rank's part into the copy in the CPU's memory; a master keeps the
-        elements that it rounds to. ``piece`` is what it holds, flat and in the CPU's memory."""
-        assert self.own is not None, "there is a copy"
-        values = self.shaped(piece)
-        if not self.has_master:
-            self.own.copy_(values)
-        elif not torch.equal(before := self.own.to(values.dtype), values):
-            self.own.copy_(torch.where(values == before, self.own, values.to(self.own.dtype)))
-
-    @torch.no_grad()
     def keep_true(self) -> None:
         """From now on let the optimizer step a copy that the parameter need not equal, and remember what the parameter
         holds, so that a change by other code is seen.
@@ -268,11 +230,6 @@ class Shard:
         """
         if self.own is None or self.published is not None:
             return
-        if self.on_host:
-            raise UnsupportedError(
-                f"a gather_wire sends how far true weights are from {self.name}, and with offload=True those are on "
-                "the CPU: leave out one of them, or load a state that has no true weights"
-            )
         if self.has_master:
             self.refresh()
         else:
@@ -292,14 +249,14 @@ class Shard:
         flat = flatten(self.parameter)
         for view, (start, end) in zip(self.views, self.ranges, strict=True):
             view.data = flat[start:end]
-        if self.own is not None and not (self.has_master or self.on_host):
+        if self.own is not None and not self.has_master:
             self.own.data = self.shaped(self.views[self.rank])
         self.strides = self.parameter.stride()
         self._pointer = self.parameter.data_ptr()
 
     def publish(self) -> None:
-        """Round the master, if there is one on the parameter's device, into the parameter."""
-        if self.has_master and self.own is not None and not self.on_host:
+        """Round the master, if there is one, into the parameter."""
+        if self.has_master and self.own is not None:
             self.shaped(self.views[self.rank]).copy_(self.own)
 
     def note_written(self) -> None:
@@ -312,13 +269,3 @@ def flatten(tensor: Tensor) -> Tensor:
     """A flat view of ``tensor``, whose memory has no gaps, in the order of its memory."""
     detached = tensor.detach()
     return detached.as_strided((tensor.numel(),), (1,), int(detached.storage_offset()))
-
-
-def check_order(parameter: Tensor, name: str, blocks: StateBlocks | None) -> None:
-    """Raises: UnsupportedError: a cut of ``parameter``, in the order of its memory, would not be between blocks."""
-    if blocks is not None and parameter.numel() >= blocks.min_numel and not parameter.is_contiguous():
-        raise UnsupportedError(
-            f"{name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, so a range of its memory is "
-            "not a range of its elements, of which the optimizer's state has blocks: use "
-            "ZeroRedundancyOptimizer(..., partition='parameter'), or the usual memory format"
-        )

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.errors import UnsupportedError
 from overlap.join.group_collectives import of_all_ranks
-from overlap.optim.state_blocks import StateBlocks
 from overlap.optim.zero.kinds import Kind, Kinds, StateValue, tensors_in
 from overlap.optim.zero.parameter_groups import copy_options, options_of
 from overlap.optim.zero.plain_values import as_plain, cloned, fingerprint
@@ -63,15 +62,6 @@ class ShardedState:
         """Whether this rank's optimizer has anything to step."""
         return any(shard.own is not None for shard in self.shards.values())
 
-    @cached_property
-    def _blocks(self) -> dict[int, StateBlocks | None]:
-        pairs = [(p, group) for group in self.param_groups for p in group["params"]]
-        return {id(parameter): StateBlocks.of(self.optimizer, group) for parameter, group in pairs}
-
-    def blocks_of(self, shard: Shard) -> StateBlocks | None:
-        """What the optimizer declares of the state of a parameter."""
-        return self._blocks[id(shard.parameter)]
-
     def kinds(self, values: Sequence[StateValue]) -> Kinds:
         """What tells the kinds of ``values``."""
         return Kinds(type(self.optimizer).__name__, values, are_cut=self.are_cut)
@@ -92,20 +82,6 @@ class ShardedState:
         beside = {key: value for key, value in packed["state"].items() if key not in range(len(order))}
         entries = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
         return LocalState(self, by_shard, GlobalState(beside, entries))
-
-    def check_blocks(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Raises: ConfigurationError: parameters are cut where state of groups with these options cannot be."""
-        for group, given in zip(self.param_groups, options, strict=True):
-            now, then = (StateBlocks.of(self.optimizer, one) for one in (group, {**group, **given}))
-            for parameter in group["params"]:
-                shard = self.shards[id(parameter)]
-                if shard.is_whole or now is None or then is None:
-                    continue
-                if now.cut_multiple(parameter.numel()) != then.cut_multiple(parameter.numel()):
-                    raise ConfigurationError(
-                        f"{shard.name} is divided for {now.told}, but the state was saved with {then.told}: use "
-                        "these options, or partition='parameter'"
-                    )
 
     @torch.no_grad()
     def replace(
@@ -180,11 +156,8 @@ def check_new_state(optimizer: Optimizer, shards: Iterable[Shard], known: dict[i
     if all(known.get(shard) == size for shard, size in sizes.items()):
         return
     known.update(sizes)
-    blocks = {
-        id(chunk): StateBlocks.of(optimizer, group) for group in optimizer.param_groups for chunk in group["params"]
-    }
     values = [
-        _local_value(shard, key, value, blocks[id(shard.own)])
+        _local_value(shard, key, value)
         for shard in shards
         if shard.own is not None
         for key, value in optimizer.state.get(shard.own, {}).items()
@@ -207,7 +180,7 @@ class LocalState:
     def _kinds(self) -> Kinds:
         return self.sharded.kinds(
             [
-                _local_value(shard, key, value, self.sharded.blocks_of(shard))
+                _local_value(shard, key, value)
                 for shard in self.sharded.shards.values()
                 for key, value in self.by_shard.get(id(shard), {}).items()
             ]
@@ -219,8 +192,8 @@ class LocalState:
         Raises:
             UnsupportedError: a value belongs neither to an element nor to the parameter.
         """
-        state, blocks = self.by_shard.get(id(shard), {}), self.sharded.blocks_of(shard)
-        return {key: (self._kinds.of(_local_value(shard, key, value, blocks)), value) for key, value in state.items()}
+        state = self.by_shard.get(id(shard), {})
+        return {key: (self._kinds.of(_local_value(shard, key, value)), value) for key, value in state.items()}
 
     def agree(self) -> GlobalState:
         """Compare what should be the same on all ranks; returns what belongs to no parameter, in CPU memory.
@@ -293,6 +266,6 @@ class LocalState:
         )
 
 
-def _local_value(shard: Shard, key: str, value: Any, blocks: StateBlocks | None) -> StateValue:
+def _local_value(shard: Shard, key: str, value: Any) -> StateValue:
     assert shard.own is not None, "state is of parameters of which this rank has a part"
-    return StateValue(shard.name, tuple(shard.own.shape), key, value, blocks)
+    return StateValue(shard.name, tuple(shard.own.shape), key, value)

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError
-from overlap.optim.state_blocks import keys_by_block
 from overlap.optim.zero.sharding import Shard
 
 __all__ = ["StateView"]
@@ -34,7 +33,6 @@ class StateView(defaultdict[Any, Any]):
         beside = {key: value for key, value in inner.items() if not isinstance(key, Tensor)}
         super().__init__(dict, {**held, **beside})
         self._inner, self._shards, self._before_change = inner, shards, before_change
-        self._by_block = keys_by_block(optimizer)
 
     def __missing__(self, key: Any) -> Any:
         self[key] = {}
@@ -114,7 +112,7 @@ class StateView(defaultdict[Any, Any]):
         if shard.own is None or not isinstance(state, Mapping):
             return
         for key, value in state.items():
-            if key in self._by_block or not isinstance(value, Tensor) or not value.dim():
+            if not isinstance(value, Tensor) or not value.dim():
                 continue
             if value.shape != shard.own.shape:
                 raise ConfigurationError(

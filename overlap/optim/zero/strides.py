@@ -7,7 +7,7 @@ from torch import Tensor
 
 from overlap.join.group_collectives import of_all_ranks
 from overlap.optim.zero.kinds import Kind
-from overlap.optim.zero.sharding import Shard, check_order, flatten
+from overlap.optim.zero.sharding import Shard, flatten
 from overlap.optim.zero.state import ShardedState
 
 __all__ = ["follow_strides"]
@@ -20,16 +20,10 @@ def follow_strides(sharded: ShardedState) -> None:
     """Exchange state and masters, so that each rank has those of the elements that it owns in the new order.
 
     Call it on every rank. Issues: nothing if no parameter's strides have changed; else one gather for each of those.
-
-    Raises:
-        UnsupportedError: the state is divided between blocks of elements, which in another order would be others.
     """
     permuted = [shard for shard in sharded.shards.values() if shard.is_permuted]
     if not permuted:
         return
-    for shard in permuted:
-        if not shard.is_whole:
-            check_order(shard.parameter, shard.name, sharded.blocks_of(shard))
     local = sharded.local()
     by_element = [
         {key: value for key, (kind, value) in local.of(shard).items() if kind is Kind.BY_ELEMENT}

@@ -150,7 +150,6 @@ class ZeroStep(UpdateStage):
             zero,
             self.exchange,
             self.lifecycle,
-            is_deferred=self.is_deferred,
             in_forward=gather == "forward",
             are_differences=self.gathers_differences,
         )
@@ -160,7 +159,7 @@ class ZeroStep(UpdateStage):
             self.lifecycle,
             clipping=self.clipping,
             is_deferred=self.is_deferred,
-            gathers_later=self._gathers.follow_backward,
+            gathers_later=self._gathers.are_in_forward,
         )
         self._in_step = StepUpdate(self._backward, updates_in_step=self.updates_in_step, gather=self._gather)
         # Whether step() of other sharded updates of the chain issues collectives, too, in the order of the calls.
@@ -172,7 +171,7 @@ class ZeroStep(UpdateStage):
 
     @property
     def updates_after_backward(self) -> bool:
-        return self.updates_in_step or self._gathers.follow_backward
+        return self.updates_in_step or self._gathers.are_in_forward
 
     @property
     def signature(self) -> str:
@@ -246,11 +245,6 @@ class ZeroStep(UpdateStage):
             self.zero.stage = None
         self._gathers.detach()
 
-    def check_skippable(self, context: StageContext) -> None:
-        if self.zero.offload is None:
-            super().check_skippable(context)
-        self.may_skip = True  # On the CPU the verdict is there before the update.
-
     def owns_gradient_of(self, parameter: Tensor) -> bool:
         return id(parameter) in self.zero.shards
 
@@ -320,7 +314,7 @@ class ZeroStep(UpdateStage):
             self.lifecycle.on_reduced()
             self._in_step.note_backward()
             return None
-        if self._gathers.follow_backward and not self.lifecycle.veto.stops:
+        if self._gathers.are_in_forward and not self.lifecycle.veto.stops:
             try:
                 self._gather()
             except BaseException:
@@ -336,8 +330,6 @@ class ZeroStep(UpdateStage):
     def _fail(self) -> None:
         self.lifecycle.on_failure()
         self.exchange.workspace.forget()
-        if self.zero.offload is not None:
-            self.zero.offload.forget()
 
     def _gather(self) -> None:
         self._gathers.run(self._backward.gathers, self.context)

@@ -15,7 +15,6 @@ from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from harness.third_party import LAMB, SGLD, BlockwiseAdamW, CountingSGD, Lion, Prodigy
 from overlap import TrainingLoopError, UnsupportedError, ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap.optim import AdamW8bit
 
 
 class Counting(Optimizer):
@@ -65,7 +64,6 @@ DIVIDED: dict[str, tuple[type[Optimizer], str, dict[str, Any]]] = {
     "Lion": (Lion, "element", {}),
     "LAMB": (LAMB, "parameter", {}),
     "blockwise AdamW": (BlockwiseAdamW, "parameter", {}),
-    "AdamW8bit": (AdamW8bit, "element", {"min_numel": 64, "block_numel": 64}),
     "count in an object": (CountingSGD, "element", {}),
     "count in a group": (Counting, "element", {}),
     "Adafactor": (PLAIN.Adafactor, "parameter", {}),
