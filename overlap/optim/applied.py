@@ -6,7 +6,6 @@ on other ranks; see [Note: applied gradients are read-only] in :mod:`overlap._to
 
 from __future__ import annotations
 
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -58,7 +57,7 @@ class PassGradients(Terms):
         # By id of the parameter, those that are not handed over: to make one takes longer.
         self._spare: dict[int, AppliedGradient] = {}
         # What step() left in .grad: parameters, gradients and their versions.
-        self._left: tuple[list[Tensor], list[Tensor], list[int]] = ([], [], [])
+        self._left: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
         # Parameters whose gradients a forward has cleared.
         self._cleared: list[Tensor] = []
 
@@ -123,7 +122,7 @@ class PassGradients(Terms):
     def forget(self) -> None:
         """Reset: ``.grad`` no longer holds gradients of a backward that was reduced."""
         self._reduced, self._applied, self._released = {}, {}, set()
-        self._handed, self._left = [], ([], [], [])
+        self._handed, self._left = [], []
 
     def forget_cleared(self) -> None:
         """Forget the parameters without a gradient: the next one in ``.grad`` is not of a backward that was reduced."""
@@ -190,40 +189,46 @@ class PassGradients(Terms):
 
     def note_left(self) -> None:
         """Note the gradients that were applied as they are now; the next forward clears them if they still are."""
-        pairs = [(p, p.grad) for p in self._applied.values() if p.grad is not None and self._owns(p)]
-        plain = [(p, grad) for p, grad in pairs if type(grad) is not AppliedGradient]
-        gradients = [gradient for _, gradient in plain]
-        self._left = [parameter for parameter, _ in plain], gradients, versions(gradients)
+        pairs = [
+            (parameter, gradient)
+            for parameter in self._applied.values()
+            if (gradient := parameter.grad) is not None and type(gradient) is not AppliedGradient
+        ]
+        pairs = [(parameter, gradient) for parameter, gradient in pairs if self._owns(parameter)]
+        noted = versions(gradient for _, gradient in pairs)
+        self._left = [(p, weakref.ref(gradient), version) for (p, gradient), version in zip(pairs, noted, strict=True)]
+
+    def _as_left(self) -> list[Tensor]:
+        """Parameters whose gradients are still what :meth:`note_left` noted."""
+        there = [
+            (p, grad, version) for p, noted, version in self._left if (grad := p.grad) is not None and grad is noted()
+        ]
+        now = versions(gradient for _, gradient, _ in there)
+        return [p for (p, _, before), version in zip(there, now, strict=True) if before == version]
+
+    @property
+    def left_ids(self) -> frozenset[int]:
+        """The ``id`` of each parameter whose gradient is as the last ``step()`` that applied it has left it."""
+        return frozenset(map(id, self._as_left()))
 
     def clear_applied(self) -> None:
         """Clear the gradients that were applied and are as they were left."""
         self._cleared += self._replace(None)
-        parameters, gradients, noted = self._left
-        now = versions(gradients)
-        for parameter, gradient, before, version in zip(parameters, gradients, noted, now, strict=True):
-            if parameter.grad is gradient and before == version:
-                parameter.grad = None
-                self._cleared.append(parameter)
-        self._left = [], [], []
+        for parameter in self._as_left():
+            parameter.grad = None
+            self._cleared.append(parameter)
+        self._left = []
         self._reduced = {key: parameter for key, parameter in self._reduced.items() if key not in self._applied}
         self._applied = {}
 
     def has_added_to_applied(self) -> bool:
         """Whether a backward may have added to gradients that had been applied: ``.grad`` is still the tensor that was
         left."""
-        return any(map(operator.is_, [parameter.grad for parameter in self._left[0]], self._left[1]))
+        return any(p.grad is not None and p.grad is noted() for p, noted, _ in self._left)
 
     def is_released(self, parameter: Tensor | None) -> bool:
         """Whether the memory of the last backward's gradient of ``parameter`` was released."""
         return id(parameter) in self._released
-
-    @property
-    def left_ids(self) -> frozenset[int]:
-        """The ``id`` of each parameter whose gradient is as the last ``step()`` that applied it has left it."""
-        parameters, gradients, noted = self._left
-        now = versions(gradients)
-        rows = zip(parameters, gradients, noted, now, strict=True)
-        return frozenset(id(p) for p, gradient, before, version in rows if p.grad is gradient and before == version)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -251,10 +256,10 @@ class PassGradients(Terms):
 
     def clear_for_good(self) -> None:
         """Clear gradients that were applied, so that no optimizer that is left alone applies them again."""
-        left = dict(zip(map(id, self._left[0]), self._left[1], strict=True))
-        for key, parameter in self._applied.items():
-            if type(parameter.grad) is AppliedGradient or parameter.grad is left.get(key, parameter):
-                parameter.grad = None
+        for parameter in (p for p in self._applied.values() if type(p.grad) is AppliedGradient):
+            parameter.grad = None
+        for parameter in (p for p, noted, _ in self._left if p.grad is noted()):
+            parameter.grad = None
         self._spare = {}
         self.forget()
         self._cleared = []
