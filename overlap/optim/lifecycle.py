@@ -92,6 +92,8 @@ class UpdateLifecycle:
         """Raises what another rank has told since backward."""
         self.tell: Callable[[BaseException], None] = lambda error: None
         """Tells the other ranks of a refusal: they would wait for this one."""
+        self.note_unfinished: Callable[[], None] = lambda: None
+        """Has DDP forget a backward that it has prepared, before the next forward."""
         self.veto = Veto()
         """Whether the update of the last backward is to change nothing."""
         self.has_parts = False
@@ -280,6 +282,9 @@ class UpdateLifecycle:
             text = REFUSED_ATTEMPTS["released"]
         elif self.has_parts and self.phase is Phase.REDUCED and attempt is Attempt.ACCUMULATE:
             text = REFUSED_ATTEMPTS["accumulate part"]
+            # Raised before DDP has seen a gradient of this backward, which it would wait for in the next forward.
+            self.phase = Phase.FAILED
+            self.note_unfinished()
         elif self.has_parts and attempt in _OF_PARTS:
             text = REFUSED_ATTEMPTS["part"]
         else:

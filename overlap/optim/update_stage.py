@@ -176,6 +176,7 @@ class UpdateStage(Stage):
         self.lifecycle.is_joining = context.is_joining
         self.lifecycle.look_for_failures = context.look_for_failures
         self.lifecycle.tell = context.tell
+        self.lifecycle.note_unfinished = context.note_unfinished
 
     def check_together(self, stages: Sequence[Stage]) -> None:
         form, updates = self._form, [stage for stage in stages if isinstance(stage, UpdateStage)]
