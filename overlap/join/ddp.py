@@ -85,6 +85,8 @@ class DDPAdapter(JoinableAdapter):
                 undo.callback(parameter.register_hook(self._weigh).remove)
 
     def replay(self, detail: Any) -> None:
+        if self._session is not None:
+            self._session.gradients.take_back()
         records_gradients, buffers_from, synchronizes = detail
         self._joined.replay_forward(
             records_gradients=records_gradients, buffers_from=buffers_from, synchronizes=synchronizes
@@ -93,6 +95,7 @@ class DDPAdapter(JoinableAdapter):
     def replay_backward(self) -> None:
         session, has_own = self._session, self._has_own
         assert session is not None, "a Join replays inside of its block"
+        session.gradients.take_back()
         session.replays_own_gradients, self._has_own = has_own, False
         try:
             self._joined.replay_backward(own_gradients_by=session.divisor if has_own else None)
