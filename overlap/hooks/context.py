@@ -81,6 +81,8 @@ class StageContext:
     """Raises ``CollectiveError`` where this rank has been told that another one has failed, once; does not wait."""
     tell: Callable[[BaseException], None] = lambda error: None
     """Tells the other ranks of an error in the training loop between two passes, for which this one may not go on."""
+    note_unfinished: Callable[[], None] = lambda: None
+    """Has DDP forget the backward that it has prepared, before the next forward: it ended with an error."""
     cut: BucketCut | None = None
     """How gradients are cut into buckets, for reducers whose rounding depends on it; never ``None`` in
     :meth:`Stage.attach` of a registered stage."""

@@ -73,6 +73,7 @@ class DDPAdapter(JoinableAdapter):
             )
         self._session = session
         self._expects_backward = self._watches_backward = self._accumulates = self._has_own = False
+        undo.callback(session.gradients.take_back)
         undo.callback(on_notify(self._ddp, torch.compiler.disable(lambda: self._on_forward(session, undo))))
         undo.callback(self._joined.leave)
         self._joined.enter(lambda: session.buffer_source, torch.compiler.disable(self._before_module))
@@ -84,6 +85,8 @@ class DDPAdapter(JoinableAdapter):
                 undo.callback(parameter.register_hook(self._weigh).remove)
 
     def replay(self, detail: Any) -> None:
+        if self._session is not None:
+            self._session.gradients.take_back()
         records_gradients, buffers_from, synchronizes = detail
         self._joined.replay_forward(
             records_gradients=records_gradients, buffers_from=buffers_from, synchronizes=synchronizes
@@ -92,6 +95,7 @@ class DDPAdapter(JoinableAdapter):
     def replay_backward(self) -> None:
         session, has_own = self._session, self._has_own
         assert session is not None, "a Join replays inside of its block"
+        session.gradients.take_back()
         session.replays_own_gradients, self._has_own = has_own, False
         try:
             self._joined.replay_backward(own_gradients_by=session.divisor if has_own else None)
@@ -105,6 +109,8 @@ class DDPAdapter(JoinableAdapter):
         ddp = self._ddp
         records_gradients = torch.is_grad_enabled()
         has_buffers = bool(ddp.will_sync_module_buffers())
+        if records_gradients:
+            session.gradients.take_back()
         if not (records_gradients or has_buffers):
             return  # Without collectives there is nothing to replay.
         synchronizes = records_gradients and bool(ddp.require_backward_grad_sync)
@@ -141,7 +147,7 @@ class DDPAdapter(JoinableAdapter):
                 self._expects_backward = self._has_own = False
                 session.on_backward(self)
                 if session.missing:
-                    after_all_of_backward(lambda: session.reduced.note(self._trained))
+                    after_all_of_backward(lambda: session.gradients.hand_over(self._trained))
             elif self._accumulates:
                 self._has_own = True
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._checks import refuse_capture
+from overlap._torch.read_only import AppliedGradient, Attempt, Terms
 from overlap.errors import ConfigurationError, TrainingLoopError
-from overlap.join.edits import ReducedGradients
 from overlap.join.event_log import EventKind
 from overlap.join.hyperparameters import Hyperparameters
 from overlap.join.iterations import Iterations, Phase
@@ -45,6 +47,47 @@ class JoinableAdapter(ABC):
         """Called when all ranks have joined."""
 
 
+class ReplayedGradients(Terms):
+    """Gradients of a backward that ranks without inputs replay: read-only until ``step()``, since those ranks step with
+    the mean that backward left. See [Note: applied gradients are read-only]."""
+
+    def __init__(self, session: JoinSession) -> None:
+        self._session = session
+        self._handed: dict[int, tuple[Tensor, AppliedGradient]] = {}
+
+    def hand_over(self, parameters: Iterable[Tensor]) -> None:
+        """A backward is over that ranks without inputs have replayed."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and not gradient.is_sparse and not isinstance(gradient, AppliedGradient):
+                handed = AppliedGradient(gradient, gradient, weakref.ref(parameter), self)
+                self._handed[id(parameter)] = parameter, handed
+                parameter.grad = handed
+
+    def take_back(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Put ordinary tensors back into ``.grad`` of ``parameters``; by default of all.
+
+        Raises:
+            TrainingLoopError: the loop has put another gradient there.
+        """
+        keys = (
+            list(self._handed) if parameters is None else [id(each) for each in parameters if id(each) in self._handed]
+        )
+        for parameter, handed in [self._handed.pop(key) for key in keys]:
+            if parameter.grad is handed:
+                parameter.grad = handed.plain
+            elif parameters is not None:
+                self.refuse(handed, Attempt.WRITE)
+
+    def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
+        raise TrainingLoopError(
+            "gradients cannot be changed between backward and step() (by clipping or GradScaler, say) while ranks "
+            f"{self._session.missing} have run out of inputs and step with the mean that backward left: clip with "
+            "Step(optimizer, clip_grad_norm=...), ZeroStep(zero, clip_grad_norm=...) or "
+            "LocalSGD(..., transforms=[ClipGradNorm(...)]), and leave GradScaler out (bfloat16 needs none)"
+        )
+
+
 class JoinSession:
     """One rank in one block: it is active, then it replays what other ranks do, until all have run out.
 
@@ -64,7 +107,7 @@ class JoinSession:
     ) -> None:
         self.iterations, self.options = iterations, iterations.options
         self.hyperparameters = hyperparameters
-        self.reduced = ReducedGradients()
+        self.gradients = ReplayedGradients(self)
         self.replays_own_gradients = False
         self._adapters = adapters
         # The adapter that begins iterations, where no loader is iterated.
@@ -165,8 +208,8 @@ class JoinSession:
         Raises:
             TrainingLoopError: gradients were edited since backward, which ranks without inputs do not do.
         """
-        if not self._has_joined and not getattr(optimizer, "steps_alone", False) and (missing := self.missing):
-            self.reduced.check(optimizer, missing)
+        if not self._has_joined and not getattr(optimizer, "steps_alone", False):
+            self.gradients.take_back(each for group in optimizer.param_groups for each in group["params"])
         self.on_event(adapter, self._told, begins_iteration=begins_iteration)
 
     def on_backward(self, adapter: JoinableAdapter) -> None:

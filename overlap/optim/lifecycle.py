@@ -14,24 +14,29 @@ left, but nothing else):
 
 - A gradient that the library did not make is never cleared or overwritten.
 - One that has been applied is never applied again. It stays readable until the model's next forward clears it.
-- An edit of one that has been applied would be lost, so it is an error. Only values count, see [Note: edits by value].
+- An edit of one that was applied in backward would be lost, so such gradients are handed over read-only, until
+  ``step()``, or where the loop calls none, until the next forward. See [Note: applied gradients are read-only].
+- One of which this rank has only a part, or whose memory was released, cannot be read, either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from overlap._torch.read_only import Attempt
 from overlap.errors import CollectiveError, TrainingLoopError
-from overlap.optim.pass_gradients import PassGradients
+from overlap.optim.applied import PassGradients, UsedValues, and_others
 from overlap.optim.phases import (
     ADDED_TO_APPLIED,
     APPLIED_TWICE,
     CANNOT_DISCARD_UNDER_JOIN,
+    REFUSED_ATTEMPTS,
     SECOND_BACKWARD,
     TRANSITIONS,
     Event,
@@ -39,10 +44,11 @@ from overlap.optim.phases import (
     Phase,
     Refusal,
 )
-from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.veto import Veto
 
 __all__ = ["UpdateLifecycle", "refusals_told"]
+
+_OF_PARTS = (Attempt.READ, Attempt.WRITE, Attempt.SEND)
 
 
 @contextmanager
@@ -62,8 +68,7 @@ class UpdateLifecycle:
     Args:
         form: how the update is made.
         clears: whether the gradient of a parameter is this update's to clear.
-        marks: of an update of these parameters in backward, what must be the same in ``step()``; with their values
-            (``samples``) or by their versions.
+        groups: the parameter groups whose hyperparameters an update in backward uses.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class UpdateLifecycle:
         form: Form,
         *,
         clears: Callable[[Tensor], bool],
-        marks: Callable[[list[Tensor], bool], UpdateMarks] | None = None,
+        groups: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
     ) -> None:
         self.form = form
         self.phase = Phase.IDLE
@@ -87,12 +92,16 @@ class UpdateLifecycle:
         """Raises what another rank has told since backward."""
         self.tell: Callable[[BaseException], None] = lambda error: None
         """Tells the other ranks of a refusal: they would wait for this one."""
+        self.note_unfinished: Callable[[], None] = lambda: None
+        """Has DDP forget a backward that it has prepared, before the next forward."""
         self.veto = Veto()
         """Whether the update of the last backward is to change nothing."""
-        self.gradients = PassGradients(clears)
+        self.has_parts = False
+        """Whether ``.grad`` is the mean only where this rank owns it, after the last backward."""
+        self.gradients = PassGradients(clears, error=self._error_for, on_zero=self._on_zero)
         self._is_replay = False
-        self._make_marks = marks
-        self._marks: UpdateMarks | None = None
+        self._groups = groups
+        self._used: UsedValues | None = None
 
     @property
     def is_replay(self) -> bool:
@@ -110,7 +119,7 @@ class UpdateLifecycle:
         """A forward that records gradients begins; clears what has been applied.
 
         Raises:
-            TrainingLoopError: a gradient was changed in place after it had been applied.
+            TrainingLoopError: ``step()`` is due, and the loop has put something else into ``.grad``.
         """
         self._clear_before_pass()
         if self.phase is Phase.REDUCED and all(parameter.grad is None for parameter in self.gradients.reduced):
@@ -140,7 +149,7 @@ class UpdateLifecycle:
             self._move(Event.BACKWARD)
         self.outcome = outcome or self.form.outcome
         self._is_replay = is_replay
-        self._marks = None
+        self._used = None
         self.veto.clear()
         self.gradients.begin_pass()
 
@@ -154,24 +163,27 @@ class UpdateLifecycle:
         if self.phase is Phase.FAILED:
             self.gradients.clear_all(self.names)
         elif self.phase in (Phase.APPLIED, Phase.STEPPED):
-            self._refuse_edits(keeps_new_tensors=True)
+            self._refuse_replaced()
             self.gradients.clear_applied()
 
     def on_reduced(self, outcome: Phase | None = None) -> None:
         """All buckets are through and DDP has set ``.grad``; ``outcome`` is the pass's own where ``None``."""
         self.phase = outcome or self.outcome
-        if self.phase is not Phase.REDUCED:  # Otherwise the loop may still edit gradients.
-            # In the automatic form step hooks have run since DDP has set them.
-            self.gradients.note_values(are_there=not self._is_replay, are_new=self.phase is Phase.APPLIED)
-        if self.phase is Phase.APPLIED and self._make_marks is not None and not self._is_replay:
-            self._marks = self._make_marks(self.gradients.applied, self.gradients.samples)
+        if self._is_replay:
+            return
+        if self.has_parts or self.phase is not Phase.REDUCED:
+            self.gradients.hand_over(parts=self.has_parts, allows_unscaling=self.phase is Phase.REDUCED)
+        if self.phase is Phase.APPLIED and self._groups is not None:
+            self._used = UsedValues(self._groups, self.gradients.applied)
 
     def on_step(self, updated: Iterable[Tensor] = ()) -> None:
         """``step()`` has made its update, of ``updated`` among others; :meth:`check_step` came first."""
         if self.phase in (Phase.REDUCED, Phase.APPLIED):
             self.gradients.note_applied(p for p in updated if self.gradients.has_reduced(p))
-            self.gradients.note_values(are_there=not self._is_replay)
-        self._marks = None
+            self.gradients.take_back()
+            if self.has_parts and not self._is_replay:
+                self.gradients.hand_over(parts=True)
+        self._used = None
         self.veto.clear()
         self._move(Event.STEP)
 
@@ -195,7 +207,7 @@ class UpdateLifecycle:
 
     def on_failure(self) -> None:
         """A stage raised in backward."""
-        self._marks = None
+        self._used = None
         self._move(Event.FAILURE)
 
     def on_update_failure(self) -> None:
@@ -207,7 +219,7 @@ class UpdateLifecycle:
         if self.phase is Phase.FAILED:
             self.gradients.clear_all(self.names)
         self.gradients.clear_for_good()
-        self._marks = None
+        self._used = None
         self.tell = lambda error: None
         self._move(Event.REMOVE)
 
@@ -222,18 +234,18 @@ class UpdateLifecycle:
             self._refuse(CANNOT_DISCARD_UNDER_JOIN)
 
     def check_step(self) -> None:
-        """Raises: TrainingLoopError: ``step()`` cannot be called now, or a gradient that was applied, or a value that
-        the update used, has been changed since. CollectiveError: another rank has failed."""
+        """Raises: TrainingLoopError: ``step()`` cannot be called now, or the loop has changed a gradient, parameter or
+        hyperparameter that the update used. CollectiveError: another rank has failed."""
         self.check(Event.STEP)
         try:
             self.look_for_failures()
         except CollectiveError:
             self.on_failure()
             raise
-        self._refuse_edits(keeps_new_tensors=False)
-        marks, self._marks = self._marks, None  # It is told once.
-        if marks is not None and self.phase is Phase.APPLIED:
-            marks.refuse_changes(step=self.form.step, deferred=self.form.deferred)
+        self._refuse_replaced()
+        used, self._used = self._used, None  # Report each change only once.
+        if used is not None and self.phase is Phase.APPLIED:
+            used.refuse_changes(self.names, step=self.form.step, deferred=self.form.deferred)
 
     def check_reduced(self, pending: Iterable[Tensor], *, applies_what_the_user_set: bool = True) -> None:
         """Raises: TrainingLoopError: a gradient that ``step()`` would apply is this rank's own, and not the mean."""
@@ -244,44 +256,47 @@ class UpdateLifecycle:
             local = _nonzero(local)
         if local:
             raise TrainingLoopError(
-                f"{self.form.step} cannot apply gradients that were not reduced over ranks ({self.names[local[0]]} and "
-                f"{len(local) - 1} others): the backward ran under no_sync(), or did not reach every parameter"
+                f"{self.form.step} cannot apply gradients that were not reduced over ranks "
+                f"({self.names[local[0]]}{and_others(local)}): the backward ran under no_sync(), or did not reach "
+                "every parameter"
             )
 
     def check_once(self) -> None:
         """Raises: TrainingLoopError: nothing is there to apply but what ``step()`` has applied already."""
         is_over = self.phase is Phase.STEPPED and self.form.outcome is not Phase.STEPPED
-        left = any(parameter.grad is not None for parameter in self.gradients.applied)
-        if is_over and (left or self.gradients.were_released):
+        if is_over and self.gradients.has_left():
             self._refuse(APPLIED_TWICE)
 
-    def _refuse_edits(self, *, keeps_new_tensors: bool) -> None:
-        """Raises: TrainingLoopError: the loop changed a gradient after it had been applied; it can go on afterwards.
+    def _refuse_replaced(self) -> None:
+        """Raises: TrainingLoopError: between an update in backward and ``step()`` the loop has put something else into
+        ``.grad``, or ``None``."""
+        if self.phase is Phase.APPLIED and (replaced := self.gradients.replaced()):
+            raise self._error_for(replaced[0], Attempt.WRITE, others=and_others(replaced))
 
-        Between backward and ``step()`` any change counts, since ``step()`` of plain DDP would see it. Afterwards what
-        was cleared or set to zero does not, nor does, where ``keeps_new_tensors``, another tensor in ``.grad``.
-        """
-        is_due = self.phase is Phase.APPLIED
-        edited = self.gradients.edited(
-            keeps_new_tensors=keeps_new_tensors and not is_due,
-            ignores_zeros=not is_due,
-            # An update in step() has seen all edits before it; those after it would be lost in plain DDP, too.
-            samples=self.phase is self.form.outcome,
-        )
-        if not edited:
-            return
-        self.gradients.accept_values()
-        what = (
-            f"the gradient of {self.names.get(edited[0], 'a parameter')} (and of {len(edited) - 1} others) was changed "
-        )
-        if is_due or self.form.outcome is Phase.STEPPED:
-            what += (
-                "after backward, but the update had been made in backward: clipping, GradScaler and other edits need "
-                f"{self.form.deferred}"
-            )
+    def _error_for(self, parameter: Tensor | None, attempt: Attempt, others: str = "") -> TrainingLoopError:
+        """The error for an attempt to use a gradient that was handed over."""
+        form = self.form
+        name = "a parameter" if parameter is None else self.names.get(parameter, "a parameter")
+        if self.gradients.is_released(parameter) and attempt is not Attempt.ACCUMULATE:
+            attempt = Attempt.READ
+            text = REFUSED_ATTEMPTS["released"]
+        elif self.has_parts and self.phase is Phase.REDUCED and attempt is Attempt.ACCUMULATE:
+            text = REFUSED_ATTEMPTS["accumulate part"]
+            # Raised before DDP has seen a gradient of this backward, which it would wait for in the next forward.
+            self.phase = Phase.FAILED
+            self.note_unfinished()
+        elif self.has_parts and attempt in _OF_PARTS:
+            text = REFUSED_ATTEMPTS["part"]
         else:
-            what += f"after {self.form.step} had applied it: change it before, or call zero_grad() first"
-        raise TrainingLoopError(what)
+            text = REFUSED_ATTEMPTS[attempt.value]
+        step = "the next forward" if form.outcome is Phase.STEPPED else form.step
+        return TrainingLoopError(
+            text.format(name=name + others, step=step, deferred=form.deferred, edits=form.edits, clip=form.clip)
+        )
+
+    def _on_zero(self) -> None:
+        if self.phase is Phase.APPLIED:
+            self.check(Event.ZERO_GRAD)
 
     # The table.
 

@@ -22,10 +22,10 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.transforms.clip import in_model_order
 from overlap.join import Join, Joinable, JoinHook
 from overlap.join.joinable import refuse_before_model
+from overlap.optim.applied import PassGradients
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.in_backward import check_nothing_before
 from overlap.optim.lifecycle import refusals_told
-from overlap.optim.outside import OutsideGradients
 from overlap.optim.phases import Event, Phase
 from overlap.optim.proxy import OptimizerProxy
 from overlap.optim.registered_updates import Registered, RegisteredUpdate, RegisteredUpdates
@@ -78,7 +78,7 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         self.registered_updates = RegisteredUpdates(self.optimizer)
         """The stages that update with this optimizer."""
         self._stepper = SubsetStepper(self.optimizer)
-        self.outside = OutsideGradients()
+        self.outside = PassGradients(owns=lambda parameter: True)
         """Gradients that :meth:`step` has applied of parameters which are in no registered model."""
         self.skipped = SkippedUpdates()
         """Where the loop says that a backward is not this optimizer's."""
@@ -129,7 +129,14 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         for update in self.registered_updates:
             update.lifecycle.on_step(pending)
         if is_made:
-            self.outside.note_stepped(pending, [update.lifecycle.names for update in self.registered_updates])
+            self._note_outside(pending)
+
+    def _note_outside(self, updated: list[Tensor]) -> None:
+        """Note which of ``updated`` are in no registered model; the next forward of a model clears their gradients."""
+        models = [update.lifecycle.names for update in self.registered_updates]
+        if models and all(models):
+            self.outside.note_applied(p for p in updated if not any(p in of_model for of_model in models))
+            self.outside.note_left()
 
     def skip_update(self) -> AbstractContextManager[None]:
         """``with optimizer.skip_update():`` for backwards of a loss that is not this optimizer's.

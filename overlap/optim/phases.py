@@ -13,6 +13,7 @@ __all__ = [
     "ADDED_TO_APPLIED",
     "APPLIED_TWICE",
     "CANNOT_DISCARD_UNDER_JOIN",
+    "REFUSED_ATTEMPTS",
     "SCALED_IN_BACKWARD",
     "SCALED_UNDER_JOIN",
     "SECOND_BACKWARD",
@@ -121,6 +122,24 @@ SCALED_UNDER_JOIN = (
     "GradScaler decides after backward whether to step, and ranks that have run out of inputs are not told: leave the "
     "scaler out under Join (bfloat16 needs none), or give every rank the same number of batches"
 )
+REFUSED_ATTEMPTS: Mapping[str, str] = {
+    "write": "the gradient of {name} cannot be changed after backward: its update was made in backward. Use {edits} "
+    "for edits of gradients, {clip} to clip, and torch.nn.utils.get_total_norm(gradients) to read a norm",
+    "part": "the gradient of {name} is the mean over ranks only where this rank owns it, so it can neither be read nor "
+    "changed after backward: use {edits}, which has the whole mean on every rank, for any reads and edits, and {clip} "
+    "to clip",
+    "released": "the gradient of {name} was released in backward, so it can neither be read nor changed: use "
+    "release_gradients=False to read it, {edits} for edits of gradients, and {clip} to clip",
+    "accumulate": "a second backward began before {step}, and adds to the gradient of {name}, whose update was made in "
+    "the first: call backward once, on the sum of the losses, or use {edits}",
+    "accumulate part": "a second backward began before {step}, and adds to the gradient of {name}, of which this rank "
+    "has only its part of the mean: call {step} after each synchronized backward, run all but the last under "
+    "ddp.no_sync(), or use {edits}",
+    "send": "the gradient of {name} cannot be sent by a collective: it is the mean over ranks, and its update was made "
+    "in backward. Send a .clone(), or use {edits}",
+    "unscale": SCALED_IN_BACKWARD,
+}
+"""Errors for uses of a gradient that was handed over, by :class:`~overlap._torch.read_only.Attempt`."""
 _LEFT_WITHOUT_STEP = Refusal(
     "this rank ran out of inputs between backward and {step}, so its last gradients were never applied: call {step} "
     "before the loop ends"
@@ -159,7 +178,7 @@ TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
         Phase.FORWARD: Phase.FORWARD,  # Refused where a gradient is this rank's own: it ran under no_sync.
         Phase.BACKWARD: _INCOMPLETE,
         Phase.REDUCED: Phase.STEPPED,
-        Phase.APPLIED: Phase.STEPPED,  # Refused where a gradient was edited since.
+        Phase.APPLIED: Phase.STEPPED,  # Refused where .grad holds something else by now.
         Phase.STEPPED: Phase.STEPPED,  # Refused where the gradients that were applied are there, and nothing else is.
         Phase.FAILED: _FAILED,
     },
@@ -203,6 +222,10 @@ class Form:
     """What messages call ``step()``."""
     deferred: str
     """How to ask for the deferred form."""
+    edits: str = ""
+    """How to ask for a form whose gradients are the whole mean, and the loop's to edit."""
+    clip: str = "ClipGradNorm(max_norm) in the chain"
+    """How to clip by the global norm."""
     skip: str = "optimizer.skip_update()"
     """How to run a backward without an update."""
     adds_up: bool = True

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import StageContext
 from overlap.hooks.transforms.clip import Clipping
+from overlap.optim.applied import PassGradients
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.in_backward import check_nothing_before
 from overlap.optim.lifecycle import UpdateLifecycle
-from overlap.optim.outside import OutsideGradients
 from overlap.optim.phases import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Phase
 
 __all__ = ["Registered", "RegisteredUpdate", "RegisteredUpdates"]
@@ -104,7 +104,7 @@ class RegisteredUpdates:
 
     # What step() asks before it updates.
 
-    def pending(self, loss_scale: LossScale, outside: OutsideGradients) -> list[Tensor]:
+    def pending(self, loss_scale: LossScale, outside: PassGradients) -> list[Tensor]:
         """The parameters to update, if the lifecycles allow it."""
         self._check_registered()
         lifecycles = self.lifecycles
@@ -117,8 +117,7 @@ class RegisteredUpdates:
                 update.check_unscaled()
         for lifecycle in lifecycles:
             lifecycle.check_step()
-        outside.refuse_edits()
-        applied = outside.applied_ids.union(*(lifecycle.gradients.applied_ids for lifecycle in lifecycles))
+        applied = outside.left_ids.union(*(lifecycle.gradients.applied_ids for lifecycle in lifecycles))
         pending = [
             parameter
             for group in self._optimizer.param_groups

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._checks import as_list, told
-from overlap._torch.device import has_streams
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks import Bucket, Role, Stage, StageContext
@@ -25,10 +24,12 @@ from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.step_checks import check_coverage, check_order, check_params, instead_of_step
 from overlap.optim.step_guard import StepGuard, check_one_model, guarded_by
 from overlap.optim.unused import used_on_any_rank
-from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.update_stage import UpdateStage
 
 __all__ = ["Step"]
+
+_DEFERRED = "Step(optimizer, deferred=True)"
+_DEFERRED_AUTOMATIC = f"an OverlappedOptimizer and {_DEFERRED}"
 
 
 class Step(UpdateStage):
@@ -44,7 +45,9 @@ class Step(UpdateStage):
     functional optimizer, the stage does everything in backward (the deferred update with the last bucket), and the loop
     calls no ``step()``.
 
-    After backward ``.grad`` holds the averaged gradient; it is cleared before the model's next forward.
+    After backward ``.grad`` holds the averaged gradient; it is cleared before the model's next forward. Where the
+    update was made in backward, it is read-only until ``step()`` (in the automatic form until the next forward): an
+    edit, such as a clip, raises ``TrainingLoopError`` at its line.
 
     Args:
         optimizer: what updates; it may have parameters that the model does not have. Of Accelerate's and Lightning's
@@ -61,7 +64,7 @@ class Step(UpdateStage):
             ``ddp.register_comm_hook``) come last, in the groups' order.
         norm_type: which norm.
         release_gradients: free a bucket's memory as soon as it is updated, and allocate it again for its next gradient,
-            so that gradients hardly add to the peak. ``.grad`` is ``None`` after backward. Needs
+            so that gradients hardly add to the peak. ``.grad`` cannot be read after backward. Needs
             ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
 
     Issues: nothing; where DDP looks for unused parameters and the update is interleaved, one all-reduce of a byte a
@@ -97,7 +100,9 @@ class Step(UpdateStage):
             clip_grad_norm=clip_grad_norm,
             norm_type=norm_type,
             step="optimizer.step()",
-            deferred_form=f"{'an OverlappedOptimizer and ' if automatic else ''}Step(optimizer, deferred=True)",
+            deferred_form=(deferred_form := _DEFERRED_AUTOMATIC if automatic else _DEFERRED),
+            edits=deferred_form,
+            clip="Step(optimizer, clip_grad_norm=max_norm)",
             skip="stage.skip_update()" if automatic else "optimizer.skip_update()",
             adds_up=True,
             release_gradients=release_gradients,
@@ -108,11 +113,8 @@ class Step(UpdateStage):
         self._only = None if params is None else _by_id(params)
         check_params(self._only, self.optimizer, is_deferred=self.is_deferred)
         self._guard: torch.utils.hooks.RemovableHandle | None = None
-        # As the update of the last pass had them.
-        self._named: dict[Tensor, str] = {}
         self._shares = Shares(self._updates, self.owns_gradient_of)
         self._late = LateUpdate()
-        self._is_copied = False
         self._finds_unused: bool | None = None
         self._deferred = DeferredUpdate(self.optimizer, self.lifecycle, clipping=self.clipping, is_automatic=automatic)
 
@@ -147,8 +149,6 @@ class Step(UpdateStage):
             self.optimizer.stepper.refresh()
         self.optimizer.registered_updates.adopt(self)
         self._finds_unused = context.finds_unused
-        ddp = None if context.ddp is None else context.ddp()
-        self._is_copied = ddp is not None and not ddp.gradient_as_bucket_view and not has_streams(context.device)
         if self._functional is None:
             through = None if self.is_automatic else self.optimizer
             guard = StepGuard(self, instead_of_step(is_automatic=self.is_automatic), through=through)
@@ -157,7 +157,6 @@ class Step(UpdateStage):
     def detach(self) -> None:
         super().detach()
         self._shares.forget()
-        self._named = {}
         self.optimizer.registered_updates.release(self)
         if self._guard is not None:
             self._guard.remove()
@@ -182,21 +181,11 @@ class Step(UpdateStage):
     def skipped(self) -> SkippedUpdates:
         return self.optimizer.skipped
 
-    def marks_of(self, updated: list[Tensor], samples: bool) -> UpdateMarks:
-        optimizer, names = self.optimizer.optimizer, self.lifecycle.names
-        if len(updated) != len(self._named) or not all(map(operator.is_, updated, self._named)):
-            self._named = {parameter: names.get(parameter, "a parameter") for parameter in updated}
-
-        def states() -> list[Mapping[Any, Any]]:
-            state = optimizer.state
-            return [state.get(parameter, {}) for parameter in updated] if state else [{}] * len(updated)
-
-        return UpdateMarks(
-            lambda: optimizer.param_groups, states, list(self._named.values()), self._named, samples=samples
-        )
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        return self.optimizer.param_groups
 
     def before_forward(self) -> None:
-        self.optimizer.outside.on_forward()
+        self.optimizer.outside.clear_applied()
         super().before_forward()
 
     def before_backward(self, *, is_replay: bool) -> None:
@@ -216,8 +205,7 @@ class Step(UpdateStage):
             await self._deferred.take(bucket, share, self._finds_unused)
         else:
             await self._interleave(bucket, share)
-        is_copied = self._is_copied and bucket.step > 0 and bucket.raw is not None and not bucket.is_replay
-        self.lifecycle.gradients.note_reduced(bucket.parameters, own=share.owned, copied=bucket if is_copied else None)
+        self.lifecycle.gradients.note_reduced(bucket.parameters, own=share.owned)
 
     async def _interleave(self, bucket: Bucket, share: Share) -> None:
         parameters, gradients = share.parameters, share.gradients(bucket)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,13 +16,11 @@ from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Role, Stage, StageContext
 from overlap.hooks.transforms.clip import Clipping, check_norm_type
-from overlap.optim.fingerprint import prepare_fingerprints
 from overlap.optim.grad_scaler import skips_by_itself
 from overlap.optim.gradient_release import GradientRelease, check_releasable
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.phases import Form, Phase
 from overlap.optim.skipping import SkippedUpdates
-from overlap.optim.update_marks import UpdateMarks
 
 __all__ = ["UpdateStage", "check_unscaled", "without_adding_up"]
 
@@ -36,6 +35,8 @@ class UpdateStage(Stage):
         norm_type: which norm.
         step: what messages call the loop's ``step()``.
         deferred_form: what messages say to use where an update in backward is too early.
+        edits: what messages say to use where the loop edits gradients.
+        clip: what messages say to use where the loop clips.
         skip: what messages call :meth:`skip_update`.
         adds_up: see :class:`Form`.
         release_gradients: give a bucket's memory back when it is updated. See [Note: gradient release].
@@ -52,6 +53,8 @@ class UpdateStage(Stage):
         norm_type: float,
         step: str,
         deferred_form: str,
+        edits: str,
+        clip: str,
         skip: str,
         adds_up: bool,
         release_gradients: bool,
@@ -86,20 +89,16 @@ class UpdateStage(Stage):
         self.context: StageContext | None = None
         """Where this is registered."""
         outcome = Phase.STEPPED if automatic else Phase.REDUCED if self.is_deferred else Phase.APPLIED
-        self._form = Form(outcome, step, deferred_form, skip, adds_up=adds_up)
-        self.lifecycle = UpdateLifecycle(
-            self._form,
-            clears=self.owns_gradient_of,
-            marks=self.marks_of,
-        )
+        self._form = Form(outcome, step, deferred_form, edits=edits, clip=clip, skip=skip, adds_up=adds_up)
+        self.lifecycle = UpdateLifecycle(self._form, clears=self.owns_gradient_of, groups=self.groups)
 
     @abstractmethod
     def owns_gradient_of(self, parameter: Tensor) -> bool:
         """Whether the gradient of ``parameter`` is this update's to clear."""
 
     @abstractmethod
-    def marks_of(self, updated: list[Tensor], samples: bool) -> UpdateMarks:
-        """What must be the same in ``step()`` as it was when backward had updated ``updated``."""
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        """The parameter groups whose hyperparameters the update uses."""
 
     @property
     @abstractmethod
@@ -171,13 +170,13 @@ class UpdateStage(Stage):
             )
         if self.releases_gradients:
             check_releasable(context, self)
-        prepare_fingerprints(context.device)
         self.context = context
         self.lifecycle.names = context.names or {}
         self.lifecycle.sees_forwards = context.names is not None
         self.lifecycle.is_joining = context.is_joining
         self.lifecycle.look_for_failures = context.look_for_failures
         self.lifecycle.tell = context.tell
+        self.lifecycle.note_unfinished = context.note_unfinished
 
     def check_together(self, stages: Sequence[Stage]) -> None:
         form, updates = self._form, [stage for stage in stages if isinstance(stage, UpdateStage)]

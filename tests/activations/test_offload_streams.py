@@ -19,7 +19,6 @@ from overlap._torch.device import current_stream, new_stream, on_stream
 from overlap.activations import checkpoint_wrapper, limit_offload_in_flight, offload_wrapper, store
 from overlap.activations.store import Store
 from overlap.activations.transfers import Transfer, Transfers
-from overlap.optim.fingerprint import fingerprint
 
 DEVICE = torch.device("cpu")
 WIDTH, ROWS = 16, 8
@@ -195,7 +194,6 @@ def _joined(rank: int, world_size: int, chain_name: str) -> None:
     """Ranks with different numbers of batches; the same with and without offloading, in every bit."""
     batches = [torch.randn(ROWS, WIDTH) for _ in range(2 + rank)]
     states = []
-    fingerprint(torch.zeros(1))  # Copies a table to the device when it is first called.
     for bound_bytes in (None, *BOUNDS.values()):
         torch.manual_seed(0)
         model = _model(wrap=_all if bound_bytes is not None else (lambda module: module))

@@ -91,7 +91,7 @@ def bucket_sizes_bytes(ddp: DistributedDataParallel) -> list[int]:
 
 def _record(step: int, loss: Tensor, ddp: DistributedDataParallel, optimizer: Any, *, gradients: bool) -> Record:
     module = ddp.module
-    grads = {name: param.grad for name, param in module.named_parameters()}
+    grads = {name: param.grad for name, param in module.named_parameters()} if gradients else {}
     return Record(
         step=step,
         loss=_clone(loss),

@@ -23,7 +23,7 @@ from overlap._torch.device import (
     to_device,
     to_host,
 )
-from overlap.optim.fingerprint import _weights, prepare_fingerprints
+from overlap.hooks.late_reads import LateReads
 
 DEVICE = torch.device("cpu")
 
@@ -301,14 +301,19 @@ def test_a_wait_that_is_declared_and_never_happens_is_an_error() -> None:
         report.check(host_syncs=["overlap/optim"])
 
 
+def _reads_at_once() -> None:
+    reads: LateReads[None] = LateReads()
+    reads.send(None, torch.ones(1, device=DEVICE))
+    reads.read(waits=True)
+
+
 def test_what_the_library_makes_the_host_wait_for_is_to_be_declared() -> None:
     report = _watched(lambda: torch.ones(1, device=DEVICE).item()).report
     report.check()
-    _weights.cache_clear()
-    report = _watched(lambda: prepare_fingerprints(DEVICE)).report
+    report = _watched(_reads_at_once).report
     with pytest.raises(AssertionError, match="the host waits"):
         report.check()
-    report.check(host_syncs=["overlap/optim/fingerprint.py:_weights"])
+    report.check(host_syncs=["overlap/hooks/late_reads.py:read"])
 
 
 def _ddp_alone(rank: int, world_size: int) -> None:

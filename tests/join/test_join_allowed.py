@@ -100,7 +100,7 @@ class _Loop:
             return
         closure()
         if self.what == "norm":
-            nn.utils.clip_grad_norm_(self.ddp.parameters(), float("inf"))
+            nn.utils.get_total_norm([parameter.grad for parameter in self.ddp.parameters()])
         if self.what == "scaler":
             self.scaler.step(self.optimizer)
             self.scaler.update()

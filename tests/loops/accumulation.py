@@ -11,8 +11,8 @@ from torch import optim
 from torch.nn.functional import mse_loss
 
 from .corpus import loop, refused
-from .declared import EVERY_BACKWARD, GONE, NOT_DISCARDED, SECOND_BACKWARD
-from .forms import INTERLEAVED, RELEASED, STAGED
+from .declared import EVERY_BACKWARD, NOT_DISCARDED, READ, SECOND_BACKWARD
+from .forms import INTERLEAVED, STAGED
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
@@ -106,8 +106,8 @@ def continues(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 
 @loop(
     "a step skipped where a gradient is not finite",
-    [cell for cell in NOT_DISCARDED if cell[0] not in RELEASED],
-    GONE,
+    [cell for cell in NOT_DISCARDED if cell[0] not in (*STAGED, "released")],
+    READ,
 )
 def skips_non_finite(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):

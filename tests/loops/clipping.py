@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
 
 from .corpus import limit, loop
-from .declared import CLIPPED, OWN_CLIP
+from .declared import EDITED, OWN_CLIP
 from .forms import CLIPS_AT, CLIPS_ITSELF
 from .models import decay_groups
 from .run import Run
@@ -31,7 +31,7 @@ def deep() -> nn.Sequential:
     return nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh())])
 
 
-@loop("weight-decay groups and clip_grad_norm_", CLIPPED, model=deep, groups=decay_groups, steps=10)
+@loop("weight-decay groups and clip_grad_norm_", EDITED, model=deep, groups=decay_groups, steps=10)
 def clipped_groups(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()

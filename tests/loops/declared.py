@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from .corpus import Declaration, limit, refused
-from .forms import AUTOMATIC, INTERLEAVED, RELEASED, SHARDED, STAGED, STEPPED, ZERO_INTERLEAVED
+from .forms import AUTOMATIC, IN_BACKWARD, INTERLEAVED, SHARDED, STAGED, STEPPED, ZERO_INTERLEAVED
 
 __all__ = [
+    "ADDED_TO",
     "ALREADY_UPDATED",
-    "CLIPPED",
-    "CLIPPED_PARTS",
     "EDITED",
     "EVERY_BACKWARD",
-    "GONE",
     "HOOK_IS_NOT_TOLD",
     "MOVED",
     "NOT_DISCARDED",
     "OWN_CLIP",
-    "PARTS",
+    "READ",
+    "REPLACED",
     "SCALED",
     "SECOND_BACKWARD",
     "coupled",
@@ -25,28 +24,22 @@ __all__ = [
 _AFTER = "backward is the step: what the loop does between backward and step() comes after the update"
 _EVERY = "backward is the step: every synchronized backward makes one update, no more and no less"
 
-GONE = limit(RELEASED, "gradients are released in backward: after it there is none to read, clip or change")
-"""The loop reads or changes gradients."""
+READ = refused([*STAGED, "released"], "the gradient of ")
+"""The loop reads gradients, which were released, or of which this rank has only a part."""
 
-KEEPING = [form for form in STEPPED if form not in RELEASED]
-
-EDITED = [*refused(KEEPING, "the gradient of "), *GONE, *limit(AUTOMATIC, _AFTER)]
+EDITED = refused([*IN_BACKWARD, "zero deferred"], "the gradient of ")
 """The loop changes gradients between backward and step()."""
 
-CLIPPED_PARTS = refused(["zero deferred"], "after backward .grad of ")
-
-CLIPPED = [*EDITED, *CLIPPED_PARTS]
-"""The loop clips by the norm of what each rank has."""
+REPLACED = [*refused([*STEPPED, "zero deferred"], "the gradient of "), *limit(AUTOMATIC, _AFTER)]
+"""The loop reads gradients and puts others into ``.grad``."""
 
 ALREADY_UPDATED = limit(AUTOMATIC, _AFTER)
 """The loop does something else there, which the forms with a step() take into account."""
 
 OWN_CLIP = [
-    *refused([form for form in INTERLEAVED if form not in RELEASED], "the gradient of "),
+    *refused([*INTERLEAVED, *AUTOMATIC], "the gradient of "),
     *refused(ZERO_INTERLEAVED, "zero.clip_grad_norm_() after backward, but"),
     *limit(["zero deferred"], "the ranks' parts of the norm are summed in another order"),
-    *[cell for cell in GONE if cell[0] == "released"],
-    *ALREADY_UPDATED,
 ]
 """The loop calls ``zero.clip_grad_norm_``, or clips by itself where there is none."""
 
@@ -56,9 +49,16 @@ EVERY_BACKWARD = limit(AUTOMATIC, _EVERY)
 NOT_DISCARDED = [*refused(STEPPED, "zero_grad() between backward and "), *EVERY_BACKWARD]
 """The loop throws a backward away."""
 
+ADDED_TO = [
+    *refused((*STEPPED, "hook"), "a second backward began before "),
+    *refused(["automatic"], "a second backward began before the next forward"),
+    *refused(["zero deferred"], "a second backward began before "),
+]
+"""The loop adds to gradients by a backward of its own."""
+
 SECOND_BACKWARD = [
-    *refused((*INTERLEAVED, *STAGED), "a second backward began before "),
-    *EVERY_BACKWARD,
+    *refused((*INTERLEAVED, *STAGED, "hook"), "a second backward began before "),
+    *limit(["automatic"], _EVERY),
 ]
 """The loop makes two synchronized backwards for one step."""
 
@@ -71,18 +71,12 @@ def coupled(name: str) -> Declaration:
     ]
 
 
-PARTS = limit(
-    [form for form in STAGED if form not in RELEASED],
-    "under ZeroStep a gradient is the mean only where this rank owns it",
-)
-"""The loop reads gradients, which :data:`GONE` has of those that are released."""
-
 MOVED = [*refused(STEPPED, "0.weight (and "), *ALREADY_UPDATED]
 """The loop changes parameters between backward and step()."""
 
 SCALED = [
     *refused(STEPPED, "GradScaler decides after backward whether to step"),
-    *refused(AUTOMATIC, "this SGD is stepped inside backward"),
+    *refused(AUTOMATIC, "GradScaler decides after backward whether to step"),
 ]
 """The loop is left to GradScaler."""
 

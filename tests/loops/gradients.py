@@ -13,8 +13,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from harness.third_party import clip_gradients
 
-from .corpus import loop, variant
-from .declared import CLIPPED, EDITED, GONE, MOVED, OWN_CLIP, PARTS
+from .corpus import loop, refused, variant
+from .declared import ALREADY_UPDATED, EDITED, MOVED, OWN_CLIP, READ, REPLACED
+from .forms import STEPPED
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
@@ -75,31 +76,36 @@ def _log(ddp: Any, optimizer: Any) -> Any:
     return [parameter.grad.norm() for parameter in ddp.parameters()], [p.grad.abs().max() for p in ddp.parameters()]
 
 
+def _total_norm(ddp: Any, optimizer: Any) -> Any:
+    return torch.nn.utils.get_total_norm([parameter.grad for parameter in ddp.parameters()])
+
+
 def _zero_one(ddp: Any, optimizer: Any) -> None:
     next(iter(ddp.parameters())).grad = None
 
 
-variant(after_backward(_clip(0.05)), "clip_grad_norm_ that binds", CLIPPED)
+variant(after_backward(_clip(0.05)), "clip_grad_norm_ that binds", EDITED)
 variant(
     after_backward(_clip(0.05, norm_type=float("inf"))),
     "clip_grad_norm_ with the largest element",
-    CLIPPED,  # With "zero parameter" it binds on one rank alone, and the other is told.
+    EDITED,
     optimizer=_ADAMW,
 )
-variant(after_backward(_clip(float("inf"))), "clip_grad_norm_(inf), to log the norm", PARTS, GONE)
-variant(after_backward(_clip_quietly), "clip_grad_norm_ that does not bind", optimizer=_ADAMW)
-variant(after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 0.05)), "a clip by hand", CLIPPED)
+variant(after_backward(_clip(float("inf"))), "clip_grad_norm_(inf), to log the norm", EDITED)
+variant(after_backward(_clip_quietly), "clip_grad_norm_ that does not bind", EDITED, optimizer=_ADAMW)
+variant(after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 0.05)), "a clip by hand", EDITED)
 variant(after_backward(lambda ddp, optimizer: clip_grad_value_(ddp.parameters(), 0.01)), "clip_grad_value_", EDITED)
 variant(after_backward(_scale_data), "p.grad.data.mul_()", EDITED)
-variant(after_backward(_replace), "p.grad = p.grad * 0.5", EDITED)
+variant(after_backward(_replace), "p.grad = p.grad * 0.5", REPLACED)
 variant(after_backward(_add_noise), "gradient noise", EDITED)
 variant(after_backward(_decay_by_hand), "weight decay by hand, between backward and step()", MOVED)
-variant(after_backward(_log), "gradient norms logged", PARTS, GONE)
-variant(after_backward(_zero_one), "one gradient set to None", EDITED)
+variant(after_backward(_log), "gradient norms logged", READ)
+variant(after_backward(_total_norm), "get_total_norm, to log the norm", READ)
+variant(after_backward(_zero_one), "one gradient set to None", refused(STEPPED, "the gradient of "), ALREADY_UPDATED)
 variant(
     after_backward(_clip(0.05)),
     "clip_grad_norm_, gradients as bucket views",
-    CLIPPED,
+    EDITED,
     ddp={"gradient_as_bucket_view": True},
 )
 

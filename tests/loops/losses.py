@@ -11,7 +11,7 @@ from torch import optim
 from torch.nn.functional import mse_loss
 
 from .corpus import limit, loop, refused
-from .declared import EDITED, NOT_DISCARDED
+from .declared import ADDED_TO, NOT_DISCARDED
 from .models import mlp
 from .run import Run
 
@@ -19,6 +19,12 @@ _ADAM = partial(optim.Adam, lr=0.01, betas=(0.5, 0.9))
 
 FOLLOWED = refused(["chained", "zero chained"], "skip_update() leaves the update of ")
 """The chain has a transform after the update."""
+
+DISCARDED_LATER = [
+    *[cell for cell in NOT_DISCARDED if cell[0] != "hook"],
+    *refused(["hook"], "a second backward began before the next forward"),
+]
+"""The loop makes a backward that it throws away, after one that was applied, or before one that is."""
 
 NO_SKIP = limit(["hook"], "a hook has no skip_update()")
 
@@ -55,7 +61,7 @@ def gan(*, says_so: bool) -> Any:
     return body
 
 
-loop("GAN", NOT_DISCARDED, optimizer=_ADAM)(gan(says_so=False))
+loop("GAN", DISCARDED_LATER, optimizer=_ADAM)(gan(says_so=False))
 loop("GAN, with skip_update()", NO_SKIP, FOLLOWED, optimizer=_ADAM)(gan(says_so=True))
 
 
@@ -72,7 +78,7 @@ def actor_critic(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("actor and critic, two losses, the actor's through the critic", NOT_DISCARDED)
+@loop("actor and critic, two losses, the actor's through the critic", DISCARDED_LATER)
 def actor_through_critic(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     critic, values = _second(run)
     for x, y in run.batches():
@@ -88,7 +94,7 @@ def actor_through_critic(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss_v, loss_a
 
 
-@loop("adversarial examples: a backward for the inputs' gradient", NOT_DISCARDED)
+@loop("adversarial examples: a backward for the inputs' gradient", DISCARDED_LATER)
 def adversarial(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         x.requires_grad_()
@@ -155,7 +161,7 @@ def regularizer_before(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
-@loop("a regularizer with its own backward, after the loss's", EDITED)
+@loop("a regularizer with its own backward, after the loss's", ADDED_TO)
 def regularizer_after(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():
         optimizer.zero_grad()

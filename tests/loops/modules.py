@@ -219,6 +219,7 @@ def now_and_then_from_zeros(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]
 @loop("a model turned channels_last in mid-run", RESTRIDED, model=convolutional, inputs=images, optimizer=_ADAMW)
 def turned(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     yield from usual(ddp, optimizer, run)
+    optimizer.zero_grad()
     ddp.module.to(memory_format=torch.channels_last)
     with warnings.catch_warnings(action="ignore"):  # DDP's, of gradients whose strides are not its bucket's.
         yield from usual(ddp, optimizer, run)

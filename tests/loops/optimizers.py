@@ -25,8 +25,8 @@ from harness.third_party import (
 )
 
 from .corpus import limit, loop, refused, variant
-from .declared import NOT_DISCARDED, PARTS, coupled
-from .forms import ALL, AUTOMATIC, IN_BACKWARD, INTERLEAVED, SHARDED, ZERO_INTERLEAVED
+from .declared import NOT_DISCARDED, coupled
+from .forms import ALL, AUTOMATIC, IN_BACKWARD, INTERLEAVED, SHARDED, STAGED, ZERO_INTERLEAVED
 from .plain import usual
 from .run import Run
 
@@ -74,7 +74,7 @@ CLIPS = [
         [*INTERLEAVED, *AUTOMATIC],
         "the step pre-hook clipping_hook.<locals>.clip must run before the update",
     ),
-    *refused(ZERO_INTERLEAVED, "the gradient of "),
+    *refused([*ZERO_INTERLEAVED, "zero deferred"], "the gradient of "),
 ]
 
 variant(
@@ -117,8 +117,8 @@ def sam(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
 
 @loop(
     "SAM, outside",
-    NOT_DISCARDED,
-    [cell for cell in PARTS if cell[0] == "zero deferred"],
+    [cell for cell in NOT_DISCARDED if cell[0] not in STAGED],
+    refused(STAGED, "the gradient of "),
     optimizer=partial(optim.SGD, lr=0.1),
 )
 def sam_by_hand(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:

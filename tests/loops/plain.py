@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import mse_loss
 
-from .corpus import limit, loop
+from .corpus import limit, loop, refused
 from .forms import ALL
 from .run import Run
 
@@ -70,6 +70,7 @@ def no_zero_grad(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         [form for form in ALL if form not in ("hook", "zero alone", "local")],
         "gradients are cleared, and plain DDP's add up",
     ),
+    refused(["hook"], "a second backward began before the next forward"),
 )
 def adds_up_for_ever(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for x, y in run.batches():

@@ -11,8 +11,8 @@ from torch import Tensor, nn, optim
 from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
 
-from .corpus import loop, variant
-from .declared import CLIPPED_PARTS, EDITED, SCALED, coupled
+from .corpus import loop, refused, variant
+from .declared import EDITED, SCALED, coupled
 from .models import features, mlp
 from .plain import usual
 from .run import Run
@@ -103,7 +103,12 @@ def scaled(*, clips: bool, spoils: bool) -> Any:
 
 
 variant(scaled(clips=False, spoils=True), "GradScaler that skips a step", SCALED)
-variant(scaled(clips=True, spoils=True), "GradScaler with unscale_, a clip and a skipped step", SCALED, CLIPPED_PARTS)
+variant(
+    scaled(clips=True, spoils=True),
+    "GradScaler with unscale_, a clip and a skipped step",
+    SCALED,
+    refused(["zero deferred"], "the gradient of "),
+)
 
 
 @loop("loss scaling by hand", EDITED)

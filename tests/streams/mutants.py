@@ -214,7 +214,4 @@ MUTANTS: dict[str, Mutant] = {
         "",
         "sharded, deferred",
     ),
-    "the host looks whether gradients are scaled alike": _waiting(
-        f"{_OPTIM}.zero.scale_vote:ScaleVote.check", "not has_streams(device)", "True", "sharded, deferred"
-    ),
 }

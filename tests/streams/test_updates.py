@@ -10,11 +10,10 @@ import torch.distributed as dist
 
 from harness import run_ranks
 from harness.streams import STREAMS_BACKEND, Detector, detecting
-from overlap import ConfigurationError, TrainingLoopError, ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap._torch.device import on_stream, synchronize
+from overlap import ConfigurationError
+from overlap._torch.device import on_stream
 from overlap.optim import update_stream, uses_current_stream
 
-from .model import batch, wrapped
 from .play import outcome_of
 from .updates import UPDATES, OnDefaultStream
 
@@ -97,24 +96,3 @@ def test_the_streams_wait_for_each_other_even_where_the_step_raises(detector: De
         value.add_(1)
     assert detector.current_stream.name == "the default stream"
     detector.report.check()
-
-
-def _clips_by_its_own_norm(rank: int, world_size: int) -> None:
-    ddp, batches = wrapped(), [batch(step, rank) for step in range(3)]
-    with detecting():
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, fused=True)
-        chain(ZeroStep(zero, deferred=True)).register(ddp)
-        for step, (tokens, target) in enumerate(batches):
-            torch.nn.functional.mse_loss(ddp(tokens), target).backward()
-            if step == 1:
-                for parameter in ddp.parameters():
-                    parameter.grad.mul_(0.1 * (rank + 1))  # As a clip by each rank's own norm.
-            zero.step()
-            synchronize(CPU)  # As a loop does that prints its loss.
-
-
-def test_on_streams_every_rank_is_told_later_that_gradients_were_scaled_otherwise() -> None:
-    outcomes = run_ranks(_clips_by_its_own_norm, 2, backend=STREAMS_BACKEND, return_exceptions=True)
-    for outcome in outcomes:
-        assert isinstance(outcome, TrainingLoopError), repr(outcome)
-        assert "in an earlier step" in str(outcome) and "load a checkpoint" in str(outcome)

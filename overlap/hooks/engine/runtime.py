@@ -96,6 +96,7 @@ class Runtime:
             background=self.background,
             look_for_failures=channels.raise_failure,
             tell=self.tell,
+            note_unfinished=lambda: self._note_end(_Phase.UNFINISHED),
             cut=self._cut,
             watch=self._watchers.append,
         )

@@ -13,7 +13,6 @@ from overlap._checks import as_list, told
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, SkipNonFinite, Stage, StageContext
 from overlap.hooks.adapters import stage_from
-from overlap.optim.fingerprint import prepare_fingerprints
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.local_sgd.several import SeveralOptimizers, name_of
 from overlap.optim.local_sgd.torch_names import ModelAverager
@@ -160,7 +159,6 @@ class LocalSGDStage(Stage):
     def attach(self, context: StageContext) -> None:
         self._context = context
         if self._lifecycle is not None:
-            prepare_fingerprints(context.device)
             self._lifecycle.names = context.names or {}
             self._lifecycle.sees_forwards = context.names is not None
             self._lifecycle.tell = context.tell

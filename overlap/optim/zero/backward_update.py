@@ -13,7 +13,7 @@ from overlap.optim.zero.exchange import Exchange, Gather
 from overlap.optim.zero.late_buckets import LateBuckets
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.sharded_gradients import FiniteVote
-from overlap.optim.zero.sharding import Shard, flatten
+from overlap.optim.zero.sharding import Shard, flatten, raise_versions_of
 from overlap.optim.zero.used_shards import UsedShards
 
 __all__ = ["BackwardUpdate", "Pairs"]
@@ -94,6 +94,8 @@ class BackwardUpdate:
             self.update(self._held.pop(bucket.index, []), self.lifecycle.veto)
         if shards is not None:
             self.lifecycle.gradients.note_applied(shard.parameter for shard in shards)
+            if not self.lifecycle.veto.stops:
+                raise_versions_of(shards)
             # There is nothing new after a step that was left out; through a wire, rounding of earlier ones would go.
             if not (self.gathers_later or self.lifecycle.veto.stops):
                 await self.exchange.gather(shards, bucket.group)

@@ -188,8 +188,6 @@ async def _gather_by_messages(shards: BucketShards, group: dist.ProcessGroup, wo
         for rank, (transfer, box) in enumerate(zip(transfers, boxes, strict=True))
         if rank != shards.rank
     ]
-    # Autograd does not see what the network writes.
-    torch.autograd.graph.increment_version([piece for _, transfer, _ in others for piece in transfer.large])
     await send_recv(
         [(message, rank) for rank, _, _ in others for message in own.messages(boxes[shards.rank])],
         [(message, rank) for rank, transfer, box in others for message in transfer.messages(box)],

@@ -1,8 +1,16 @@
-"""What this rank owns: its part of every parameter, as tensors."""
+"""What this rank owns: its part of every parameter, as tensors.
+
+[Note: versions of sharded parameters]
+
+Updates and gathers write parameters through views of ``parameter.data``, whose version counters are their own: some
+writes come from the network, some while the next forward runs. So the version of a parameter is raised explicitly and
+once, when its update is made (:func:`raise_versions_of`). A weight that a later node of this backward still needs is
+then autograd's error, and between backward and ``step()`` a version changes only where the training loop writes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +23,7 @@ from overlap.optim.zero.parameter_groups import check_same_on_all_ranks, device_
 from overlap.optim.zero.partition import ByElement, ByParameter, Extent, Partition, Range
 from overlap.optim.zero.update_cost import orthogonalization_flops
 
-__all__ = ["Ownership", "Shard", "flatten"]
+__all__ = ["Ownership", "Shard", "flatten", "raise_versions_of"]
 
 
 class Ownership:
@@ -135,9 +143,9 @@ class Shard:
         self.ranges = ranges
         self.rank = rank
         self.is_whole = is_whole
-        flat = flatten(parameter)
+        flat = flatten(parameter.data)
         self.views = tuple(flat[start:end] for start, end in ranges)
-        """The parameter's own memory, cut by rank."""
+        """The parameter's own memory, cut by rank. See [Note: versions of sharded parameters]."""
         self.strides = parameter.stride()
         """The parameter's strides when it was cut: the order of its elements in memory."""
         self._pointer = parameter.data_ptr()
@@ -246,7 +254,7 @@ class Shard:
     def follow(self) -> None:
         """Cut the parameter again, where and as it lies in memory now; a master and the state stay as they are."""
         # By `.data`, as the parameter itself was moved: values are the same, so the version must not change.
-        flat = flatten(self.parameter)
+        flat = flatten(self.parameter.data)
         for view, (start, end) in zip(self.views, self.ranges, strict=True):
             view.data = flat[start:end]
         if self.own is not None and not self.has_master:
@@ -263,6 +271,11 @@ class Shard:
         """The update itself has written the parameter."""
         if self.published is not None:
             self.published.copy_(self.shaped(self.views[self.rank]))
+
+
+def raise_versions_of(shards: Iterable[Shard]) -> None:
+    """The parameters of ``shards`` are updated: raise their versions. See [Note: versions of sharded parameters]."""
+    torch.autograd.graph.increment_version([shard.parameter for shard in shards])
 
 
 def flatten(tensor: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ from overlap.optim.grad_scaler import LossScale
 from overlap.optim.phases import Phase
 from overlap.optim.veto import Veto
 from overlap.optim.zero.backward_update import BackwardUpdate, Pairs
-from overlap.optim.zero.scale_vote import ScaleVote
-from overlap.optim.zero.sharding import Shard
+from overlap.optim.zero.sharding import Shard, raise_versions_of
 
 __all__ = ["StepUpdate"]
 
@@ -34,14 +33,11 @@ class StepUpdate:
         self.zero, self.lifecycle, self.clipping = backward.zero, backward.lifecycle, backward.clipping
         self.updates_in_step = updates_in_step
         self._gather = gather
-        self._scales = ScaleVote()
 
     def note_backward(self) -> None:
         """Backward is over, and has left the update to ``step()``."""
         if not (self.lifecycle.is_replay or self.lifecycle.is_joining()):
             self._backward.used.note_gradients(self._reduced_shards())
-        if not (self._backward.has_whole_mean or self.lifecycle.is_replay):
-            self._scales.note(self._reduced_shards())
 
     def step(self, loss_scale: LossScale) -> None:
         """What is left of a step, on the training thread."""
@@ -80,15 +76,16 @@ class StepUpdate:
             )
         if self._backward.has_whole_mean:
             return clipping.clip_(self._whole_gradients(), foreach=foreach)
-        self._check_scales()
+        with self.lifecycle.gradients.opened():
+            return self._clip_parts(clipping)
+
+    def _clip_parts(self, clipping: Clipping) -> Tensor:
         for parameter in (shard.parameter for shard in self._reduced_shards()):
             grad = parameter.grad
             if grad is not None and grad.stride() != parameter.stride():
                 parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
         gradients = [gradient for _, gradient in self._pairs_of_step()]
-        total = self._norm(clipping, gradients).clip_()
-        self._scales.note(self._reduced_shards())
-        return total
+        return self._norm(clipping, gradients).clip_()
 
     @torch.no_grad()
     def _update_in_step(self, loss_scale: LossScale) -> None:
@@ -96,11 +93,11 @@ class StepUpdate:
             return
         try:
             self.zero.begin()  # Parameters may have been moved since backward.
-            if not (self._backward.has_whole_mean or self.zero.is_joining):
-                self._check_scales()
-            pairs = self._clipped_pairs(loss_scale)
-            verdict = Veto(loss_scale.verdict_for(self.zero.optim))
-            self._backward.update(pairs, Veto.of_any([self.lifecycle.veto, verdict]))
+            with self.lifecycle.gradients.opened():
+                pairs = self._clipped_pairs(loss_scale)
+                verdict = Veto(loss_scale.verdict_for(self.zero.optim))
+                self._backward.update(pairs, Veto.of_any([self.lifecycle.veto, verdict]))
+            raise_versions_of(self._reduced_shards())
             self._gather()
         except BaseException:
             self.lifecycle.on_update_failure()
@@ -132,10 +129,6 @@ class StepUpdate:
         norm = ShardedNorm(clipping, gradients, self.zero.ownership.trained, self.zero.join_device)
         all_reduce(norm.partial, op=norm.op, group=self.zero.process_group)
         return norm
-
-    def _check_scales(self) -> None:
-        shards = list(self.zero.shards.values())
-        self._scales.check(shards, self.zero.process_group, self.zero.join_device)
 
     def _reduced_shards(self) -> list[Shard]:
         gradients = self.lifecycle.gradients

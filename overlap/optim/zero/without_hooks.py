@@ -17,7 +17,7 @@ from overlap.optim.grad_scaler import LossScale
 from overlap.optim.veto import Veto
 from overlap.optim.zero.bucket_shards import BucketShards, shards_of_bucket
 from overlap.optim.zero.exchange import Exchange, Gather
-from overlap.optim.zero.sharding import Ownership, Shard, flatten
+from overlap.optim.zero.sharding import Ownership, Shard, flatten, raise_versions_of
 
 __all__ = ["UpdateWithoutHooks"]
 
@@ -65,6 +65,7 @@ class UpdateWithoutHooks:
         owned = [(shard, part) for shard, part in zip(pending, gradients, strict=True) if shard.own is not None]
         loss_scale.unscale_([part for _, part in owned])
         update(owned, Veto(loss_scale.verdict_for(optimizer)))
+        raise_versions_of(self._ownership.shards.values())
         self._gather(pending)
 
     def _gather(self, stepped: Sequence[Shard]) -> None:

@@ -18,7 +18,6 @@ from overlap.join.active import active_join
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.phases import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Phase
 from overlap.optim.skipping import SkippedUpdates
-from overlap.optim.update_marks import UpdateMarks
 from overlap.optim.update_stage import UpdateStage
 from overlap.optim.zero.backward_update import BackwardUpdate
 from overlap.optim.zero.bucket_shards import in_elements, reduced
@@ -27,7 +26,6 @@ from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.parameter_gathers import ParameterGathers
 from overlap.optim.zero.parameter_groups import check_covered, check_same_group
 from overlap.optim.zero.reduce_scatter import ReduceScatter
-from overlap.optim.zero.shard_marks import marks_of_shards
 from overlap.optim.zero.sharded_wires import ShardedWires
 from overlap.optim.zero.step_update import StepUpdate
 from overlap.optim.zero.wire_options import check_wires
@@ -51,8 +49,9 @@ class ZeroStep(UpdateStage):
     clipping by the global norm and ``GradScaler`` need. Call ``zero.step()`` once for each synchronized backward in
     either case, unless ``automatic``.
 
-    After backward ``.grad`` holds the mean where this rank owns it, and elsewhere this rank's own gradient divided by
-    ``W`` (after a reducer: the reducer's result). It is cleared before the model's next forward.
+    Without a reducer before it, this rank has the mean only of the elements that it owns, so ``.grad`` can neither be
+    read nor changed after backward: an attempt raises ``TrainingLoopError``. After a reducer ``.grad`` is the mean;
+    read-only until ``step()`` where the update was made in backward. It is cleared before the model's next forward.
 
     Args:
         zero: the optimizer; the model must have all its trainable parameters. Other parameters of the model are
@@ -78,7 +77,7 @@ class ZeroStep(UpdateStage):
             of the gradients, and in backward two. A pass with a mean that is not finite, or that fails, changes it on
             no rank.
         release_gradients: free a bucket's memory as soon as it is updated and gathered, and allocate it again for its
-            next gradient, so that gradients hardly add to the peak. ``.grad`` is ``None`` after backward. Needs
+            next gradient, so that gradients hardly add to the peak. ``.grad`` cannot be read after backward. Needs
             ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
 
     Issues, per bucket: one reduce-scatter, if first; one all-gather; if DDP looks for unused parameters, one all-reduce
@@ -135,6 +134,8 @@ class ZeroStep(UpdateStage):
             norm_type=norm_type,
             step="zero.step()",
             deferred_form="ZeroStep(zero, deferred=True)",
+            edits="chain(AllReduce(), ZeroStep(zero, deferred=True))",
+            clip="ZeroStep(zero, clip_grad_norm=max_norm), or zero.clip_grad_norm_(max_norm) with deferred=True,",
             skip="stage.skip_update()" if automatic else "zero.skip_update()",
             adds_up=False,
             release_gradients=release_gradients,
@@ -252,15 +253,8 @@ class ZeroStep(UpdateStage):
     def skipped(self) -> SkippedUpdates:
         return self.zero.skipped
 
-    def marks_of(self, updated: list[Tensor], samples: bool) -> UpdateMarks:
-        return marks_of_shards(
-            self.zero,
-            updated,
-            self.lifecycle.names,
-            samples=samples,
-            in_forward=self._gathers.are_in_forward,
-            are_differences=self.gathers_differences,
-        )
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        return self.zero.param_groups
 
     def before_backward(self, *, is_replay: bool) -> None:
         self.wait()
@@ -309,6 +303,7 @@ class ZeroStep(UpdateStage):
             was_under_way = self.lifecycle.phase is Phase.BACKWARD
             self._fail()
             return _PARTLY_UPDATED if was_under_way and not self.is_deferred else None
+        self.lifecycle.has_parts = not self._backward.has_whole_mean
         if self.leaves_update:
             self._backward.tell_verdict()
             self.lifecycle.on_reduced()

@@ -102,7 +102,6 @@ def plain_run(case: Case, rank: int, *, step_fn: Any = plain_step, **ddp_options
         case.batches(rank, steps=STEPS),
         step_fn=step_fn,
         scheduler=Schedulers,
-        gradients=True,
     )
 
 
@@ -128,7 +127,6 @@ def several_run(
         case.batches(rank, steps=STEPS),
         step_fn=step_fn,
         scheduler=Schedulers,
-        gradients=True,
     )
     registration.remove()
     return records

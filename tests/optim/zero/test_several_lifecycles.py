@@ -125,7 +125,7 @@ def _loops(rank: int, world_size: int) -> None:
     check(several_run(MLP, rank, FORMS[_DEFERRED[0]], step_fn=loop), reference, what="twice", rank=rank)
     for name, message in (
         ("the first deferred", r"call optimizer.step\(\) of AdamW after each synchronized backward"),
-        (_DEFERRED[1], r"call zero.step\(\) of Muon after each"),
+        (_DEFERRED[1], r"call zero.step\(\) of AdamW after each"),
         (_INTERLEAVED[1], r"call zero.step\(\) of Muon after each"),
     ):
         with pytest.raises(TrainingLoopError, match=message):

@@ -281,22 +281,6 @@ def test_a_second_backward_before_step_is_refused_and_training_goes_on(options: 
     run_ranks(_two_backwards, 2, options)
 
 
-def _edited_gradients(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    ddp, zero = _registered(options)
-    _backward(ddp, 0, rank)
-    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
-    with pytest.raises(TrainingLoopError, match="changed after backward"):
-        zero.step()
-    zero.step()
-    zero.zero_grad()
-    zero.step()
-
-
-@pytest.mark.parametrize("options", [{}, {"gather": "forward"}], ids=str)
-def test_gradients_edited_after_they_were_applied_are_refused(options: dict[str, Any]) -> None:
-    run_ranks(_edited_gradients, 2, options)
-
-
 def _two_steps(rank: int, world_size: int, options: dict[str, Any]) -> None:
     ddp, zero = _registered(options)
     _backward(ddp, 0, rank)

@@ -1,0 +1,189 @@
+"""A gradient that may be read and not written, as a tensor subclass.
+
+[Note: applied gradients are read-only]
+
+A gradient that an update has used is handed over as an :class:`AppliedGradient`: operators that read run on the tensor
+inside, and an operator that writes raises, at the line of the training loop that writes. So an edit that would be lost
+is never silent, and nothing has to be compared later. Views of it are read-only, too; results of other operators are
+ordinary tensors. Metadata (shape, dtype, device) are the gradient's own.
+
+Writes are found by the operator's schema, so ``.data``, views, ``foreach`` kernels, autograd's own accumulation and
+collectives are covered alike. Memory is not reachable: ``numpy()`` copies, and ``data_ptr()`` is refused.
+
+Private: ``torch.Tensor._make_wrapper_subclass`` and ``_disabled_torch_function_impl``, on which DTensor and torchao
+stand; the id of the current graph task, to tell autograd's accumulation from the loop's own edits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from overlap._torch.autograd import in_backward
+
+__all__ = ["AppliedGradient", "Attempt", "Terms"]
+
+_ZERO = ("zero_", "_foreach_zero_")
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+class Attempt(Enum):
+    """What was attempted with a gradient that is read-only, or that may not even be read."""
+
+    WRITE = "write"
+    READ = "read"
+    ACCUMULATE = "accumulate"
+    """A backward adds to it."""
+    SEND = "send"
+    """A collective of ``torch.distributed``."""
+    UNSCALE = "unscale"
+    """``torch.amp.GradScaler`` divides it by the scale, or looks whether it is finite."""
+
+
+class Terms:
+    """What the loop may do with a set of gradients, and the error for everything else."""
+
+    is_readable = True
+    """Whether operators may read."""
+    allows_unscaling = False
+    """Whether ``GradScaler`` may unscale the tensor inside."""
+
+    def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
+        """Raise the error for ``attempt`` on ``gradient``."""
+        raise NotImplementedError
+
+    def zero(self, gradient: AppliedGradient) -> None:
+        """``zero_()`` was called on ``gradient``, as ``zero_grad(set_to_none=False)`` does."""
+        self.refuse(gradient, Attempt.WRITE)
+
+
+class AppliedGradient(Tensor):
+    """A gradient under :class:`Terms`. See [Note: applied gradients are read-only].
+
+    Args:
+        inner: the gradient itself; ``None`` where there is none to read, such as a released one.
+        like: a tensor of its shape, strides, dtype and device.
+        parameter: whose gradient it is.
+        terms: what the loop may do with it.
+    """
+
+    plain: Tensor | None
+    terms: Terms
+    parameter: weakref.ref[Tensor]
+
+    @staticmethod
+    def __new__(
+        cls: type[AppliedGradient], inner: Tensor | None, like: Tensor, parameter: weakref.ref[Tensor], terms: Terms
+    ) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        made.plain, made.parameter, made.terms = inner, parameter, terms
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        name = schema.name.rpartition("::")[2]
+        written = list(_written(schema, args, kwargs)) if schema.is_mutable else []
+        if name in _ZERO and written:
+            return _zero(args[0])
+        if name == _UNSCALE and written:
+            if not all(each.terms.allows_unscaling and each.plain is not None for each in written):
+                written[0].terms.refuse(written[0], Attempt.UNSCALE)
+            return func(*_unwrapped(args), **_unwrapped(kwargs))
+        if written:
+            written[0].terms.refuse(written[0], Attempt.ACCUMULATE if in_backward() else Attempt.WRITE)
+        given = list(_of_type(args, kwargs.values()))
+        if func.namespace == "c10d":
+            given[0].terms.refuse(given[0], Attempt.SEND)
+        is_view = not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
+        hidden = next((each for each in given if not each.terms.is_readable or each.plain is None), None)
+        if hidden is not None:
+            if is_view and len(given) == 1 and name in ("detach", "alias", "view_as"):
+                return hidden  # No value is read: requires_grad_() and .data come here.
+            hidden.terms.refuse(hidden, Attempt.READ)
+        result = func(*_unwrapped(args), **_unwrapped(kwargs))
+        if not is_view:
+            return result
+        first = given[0]
+        return tree_map_only(Tensor, lambda view: AppliedGradient(view, view, first.parameter, first.terms), result)
+
+    def read(self) -> Tensor:
+        """The tensor inside, to be read. Raises: as the terms say."""
+        if self.plain is None or not self.terms.is_readable:
+            self.terms.refuse(self, Attempt.READ)
+        return self.plain
+
+    # These reach the memory without an operator.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy; the memory itself could be written to."""
+        return self.read().clone().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As of any tensor."""
+        return self.read().tolist()
+
+    def _refuse_memory(self, *_: Any) -> NoReturn:
+        self.terms.refuse(self, Attempt.WRITE)
+
+    data_ptr = untyped_storage = storage = share_memory_ = set_ = __dlpack__ = _refuse_memory  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Any:
+        """A view that is read-only, too."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, _: Any) -> None:
+        self.terms.refuse(self, Attempt.WRITE)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """An ordinary tensor."""
+        return self.read().detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().detach().clone().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        shown = repr(self.plain) if self.terms.is_readable and self.plain is not None else f"shape={tuple(self.shape)}"
+        return f"AppliedGradient({shown})"
+
+
+def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[AppliedGradient]:
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _of_type([args[place] if place < len(args) else kwargs.get(argument.name)])
+
+
+def _of_type(*several: Iterable[Any]) -> Iterator[AppliedGradient]:
+    for values in several:
+        for value in values:
+            for each in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(each, AppliedGradient):
+                    yield each
+
+
+def _unwrapped(values: Any) -> Any:
+    return tree_map_only(AppliedGradient, lambda each: each.plain, values)
+
+
+def _zero(given: Any) -> Any:
+    for each in given if isinstance(given, (list, tuple)) else (given,):
+        if isinstance(each, AppliedGradient):
+            each.terms.zero(each)
+        else:
+            each.zero_()
+    return None if isinstance(given, (list, tuple)) else given

@@ -1,0 +1,379 @@
+"""The gradients of a model's last backward: which are the library's, and how the loop may use them.
+
+An update in backward hands its gradients over read-only, and a sharded one does not hand over what is complete only
+on other ranks; see [Note: applied gradients are read-only] in :mod:`overlap._torch.read_only`.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from overlap._torch.autograd import versions
+from overlap._torch.read_only import AppliedGradient, Attempt, Terms
+from overlap.errors import TrainingLoopError
+
+__all__ = ["PassGradients", "UsedValues", "and_others"]
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+
+class PassGradients(Terms):
+    """Of which of an update's parameters the last backward reduced the gradients, and which have been applied.
+
+    Between an update in backward and ``step()`` (in automatic forms: the next forward) ``.grad`` is an
+    :class:`AppliedGradient` under these terms. After ``step()`` it is the ordinary tensor again, except where this rank
+    has only a part of it, or its memory was released. The next forward clears a gradient that is still the tensor that
+    was left, at the same version; what the loop has put there or zeroed stays, as in plain DDP.
+
+    Args:
+        owns: whether the gradient of a parameter is this update's to clear.
+        error: makes the error for an attempt to use a gradient that is not the loop's.
+        on_zero: called before ``zero_grad(set_to_none=False)`` of the model zeroes gradients; may raise.
+    """
+
+    def __init__(
+        self,
+        owns: Callable[[Tensor], bool],
+        *,
+        error: Callable[[Tensor | None, Attempt], TrainingLoopError] = lambda parameter, attempt: TrainingLoopError(),
+        on_zero: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._owns = owns
+        self._error = error
+        self._on_zero = on_zero
+        self._reduced: dict[int, Tensor] = {}
+        self._applied: dict[int, Tensor] = {}
+        # By id: those that no rank used in the last backward, and those that were released when it was over.
+        self._unused: set[int] = set()
+        self._released: set[int] = set()
+        self._handed: list[tuple[Tensor, weakref.ref[AppliedGradient]]] = []
+        # By id of the parameter, those that are not handed over: to make one takes longer.
+        self._spare: dict[int, AppliedGradient] = {}
+        # What step() left in .grad: parameters, gradients and their versions.
+        self._left: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
+        # Parameters whose gradients a forward has cleared.
+        self._cleared: list[Tensor] = []
+
+    # What the stages and the lifecycle note.
+
+    @property
+    def reduced(self) -> list[Tensor]:
+        """Parameters whose gradients came in a bucket of the last backward."""
+        return list(self._reduced.values())
+
+    def has_reduced(self, parameter: Tensor) -> bool:
+        """Whether the gradient of ``parameter`` came in a bucket of the last backward."""
+        return id(parameter) in self._reduced
+
+    def lacks(self, parameter: Tensor) -> bool:
+        """Whether the gradient of ``parameter`` is this update's, and came in no bucket of the last backward."""
+        return self._owns(parameter) and not self.has_reduced(parameter)
+
+    @property
+    def applied(self) -> list[Tensor]:
+        """Parameters whose gradients have been applied."""
+        return list(self._applied.values())
+
+    @property
+    def applied_ids(self) -> frozenset[int]:
+        """The ``id`` of each of :attr:`applied`."""
+        return frozenset(self._applied)
+
+    def has_applied(self, parameter: Tensor) -> bool:
+        """Whether the gradient of ``parameter`` has been applied."""
+        return id(parameter) in self._applied
+
+    def note_reduced(self, parameters: Iterable[Tensor], *, own: Mapping[int, Tensor] | None = None) -> None:
+        """A bucket of ``parameters`` has been reduced; ``own`` are those of this update by ``id``, if known."""
+        if own is None:
+            own = {id(parameter): parameter for parameter in parameters if self._owns(parameter)}
+        self._reduced.update(own)
+
+    def note_applied(self, parameters: Iterable[Tensor]) -> None:
+        """The gradients of these parameters have been applied."""
+        noted = list(parameters)
+        self._applied.update(zip(map(id, noted), noted, strict=True))
+
+    def note_unused(self, parameters: Iterable[Tensor]) -> None:
+        """No rank has used these parameters in this backward, so that DDP leaves their ``.grad`` as it is."""
+        self._unused.update(map(id, parameters))
+
+    def was_unused(self, parameter: Tensor) -> bool:
+        """Whether no rank has used ``parameter`` in the last backward, as far as was asked."""
+        return id(parameter) in self._unused
+
+    def note_released(self, parameters: Iterable[Tensor]) -> None:
+        """The memory of these gradients, which have been applied, was released when backward was over."""
+        self._released = {id(parameter) for parameter in parameters if self._owns(parameter)}
+
+    def begin_pass(self) -> None:
+        """A backward begins."""
+        self.forget()
+        self._cleared = []
+        self._unused = set()
+
+    def forget(self) -> None:
+        """Reset: ``.grad`` no longer holds gradients of a backward that was reduced."""
+        self._reduced, self._applied, self._released = {}, {}, set()
+        self._handed, self._left = [], []
+
+    def forget_cleared(self) -> None:
+        """Forget the parameters without a gradient: the next one in ``.grad`` is not of a backward that was reduced."""
+        self._reduced = {key: parameter for key, parameter in self._reduced.items() if parameter.grad is not None}
+
+    # Between an update and the next forward.
+
+    def hand_over(self, *, parts: bool = False, allows_unscaling: bool = False) -> None:
+        """Give the loop the gradients that were applied, to be read; or with ``parts``, where this rank has only a part
+        of each, stand-ins for all that were reduced, which cannot be read. Nor can a released gradient.
+        ``GradScaler`` may unscale them where the update ``allows_unscaling``."""
+        self.is_readable, self.allows_unscaling = not parts, allows_unscaling
+        spare, handed = self._spare, self._handed
+        for key, parameter in (self._reduced if parts else self._applied).items():
+            gradient = parameter.grad
+            if key in self._released:
+                gradient = None
+            elif gradient is None or gradient.is_sparse:
+                continue
+            elif type(gradient) is AppliedGradient:  # Of the pass before, if no forward was seen that would clear it.
+                gradient = gradient.plain
+            wrapper, like = spare.pop(key, None), parameter if gradient is None else gradient
+            if wrapper is None or wrapper.stride() != like.stride():
+                wrapper = AppliedGradient(gradient, like, weakref.ref(parameter), self)
+            wrapper.plain = gradient
+            parameter.grad = wrapper
+            handed.append((parameter, weakref.ref(wrapper)))
+
+    def replaced(self) -> list[Tensor]:
+        """Parameters in whose ``.grad`` the loop has put something else than was handed over."""
+        pairs = [(parameter, parameter.grad, wrapper()) for parameter, wrapper in self._handed]
+        return [parameter for parameter, gradient, handed in pairs if gradient is None or gradient is not handed]
+
+    def take_back(self) -> None:
+        """Put ordinary tensors back into ``.grad``, except where this rank has only a part of the gradient, or none."""
+        if self.is_readable:
+            self._replace(_same, keeps_empty=True)
+        self.note_left()
+
+    def _replace(
+        self, new: Callable[[Tensor | None, Tensor], Tensor | None] | None, *, keeps_empty: bool = False
+    ) -> list[Tensor]:
+        """Replace each gradient that was handed over, and is still there, by ``new(gradient, parameter)`` or ``None``;
+        with ``keeps_empty`` not those without values. Returns the parameters whose gradients were replaced.
+
+        A wrapper is used again, unless the loop has kept it: that one goes on showing its own gradient.
+        """
+        replaced, kept = [], []
+        for parameter, wrapper in self._handed:
+            handed = parameter.grad
+            if not isinstance(handed, AppliedGradient) or handed is not wrapper():
+                continue
+            inner = handed.plain
+            if inner is None and keeps_empty:
+                kept.append((parameter, wrapper))
+                continue
+            parameter.grad = inner if new is _same else None if new is None else new(inner, parameter)
+            if sys.getrefcount(handed) == _REFERENCES:
+                handed.plain = None
+                self._spare[id(parameter)] = handed
+            replaced.append(parameter)
+        self._handed = kept
+        return replaced
+
+    def note_left(self) -> None:
+        """Note the gradients that were applied as they are now; the next forward clears them if they still are."""
+        pairs = [
+            (parameter, gradient)
+            for parameter in self._applied.values()
+            if (gradient := parameter.grad) is not None and type(gradient) is not AppliedGradient
+        ]
+        pairs = [(parameter, gradient) for parameter, gradient in pairs if self._owns(parameter)]
+        noted = versions(gradient for _, gradient in pairs)
+        self._left = [(p, weakref.ref(gradient), version) for (p, gradient), version in zip(pairs, noted, strict=True)]
+
+    def _as_left(self) -> list[Tensor]:
+        """Parameters whose gradients are still what :meth:`note_left` noted."""
+        there = [
+            (p, grad, version) for p, noted, version in self._left if (grad := p.grad) is not None and grad is noted()
+        ]
+        now = versions(gradient for _, gradient, _ in there)
+        return [p for (p, _, before), version in zip(there, now, strict=True) if before == version]
+
+    @property
+    def left_ids(self) -> frozenset[int]:
+        """The ``id`` of each parameter whose gradient is as the last ``step()`` that applied it has left it."""
+        return frozenset(map(id, self._as_left()))
+
+    def clear_applied(self) -> None:
+        """Clear the gradients that were applied and are as they were left."""
+        self._cleared += self._replace(None)
+        for parameter in self._as_left():
+            parameter.grad = None
+            self._cleared.append(parameter)
+        self._left = []
+        self._reduced = {key: parameter for key, parameter in self._reduced.items() if key not in self._applied}
+        self._applied = {}
+
+    def has_added_to_applied(self) -> bool:
+        """Whether a backward may have added to gradients that had been applied: ``.grad`` is still the tensor that was
+        left."""
+        return any(p.grad is not None and p.grad is noted() for p, noted, _ in self._left)
+
+    def is_released(self, parameter: Tensor | None) -> bool:
+        """Whether the memory of the last backward's gradient of ``parameter`` was released."""
+        return id(parameter) in self._released
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Within it ``.grad`` are ordinary tensors; what this rank has only in part is handed over again afterwards."""
+        parts = not self.is_readable
+        if parts:
+            self._replace(_same, keeps_empty=True)
+        try:
+            yield
+        finally:
+            if parts:
+                self.hand_over(parts=True, allows_unscaling=True)
+
+    def has_left(self) -> bool:
+        """Whether a gradient that was applied is still in ``.grad``, or was released."""
+        return bool(self._released) or any(parameter.grad is not None for parameter in self._applied.values())
+
+    def clear_all(self, names: Iterable[Tensor]) -> None:
+        """Clear every gradient of the model, after a failure."""
+        for parameter in {**self._reduced, **{id(p): p for p in names}}.values():
+            if self._owns(parameter):
+                parameter.grad = None
+        self.forget()
+        self._cleared = []
+
+    def clear_for_good(self) -> None:
+        """Clear gradients that were applied, so that no optimizer that is left alone applies them again."""
+        for parameter in (p for p in self._applied.values() if type(p.grad) is AppliedGradient):
+            parameter.grad = None
+        for parameter in (p for p, noted, _ in self._left if p.grad is noted()):
+            parameter.grad = None
+        self._spare = {}
+        self.forget()
+        self._cleared = []
+
+    @torch.no_grad()
+    def note_zero_grad(self, *, set_to_none: bool) -> None:
+        """``zero_grad()`` is going to clear or zero all gradients; zeros belong where a forward has cleared some."""
+        self._replace(None if set_to_none else _or_zeros)
+        for parameter in [] if set_to_none else self._cleared:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._cleared = []
+
+    # Terms: a gradient that was handed over is used by the loop.
+
+    def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
+        raise self._error(gradient.parameter(), attempt)
+
+    @torch.no_grad()
+    def zero(self, gradient: AppliedGradient) -> None:
+        self._on_zero()
+        parameter = gradient.parameter()
+        if parameter is None or parameter.grad is not gradient:
+            self.refuse(gradient, Attempt.WRITE)
+        parameter.grad = _or_zeros(gradient.plain, parameter).zero_()
+
+
+def _same(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
+    return gradient
+
+
+def _or_zeros(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if gradient is None else gradient
+
+
+def _references_of_a_local() -> int:
+    """``sys.getrefcount`` of an object that one local variable refers to."""
+    alone = object()
+    return sys.getrefcount(alone)
+
+
+_REFERENCES = _references_of_a_local()
+
+
+class UsedValues:
+    """The hyperparameters that an update in backward used, and the parameters that it wrote, to compare in ``step()``.
+
+    In plain DDP the update comes with ``step()``, so it sees a learning rate, a group or a parameter that the loop
+    changes after backward. Parameters are compared by version; a change through ``.data`` raises none. State that is
+    edited by hand between the two is not looked at.
+    """
+
+    def __init__(self, groups: Callable[[], Sequence[Mapping[str, Any]]], parameters: Sequence[Tensor]) -> None:
+        self._groups = groups
+        self._noted = [(group, list(map(id, group["params"])), _values(group)) for group in groups()]
+        self._parameters = parameters
+        self._versions = versions(parameters)
+
+    def refuse_changes(self, names: Mapping[Tensor, str], *, step: str, deferred: str) -> None:
+        """Raises: TrainingLoopError: one of them has changed since."""
+        groups = self._groups()
+        for place, (_, members, before) in enumerate(self._noted):
+            group: Mapping[str, Any] = groups[place] if place < len(groups) else {}
+            now = list(map(id, group.get("params", ())))
+            if now != members and not set(members) <= set(now):
+                raise TrainingLoopError(
+                    f"parameters were taken out of parameter group {place} between backward and {step}, but the update "
+                    f"had been made in backward: take them out before the backward or after {step}, or use {deferred}"
+                )
+            if (values := _values(group)) != before:
+                key = next(key for key in before if key not in values or values[key] != before[key])
+                raise TrainingLoopError(
+                    f"{key!r} of parameter group {place} was changed from {_shown(before[key])} to "
+                    f"{_shown(values.get(key))} between backward and {step}, but the update had been made in backward "
+                    f"with {_shown(before[key])}: change it before the backward or after {step}, or use {deferred}"
+                )
+        now_versions = versions(self._parameters)
+        if now_versions != self._versions:
+            changed = [
+                names.get(parameter, "a parameter")
+                for parameter, before_it, now_it in zip(self._parameters, self._versions, now_versions, strict=True)
+                if before_it != now_it
+            ]
+            raise TrainingLoopError(
+                f"{changed[0]}{and_others(changed, 'other parameter')} was changed between backward and {step}, but "
+                f"its update had been made in backward already, and plain DDP makes it after the change: change "
+                f"parameters after {step}, or use {deferred}"
+            )
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a group without its parameters, so that equal dictionaries mean equal hyperparameters."""
+    return {key: value if type(value) in _PLAIN else _content(value) for key, value in group.items() if key != "params"}
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (id(value), *versions([value])) if value.numel() > 1 or value.device.type != "cpu" else value.item()
+    if isinstance(value, (list, tuple)):
+        return [each if isinstance(each, _PLAIN) else id(each) for each in value]
+    if isinstance(value, dict):
+        return {key: each if isinstance(each, _PLAIN) else id(each) for key, each in value.items()}
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+def _shown(value: Any) -> str:
+    return "another tensor" if isinstance(value, tuple) else repr(value)
+
+
+def and_others(names: Sequence[Any], noun: str = "other") -> str:
+    """How many more than the first there are, in brackets; empty for one.
+
+    >>> and_others(["a"]), and_others(["a", "b"]), and_others(["a", "b", "c"], "other parameter")
+    ('', ' (and 1 other)', ' (and 2 other parameters)')
+    """
+    count = len(names) - 1
+    return f" (and {count} {noun}{'s' if count > 1 else ''})" if count else ""

@@ -1,0 +1,411 @@
+"""A gradient that was applied is read-only, and one of which this rank has only a part is not handed out.
+
+Each edit is refused at the line that makes it; reads give plain DDP's values; after step() gradients are ordinary. A
+matrix runs in one world of ranks and names the cell that fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from loop_forms import SGD, check_equal, settle
+
+from harness import assert_parity, run_ranks, wrap
+from harness.models import MLP
+from overlap import (
+    AllReduce,
+    OverlappedOptimizer,
+    Step,
+    TrainingLoopError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    allreduce_hook,
+    chain,
+    hook_then_optimizer,
+)
+from overlap._torch.read_only import AppliedGradient
+from overlap.compose import OptimizerHookState
+
+
+def _zero(ddp: Any, **options: Any) -> Any:
+    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, **options, **SGD.keywords)
+
+
+def _register(form: str, ddp: Any) -> Any:
+    """The optimizer that the loop steps; ``None`` where it steps none."""
+    if form in ("automatic", "hook"):
+        optimizer = SGD(ddp.parameters())
+        if form == "automatic":
+            chain(AllReduce(), Step(optimizer)).register(ddp)
+        else:
+            ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
+        return None
+    if not form.startswith("zero"):
+        optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+        chain(AllReduce(), Step(optimizer, release_gradients=form == "released")).register(ddp)
+        return optimizer
+    zero = _zero(ddp, partition="parameter" if "parameter" in form else None)
+    stages = [AllReduce()] if "behind a reducer" in form else []
+    options = {"gather": "forward"} if "forward" in form else {"release_gradients": True} if "released" in form else {}
+    chain(*stages, ZeroStep(zero, deferred="deferred" in form, **options)).register(ddp)
+    return zero
+
+
+READABLE = ("interleaved", "automatic", "hook", "zero behind a reducer")
+HIDDEN = ("released", "zero", "zero parameter", "zero forward", "zero released", "zero deferred")
+
+
+def _backward(ddp: Any, step: int, rank: int) -> Any:
+    loss = ddp(*MLP.batch(step, rank).inputs).square().mean()
+    loss.backward()
+    return loss
+
+
+def _first(ddp: Any) -> Any:
+    return next(iter(ddp.parameters()))
+
+
+def _out(ddp: Any) -> None:
+    torch.add(torch.ones_like(_first(ddp)), 1, out=_first(ddp).grad)
+
+
+def _assign_data(ddp: Any) -> None:
+    _first(ddp).grad.data = torch.zeros_like(_first(ddp))
+
+
+def _item(ddp: Any) -> None:
+    _first(ddp).grad[0] = 1.0
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "mul_": lambda ddp: _first(ddp).grad.mul_(2),
+    "data": lambda ddp: _first(ddp).grad.data.mul_(2),
+    "detach": lambda ddp: _first(ddp).grad.detach().neg_(),
+    "view": lambda ddp: _first(ddp).grad.view(-1)[:2].fill_(0),
+    "an item": _item,
+    "out=": _out,
+    "data = ...": _assign_data,
+    "copy_": lambda ddp: _first(ddp).grad.copy_(torch.ones_like(_first(ddp))),
+    "foreach": lambda ddp: torch._foreach_mul_([p.grad for p in ddp.parameters()], 0.5),
+    "clip_grad_norm_": lambda ddp: torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.01),
+    "clip_grad_norm_, one by one": lambda ddp: torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.01, foreach=False),
+    "clip_grad_norm_ that does not bind": lambda ddp: torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e6),
+    "clip_grad_value_": lambda ddp: torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.01),
+    "all_reduce": lambda ddp: dist.all_reduce(_first(ddp).grad),
+    "broadcast": lambda ddp: dist.broadcast(_first(ddp).grad, 0),
+    "memory": lambda ddp: _first(ddp).grad.data_ptr(),
+}
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda ddp: [p.grad.norm() for p in ddp.parameters()],
+    "get_total_norm": lambda ddp: torch.nn.utils.get_total_norm([p.grad for p in ddp.parameters()]),
+    "isfinite": lambda ddp: [torch.isfinite(p.grad).all() for p in ddp.parameters()],
+    "clone": lambda ddp: [p.grad.clone() for p in ddp.parameters()],
+    "detach": lambda ddp: [p.grad.detach() + 0 for p in ddp.parameters()],
+    "numpy": lambda ddp: [torch.from_numpy(p.grad.numpy()) for p in ddp.parameters()],
+    "tolist": lambda ddp: [torch.tensor(p.grad.tolist()) for p in ddp.parameters()],
+    "deepcopy": lambda ddp: [copy.deepcopy(p.grad) for p in ddp.parameters()],
+    "vector": lambda ddp: torch.nn.utils.parameters_to_vector([p.grad for p in ddp.parameters()]),
+    "arithmetic": lambda ddp: [p.data - 0.1 * p.grad for p in ddp.parameters()],
+    "save": lambda ddp: _saved([p.grad for p in ddp.parameters()]),
+}
+
+
+def _saved(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+@contextmanager
+def _refused(cell: str, pattern: str = "gradient of") -> Iterator[None]:
+    said = "nothing was refused"
+    try:
+        yield
+    except TrainingLoopError as error:
+        said = str(error)
+    assert pattern in said, f"{cell}: {said}"
+
+
+def _models(form: str, **options: Any) -> tuple[Any, Any, Any]:
+    view = {"gradient_as_bucket_view": True} if "released" in form else {}
+    reference, ddp = (wrap(MLP.model(), **{**MLP.ddp_options(), **view, **options}) for _ in range(2))
+    return reference, ddp, _register(form, ddp)
+
+
+def _matrix(rank: int, world_size: int) -> None:
+    for form in (*READABLE, *HIDDEN):
+        for view in (True,) if "released" in form else (False, True):
+            reference, ddp, optimizer = _models(form, gradient_as_bucket_view=view)
+            plain = SGD(reference.parameters())
+            for step in range(3):  # DDP builds its buckets anew after the first.
+                plain.zero_grad()
+                _backward(reference, step, rank)
+                if optimizer is None:
+                    ddp.zero_grad()
+                _backward(ddp, step, rank)
+                assert all(isinstance(p.grad, AppliedGradient) for p in ddp.parameters())
+                for name, write in WRITES.items():
+                    with _refused(f"{form}, view={view}, {name}"):
+                        write(ddp)
+                if step == 0:
+                    with torch.no_grad():  # A read before step(): the update in backward has moved the parameters.
+                        for ours, theirs in zip(ddp.parameters(), reference.parameters(), strict=True):
+                            assert ours.grad.shape == theirs.grad.shape and ours.grad.dtype == theirs.grad.dtype
+                for name, read in READS.items():
+                    cell = f"{form}, view={view}, {name}"
+                    if form in HIDDEN:
+                        with _refused(cell):
+                            read(ddp)
+                    elif name != "arithmetic":
+                        assert_parity(read(ddp), read(reference), what=cell)
+                    else:
+                        read(ddp)
+                plain.step()
+                if optimizer is not None:
+                    optimizer.step()
+                    settle(optimizer)
+                    if form in READABLE:
+                        assert_parity(
+                            [p.grad for p in ddp.parameters()], [p.grad for p in reference.parameters()], what=form
+                        )
+                        assert not any(isinstance(p.grad, AppliedGradient) for p in ddp.parameters())
+            assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=f"{form}, view={view}")
+
+
+def test_every_write_is_refused_where_it_is_made_and_reads_are_plain_ddps() -> None:
+    run_ranks(_matrix, 2)
+
+
+def _released_to_the_loop(rank: int, world_size: int) -> None:
+    for form in ("interleaved", "automatic", "hook", "zero", "zero deferred", "released"):
+        reference, ddp, optimizer = _models(form)
+        plain = SGD(reference.parameters())
+        for step in range(4):
+            for model, stepped in ((reference, plain), (ddp, optimizer)):
+                _backward(model, step, rank)
+                if stepped is not None:
+                    stepped.step()
+                model.zero_grad(set_to_none=False)  # Of the model: no optimizer of ours is called.
+                assert all(type(p.grad) is torch.Tensor and not p.grad.any() for p in model.parameters()), form
+        settle(*[] if optimizer is None else [optimizer])
+        assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=form)
+
+
+def test_gradients_are_the_loops_again_once_the_model_zeroes_them() -> None:
+    run_ranks(_released_to_the_loop, 2)
+
+
+def _kept(rank: int, world_size: int) -> None:
+    """A loop that keeps gradients from step to step, to compare their directions."""
+    for view in (False, True):
+        for form in ("interleaved", "automatic"):
+            _, ddp, optimizer = _models(form, gradient_as_bucket_view=view)
+            kept: list[Any] = []
+            for step in range(4):
+                if optimizer is None:
+                    ddp.zero_grad()
+                _backward(ddp, step, rank)
+                gradient = _first(ddp).grad
+                kept.append((gradient, gradient.clone()))
+                if optimizer is not None:
+                    optimizer.step()
+            if not view:
+                for step, (gradient, values) in enumerate(kept):
+                    assert torch.equal(gradient + 0, values), (
+                        f"{form}: the gradient of step {step} is another one's now"
+                    )
+
+
+def test_a_gradient_that_the_loop_keeps_stays_what_it_was() -> None:
+    run_ranks(_kept, 2)
+
+
+def _memory(rank: int, world_size: int) -> None:
+    for form in ("interleaved", "automatic", "hook"):
+        _, ddp, optimizer = _models(form)
+        _backward(ddp, 0, rank)
+        plain = weakref.ref(_first(ddp).grad.plain)
+        if optimizer is not None:
+            optimizer.step()
+        ddp.zero_grad()
+        gc.collect()
+        assert plain() is None, f"{form}: memory of a gradient is kept after zero_grad()"
+
+
+def test_no_memory_is_kept_after_zero_grad() -> None:
+    run_ranks(_memory, 2)
+
+
+def _contexts(rank: int, world_size: int) -> None:
+    """static_graph, unused parameters, compiled modules and models: refused at the line, and equal otherwise."""
+    for form in ("interleaved", "zero", "zero parameter"):
+        for name, options in {
+            "static_graph": {"static_graph": True},
+            "find_unused_parameters": {"find_unused_parameters": True},
+            "compiled module": {},
+            "compiled model": {},
+        }.items():
+            reference, ddp, optimizer = _models(form, **options)
+            models = {reference: reference, ddp: ddp}
+            if name == "compiled module":
+                for model in models:
+                    model.module.compile(backend="eager")
+            elif name == "compiled model":
+                models = {model: torch.compile(model, backend="eager") for model in models}
+            plain = SGD(reference.parameters())
+            with torch._dynamo.config.patch(optimize_ddp=False):
+                for step in range(3):
+                    for model, stepped in ((reference, plain), (ddp, optimizer)):
+                        stepped.zero_grad()
+                        _backward(models[model], step, rank)
+                        if model is ddp:
+                            with _refused(f"{form}, {name}"):
+                                torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+                        stepped.step()
+            settle(optimizer)
+            assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=f"{form}, {name}")
+
+
+def test_they_are_read_only_with_every_kind_of_model() -> None:
+    run_ranks(_contexts, 2)
+
+
+def _clip_after_step(ddp: Any, optimizer: Any, rank: int) -> None:
+    for step in range(3):
+        optimizer.zero_grad()
+        _backward(ddp, step, rank)
+        optimizer.step()
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+
+
+def _hooks(ddp: Any, optimizer: Any, rank: int) -> None:
+    """Hooks of the loop's on gradients run in backward, where gradients are this rank's own."""
+    handles = [p.register_hook(lambda gradient: gradient * 0.5) for p in ddp.parameters()]
+    for step in range(3):
+        optimizer.zero_grad()
+        _backward(ddp, step, rank)
+        optimizer.step()
+    for handle in handles:
+        handle.remove()
+
+
+def _copies(ddp: Any, optimizer: Any, rank: int) -> None:
+    for step in range(3):
+        optimizer.zero_grad()
+        _backward(ddp, step, rank)
+        copied = copy.deepcopy(ddp.module)
+        assert all(p.grad is None or type(p.grad) is torch.Tensor for p in copied.parameters())
+        optimizer.step()
+
+
+def _equal(rank: int, world_size: int) -> None:
+    for loop in (_clip_after_step, _hooks, _copies):
+        for view in (False, True):
+            check_equal("interleaved", loop, rank, gradient_as_bucket_view=view)
+
+
+def test_what_a_loop_does_besides_equals_plain_ddp() -> None:
+    run_ranks(_equal, 2)
+
+
+CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "lr": (lambda ddp, o: o.param_groups[0].update(lr=0.05), "'lr' of parameter group 0 was changed from 0.1 to 0.05"),
+    "another group": (
+        lambda ddp, o: o.param_groups.__setitem__(0, {**o.param_groups[0], "lr": 0.05}),
+        "'lr' of parameter group 0 was changed from 0.1 to 0.05",
+    ),
+    "a parameter": (
+        lambda ddp, o: torch._foreach_mul_([p.detach() for p in ddp.parameters()], 0.9),
+        "(and 9 other parameters) was changed between backward and",
+    ),
+    "another gradient": (
+        lambda ddp, o: setattr(_first(ddp), "grad", torch.zeros_like(_first(ddp))),
+        "the gradient of 0.weight cannot be changed after backward",
+    ),
+    "None": (lambda ddp, o: setattr(_first(ddp), "grad", None), "the gradient of "),
+    "all None": (lambda ddp, o: ddp.zero_grad(), "(and 9 others)"),
+    "zeros": (lambda ddp, o: ddp.zero_grad(set_to_none=False), "zero_grad() between backward and"),
+}
+
+
+def _changed(rank: int, world_size: int) -> None:
+    for form in ("interleaved", "zero", "zero forward"):
+        for name, (change, words) in CHANGES.items():
+            _, ddp, optimizer = _models(form)
+            for step in range(2):
+                optimizer.zero_grad()
+                _backward(ddp, step, rank)
+                if step == 1:
+                    settle(optimizer)
+                    expected = (
+                        words if form == "interleaved" else words.replace(" cannot be changed after backward", "")
+                    )
+                    with _refused(f"{form}, {name}", expected):
+                        change(ddp, optimizer)
+                        optimizer.step()
+                else:
+                    optimizer.step()
+    _, ddp, optimizer = _models("interleaved")
+    _backward(ddp, 0, rank)
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(TrainingLoopError, match="parameters were taken out of parameter group 0"):
+        optimizer.step()
+
+
+def test_what_an_update_in_backward_cannot_see_is_an_error_in_step() -> None:
+    run_ranks(_changed, 2)
+
+
+def _scaled(rank: int, world_size: int) -> None:
+    for form in ("interleaved", "automatic", "zero"):
+        _, ddp, optimizer = _models(form)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        stepped = optimizer or SGD(ddp.parameters())
+        scaler.scale(ddp(*MLP.batch(0, rank).inputs).square().mean()).backward()
+        with _refused(form, "GradScaler decides after backward whether to step"):
+            scaler.unscale_(stepped)
+            scaler.step(stepped)
+
+
+def test_a_grad_scaler_is_refused_by_name() -> None:
+    run_ranks(_scaled, 2)
+
+
+EDITS: dict[str, Callable[[list[Any]], Any]] = {
+    "clip each": lambda ps: [p.grad.data.mul_(min(1, 0.02 / p.grad.data.norm().item())) for p in ps],
+    "center rows": lambda ps: [p.grad.sub_(p.grad.mean(-1, keepdim=True)) for p in ps],
+    "largest half": lambda ps: [p.grad.mul_(p.grad.abs() > p.grad.abs().median()) for p in ps],
+}
+
+
+def _edited_parts(rank: int, world_size: int) -> None:
+    for name, edit in EDITS.items():
+        _, ddp, zero = _models("zero deferred")
+        _backward(ddp, 0, rank)
+        with _refused(name, "chain(AllReduce(), ZeroStep(zero, deferred=True))"), torch.no_grad():
+            edit(list(ddp.parameters()))
+        reference, ddp, zero = _models("zero deferred behind a reducer")  # The remedy that the message names.
+        plain = SGD(reference.parameters())
+        for step in range(3):
+            for model, optimizer in ((reference, plain), (ddp, zero)):
+                optimizer.zero_grad()
+                _backward(model, step, rank)
+                with torch.no_grad():
+                    edit(list(model.parameters()))
+                optimizer.step()
+        assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=name)
+
+
+def test_edits_of_parts_are_refused_and_the_remedy_is_exact() -> None:
+    run_ranks(_edited_parts, 2)
