@@ -6,6 +6,7 @@ from overlap._lazy import lazy_names
 
 if TYPE_CHECKING:
     from overlap.optim.adamw8bit import AdamW8bit
+    from overlap.optim.declared import declare
     from overlap.optim.functional import (
         FunctionalAdadelta,
         FunctionalAdagrad,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     )
     from overlap.optim.overlapped import OverlappedOptimizer
     from overlap.optim.step import Step
-    from overlap.optim.update_stream import uses_current_stream
     from overlap.optim.zero import (
         ReduceScatter,
         ZeroRedundancyOptimizer,
@@ -41,6 +41,7 @@ else:
     # Where each name is from; see overlap._lazy.
     _PARTS = {
         "adamw8bit": ("AdamW8bit",),
+        "declared": ("declare",),
         "functional": (
             "FunctionalAdadelta",
             "FunctionalAdagrad",
@@ -64,7 +65,6 @@ else:
         ),
         "overlapped": ("OverlappedOptimizer",),
         "step": ("Step",),
-        "update_stream": ("uses_current_stream",),
         "zero": (
             "ReduceScatter",
             "ZeroRedundancyOptimizer",
@@ -99,7 +99,7 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "ZeroStep",
     "average_parameters",
+    "declare",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
-    "uses_current_stream",
 ]

@@ -15,8 +15,8 @@ from overlap._torch.state_dict_hooks import after_load_state_dict, before_load_s
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.adamw8bit_options import REFUSED, check_options, refuse_options
 from overlap.optim.adamw8bit_state import FIRST, MAPS, SCALE, SECOND, check_blocks, checked_states, loaded, new_state
+from overlap.optim.declared import declare
 from overlap.optim.state_blocks import StateBlocks
-from overlap.optim.update_stream import uses_current_stream
 
 __all__ = ["AdamW8bit"]
 
@@ -26,7 +26,7 @@ _CACHED_NUMEL = 256 * 1024
 _DEVICE_NUMEL = 16 * 1024 * 1024
 
 
-@uses_current_stream
+@declare("element")
 class AdamW8bit(Optimizer):
     """:class:`torch.optim.AdamW` with both moments in 8 bits an element: state of a quarter of the size.
 

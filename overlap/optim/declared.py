@@ -136,7 +136,7 @@ def declare(cls: T | Unit, unit: Unit | None = None) -> T | Callable[[T], T]:
         instead = f"declare(type(optimizer), {unit!r})" if isinstance(cls, Optimizer) else 'declare(Lion, "element")'
         raise ConfigurationError(f"declare takes a class of optimizers, got {described(cls)}; use {instead}")
     _declared[cls] = _checked(unit, cls.__name__)
-    return cls  # type: ignore[return-value]
+    return cls
 
 
 def _checked(unit: object, name: str = "Lion") -> Unit:

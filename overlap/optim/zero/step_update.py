@@ -52,6 +52,8 @@ class StepUpdate:
         lifecycle.check_once()
         if lifecycle.phase is Phase.REDUCED and not loss_scale.skips_step(self.zero.optim):
             self._update_in_step(loss_scale)
+        elif lifecycle.phase is Phase.APPLIED:
+            self._backward.end_step(lifecycle.veto)
         lifecycle.on_step(parameters)
 
     def step_replayed(self) -> None:
@@ -113,7 +115,7 @@ class StepUpdate:
             if self.clipping is not None:
                 self._norm(self.clipping, gradients).clip_()
             verdict = Veto(loss_scale.verdict_for(self.zero.optim))
-            self._backward.update(pairs, Veto.of_any([self.lifecycle.veto, verdict]))
+            self._backward.update_at_once(pairs, Veto.of_any([self.lifecycle.veto, verdict]))
             self._gather()
         except BaseException:
             self.lifecycle.on_update_failure()
