@@ -226,9 +226,9 @@ def check_one_eps(optimizer: Optimizer, *, instead: str) -> None:
         dtypes = sorted({str(parameter.dtype) for parameter in group["params"]})
         if group["eps"][0] is None and len(dtypes) > 1:
             raise UnsupportedError(
-                f"eps[0] of this {type(optimizer).__name__} is None, which for all parameters of a group becomes that "
-                f"of the first one's dtype, and a group has {' and '.join(dtypes)}: give a number, or a group to each "
-                f"dtype, or use {instead}"
+                f"updating in parts would not equal one step of {type(optimizer).__name__}: its eps[0] is None, which "
+                f"for all parameters of a group becomes that of the first one's dtype, and a group has "
+                f"{' and '.join(dtypes)}; give a number, or a group to each dtype, or use {instead}"
             )
 
 

@@ -119,7 +119,7 @@ def _segments(lengths: tuple[int, ...], device: torch.device, stream: Any) -> tu
 @cache
 def _weights(device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(1, 2**30, (_SMALL,), generator=generator).to(device)
+    return torch.randint(1, 2**30, (_SMALL,), generator=generator, device="cpu").to(device)
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ class SubsetStepper:
             self._note(place, groups[place], group)
         for key, tensor, before in self._tensors:
             if tensor._version != before:
-                raise self._disagreement(key, "changes the tensor in place")
+                raise self._disagreement(key, "is a tensor that step() changes in place")
         raise_versions(parameters, own)
 
     def _note(self, place: int | None, began: Mapping[str, Any], ended: Mapping[str, Any]) -> None:
