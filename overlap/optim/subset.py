@@ -173,8 +173,8 @@ class SubsetStepper:
         """
         with self._lock:
             written, groups = self._written, self._optimizer.param_groups
-            if not written or any(written[place] for place in written if place is not None):
-                rest = [place for place in range(len(groups)) if place not in written]
+            rest = [place for place in range(len(groups)) if place not in written]
+            if rest and (not written or any(written[place] for place in written if place is not None)):
                 idle = [parameter for place in rest for parameter in groups[place]["params"]]
                 self._step([(place, {}) for place in rest], idle, [None] * len(idle), arguments)
             for place, values in written.items():

@@ -39,11 +39,11 @@ STEPS = 5
 
 @declare("element")
 class Estimates(SignSGD):
-    """Declared, and wrongly: it keeps an estimate over all parameters, as Prodigy does."""
+    """Declared, and wrongly: it makes an estimate over all parameters, as Prodigy does."""
 
     def rate(self, group: dict[str, Any]) -> float:
-        largest = max((float(p.grad.abs().max()) for p in group["params"] if p.grad is not None), default=0.0)
-        group["d"] = max(group.get("d", 0.0), largest)
+        largest = max((float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None), default=0.0)
+        group["d"] = largest
         return float(group["lr"] * group["d"])
 
 
