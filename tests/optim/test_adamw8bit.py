@@ -14,7 +14,6 @@ from harness import assert_parity
 from overlap import ConfigurationError, UnsupportedError
 from overlap.optim import AdamW8bit
 from overlap.optim.dynamic_map import DynamicMap
-from overlap.optim.probe import Verdict, probe
 
 SIGNED, UNSIGNED = DynamicMap(is_signed=True), DynamicMap(is_signed=False)
 MAPS = pytest.mark.parametrize("a_map", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
@@ -172,29 +171,6 @@ def test_the_memory_format_changes_nothing() -> None:
     ours.step()
     assert other.stride() != one.stride() and torch.equal(one, other)
     assert_parity(dict(theirs.state[other]), dict(ours.state[one]), what="state")
-
-
-def test_it_may_be_stepped_in_parts_cut_between_blocks() -> None:
-    for options in ({}, {"block_numel": 64, "min_numel": 0}, {"block_numel": 2048, "min_numel": 4096}):
-        found = probe(AdamW8bit(_parameters((96, 86), (300,)), **options))
-        verdicts = (found.in_turn.verdict, found.by_parameter.verdict, found.by_element.verdict)
-        assert verdicts == (Verdict.SEPARABLE,) * 3, found
-
-
-class _Misdeclared(AdamW8bit):
-    """Says that its blocks are smaller than they are."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["block_numel"] *= 2
-        super().step()
-        for group in self.param_groups:
-            group["block_numel"] //= 2
-
-
-def test_a_declaration_that_is_wrong_is_found_out() -> None:
-    found = probe(_Misdeclared(_parameters((96, 86)), block_numel=64, min_numel=64))
-    assert found.by_element.verdict is not Verdict.SEPARABLE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -419,6 +419,27 @@ def test_counts_of_steps_are_plain_ddps_where_backward_does_everything() -> None
     run_ranks(_automatic, 2)
 
 
+def _two_models(rank: int, world_size: int) -> None:
+    plain, models = ([wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2)] for _ in range(2))
+    reference: Any = Counting([p for model in plain for p in model.parameters()])
+    optimizer: Any = OverlappedOptimizer(Counting([p for model in models for p in model.parameters()]))
+    for model in models:
+        chain(AllReduce(), Step(optimizer)).register(model)
+    for step in range(STEPS):
+        reference.zero_grad()
+        for pair, holder in ((plain, reference), (models, optimizer)):
+            for model in pair:
+                mean_squared_error(model, MLP.batch(step, rank)).backward()
+            holder.step()
+        assert _options(optimizer) == _options(reference), step
+    for ours, theirs in zip(models, plain, strict=True):
+        assert_parity(ours.state_dict(), theirs.state_dict(), what="two models of one optimizer")
+
+
+def test_the_backwards_of_two_models_are_one_step_of_their_optimizer() -> None:
+    run_ranks(_two_models, 2)
+
+
 def _resumed(rank: int, world_size: int) -> None:
     def run(start: int, state: Any, values: Any) -> tuple[Any, Any]:
         ddp = wrap(MLP.model(), **MLP.ddp_options())

@@ -23,10 +23,10 @@ from overlap import (
     ZeroRedundancyOptimizer,
     ZeroStep,
     chain,
+    declare,
 )
 from overlap._torch.device import streams_replaced
 from overlap.optim import AdamW8bit
-from overlap.optim.update_stream import uses_current_stream
 
 from . import loops
 from .at_once import AtOnce
@@ -89,7 +89,7 @@ def _plain(ddp: Any) -> list[Any]:
     return [torch.optim.AdamW(ddp.parameters(), **ADAMW)]
 
 
-@uses_current_stream
+@declare("element")
 class _Counting(torch.optim.Optimizer):
     """SGD whose rate falls with a count of its steps, so that all must be stepped in one call."""
 
@@ -271,6 +271,7 @@ def test_on_a_thread_of_its_own_and_saved_and_loaded_it_is_as_on_the_device() ->
     assert "master_param" not in on_host[0]["fp32"][1]["state"][0]
 
 
+@declare("element")
 class _Failing(torch.optim.SGD):
     """Raises in its third step of one rank, once."""
 

@@ -56,9 +56,9 @@ class LocalOptimizer:
         on_change: Callable[[], None],
     ) -> None:
         self._cls, self._defaults, self._master_dtype, self._offload = cls, defaults, master_dtype, offload
+        orthogonalizes, blocks = self._tried(groups)
         self.partition = _partition(check_unit(cls, instead=_INSTEAD), cls, partition)
         self.ownership = Ownership(process_group, self.partition, master_dtype, offload=offload)
-        orthogonalizes, blocks = self._tried(groups)
         meeting.come()
         chunks = self.ownership.add(groups, first_group=0, orthogonalizes=orthogonalizes, blocks=blocks)
         self.optim = _made(cls, chunks, defaults)
