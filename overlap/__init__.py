@@ -77,6 +77,7 @@ if TYPE_CHECKING:
         Step,
         ZeroRedundancyOptimizer,
         ZeroStep,
+        declare,
         hook_with_zero_step,
         hook_with_zero_step_interleaved,
     )
@@ -152,6 +153,7 @@ else:
             "Step",
             "ZeroRedundancyOptimizer",
             "ZeroStep",
+            "declare",
             "hook_with_zero_step",
             "hook_with_zero_step_interleaved",
         ),
@@ -227,6 +229,7 @@ __all__ = [
     "by_ndim",
     "chain",
     "checkpoint_wrapper",
+    "declare",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "hook_then_optimizer",

@@ -70,6 +70,7 @@ NAMES = {
         "by_ndim",
         "chain",
         "checkpoint_wrapper",
+        "declare",
         "fp16_compress_hook",
         "fp16_compress_wrapper",
         "hook_then_optimizer",
@@ -169,9 +170,9 @@ NAMES = {
         "ZeroRedundancyOptimizer",
         "ZeroStep",
         "average_parameters",
+        "declare",
         "hook_with_zero_step",
         "hook_with_zero_step_interleaved",
-        "uses_current_stream",
     ],
     "overlap.activations": [
         "Checkpointed",

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim import optimizer as base
 
-from overlap._torch.isolation import global_step_hooks_suspended
-
 __all__ = [
     "all_of",
-    "bare_copy",
     "drop_hooks",
     "global_pre_hooks",
+    "global_step_hooks_suspended",
     "has_post_hooks",
     "hook_attributes",
     "is_called_by_grad_scaler",
@@ -51,6 +51,47 @@ def unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
     while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step  # type: ignore[no-any-return]
+
+
+class _GlobalHooks:
+    """The hooks of all optimizers. The threads of several models may suspend them at the same time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.suspensions = 0
+        self._kept: tuple[Any, Any] = (None, None)
+
+    def suspend(self) -> None:
+        with self._lock:
+            if not self.suspensions:
+                self._kept = base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks
+                base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks = OrderedDict(), OrderedDict()
+            self.suspensions += 1
+
+    def resume(self) -> None:
+        with self._lock:
+            self.suspensions -= 1
+            if not self.suspensions:
+                base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks = self._kept
+
+
+_global_hooks = _GlobalHooks()
+
+
+@contextmanager
+def global_step_hooks_suspended() -> Iterator[None]:
+    """Within, ``Optimizer.step`` runs no hooks that were registered for all optimizers. Private: where they are kept.
+
+    A step on a part of the parameters is not a step of the training loop.
+    """
+    if not (_global_hooks.suspensions or base._global_optimizer_pre_hooks or base._global_optimizer_post_hooks):
+        yield
+        return
+    _global_hooks.suspend()
+    try:
+        yield
+    finally:
+        _global_hooks.resume()
 
 
 def step_without_hooks(optimizer: Optimizer, *args: Any) -> Any:
@@ -109,14 +150,6 @@ def all_of(optimizer: Optimizer) -> list[Optimizer]:
     wrapped = getattr(optimizer, "optimizer", None)
     several = [optimizer, *([wrapped] if isinstance(wrapped, Optimizer) else [])]
     return [*several, *getattr(wrapped, "optimizers", ())]
-
-
-def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """An object of the same class without attributes but those of ``Optimizer`` itself, and without hooks."""
-    cls = type(optimizer)
-    copied = cls.__new__(cls)
-    without_init(copied)
-    return copied
 
 
 def without_init(optimizer: Optimizer) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from overlap._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from overlap.optim.declared import declare
     from overlap.optim.functional import (
         FunctionalAdadelta,
         FunctionalAdagrad,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     )
     from overlap.optim.overlapped import OverlappedOptimizer
     from overlap.optim.step import Step
-    from overlap.optim.update_stream import uses_current_stream
     from overlap.optim.zero import (
         ReduceScatter,
         ZeroRedundancyOptimizer,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 else:
     # Where each name is from; see overlap._lazy.
     _PARTS = {
+        "declared": ("declare",),
         "functional": (
             "FunctionalAdadelta",
             "FunctionalAdagrad",
@@ -60,7 +61,6 @@ else:
         ),
         "overlapped": ("OverlappedOptimizer",),
         "step": ("Step",),
-        "update_stream": ("uses_current_stream",),
         "zero": (
             "ReduceScatter",
             "ZeroRedundancyOptimizer",
@@ -93,7 +93,7 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "ZeroStep",
     "average_parameters",
+    "declare",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
-    "uses_current_stream",
 ]

@@ -89,8 +89,7 @@ class FunctionalOptimizer:
         if grad is None:
             return
         self.adopt([param])
-        self._stepper.begin()
-        self._stepper.step([param], [grad])
+        self._step([param], [grad])
 
     def adopt(self, params: Iterable[Tensor]) -> None:
         """Let those of ``params`` that are in no group yet join the first one."""
@@ -110,8 +109,12 @@ class FunctionalOptimizer:
                 "pass one per parameter, None for those to leave alone"
             )
         pairs = [(parameter, grad) for parameter, grad in zip(parameters, gradients, strict=True) if grad is not None]
+        self._step([parameter for parameter, _ in pairs], [grad for _, grad in pairs])
+
+    def _step(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         self._stepper.begin()
-        self._stepper.step([parameter for parameter, _ in pairs], [grad for _, grad in pairs])
+        self._stepper.step(parameters, gradients)
+        self._stepper.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """That of the ``torch.optim`` class, which can load it."""

@@ -23,8 +23,8 @@ from overlap.hooks.transforms.clip import in_model_order
 from overlap.join import Join, Joinable, JoinHook
 from overlap.join.joinable import refuse_before_model
 from overlap.optim.applied import PassGradients
+from overlap.optim.declared import check_nothing_before
 from overlap.optim.grad_scaler import LossScale
-from overlap.optim.in_backward import check_nothing_before
 from overlap.optim.lifecycle import refusals_told
 from overlap.optim.phases import Event, Phase
 from overlap.optim.proxy import OptimizerProxy
@@ -188,11 +188,11 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
 
     @torch.no_grad()
     def _finish(self, pending: list[Tensor]) -> None:
-        """Update what backward has left, such as parameters that are not in the model, and run the step hooks."""
+        """Update what backward has left, such as parameters that are not in the model, and end the step."""
         if pending:
             self._stepper.refresh()
             self._stepper.step(pending, [parameter.grad for parameter in pending])  # type: ignore[misc]
-        self.run_hooks()
+        self.end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the wrapped optimizer's; between backward and :meth:`step` it discards the backward.
@@ -271,8 +271,12 @@ class OverlappedOptimizer(OptimizerProxy, Joinable):
         """Steps parts of the parameters."""
         return self._stepper
 
-    def run_hooks(self) -> None:
-        """Run the step hooks of an update that was made in backward; the pre-hooks among them only watch."""
+    def end_step(self, update: RegisteredUpdate | None = None) -> None:
+        """End a step whose updates were made in backward, by ``update`` in its own: write back what parts have left in
+        groups, unless backward of another model is under way, and run the step hooks, of which pre-hooks only watch."""
+        others = (other.lifecycle.phase for other in self.registered_updates if other is not update)
+        if Phase.BACKWARD not in others:
+            self._stepper.finish()
         with guards_lifted(self.optimizer):
             run_pre_hooks(self.optimizer)
             run_post_hooks(self.optimizer)

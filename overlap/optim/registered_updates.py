@@ -13,8 +13,8 @@ from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedErr
 from overlap.hooks import StageContext
 from overlap.hooks.transforms.clip import Clipping
 from overlap.optim.applied import PassGradients
+from overlap.optim.declared import check_nothing_before
 from overlap.optim.grad_scaler import LossScale
-from overlap.optim.in_backward import check_nothing_before
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.phases import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Phase
 

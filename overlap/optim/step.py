@@ -21,7 +21,7 @@ from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.phases import Phase
 from overlap.optim.share import LateUpdate, Share, Shares
 from overlap.optim.skipping import SkippedUpdates
-from overlap.optim.step_checks import check_coverage, check_order, check_params, instead_of_step
+from overlap.optim.step_checks import check_coverage, check_in_backward, check_params, instead_of_step
 from overlap.optim.step_guard import StepGuard, check_one_model, guarded_by
 from overlap.optim.unused import used_on_any_rank
 from overlap.optim.update_stage import UpdateStage
@@ -141,7 +141,7 @@ class Step(UpdateStage):
         self.optimizer.registered_updates.check_same_way(self)
         check_one_model(self.optimizer.optimizer, context)
         if not self.updates_in_step:
-            check_order(self.optimizer, is_deferred=self.is_deferred, instead=self.lifecycle.form.deferred)
+            check_in_backward(self.optimizer, is_deferred=self.is_deferred)
         super().attach(context)
         if self._functional is not None and self._adopts_parameters and context.names is not None:
             # In the model's order, which is that of its state, and not as buckets bring them.
@@ -237,7 +237,7 @@ class Step(UpdateStage):
         if self.is_automatic and not self.lifecycle.is_replay:
             self._check_left_out()
         if outcome is Phase.STEPPED and not self.is_deferred and not self.lifecycle.veto.stops:
-            self._run_hooks()
+            self._end_step()
         self.note_released()
         self.lifecycle.on_reduced(outcome)
         if outcome is Phase.STEPPED:
@@ -255,10 +255,10 @@ class Step(UpdateStage):
                 "model, so backward never updates them; give OverlappedOptimizer(optimizer) to Step and call its step()"
             )
 
-    def _run_hooks(self) -> None:
-        """Step hooks, once, when all updates of the backward have been made."""
+    def _end_step(self) -> None:
+        """All updates of the backward have been made, and no ``step()`` follows."""
         try:
-            self.optimizer.run_hooks()
+            self.optimizer.end_step(self)
         except BaseException:
             self.lifecycle.on_failure()
             raise

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from overlap.errors import ConfigurationError
 from overlap.hooks import StageContext
-from overlap.optim.in_backward import check_draws, check_in_turn
+from overlap.optim.declared import check_nothing_before, check_one_eps, check_unit
 from overlap.optim.overlapped import OverlappedOptimizer
-from overlap.optim.probe import probe
 
-__all__ = ["check_coverage", "check_order", "check_params", "instead_of_step"]
+__all__ = ["check_coverage", "check_in_backward", "check_params", "instead_of_step"]
 
 
 def check_params(only: Mapping[int, Tensor] | None, optimizer: OverlappedOptimizer, *, is_deferred: bool) -> None:
@@ -55,13 +54,13 @@ def check_coverage(
         )
 
 
-def check_order(optimizer: OverlappedOptimizer, *, is_deferred: bool, instead: str) -> None:
-    """Raises: UnsupportedError: an update in backward would not come in the order of one whole step."""
-    plain = optimizer.optimizer
-    found = probe(plain)
-    check_draws(plain, found, instead=instead)
+def check_in_backward(optimizer: OverlappedOptimizer, *, is_deferred: bool) -> None:
+    """Raises: UnsupportedError: an update in backward need not equal one whole step. See [Note: known or declared]."""
+    plain, instead = optimizer.optimizer, "Step(OverlappedOptimizer(optimizer), deferred=True)"
+    check_unit(plain, instead=instead)
     if not is_deferred:
-        check_in_turn(plain, found, instead=instead)
+        check_nothing_before(plain)
+        check_one_eps(plain, instead=instead)
 
 
 def instead_of_step(*, is_automatic: bool) -> str:

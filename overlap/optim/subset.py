@@ -2,55 +2,74 @@
 
 [Note: stepping a subset]
 
-An update in backward steps the parameters of one bucket, with whatever optimizer the user chose. Every
-``torch.optim.Optimizer`` steps the parameters in its ``param_groups`` that have a ``.grad``, with the hyperparameters
-and the state that it finds there. So a bucket is stepped by a *twin*: an object of the optimizer's own class that
-shares all its attributes, ``state`` included, but whose groups list the bucket's parameters alone, with the groups'
-hyperparameters as they are at that moment. LR schedulers, several groups and third-party optimizers just work, and
-``foreach`` and ``fused`` kernels run once per bucket and group.
+An update in backward steps the parameters of one bucket, and a sharded one the part that a rank owns. Every
+``torch.optim.Optimizer`` steps the parameters in its ``param_groups`` that have a ``.grad``, with the options and the
+state that it finds there. So a part is stepped by a *twin*: an object of the optimizer's own class that shares its
+attributes, ``state`` included, but whose groups list the part's parameters alone. LR schedulers, several groups and
+third-party optimizers just work, and ``foreach`` and ``fused`` kernels run once per part and group.
 
-What the twin's ``step`` writes (an attribute, a value in a group) is written back. If two buckets of one backward
-both change the same value, it counts calls of ``step`` or mixes parameters, and updating bucket by bucket would not
-be the same as one step: that is refused, and the deferred mode, which steps all parameters at once, serves instead.
-Most of that is found out when a stage is registered (see [Note: what an optimizer couples]); this is a second check,
-and so is a look at the other parameters' version counters in the first steps.
+Many optimizers count their steps in ``group["step"]`` or in an attribute. One step of the training loop is many calls
+of a twin's ``step``, so what these write stays with the twin until the step ends: each part begins with the groups and
+attributes as they were when the step began. Parts must agree on what they write, and that is written back once. A value
+on which parts disagree depends on which parameters are stepped together, as Prodigy's estimate does: that is an error.
+A group of which no part was stepped counts, too, since one whole ``step()`` goes over every group.
+
+[Note: optimizers on the default stream]
+
+An update in backward is made on the side stream on which its bucket was reduced. The kernels of ``torch.optim`` run on
+the current stream, so they come after the reduction, and a declaration promises the same. Others may not: those of
+bitsandbytes run on the default stream, whatever the current one is, and would read gradients that are not reduced yet,
+without an error.
+
+So these, and whatever is neither known nor declared, are stepped with the default stream as the current one. The
+default stream first waits for the stream that was current, and that one then waits for the default stream. All of
+``step()`` runs there, since one ``step()`` may use both: bitsandbytes fills new state with PyTorch's kernels, on the
+current stream, and reads it with its own, on the default one.
+
+That is correct for every optimizer, but less overlaps: where the model computes on the default stream, as it does
+unless a loop chooses another, backward waits for the bucket's reduction and update. In a deferred update in ``step()``
+of such a loop the two streams are one, and nothing waits.
 """
 
 from __future__ import annotations
 
 import inspect
+import operator
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from overlap._checks import described
-from overlap._torch.autograd import version
-from overlap._torch.isolation import global_step_hooks_suspended
-from overlap._torch.optimizer import drop_hooks, hook_attributes, unhooked_step
+from overlap._checks import described, told
+from overlap._torch.device import current_stream, default_stream, on_stream
+from overlap._torch.optimizer import drop_hooks, global_step_hooks_suspended, hook_attributes, unhooked_step
 from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.optim.declared import runs_on_current_stream
 from overlap.optim.step_guard import guards_lifted
-from overlap.optim.step_snapshot import StepSnapshot
-from overlap.optim.update_stream import ordered_after_gradients
 
-__all__ = ["CoupledError", "SubsetStepper", "check_optimizer", "grads_replaced", "raise_versions", "step_whole"]
+__all__ = [
+    "SubsetStepper",
+    "check_optimizer",
+    "grads_replaced",
+    "ordered_after_gradients",
+    "raise_versions",
+    "step_whole",
+]
 
-# Steps after which what a step reaches is taken to be known.
-_WATCHED_STEPS = 10
-
+# What no part writes back: of the optimizer, and of a group.
 _SHARED = frozenset({"param_groups", "state", "defaults", *hook_attributes})
 _MEMBERS = frozenset({"params", "param_names"})
+_CONTAINERS = (list, dict, set)
+_MISSING = object()
+_NONE: dict[str, Any] = {}
+_is_fused = operator.methodcaller("get", "fused")
 
-
-class CoupledError(UnsupportedError):
-    """Stepping in parts is not the same as stepping at once."""
-
-    what = ""
-    """What was seen of that, in words."""
+_Split = list[tuple[int, dict[str, Any]]]
+"""The places of groups, with the entries of each that list its parameters."""
 
 
 def check_optimizer(optimizer: object) -> Optimizer:
@@ -78,30 +97,46 @@ def check_optimizer(optimizer: object) -> Optimizer:
 
 
 class SubsetStepper:
-    """Steps parts of ``optimizer``'s parameters. See [Note: stepping a subset]."""
+    """Steps parts of ``optimizer``'s parameters. See [Note: stepping a subset].
+
+    A step of the training loop is :meth:`begin`, any number of :meth:`step`, and :meth:`finish`.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._written: set[tuple[str, int | None]] = set()
-        self._steps = 0
         # The threads of two models may step parts of one optimizer at the same time.
         self._lock = threading.Lock()
         self._places: dict[int, int] = {}
         self._layout: tuple[tuple[int, ...], ...] = ()
-        self._splits: dict[tuple[int, ...], list[tuple[int, list[Tensor]]]] = {}
-        self._known_state: Mapping[Any, Any] | None = None
-        self._known_entries = (0, 0)
-        self._beside_keys: list[Any] = []
-        self.refresh()
+        self._splits: dict[tuple[int, ...], _Split] = {}
+        # Of the step under way: what parts have written, by the place of the group, or None for attributes; for each
+        # group the containers that parts may change in place; and tensors, which they may not, with their versions.
+        self._written: dict[int | None, dict[str, Any]] = {}
+        self._containers: dict[int | None, dict[str, Any]] = {}
+        self._tensors: list[tuple[str, Tensor, int]] = []
+        self._waits = False
+        self.begin()
 
     def __reduce__(self) -> Any:
         return SubsetStepper, (self._optimizer,)
 
     def begin(self) -> None:
         """A new step begins: each parameter will be stepped at most once before the next call."""
-        self._written.clear()
-        self._steps += 1
         self.refresh()
+        groups = self._optimizer.param_groups
+        self._written = {}
+        self._containers = {}
+        for place, group in enumerate(groups):
+            found = {k: _copied(v) for k, v in group.items() if isinstance(v, _CONTAINERS) and k not in _MEMBERS}
+            if found:
+                self._containers[place] = found
+        self._tensors = [
+            (key, value, value._version)
+            for group in groups
+            for key, value in group.items()
+            if isinstance(value, Tensor) and not value.is_inference()
+        ]
+        self._waits = not runs_on_current_stream(self._optimizer)
 
     @property
     def layout(self) -> object:
@@ -112,127 +147,103 @@ class SubsetStepper:
         """Whether the optimizer has ``parameter``, as of the last :meth:`begin` or :meth:`refresh`."""
         return id(parameter) in self._places
 
-    @torch.no_grad()
-    def step(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], *, is_whole: bool = False, **arguments: Any
-    ) -> None:
+    def step(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], **arguments: Any) -> None:
         """One update of ``parameters``, all of them the optimizer's, with ``gradients`` of their shapes and dtypes.
 
-        Changes the parameters and ``optimizer.state`` in place; ``.grad`` is as before.
+        Changes the parameters and ``optimizer.state`` in place; ``.grad`` is as before, and so are groups and
+        attributes until :meth:`finish`.
 
         Args:
             parameters: those to step.
             gradients: theirs.
-            is_whole: no other part follows, so the optimizer steps groups of which no parameter is given, too.
             **arguments: of the optimizer's ``step``.
 
         Raises:
-            UnsupportedError: updating in parts is not the same as updating at once, for this optimizer.
+            UnsupportedError: a part has written another value to a group or an attribute than one before it.
         """
-        if not parameters and not is_whole:
-            return
+        if parameters:
+            with self._lock:
+                self._step(self._split(parameters), parameters, gradients, arguments)
+
+    def finish(self, **arguments: Any) -> None:
+        """The step ends: write back what its parts have written, once.
+
+        Raises:
+            UnsupportedError: as :meth:`step`.
+        """
         with self._lock:
-            if len(parameters) == len(self._places):
-                self._step_all(parameters, gradients, arguments)
-            else:
-                self._step(parameters, gradients, is_whole, arguments)
+            written, groups = self._written, self._optimizer.param_groups
+            rest = [place for place in range(len(groups)) if place not in written]
+            if rest and (not written or any(written[place] for place in written if place is not None)):
+                idle = [parameter for place in rest for parameter in groups[place]["params"]]
+                self._step([(place, {}) for place in rest], idle, [None] * len(idle), arguments)
+            for place, values in written.items():
+                target = vars(self._optimizer) if place is None else groups[place]
+                target.update(values)
+            self._written = {}
 
-    def _step_all(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], arguments: dict[str, Any]) -> None:
-        """A step that is whole cannot differ from one: there is nothing to look at before and after it."""
-        own = self._optimizer.__dict__
-        twin = self._twin_of(self._optimizer.param_groups)
-        with (
-            grads_replaced(parameters, gradients),
-            global_step_hooks_suspended(),
-            ordered_after_gradients(self._optimizer, parameters),
-        ):
-            unhooked_step(type(self._optimizer))(twin, **arguments)
-        own.update((key, value) for key, value in twin.__dict__.items() if key not in _SHARED)
-        raise_versions(parameters, twin.param_groups)
-
+    @torch.no_grad()
     def _step(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], is_whole: bool, arguments: dict[str, Any]
+        self,
+        split: _Split,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        arguments: dict[str, Any],
     ) -> None:
-        split = self._split(parameters)
-        if is_whole:
-            split = [(place, dict(split).get(place, [])) for place in range(len(self._optimizer.param_groups))]
-        twin = self._twin(split)
-        attributes = StepSnapshot(twin.__dict__, skipped=_SHARED)
-        shared = StepSnapshot(self._beside(twin.state))
-        groups = [StepSnapshot(group, skipped=_MEMBERS) for group in twin.param_groups]
-        others = self._others(parameters) if self._steps <= _WATCHED_STEPS else []
-        versions = [version(parameter) for parameter in others]
-        with (
-            grads_replaced(parameters, gradients),
-            global_step_hooks_suspended(),
-            ordered_after_gradients(self._optimizer, parameters or self._others(parameters)),
-        ):
-            unhooked_step(type(self._optimizer))(twin, **arguments)
-        if any(version(parameter) != before for parameter, before in zip(others, versions, strict=True)):
-            self._refuse_reach()
-        for (place, _), group, values in zip(split, groups, twin.param_groups, strict=True):
-            for key in group.changed(values):
-                self._note_write(key, place)
-                self._optimizer.param_groups[place][key] = values[key]
-        for key in attributes.changed(twin.__dict__):
-            self._note_write(key, None)
-            self._optimizer.__dict__[key] = twin.__dict__[key]
-        for key in shared.changed(self._beside(twin.state)):
-            self._note_write(key, None)
-        raise_versions(parameters, twin.param_groups)
-
-    def _twin(self, split: list[tuple[int, list[Tensor]]]) -> Optimizer:
-        groups = self._optimizer.param_groups
-        return self._twin_of([_reduced(groups[place], parameters) for place, parameters in split])
-
-    def _twin_of(self, groups: list[dict[str, Any]]) -> Optimizer:
-        cls = type(self._optimizer)
+        optimizer, cls, groups = self._optimizer, type(self._optimizer), self._optimizer.param_groups
         twin = cls.__new__(cls)
-        twin.__dict__.update(self._optimizer.__dict__)
-        twin.param_groups = groups
+        twin.__dict__.update(optimizer.__dict__)
+        twin.param_groups = own = []
+        for place, members in split:
+            own.append({**groups[place], **self._containers.get(place, _NONE), **members})
         drop_hooks(twin)
-        return twin
+        waits = ordered_after_gradients(optimizer, parameters) if self._waits else nullcontext()
+        with grads_replaced(parameters, gradients), global_step_hooks_suspended(), waits:
+            unhooked_step(cls)(twin, **arguments)
+        self._note(None, optimizer.__dict__, twin.__dict__)
+        for (place, _), group in zip(split, own, strict=True):
+            self._note(place, groups[place], group)
+        for key, tensor, before in self._tensors:
+            if tensor._version != before:
+                raise self._disagreement(key, "is a tensor that step() changes in place")
+        raise_versions(parameters, own)
 
-    def _beside(self, state: dict[Any, Any]) -> dict[Any, Any]:
-        """What ``state`` holds of no parameter; looked for anew only where entries have come or gone."""
-        entries = len(state), id(next(reversed(state), None))  # What comes in the place of another comes last.
-        if state is not self._known_state or entries != self._known_entries:
-            self._known_state, self._known_entries = state, entries
-            self._beside_keys = [key for key in state if not isinstance(key, Tensor)]
-        return {key: state[key] for key in self._beside_keys if key in state}
+    def _note(self, place: int | None, began: Mapping[str, Any], ended: Mapping[str, Any]) -> None:
+        """A part of the group at ``place`` (``None``: any part) had ``began``, and left ``ended``."""
+        writes, skipped = {}, _SHARED if place is None else _MEMBERS
+        for key, value in ended.items():
+            before = began.get(key, _MISSING)
+            if value is not before and key not in skipped and not _same(before, value):
+                writes[key] = value
+                if key in (containers := self._containers.get(place, _NONE)):
+                    containers[key] = _copied(before)
+        first = self._written.setdefault(place, writes)
+        if first is writes or not (first or writes):
+            return
+        for key in {**first, **writes}:
+            one, other = first.get(key, began.get(key)), writes.get(key, began.get(key))
+            if not _same(one, other):
+                raise self._disagreement(
+                    key, f"is {told(one)} after a step with some parameters and {told(other)} after one with others"
+                )
 
-    def _others(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        stepped = set(map(id, parameters))
-        return [p for group in self._optimizer.param_groups for p in group["params"] if id(p) not in stepped]
-
-    def _refuse_reach(self) -> None:
-        error = CoupledError(
-            f"{type(self._optimizer).__name__}.step() has changed parameters that it was not asked to step, with "
-            "gradients that were not reduced: load a checkpoint, and start again with "
-            "Step(OverlappedOptimizer(optimizer), deferred=True)"
+    def _disagreement(self, key: str, how: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{key!r} of this {type(self._optimizer).__name__} {how}, so updating in parts does not equal one step, "
+            "and some parameters have been updated: load a checkpoint and start again with chain(AllReduce(), "
+            "Step(OverlappedOptimizer(optimizer), deferred=True)), which calls optimizer.step() itself"
         )
-        error.what = "its step() changes parameters that it is not given"
-        raise error
 
-    def _note_write(self, key: str, place: int | None) -> None:
-        if (key, place) in self._written:
-            error = CoupledError(
-                f"{type(self._optimizer).__name__}.step() changes {key!r} at every call, so updating bucket by "
-                "bucket would not equal one step; start again with Step(optimizer, deferred=True)"
-            )
-            error.what = f"its step() changes {key!r} at every call"
-            raise error
-        self._written.add((key, place))
-
-    def _split(self, parameters: Sequence[Tensor]) -> list[tuple[int, list[Tensor]]]:
+    def _split(self, parameters: Sequence[Tensor]) -> _Split:
         """``parameters`` by the place of their group, cached: buckets hold the same parameters step after step."""
         key = tuple(map(id, parameters))
-        if key not in self._splits:
-            groups: dict[int, list[Tensor]] = {}
+        if (split := self._splits.get(key)) is None:
+            members: dict[int, list[Tensor]] = {}
             for parameter in parameters:
-                groups.setdefault(self._places[id(parameter)], []).append(parameter)
-            self._splits[key] = sorted(groups.items())
-        return self._splits[key]
+                members.setdefault(self._places[id(parameter)], []).append(parameter)
+            groups = self._optimizer.param_groups
+            split = self._splits[key] = [(place, _entries(groups[place], members[place])) for place in sorted(members)]
+        return split
 
     def refresh(self) -> None:
         """Look at which parameters are in which group now."""
@@ -243,12 +254,38 @@ class SubsetStepper:
             self._places = {parameter: place for place, group in enumerate(layout) for parameter in group}
 
 
-def _reduced(group: dict[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
-    """A group with these of its parameters alone, and their names if it has names."""
+def _entries(group: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
+    """The entries of ``group`` that list its parameters, with these alone."""
     if "param_names" not in group:
-        return {**group, "params": parameters}
+        return {"params": parameters}
     names = dict(zip(map(id, group["params"]), group["param_names"], strict=True))
-    return {**group, "params": parameters, "param_names": [names[id(parameter)] for parameter in parameters]}
+    return {"params": parameters, "param_names": [names[id(parameter)] for parameter in parameters]}
+
+
+def _copied(value: Any) -> Any:
+    """``value`` with containers of its own; what is in them is the same."""
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    return set(value) if isinstance(value, set) else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    try:
+        return bool(one == other) or bool(one != one and other != other)
+    except Exception:  # Not comparable.
+        return False
 
 
 def raise_versions(parameters: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -257,8 +294,26 @@ def raise_versions(parameters: Sequence[Tensor], groups: Sequence[Mapping[str, A
     Fused kernels leave them as they are; with them raised, a weight that a later node of this backward still needs is
     autograd's own error instead of a wrong gradient.
     """
-    if any(group.get("fused") for group in groups):
+    if any(map(_is_fused, groups)):
         torch.autograd.graph.increment_version(parameters)
+
+
+@contextmanager
+def ordered_after_gradients(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Within it ``optimizer`` may step ``parameters``: on whatever stream it does, that comes after what the current
+    streams have queued, and before what they queue afterwards. See [Note: optimizers on the default stream]."""
+    if runs_on_current_stream(optimizer):
+        yield
+        return
+    with ExitStack() as stack:
+        for device in {parameter.device for parameter in parameters}:
+            current, default = current_stream(device), default_stream(device)
+            if default is None or default == current:
+                continue
+            default.wait_stream(current)
+            stack.callback(current.wait_stream, default)
+            stack.enter_context(on_stream(default))
+        yield
 
 
 def step_whole(optimizer: Optimizer, **arguments: Any) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from overlap._torch.optimizer import hook_attributes
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim import ZeroRedundancyOptimizer
-from overlap.optim.in_backward import check_nothing_before
+from overlap.optim.declared import check_nothing_before, check_one_eps, unit_of
 
 __all__ = ["backward_obstacle", "sharded", "sharding_obstacle"]
 
@@ -22,16 +22,21 @@ _GIVEN = {"defaults", "param_groups", "state", *hook_attributes}
 
 
 def backward_obstacle(optimizer: Optimizer) -> str | None:
-    """Why ``optimizer`` cannot update while backward runs: something must come before."""
+    """Why ``optimizer`` cannot update while backward runs: it is not known, or something must come before."""
+    if (why := _unknown(optimizer)) is not None:
+        return why
     try:
         check_nothing_before(optimizer)
+        check_one_eps(optimizer, instead="deferred=True")
     except UnsupportedError as error:
         return str(error)
     return None
 
 
 def sharding_obstacle(optimizer: Optimizer) -> str | None:
-    """Why the state of ``optimizer`` cannot be sharded: that takes another object, made anew."""
+    """Why the state of ``optimizer`` cannot be sharded: it is not known, or there cannot be another one, made anew."""
+    if (why := _unknown(optimizer)) is not None:
+        return why
     if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
         return "a learning rate scheduler holds the optimizer: make it after auto(), with what that returns"
     if optimizer.state:
@@ -63,6 +68,11 @@ def sharded(optimizer: Optimizer, group: dist.ProcessGroup) -> ZeroRedundancyOpt
         )
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{type(optimizer).__name__} cannot be made anew from its groups: {error}") from error
+
+
+def _unknown(optimizer: Optimizer) -> str | None:
+    name = type(optimizer).__name__
+    return None if unit_of(optimizer) else f"{name} is neither known nor declared; see overlap.declare({name}, ...)"
 
 
 def _groups(optimizer: Optimizer) -> Sequence[dict[str, Any]]:

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from overlap import declare
+
 __all__ = [
     "LAMB",
     "SAM",
     "SGLD",
     "BlockwiseAdamW",
+    "ClippedLAMB",
     "CountingSGD",
     "DelegatingOptimizer",
     "Lion",
@@ -56,6 +59,7 @@ class _Simple(Optimizer):
         return loss
 
 
+@declare("element")
 class Lion(_Simple):
     """Chen et al. 2023, https://arxiv.org/abs/2302.06675: elementwise, the sign of an interpolated momentum."""
 
@@ -74,12 +78,9 @@ class Lion(_Simple):
         momentum.lerp_(gradient, 1 - beta2)
 
 
+@declare("parameter")
 class LAMB(_Simple):
-    """You et al. 2019, https://arxiv.org/abs/1904.00962: each layer's step is scaled by a ratio of whole norms.
-
-    With `max_norm` the gradients are first clipped by their norm over all parameters, as many implementations do;
-    then no parameter can be stepped without the others.
-    """
+    """You et al. 2019, https://arxiv.org/abs/1904.00962: each layer's step is scaled by a ratio of whole norms."""
 
     def __init__(
         self,
@@ -88,24 +89,13 @@ class LAMB(_Simple):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
-        max_norm: float | None = None,
     ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm)
-        self._scale: Tensor | float = 1.0
-
-    def begin(self) -> None:
-        max_norm = self.defaults["max_norm"]
-        if max_norm is None:
-            return
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
-        self._scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
-        gradient = gradient * self._scale
         state["step"] += 1
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2)
@@ -115,6 +105,24 @@ class LAMB(_Simple):
         weight_norm, direction_norm = parameter.norm(), direction.norm()
         ratio = torch.where((weight_norm > 0) & (direction_norm > 0), weight_norm / direction_norm, 1.0)
         parameter.sub_(group["lr"] * ratio * direction)
+
+
+class ClippedLAMB(LAMB):
+    """LAMB of gradients that are first clipped by their norm over all parameters, as many implementations have it, so
+    that no parameter can be stepped without the others."""
+
+    def __init__(self, params: Params, lr: float = 1e-2, max_norm: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.max_norm = max_norm
+        self._scale: Tensor | float = 1.0
+
+    def begin(self) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+        self._scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update(parameter, gradient * self._scale, state, group)
 
 
 class Prodigy(Optimizer):
@@ -158,6 +166,7 @@ class Prodigy(Optimizer):
         return loss
 
 
+@declare("parameter")
 class BlockwiseAdamW(_Simple):
     """AdamW whose moments are kept in 8 bits, as in Dettmers et al. 2021, https://arxiv.org/abs/2110.02861.
 

@@ -18,7 +18,7 @@ __all__ = [
     "REPLACED",
     "SCALED",
     "SECOND_BACKWARD",
-    "coupled",
+    "undeclared",
 ]
 
 _AFTER = "backward is the step: what the loop does between backward and step() comes after the update"
@@ -63,12 +63,9 @@ SECOND_BACKWARD = [
 """The loop makes two synchronized backwards for one step."""
 
 
-def coupled(name: str) -> Declaration:
-    """One step of the optimizer ``name`` is not one of each bucket, or of each parameter."""
-    return [
-        *refused((*INTERLEAVED, *AUTOMATIC), f"updating bucket by bucket would not equal one step of {name}: "),
-        *refused(SHARDED, f"{name} does not update each parameter by itself"),
-    ]
+def undeclared(name: str) -> Declaration:
+    """The optimizer ``name`` is neither known nor declared, and takes whole steps alone."""
+    return refused((*INTERLEAVED, *AUTOMATIC, *SHARDED), f"{name} is neither known nor declared")
 
 
 MOVED = [*refused(STEPPED, "0.weight (and "), *ALREADY_UPDATED]

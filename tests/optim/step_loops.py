@@ -12,7 +12,7 @@ import torch
 
 from harness import Record, wrap
 from harness.models import Case
-from overlap import AllReduce, OverlappedOptimizer, Registration, Step, chain
+from overlap import AllReduce, OverlappedOptimizer, Registration, Step, chain, declare
 
 Make = Callable[[Any], torch.optim.Optimizer]
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -47,6 +47,7 @@ class NoScheduler:
         pass
 
 
+@declare("element")
 class Lion(torch.optim.Optimizer):
     """A third-party optimizer, as its paper has it."""
 
@@ -65,30 +66,39 @@ class Lion(torch.optim.Optimizer):
                 momentum.lerp_(parameter.grad, 1 - second)
 
 
-class Counts(Lion):
-    """Counts its steps in its groups, as some third-party optimizers do."""
+class SignSGD(torch.optim.Optimizer):
+    """Neither known nor declared."""
 
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def rate(self, group: dict[str, Any]) -> float:
+        return float(group["lr"])
+
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        super().step()
         for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            group["lr"] = 0.01 / group["k"]
+            rate = self.rate(group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad.sign(), alpha=-rate)
 
 
-class CountsOutsideGroups(Lion):
-    """Counts its steps in its state, in a tensor or in a dictionary, as `where` says."""
+@declare("element")
+class Counting(SignSGD):
+    """Counts its steps wherever optimizers do: in groups, by rebinding and in place, and in an attribute."""
 
-    where = "state"
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.calls = 0
+        for group in self.param_groups:
+            group.update(step=0, recent=[[0, 0.0], [0, 0.0]])
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.tensor, self.box = torch.zeros(()), {"n": 0}
-
-    def step(self, closure: Any = None) -> None:
-        if self.where == "state":
-            self.state["n"] = self.state.get("n", 0) + 1
-        elif self.where == "tensor":
-            self.tensor += 1
-        else:
-            self.box["n"] += 1
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
         super().step()
+
+    def rate(self, group: dict[str, Any]) -> float:
+        group["step"] += 1
+        group["recent"][group["step"] % 2][:] = [group["step"], group["lr"] / group["step"]]
+        return float(group["recent"][group["step"] % 2][1])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_loops import ADAMW, SGD, Counts, Lion
+from step_loops import ADAMW, SGD
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP
@@ -73,31 +73,3 @@ def _two_models(rank: int, world_size: int) -> None:
 
 def test_a_zero_grad_that_one_model_refuses_leaves_the_other_as_it_was() -> None:
     run_ranks(_two_models, 2)
-
-
-class CountsLater(Counts):
-    """Counts from a moment on that no experiment at registration can see."""
-
-    has_begun = False
-
-    def step(self, closure: Any = None) -> None:
-        if self.has_begun:
-            super().step()
-        else:
-            Lion.step(self)
-
-
-def _counted_over_two_models(rank: int, world_size: int) -> None:
-    first, second = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
-    counts = CountsLater([*first.parameters(), *second.parameters()])
-    optimizer = OverlappedOptimizer(counts)
-    for model in (first, second):
-        chain(AllReduce(), Step(optimizer)).register(model)
-    counts.has_begun = True
-    _backward(first, 0, rank)  # One bucket, at first: the counter is written once.
-    with pytest.raises(Exception, match="deferred=True"):
-        _backward(second, 0, rank)
-
-
-def test_a_counter_that_two_models_of_one_step_write_is_refused() -> None:
-    run_ranks(_counted_over_two_models, 2)

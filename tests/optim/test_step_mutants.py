@@ -58,15 +58,12 @@ def _dropped_wait() -> list[Any]:
 def _stale_hyperparameters() -> list[Any]:
     from overlap.optim.subset import SubsetStepper
 
-    twin = SubsetStepper._twin
+    step = SubsetStepper._step
 
-    def stale(self: Any, split: Any) -> Any:
-        made = twin(self, split)
-        for group in made.param_groups:
-            group["lr"] = self._optimizer.defaults["lr"]
-        return made
+    def stale(self: Any, split: Any, *arguments: Any) -> Any:
+        return step(self, [(place, {**members, "lr": 0.05}) for place, members in split], *arguments)
 
-    return [mock.patch.object(SubsetStepper, "_twin", stale)]
+    return [mock.patch.object(SubsetStepper, "_step", stale)]
 
 
 def _updates_what_no_rank_used() -> list[Any]:

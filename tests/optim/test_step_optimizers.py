@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from step_loops import BOTH_MODES, SGD, Counts, Lion, Make, NoScheduler, overlapped_ddp, plain_ddp
+from step_loops import BOTH_MODES, SGD, Lion, Make, overlapped_ddp, plain_ddp
 from torch import nn
 
 from harness import assert_parity, overlapped_step, run_ranks, train
@@ -39,27 +39,6 @@ def _parity(rank: int, world_size: int, name: str, deferred: bool) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_equal_the_optimizers_own_step(name: str, deferred: bool) -> None:
     run_ranks(_parity, 2, name, deferred)
-
-
-def _counting_deferred(rank: int, world_size: int) -> None:
-    batches = MLP.batches(rank, steps=6)
-    reference = train(*plain_ddp(MLP, Counts), batches, scheduler=NoScheduler)
-    ddp, overlapped, _ = overlapped_ddp(MLP, Counts, deferred=True)
-    candidate = train(ddp, overlapped, batches, step_fn=overlapped_step, scheduler=NoScheduler)
-    assert_parity(candidate, reference, what="an optimizer that counts its steps, deferred")
-
-
-def test_an_optimizer_that_counts_its_steps_is_updated_in_the_deferred_mode() -> None:
-    run_ranks(_counting_deferred, 2)
-
-
-def _counting_interleaved(rank: int, world_size: int) -> None:
-    with pytest.raises(UnsupportedError, match=r"one step of Counts: its step\(\) changes '(k|lr)' .*deferred=True"):
-        overlapped_ddp(MLP, Counts)
-
-
-def test_an_optimizer_that_counts_its_steps_is_sent_to_the_deferred_mode() -> None:
-    run_ranks(_counting_interleaved, 2)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+from typing import Any
+
 import pytest
 import torch
-from step_loops import CountsOutsideGroups
+from step_loops import Counting, SignSGD
 from torch import nn
+from torch.optim import SGD, AdamW
 
-from harness.models import MLP
 from overlap import UnsupportedError
 from overlap.optim.subset import SubsetStepper
-
-
-@pytest.mark.parametrize("where", ["state", "tensor", "box"])
-def test_a_counter_that_both_parts_change_is_refused_wherever_it_is(where: str) -> None:
-    model = MLP.model()
-    optimizer = CountsOutsideGroups(model.parameters())
-    optimizer.where = where
-    stepper = SubsetStepper(optimizer)
-    first, *rest = model.parameters()
-    stepper.begin()
-    stepper.step([first], [torch.ones_like(first)])
-    with pytest.raises(UnsupportedError, match="deferred=True"):
-        stepper.step(rest, [torch.ones_like(parameter) for parameter in rest])
 
 
 def test_parameters_that_change_groups_take_the_new_groups_hyperparameters() -> None:
@@ -55,21 +46,110 @@ def test_an_attribute_that_a_step_changes_and_deletes_is_no_error() -> None:
     assert parameter.item() == -1
 
 
-class _CountsUnderAnotherName(torch.optim.SGD):
-    """Counts its steps in its state, in the place of what was there before the first."""
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        super().step()
-        self.state.pop("is new", None)
-        self.state["count"] = self.state.get("count", 0) + 1
+def _pair() -> tuple[nn.Parameter, nn.Parameter]:
+    return nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
 
 
-def test_a_counter_that_takes_the_place_of_another_entry_is_refused() -> None:
-    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    optimizer = _CountsUnderAnotherName([first, second], lr=1.0)
-    optimizer.state["is new"] = True
+def test_a_group_of_which_nothing_is_stepped_counts_with_the_others() -> None:
+    first, second = _pair()
+    optimizer = Counting([{"params": [first]}, {"params": [second]}])
+    second.grad = torch.ones(2)
     stepper = SubsetStepper(optimizer)
     stepper.begin()
-    stepper.step([first], [torch.ones(1)])
-    with pytest.raises(UnsupportedError, match="'count' at every call"):
-        stepper.step([second], [torch.ones(1)])
+    stepper.step([first], [torch.ones(2)])
+    assert [group["step"] for group in optimizer.param_groups] == [0, 0] and optimizer.calls == 0
+    stepper.finish()
+    assert [group["step"] for group in optimizer.param_groups] == [1, 1] and optimizer.calls == 1
+    assert not second.any() and second.grad is not None
+    assert optimizer.param_groups[1]["recent"] == [[0, 0.0], [1, 0.01]]
+
+
+class _Steps(SGD):
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        type(self).calls += 1
+        return super().step(closure)
+
+
+def test_groups_are_not_stepped_again_where_nothing_was_written() -> None:
+    first, second = _pair()
+    stepper = SubsetStepper(_Steps([{"params": [first]}, {"params": [second]}], lr=0.1))
+    stepper.begin()
+    stepper.step([first], [torch.ones(2)])
+    stepper.finish()
+    assert _Steps.calls == 1
+
+
+class _InPlace(SignSGD):
+    def rate(self, group: dict[str, Any]) -> float:
+        group["lr"].mul_(0.5)
+        return float(group["lr"])
+
+
+def test_a_tensor_of_a_group_that_a_part_changes_in_place_is_an_error() -> None:
+    first, second = _pair()
+    optimizer = _InPlace([first, second], lr=torch.tensor(0.1))  # type: ignore[arg-type]
+    stepper = SubsetStepper(optimizer)
+    stepper.begin()
+    with pytest.raises(UnsupportedError, match=r"'lr' of this _InPlace is a tensor that .* in place.*deferred=True"):
+        stepper.step([first], [torch.ones(2)])
+
+
+class _Writes(SignSGD):
+    """Writes what `value` says of the group."""
+
+    value: Any
+
+    def rate(self, group: dict[str, Any]) -> float:
+        group["written"] = type(self).value(group["params"])
+        return 0.1
+
+
+@pytest.mark.parametrize(
+    ("value", "agrees"),
+    [
+        (lambda parameters: torch.ones(2), True),
+        (lambda parameters: {"a": (1, [torch.zeros(1)])}, True),
+        (lambda parameters: float("nan"), True),
+        (len, True),
+        (lambda parameters: parameters[0].grad.sum(), False),
+        (lambda parameters: [id(parameters[0])], False),
+        (lambda parameters: object(), False),
+        (lambda parameters: parameters[0].numel() == 2, False),
+        (lambda parameters: float(parameters[0].numel()), False),
+    ],
+)
+def test_values_agree_if_they_are_equal(value: Any, agrees: bool) -> None:
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    optimizer = type("Writer", (_Writes,), {"value": staticmethod(value)})([first, second])
+    stepper = SubsetStepper(optimizer)
+    stepper.begin()
+    stepper.step([first], [torch.ones(2)])
+    if agrees:
+        stepper.step([second], [torch.ones(3)])
+        stepper.finish()
+        assert "written" in optimizer.param_groups[0]
+    else:
+        with pytest.raises(UnsupportedError, match="'written' of this Writer is"):
+            stepper.step([second], [torch.full((3,), -1.0)])
+
+
+def test_a_bucket_takes_few_calls() -> None:
+    parameters = [nn.Parameter(torch.zeros(4)) for _ in range(20)]
+    stepper = SubsetStepper(AdamW(parameters, lr=torch.tensor(0.01)))
+    gradients = [torch.ones(4) for _ in parameters]
+    calls: list[str] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_globals.get("__name__", "").startswith("overlap."):
+            calls.append(frame.f_code.co_name)
+
+    for _ in range(2):
+        stepper.begin()
+        gc.collect()
+        calls.clear()
+        sys.setprofile(note)
+        stepper.step(parameters, gradients)
+        sys.setprofile(None)
+    assert len(calls) <= 14, calls

@@ -25,6 +25,7 @@ from overlap import (
     ZeroRedundancyOptimizer,
     ZeroStep,
     chain,
+    declare,
     route,
 )
 from overlap._torch.device import default_stream
@@ -137,8 +138,11 @@ def local_sgd(**options: Any) -> Build:
     return lambda ddp: [LocalSGD(ddp, SGD(ddp.parameters()), period=2, start_step=2, **options)]
 
 
+@declare("element")
 class OnDefault(torch.optim.AdamW):
-    """Launches on the default stream, whatever stream is current, as some optimizers outside of PyTorch do."""
+    """Launches on the default stream, whatever stream is current, as bitsandbytes' do."""
+
+    __module__ = "bitsandbytes.optim"
 
     def step(self, closure: Any = None) -> Any:
         stream = default_stream(torch.device("cpu"))

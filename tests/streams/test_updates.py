@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ import torch.distributed as dist
 
 from harness import run_ranks
 from harness.streams import STREAMS_BACKEND, Detector, detecting
-from overlap import ConfigurationError
+from overlap import declare
 from overlap._torch.device import on_stream
-from overlap.optim import update_stream, uses_current_stream
+from overlap.optim import subset
 
 from .play import outcome_of
 from .updates import UPDATES, OnDefaultStream
@@ -44,39 +45,42 @@ def detector() -> Iterator[Detector]:
 
 def _stream_of(optimizer: torch.optim.Optimizer, detector: Detector) -> str:
     side = detector.new_stream("side")
-    with on_stream(side), update_stream.ordered_after_gradients(optimizer, [torch.zeros(1, device=CPU)]):
+    with on_stream(side), subset.ordered_after_gradients(optimizer, [torch.zeros(1, device=CPU)]):
         return detector.current_stream.name
 
 
-def test_the_optimizers_of_torch_stay_on_the_side_stream_and_what_is_derived_from_them_does_not(
-    detector: Detector,
-) -> None:
+def test_the_optimizers_of_torch_and_what_is_derived_from_them_stay_on_the_side_stream(detector: Detector) -> None:
     class Derived(torch.optim.AdamW):
         pass
+
+    class Overrides(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
 
     matrix = torch.nn.Parameter(torch.zeros(3, 3))
     for cls in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Muon):
         assert _stream_of(cls([matrix], lr=0.1), detector) == "side"
-    assert _stream_of(Derived([matrix]), detector) == "the default stream"
+    assert _stream_of(Derived([matrix]), detector) == "side"
+    assert _stream_of(Overrides([matrix]), detector) == "the default stream"
     replaced = torch.optim.SGD([matrix], lr=0.1)
     replaced.step = lambda: None  # type: ignore[method-assign, assignment]
     assert _stream_of(replaced, detector) == "the default stream"
 
 
-def test_a_declared_class_stays_on_the_side_stream_but_not_those_derived_from_it(detector: Detector) -> None:
-    class Declared(OnDefaultStream):
-        pass
+def test_a_declared_class_stays_on_the_side_stream_but_not_those_of_bitsandbytes(detector: Detector) -> None:
+    class Mine(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
 
-    class Derived(Declared):
+    class Derived(OnDefaultStream):
         pass
 
     parameter = torch.nn.Parameter(torch.zeros(3))
-    assert _stream_of(Declared([parameter]), detector) == "the default stream"
-    assert uses_current_stream(Declared) is Declared
-    assert _stream_of(Declared([parameter]), detector) == "side"
-    assert _stream_of(Derived([parameter]), detector) == "the default stream"
-    with pytest.raises(ConfigurationError, match=r"give type\(optimizer\)"):
-        uses_current_stream(Declared([parameter]))  # type: ignore[type-var]
+    assert _stream_of(Mine([parameter]), detector) == "the default stream"
+    declare(Mine, "parameter")
+    assert _stream_of(Mine([parameter]), detector) == "side"
+    for cls in (OnDefaultStream, Derived, declare(Derived, "element")):
+        assert _stream_of(cls([parameter]), detector) == "the default stream"
 
 
 def test_the_streams_wait_for_each_other_even_where_the_step_raises(detector: Detector) -> None:
@@ -84,7 +88,7 @@ def test_the_streams_wait_for_each_other_even_where_the_step_raises(detector: De
     optimizer = OnDefaultStream([torch.nn.Parameter(torch.zeros(3))])
 
     def step() -> None:
-        with update_stream.ordered_after_gradients(optimizer, [value]):
+        with subset.ordered_after_gradients(optimizer, [value]):
             value.add_(1)
             raise RuntimeError("out of memory")
 

@@ -25,6 +25,7 @@ from overlap import (
     ZeroRedundancyOptimizer,
     ZeroStep,
     chain,
+    declare,
 )
 from overlap._torch.device import default_stream, has_streams, new_stream, on_stream
 
@@ -39,8 +40,11 @@ CPU = torch.device("cpu")
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=True)
 
 
+@declare("element")
 class OnDefaultStream(Optimizer):
     """As bitsandbytes: new state is filled on the current stream, and used on the default one."""
+
+    __module__ = "bitsandbytes.optim"
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from overlap._torch.foreach import subtract_from_
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.local_sgd.anchors import Anchors
-from overlap.optim.subset import SubsetStepper, check_optimizer
+from overlap.optim.subset import check_optimizer, grads_replaced, step_whole
 
 __all__ = ["MakeOptimizer", "OuterOptimizer"]
 
@@ -54,7 +54,6 @@ class OuterOptimizer(Anchors):
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"outer could not be made from the model's parameters: {error}") from error
         self.optimizer = check_optimizer(made)
-        self._stepper = SubsetStepper(self.optimizer)
 
     def restart(self) -> None:
         """Clear the optimizer's state; the next step begins a round at the parameters as they are then."""
@@ -66,8 +65,8 @@ class OuterOptimizer(Anchors):
         """Step some parameters, given their means over ranks, which are overwritten; returns the new values."""
         anchors = [self.values[name] for name in names]
         subtract_from_(means, anchors)
-        self._stepper.begin()
-        self._stepper.step(anchors, means)
+        with grads_replaced(anchors, means):
+            step_whole(self.optimizer)
         return anchors
 
     def state_dict(self) -> dict[str, Any]:

@@ -140,13 +140,23 @@ class BackwardUpdate:
                 norm = ShardedNorm(self.clipping, gradients, self.zero.ownership.trained, bucket.buffer.device)
                 await all_reduce(norm.partial, op=norm.op, group=bucket.group)
                 norm.clip_()
-            self.update(pairs, self.lifecycle.veto)
+            self.update_at_once(pairs, self.lifecycle.veto)
         await whole_pass()
 
     def update(self, pairs: Pairs, veto: Veto) -> None:
         """Step what this rank owns, unless ``veto`` stops it."""
         if not veto.stops:
             self.zero.update(pairs, veto)
+
+    def update_at_once(self, pairs: Pairs, veto: Veto) -> None:
+        """Step all that this rank owns, and end the step, unless ``veto`` stops it."""
+        self.update(pairs, veto)
+        self.end_step(veto)
+
+    def end_step(self, veto: Veto) -> None:
+        """End a step that ``veto`` has not stopped: no part of it follows."""
+        if not veto.stops:
+            self.zero.finish()
 
     def take_held(self) -> Pairs:
         """What is to be applied of the last backward, on a rank that has no ``.grad`` of it; empty the second time."""

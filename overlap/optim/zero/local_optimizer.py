@@ -10,14 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from overlap._checks import is_one_of, told
+from overlap._torch.optimizer import own_step
+from overlap.errors import ConfigurationError, OverlapError, UnsupportedError
 from overlap.join.meeting import Meeting
-from overlap.optim.probe import Verdict
-from overlap.optim.subset import SubsetStepper
+from overlap.optim.declared import Unit, check_one_eps, check_unit
+from overlap.optim.subset import SubsetStepper, check_optimizer
 from overlap.optim.veto import Veto
-from overlap.optim.zero.division import Experiments, check_division, choose_partition, make_optimizer
-from overlap.optim.zero.parameter_groups import check_members, copy_options
+from overlap.optim.zero.parameter_groups import check_members, copy_options, is_narrower
 from overlap.optim.zero.sharding import Ownership, Shard, flatten
 from overlap.optim.zero.state import check_new_state
+from overlap.optim.zero.update_cost import orthogonalization_steps
 
 __all__ = ["LocalOptimizer"]
 
@@ -30,7 +33,7 @@ class LocalOptimizer:
         groups: of whole parameters.
         defaults: the arguments of ``cls``.
         process_group: the ranks that divide the parameters.
-        partition: how, ``"element"`` or ``"parameter"``; ``None`` finds out.
+        partition: how, ``"element"`` or ``"parameter"``; ``None``: in the unit in which ``cls`` updates.
         master_dtype: of copies of narrower parameters.
         meeting: where the ranks meet before their first collective.
         on_change: called before the state changes.
@@ -48,15 +51,13 @@ class LocalOptimizer:
         meeting: Meeting,
         on_change: Callable[[], None],
     ) -> None:
-        self._experiments = Experiments(cls, defaults, master_dtype=master_dtype)
-        self.separability = self._experiments.separability_of(groups)
-        """How ``cls`` may be stepped."""
-        self.partition = choose_partition(cls, self.separability, partition)
+        self._cls, self._defaults, self._master_dtype = cls, defaults, master_dtype
+        orthogonalizes = self._tried(groups)
+        self.partition = _partition(check_unit(cls, instead=_INSTEAD), cls, partition)
         self.ownership = Ownership(process_group, self.partition, master_dtype)
-        orthogonalizes = self._experiments.orthogonalizes(groups)
         meeting.come()
         chunks = self.ownership.add(groups, first_group=0, orthogonalizes=orthogonalizes)
-        self.optim = make_optimizer(cls, chunks, defaults)
+        self.optim = _made(cls, chunks, defaults)
         """The optimizer itself."""
         self._stepper = SubsetStepper(self.optim)
         self.param_groups: list[dict[str, Any]] = []
@@ -64,8 +65,6 @@ class LocalOptimizer:
         self._on_change = on_change
         self.step_arguments: Mapping[str, Any] = {}
         """Arguments of the optimizer's ``step``."""
-        self.steps_together = True
-        """Whether all parameters are stepped in one call, and not bucket by bucket."""
         self.publishes = True
         """Whether :meth:`update` writes the parameters; a gather of differences does by itself."""
         self._state_sizes: dict[int, int] = {}
@@ -76,18 +75,13 @@ class LocalOptimizer:
         return self.ownership.shards
 
     def check_addition(self, group: dict[str, Any]) -> None:
-        """Raises: UnsupportedError: with this group, too, the work cannot be divided as it is."""
-        found = self._experiments.separability_of([*self.param_groups, group])
-        check_division(type(self.optim), found, self.partition)
+        """Raises: ConfigurationError: the optimizer does not take this group."""
+        self._tried([group])
 
     def add(self, group: dict[str, Any]) -> None:
         """Add this rank's parts of the parameters of a group, after the others; call it on every rank."""
-        groups = self.param_groups
-        (chunks,) = self.ownership.add(
-            [group],
-            first_group=len(groups),
-            orthogonalizes=self._experiments.orthogonalizes([*groups, group])[-1:],
-        )
+        orthogonalizes = self._tried([group])
+        (chunks,) = self.ownership.add([group], first_group=len(self.param_groups), orthogonalizes=orthogonalizes)
         self.optim.add_param_group(chunks)
 
     @torch.no_grad()
@@ -98,6 +92,7 @@ class LocalOptimizer:
             ConfigurationError: parameters were put into the groups, or taken out, by hand.
         """
         check_members(self.param_groups, self.shards)
+        copy_options(self.param_groups, self.optim.param_groups)
         self._stepper.begin()
         for shard in self.shards.values():
             shard.refresh()
@@ -119,13 +114,14 @@ class LocalOptimizer:
         chunks = [shard.own for shard in shards if shard.own is not None]
         shaped = [shard.shaped(gradient) for shard, gradient in pairs]
         matching = [g if g.dtype == own.dtype else g.to(own.dtype) for g, own in zip(shaped, chunks, strict=True)]
-        copy_options(self.param_groups, self.optim.param_groups)
-        # What step() does once, whatever it steps, is then done on ranks and in groups without a gradient, too.
-        is_whole = self.steps_together and self.separability.in_turn.verdict is not Verdict.SEPARABLE
-        self._stepper.step(chunks, matching, is_whole=is_whole, **self.step_arguments)
-        copy_options(self.optim.param_groups, self.param_groups)
+        self._stepper.step(chunks, matching, **self.step_arguments)
         if self.partition == "element":
             check_new_state(self.optim, shards, self._state_sizes)
+
+    def finish(self) -> None:
+        """End a step: the groups, as its parts have left them, are then the same on all ranks."""
+        self._stepper.finish(**self.step_arguments)
+        copy_options(self.optim.param_groups, self.param_groups)
 
     @torch.no_grad()
     def make_state(self) -> None:
@@ -137,3 +133,62 @@ class LocalOptimizer:
         for shard, value in zip(owned, values, strict=True):
             if shard.own is not None:
                 shard.own.copy_(value)
+
+    def _tried(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Make the optimizer of one element of each parameter, before ranks exchange anything; returns for each group
+        in how many steps it orthogonalizes matrices.
+
+        Raises:
+            ConfigurationError: the class does not take the arguments.
+            UnsupportedError: it needs a closure or sparse gradients, or has a ``step()`` of its own.
+        """
+        few = [{**group, "params": [self._one_element_of(p) for p in group["params"]]} for group in groups]
+        tried = check_optimizer(_made(self._cls, few, self._defaults))
+        if own_step(tried) is not None:
+            raise UnsupportedError(
+                f"{self._cls.__name__} replaces step() on its object, which a sharded update would not call; use "
+                f"{_INSTEAD}"
+            )
+        check_one_eps(tried, instead=_INSTEAD)
+        return [orthogonalization_steps(group) for group in tried.param_groups]
+
+    def _one_element_of(self, parameter: Tensor) -> Tensor:
+        dtype = self._master_dtype if is_narrower(parameter, self._master_dtype) else parameter.dtype
+        return torch.zeros(
+            (1,) * parameter.dim(), dtype=dtype, device=parameter.device, requires_grad=parameter.requires_grad
+        )
+
+
+_INSTEAD = "chain(AllReduce(), Step(OverlappedOptimizer(optimizer), deferred=True))"
+
+
+def _made(cls: type[Optimizer], groups: Any, defaults: Mapping[str, Any]) -> Optimizer:
+    """``cls(groups, **defaults)``.
+
+    Raises:
+        ConfigurationError: ``cls`` does not take the arguments.
+    """
+    try:
+        return cls(groups, **defaults)
+    except OverlapError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(f"{cls.__name__}: {error}") from error
+
+
+def _partition(unit: Unit, cls: type[Optimizer], partition: object) -> str:
+    """How ``cls`` is divided, which updates in ``unit``.
+
+    Raises:
+        ConfigurationError: there is no such ``partition``.
+        UnsupportedError: it is finer than ``unit``.
+    """
+    if partition is None:
+        return unit
+    if not is_one_of(partition, "element", "parameter"):
+        raise ConfigurationError(f"partition is 'element' or 'parameter', got {told(partition)}")
+    if partition == "element" and unit == "parameter":
+        raise UnsupportedError(
+            f"{cls.__name__} does not update each element by itself: use partition='parameter', or leave partition out"
+        )
+    return str(partition)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import refusals_told
 from overlap.optim.phases import Event
 from overlap.optim.skipping import SkippedUpdates
+from overlap.optim.veto import Veto
 from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
 from overlap.optim.zero.consolidation import consolidate, load_plain
 from overlap.optim.zero.exchange import Exchange, Workspace
@@ -88,8 +89,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         partition: ``"element"`` cuts every parameter into equal chunks, for optimizers that treat all elements alike,
             as most do. ``"parameter"`` gives whole parameters to ranks, balanced by what their updates cost, for other
             optimizers.
-            ``None`` finds out, by an experiment on a few small parameters, which of them gives the plain optimizer's
-            results.
+            ``None`` takes the unit in which ``optimizer_class`` is known, or was declared, to update.
         master_dtype: update a copy of each chunk in this dtype if it is wider than the parameter's, such as
             ``torch.float32`` for ``bfloat16`` parameters. Adds ``1/W`` of the parameters in that dtype on each rank.
         **defaults: arguments of ``optimizer_class``.
@@ -99,8 +99,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Raises:
         ConfigurationError: an argument is wrong, or the ranks have different parameters.
         PeerError: another rank raised one of these before they were compared.
-        UnsupportedError: the optimizer computes something from several parameters at once, or from several elements
-            where ``partition`` cuts them; it draws random numbers; or a parameter has gaps in memory.
+        UnsupportedError: the optimizer is neither known nor declared (see :func:`overlap.declare`), or does not update
+            elements by themselves where ``partition`` cuts parameters; or a parameter has gaps in memory.
 
     >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, overlap_with_ddp=True)
     >>> chain(ZeroStep(zero)).register(ddp)
@@ -167,11 +167,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         )
         self.optim = local.optim
         """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
-        self.separability = local.separability
-        """How ``optimizer_class`` may be stepped."""
         self.partition, self.ownership = local.partition, local.ownership
         self.update = local.update
         """Steps what this rank owns; not a method, since it is called for each bucket. See :class:`LocalOptimizer`."""
+        self.finish = local.finish
+        """Ends a step."""
         self._stage: ShardedUpdate | None = None
         self.skipped = SkippedUpdates()
         """Where the loop says that a backward is not this optimizer's."""
@@ -219,7 +219,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @stage.setter
     def stage(self, stage: ShardedUpdate | None) -> None:
         self._stage = stage
-        self._local.steps_together = stage is None or stage.is_deferred
         self._local.publishes = stage is None or not stage.gathers_differences
 
     @property
@@ -334,7 +333,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _step_without_hooks(self, loss_scale: LossScale, *, is_joined: bool = False) -> None:
         self.follow_strides()
         self.begin()
-        self._without_hooks.step(self.optim, self.update, loss_scale, is_joining=self.is_joining, is_joined=is_joined)
+        self._without_hooks.step(
+            self.optim, self._update_at_once, loss_scale, is_joining=self.is_joining, is_joined=is_joined
+        )
+
+    def _update_at_once(self, pairs: Sequence[tuple[Shard, Tensor]], veto: Veto) -> None:
+        self.update(pairs, veto)
+        self.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As any optimizer's; between backward and :meth:`step` it discards the backward.

@@ -48,6 +48,8 @@ class StepUpdate:
         lifecycle.check_once()
         if lifecycle.phase is Phase.REDUCED and not loss_scale.skips_step(self.zero.optim):
             self._update_in_step(loss_scale)
+        elif lifecycle.phase is Phase.APPLIED:
+            self._backward.end_step(lifecycle.veto)
         lifecycle.on_step(parameters)
 
     def step_replayed(self) -> None:
@@ -96,7 +98,7 @@ class StepUpdate:
             with self.lifecycle.gradients.opened():
                 pairs = self._clipped_pairs(loss_scale)
                 verdict = Veto(loss_scale.verdict_for(self.zero.optim))
-                self._backward.update(pairs, Veto.of_any([self.lifecycle.veto, verdict]))
+                self._backward.update_at_once(pairs, Veto.of_any([self.lifecycle.veto, verdict]))
             raise_versions_of(self._reduced_shards())
             self._gather()
         except BaseException:

@@ -21,7 +21,6 @@ from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.update_stage import UpdateStage
 from overlap.optim.zero.backward_update import BackwardUpdate
 from overlap.optim.zero.bucket_shards import in_elements, reduced
-from overlap.optim.zero.division import check_steps_in_turn
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.parameter_gathers import ParameterGathers
 from overlap.optim.zero.parameter_groups import check_covered, check_same_group
@@ -210,8 +209,6 @@ class ZeroStep(UpdateStage):
         if zero.stage is not None and zero.stage is not self:
             raise RegistrationError("this ZeroRedundancyOptimizer is registered already; .remove() that registration")
         check_same_group(context.group, zero.process_group)
-        if not self.is_deferred:
-            check_steps_in_turn(type(zero.optim), zero.separability)
         shards = zero.shards.values()
         if context.names is not None:
             check_covered(context.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
@@ -315,8 +312,11 @@ class ZeroStep(UpdateStage):
             except BaseException:
                 self._fail()
                 raise
+        outcome = Phase.STEPPED if self.lifecycle.is_replay else self.lifecycle.outcome
+        if outcome is Phase.STEPPED and not self.is_deferred:
+            self._backward.end_step(self.lifecycle.veto)
         self.note_released()
-        self.lifecycle.on_reduced(Phase.STEPPED if self.lifecycle.is_replay else None)
+        self.lifecycle.on_reduced(outcome)
         if self.is_automatic:
             mark_stepped(self.zero)
         self.refuse_use_elsewhere()

@@ -25,6 +25,7 @@ from overlap import (
     ZeroRedundancyOptimizer,
     ZeroStep,
     chain,
+    declare,
 )
 from overlap.hooks.stage import walk
 from overlap.optim.update_stage import UpdateStage
@@ -55,6 +56,7 @@ def armed(*, stage: str | None = None, optimizer: bool = False) -> Iterator[None
         ARMS.stage, ARMS.optimizer = None, False
 
 
+@declare("element")
 class ArmedSGD(torch.optim.SGD):
     """Raises when armed, before it changes anything."""
 
@@ -64,6 +66,7 @@ class ArmedSGD(torch.optim.SGD):
         return super().step(closure)
 
 
+@declare("element")
 class ArmedAdamW(torch.optim.AdamW):
     """As :class:`ArmedSGD`."""
 

@@ -25,6 +25,7 @@ from overlap import (
     allreduce_hook,
     as_hook,
     chain,
+    declare,
     hook_with_zero_step,
 )
 
@@ -329,6 +330,7 @@ def test_step_names_parameters_that_backward_did_not_reach(options: dict[str, An
 
 
 def _fails_and_recovers(rank: int, world_size: int) -> None:
+    @declare("element")
     class Failing(torch.optim.SGD):
         fails = False
 

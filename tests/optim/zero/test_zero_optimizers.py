@@ -13,10 +13,11 @@ from zero_loops import FORMS, check, plain_run, zero_run
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
-from harness.third_party import LAMB, SGLD, BlockwiseAdamW, CountingSGD, Lion, Prodigy
-from overlap import TrainingLoopError, UnsupportedError, ZeroRedundancyOptimizer, ZeroStep, chain
+from harness.third_party import LAMB, SGLD, BlockwiseAdamW, ClippedLAMB, CountingSGD, Lion, Prodigy
+from overlap import TrainingLoopError, UnsupportedError, ZeroRedundancyOptimizer, ZeroStep, chain, declare
 
 
+@declare("element")
 class Counting(Optimizer):
     """SGD whose rate falls with a count of steps in each group, as schedule-free optimizers have one."""
 
@@ -32,6 +33,7 @@ class Counting(Optimizer):
                     parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
 
 
+@declare("element")
 class Selective(Optimizer):
     """SGD that asks for names and for what is trained, takes an argument, and keeps a global value in its state."""
 
@@ -48,23 +50,12 @@ class Selective(Optimizer):
                     parameter.add_(parameter.grad, alpha=-group["lr"] * factor * scale)
 
 
-class Locked(Optimizer):
-    """SGD with an attribute that cannot be copied."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-        self.iterator = (number for number in range(3))
-
-    step = Counting.step
-
-
 PLAIN = torch.optim
 # By optimizer: how it is divided.
 DIVIDED: dict[str, tuple[type[Optimizer], str, dict[str, Any]]] = {
     "Lion": (Lion, "element", {}),
     "LAMB": (LAMB, "parameter", {}),
     "blockwise AdamW": (BlockwiseAdamW, "parameter", {}),
-    "count in an object": (CountingSGD, "element", {}),
     "count in a group": (Counting, "element", {}),
     "Adafactor": (PLAIN.Adafactor, "parameter", {}),
     "Muon": (PLAIN.Muon, "parameter", {}),
@@ -98,12 +89,13 @@ def test_an_optimizer_is_divided_as_finely_as_it_may_be() -> None:
 
 # By what is refused: the optimizer, its options, and what the error says.
 REFUSED: dict[str, tuple[type[Optimizer], dict[str, Any], str]] = {
-    "Prodigy": (Prodigy, {}, r"Prodigy does not update each parameter by itself .*use plain DDP"),
-    "Prodigy by parameter": (Prodigy, {"partition": "parameter"}, "Prodigy does not update each parameter by itself"),
-    "global-norm LAMB": (LAMB, {"max_norm": 1e-3}, "LAMB does not update each parameter by itself"),
+    "Prodigy": (Prodigy, {}, "Prodigy is neither known nor declared"),
+    "Prodigy by parameter": (Prodigy, {"partition": "parameter"}, "Prodigy is neither known nor declared"),
+    "global-norm LAMB": (ClippedLAMB, {}, r"\(LAMB is, but ClippedLAMB overrides its (begin|update)\)"),
+    "count in an object": (CountingSGD, {}, "CountingSGD is neither known nor declared"),
     "LAMB by element": (LAMB, {"partition": "element"}, "LAMB does not update each element .*partition='parameter'"),
     "blockwise by element": (BlockwiseAdamW, {"partition": "element"}, "each element by itself"),
-    "SGLD": (SGLD, {}, r"SGLD\.step\(\) draws random numbers"),
+    "SGLD": (SGLD, {}, "SGLD is neither known nor declared"),
     "Adafactor by element": (PLAIN.Adafactor, {"partition": "element"}, "partition='parameter'"),
     "Muon by element": (PLAIN.Muon, {"partition": "element"}, "partition='parameter'"),
     "LBFGS": (PLAIN.LBFGS, {}, r"step\(closure\)"),
@@ -119,17 +111,6 @@ def _refused(rank: int, world_size: int) -> None:
 
 def test_an_optimizer_that_ranks_cannot_divide_is_refused() -> None:
     run_ranks(_refused, 2)
-
-
-def _unknown(rank: int, world_size: int) -> None:
-    with pytest.warns(UserWarning, match="Locked computes anything from several parameters .*could not be found out"):
-        zero = ZeroRedundancyOptimizer(MLP.model().parameters(), Locked)
-    assert zero.partition == "parameter"
-    assert ZeroRedundancyOptimizer(MLP.model().parameters(), Locked, partition="element").partition == "element"
-
-
-def test_an_optimizer_that_cannot_be_tried_out_is_warned_of_unless_the_partition_is_given() -> None:
-    run_ranks(_unknown, 1)
 
 
 def _equal(rank: int, world_size: int, cls: type[Optimizer], forms: list[str], groups: Callable[..., Any]) -> None:
@@ -154,37 +135,10 @@ def test_third_party_optimizers_equal_plain_ddp(cls: type[Optimizer]) -> None:
     run_ranks(_equal, 2, cls, ["interleaved", "alone"], _one_group)
 
 
-def _one_rank_lacks_a_group(rank: int, world_size: int) -> None:
-    """A group of which a rank has no parameter counts steps there, too, so that any rank may save the count."""
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    zero = ZeroRedundancyOptimizer(_several_groups(ddp), Counting, partition="parameter")
-    for step in range(3):
-        zero.zero_grad()
-        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-        zero.step()
-    assert [group["k"] for group in zero.param_groups] == [3, 3]
-
-
-@pytest.mark.parametrize("cls", [CountingSGD, Counting], ids=lambda cls: cls.__name__)
-def test_a_count_of_steps_equals_plain_ddps_where_all_is_updated_at_once(cls: type[Optimizer]) -> None:
-    run_ranks(_equal, 2, cls, ["deferred", "automatic, deferred", "alone"], _several_groups)
-
-
-def test_a_count_of_steps_is_right_on_a_rank_without_a_parameter_of_its_group() -> None:
-    run_ranks(_one_rank_lacks_a_group, 2)
-
-
-def _interleaved(rank: int, world_size: int, cls: type[Optimizer]) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), cls)
-    with pytest.raises(UnsupportedError, match=r"bucket by bucket .*ZeroStep\(zero, deferred=True\)"):
-        chain(ZeroStep(zero)).register(ddp)
-    chain(ZeroStep(zero, deferred=True)).register(ddp)
-
-
-@pytest.mark.parametrize("cls", [CountingSGD, Counting], ids=lambda cls: cls.__name__)
-def test_a_count_of_steps_is_refused_where_buckets_are_updated_in_turn(cls: type[Optimizer]) -> None:
-    run_ranks(_interleaved, 2, cls)
+def test_a_count_of_steps_equals_plain_ddps_where_a_rank_has_nothing_of_a_group() -> None:
+    run_ranks(
+        _equal, 2, Counting, ["interleaved", "deferred", "automatic", "automatic, deferred", "alone"], _several_groups
+    )
 
 
 def _selective(rank: int, world_size: int) -> None:
@@ -211,32 +165,3 @@ def _selective(rank: int, world_size: int) -> None:
 
 def test_names_requires_grad_and_arguments_of_step_reach_the_optimizer() -> None:
     run_ranks(_selective, 2)
-
-
-class Rowwise(Optimizer):
-    """SGD that scales matrices by their norm, as Muon-like optimizers treat matrices and vectors differently."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    scale = 1 / float(parameter.grad.norm()) if parameter.dim() == 2 else 1.0
-                    parameter.add_(parameter.grad, alpha=-group["lr"] * scale)
-
-
-def _added(rank: int, world_size: int) -> None:
-    module = MLP.model()
-    zero = ZeroRedundancyOptimizer([p for p in module.parameters() if p.dim() == 1], Rowwise)
-    assert zero.partition == "element"
-    with pytest.raises(UnsupportedError, match="Rowwise does not update each element by itself"):
-        zero.add_param_group({"params": [p for p in module.parameters() if p.dim() == 2]})
-    assert len(zero.param_groups) == len(zero.optim.param_groups) == 1
-    assert ZeroRedundancyOptimizer(module.parameters(), Rowwise).partition == "parameter"
-
-
-def test_a_group_that_the_optimizer_treats_in_another_way_is_refused() -> None:
-    run_ranks(_added, 2)

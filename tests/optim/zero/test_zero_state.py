@@ -15,24 +15,18 @@ from torch.optim import Optimizer
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from harness.third_party import BlockwiseAdamW
-from overlap import UnsupportedError, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap import UnsupportedError, ZeroRedundancyOptimizer, ZeroStep, chain, declare
 from overlap.hooks import AllReduce
 from overlap.optim import FunctionalAdam, Step
 from overlap.optim.zero.kinds import Kind, Kinds, StateValue
 
 
-class Untried:
-    """Mixed into an optimizer, keeps experiments from telling how it may be divided."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.iterator = (number for number in range(3))
+@declare("element")
+class Misdeclared(BlockwiseAdamW):
+    """Its blocks depend on where a parameter is cut."""
 
 
-class UntriedBlockwise(Untried, BlockwiseAdamW):
-    pass
-
-
+@declare("element")
 class Varied(Optimizer):
     """SGD with a bit of everything in its state."""
 
@@ -132,11 +126,11 @@ def test_state_of_every_kind_is_loaded_from_the_plain_optimizer() -> None:
 
 def _blockwise_by_element(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), UntriedBlockwise, partition="element", overlap_with_ddp=True)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), Misdeclared, partition="element", overlap_with_ddp=True)
     chain(ZeroStep(zero, deferred=True)).register(ddp)
     mean_squared_error(ddp, MLP.batch(0, 0)).backward()
     with pytest.raises(
-        UnsupportedError, match=r"UntriedBlockwise: state 'absmax1' of .* \(2,\) .* 128 elements.*partition='parameter'"
+        UnsupportedError, match=r"Misdeclared: state 'absmax1' of .* \(2,\) .* 128 elements.*partition='parameter'"
     ):
         zero.step()
     plain = BlockwiseAdamW(wrap(MLP.model()).parameters())
@@ -151,7 +145,8 @@ def test_a_value_per_block_is_refused_at_the_first_step_by_element_and_at_loadin
     run_ranks(_blockwise_by_element, 2)
 
 
-class UntriedNorm(Untried, torch.optim.SGD):
+@declare("element")
+class MisdeclaredNorm(torch.optim.SGD):
     """Keeps a norm of each parameter, or of each chunk of it."""
 
     @torch.no_grad()
@@ -162,7 +157,8 @@ class UntriedNorm(Untried, torch.optim.SGD):
                 parameter.add_(parameter.grad, alpha=-0.1)
 
 
-class UntriedTotal(Untried, torch.optim.SGD):
+@declare("element")
+class MisdeclaredTotal(torch.optim.SGD):
     """Keeps a total of all gradients."""
 
     @torch.no_grad()
@@ -176,8 +172,11 @@ class UntriedTotal(Untried, torch.optim.SGD):
 
 def _different(rank: int, world_size: int) -> None:
     for cls, match in (
-        (UntriedNorm, r"UntriedNorm: state 'norm' of .* differs between ranks: rank 0 has .*partition='parameter'"),
-        (UntriedTotal, r"UntriedTotal: 'total', which belongs to no parameter, differs between ranks"),
+        (
+            MisdeclaredNorm,
+            r"state 'norm' of .* differs between ranks: rank 0 has .*partition='parameter'",
+        ),
+        (MisdeclaredTotal, r"MisdeclaredTotal: 'total', which belongs to no parameter, differs between ranks"),
     ):
         module = MLP.model()
         zero = ZeroRedundancyOptimizer(module.parameters(), cls, partition="element")

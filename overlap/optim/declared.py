@@ -1,0 +1,238 @@
+"""Which optimizers may be stepped in parts.
+
+[Note: known or declared]
+
+An update in backward steps the parameters bucket by bucket, and a sharded one steps some parameters, or some elements
+of each, on each rank. That equals one whole ``step()`` only if a part's update depends on that part alone, which the
+interface of ``Optimizer`` does not say. So a class is stepped in parts if it is in the table :data:`KNOWN`, or if the
+user has declared it. Every entry of the table is checked by an experiment in the tests; a declaration is not checked.
+
+Any other optimizer takes its steps whole: ``Step(OverlappedOptimizer(optimizer), deferred=True)`` calls
+``optimizer.step()`` itself, as plain DDP does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeVar, overload
+from weakref import WeakKeyDictionary
+
+from torch.optim import Adafactor, Optimizer
+
+from overlap._checks import described, is_one_of, told
+from overlap._torch.optimizer import global_pre_hooks, own_step, unhooked_step
+from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.optim.step_guard import refused_pre_hooks
+
+__all__ = [
+    "KNOWN",
+    "Unit",
+    "check_nothing_before",
+    "check_one_eps",
+    "check_unit",
+    "declare",
+    "runs_on_current_stream",
+    "unit_of",
+]
+
+Unit = Literal["element", "parameter"]
+"""The smallest part of a model that an optimizer updates by itself."""
+
+T = TypeVar("T", bound=type[Optimizer])
+
+KNOWN: Mapping[str, Unit] = {
+    "torch.ASGD": "element",
+    "torch.Adadelta": "element",
+    "torch.Adafactor": "parameter",
+    "torch.Adagrad": "element",
+    "torch.Adam": "element",
+    "torch.AdamW": "element",
+    "torch.Adamax": "element",
+    "torch.Muon": "parameter",
+    "torch.NAdam": "element",
+    "torch.RAdam": "element",
+    "torch.RMSprop": "element",
+    "torch.Rprop": "element",
+    "torch.SGD": "element",
+}
+"""Unit by ``"<top-level package>.<ClassName>"``; of ``torch``, those of ``torch.optim``."""
+
+# Packages whose kernels run on the default stream, whatever the current one is.
+_ON_DEFAULT_STREAM = frozenset({"bitsandbytes"})
+
+# Names that a derived class may define without changing how the class that it derives from makes an update.
+_HARMLESS = frozenset(
+    {
+        "__abstractmethods__",
+        "__annotate__",
+        "__annotations__",
+        "__dict__",
+        "__doc__",
+        "__firstlineno__",
+        "__init__",
+        "__module__",
+        "__orig_bases__",
+        "__parameters__",
+        "__qualname__",
+        "__repr__",
+        "__slots__",
+        "__static_attributes__",
+        "__weakref__",
+        "_abc_impl",
+    }
+)
+# Attributes of the object itself that a property would replace.
+_OF_OBJECT = frozenset({"defaults", "param_groups", "state"})
+
+_declared: WeakKeyDictionary[type[Optimizer], Unit] = WeakKeyDictionary()
+
+
+@overload
+def declare(cls: T, unit: Unit) -> T: ...
+
+
+@overload
+def declare(cls: Unit) -> Callable[[T], T]: ...
+
+
+def declare(cls: T | Unit, unit: Unit | None = None) -> T | Callable[[T], T]:
+    """Declare the unit in which a class of optimizers updates, so that it may be stepped in backward or sharded.
+
+    ``"parameter"`` promises that the update of a parameter depends on that parameter, its gradient, its state and its
+    group's options alone; ``"element"`` promises the same of each element of a parameter. Both promise that ``step()``
+
+    - draws no random numbers and issues no collectives;
+    - keeps no state beside that of the parameters, and needs no hook that runs before it;
+    - writes to a group, or to an attribute of the optimizer, nothing but plain values (a count of calls) that are the
+      same whichever parameters are stepped;
+    - runs its kernels on the current stream.
+
+    The optimizers of ``torch.optim`` and many others are known without a declaration. A declaration holds for derived
+    classes that override nothing of the class but ``__init__`` and ``__repr__``. **A declaration is not checked: if it
+    is wrong, the training is silently wrong.** An optimizer for which none is right works with
+    ``Step(OverlappedOptimizer(optimizer), deferred=True)``, which calls ``optimizer.step()`` itself.
+
+    Use it as a function, ``declare(Lion, "element")``, or as a decorator of the class, ``@declare("element")``.
+
+    Args:
+        cls: the class of the optimizer; for ``ZeroRedundancyOptimizer``, that of the one inside.
+        unit: ``"element"`` or ``"parameter"``.
+
+    Returns:
+        ``cls``.
+
+    Raises:
+        ConfigurationError: ``cls`` is not a subclass of ``torch.optim.Optimizer``, or there is no such ``unit``.
+
+    >>> @declare("element")
+    ... class SignSGD(torch.optim.Optimizer): ...
+    >>> declare(SignSGD, "parameter") is SignSGD
+    True
+    """
+    if isinstance(cls, str) and unit is None:
+        only: Unit = _checked(cls)
+        return lambda decorated: declare(decorated, only)
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        instead = f"declare(type(optimizer), {unit!r})" if isinstance(cls, Optimizer) else 'declare(Lion, "element")'
+        raise ConfigurationError(f"declare takes a class of optimizers, got {described(cls)}; use {instead}")
+    _declared[cls] = _checked(unit, cls.__name__)
+    return cls
+
+
+def _checked(unit: object, name: str = "Lion") -> Unit:
+    if not is_one_of(unit, "element", "parameter"):
+        raise ConfigurationError(
+            f'unit is "element" or "parameter", got {told(unit)}; use declare({name}, "parameter") where the update '
+            'of a parameter depends on that parameter alone, declare(..., "element") where that of an element does'
+        )
+    return unit  # type: ignore[return-value]
+
+
+def unit_of(optimizer: Optimizer | type[Optimizer]) -> Unit | None:
+    """The unit in which ``optimizer`` (or the class) updates; ``None`` where it is neither known nor declared."""
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    known = _known_base(cls)
+    return None if known is None or _overridden(cls, known) else _unit_of_itself(known)
+
+
+def _unit_of_itself(cls: type[Optimizer]) -> Unit | None:
+    if (unit := _declared.get(cls)) is not None:
+        return unit
+    package = cls.__module__.partition(".")[0]
+    if package == "torch" and not cls.__module__.startswith("torch.optim"):
+        return None
+    return KNOWN.get(f"{package}.{cls.__qualname__}")
+
+
+def _known_base(cls: type) -> type[Optimizer] | None:
+    """The first class in the order of inheritance that is known or declared itself."""
+    return next((base for base in cls.__mro__ if issubclass(base, Optimizer) and _unit_of_itself(base)), None)
+
+
+def _overridden(cls: type, known: type[Optimizer]) -> str | None:
+    """A name that a class between ``cls`` and ``known`` defines anew, of those that ``known`` has."""
+    between = cls.__mro__[: cls.__mro__.index(known)]
+    names = _OF_OBJECT.union(*(vars(base) for base in known.__mro__ if base is not object)) - _HARMLESS
+    for name in (name for base in between for name in vars(base) if name in names):
+        # The first object of a class puts a wrapper around step() into the class, also if it has inherited it.
+        if name != "step" or unhooked_step(cls) is not unhooked_step(known):
+            return name
+    return None
+
+
+def check_unit(optimizer: Optimizer | type[Optimizer], *, instead: str) -> Unit:
+    """The unit in which ``optimizer`` (or the class) updates.
+
+    Args:
+        optimizer: what is to be stepped in parts.
+        instead: how to step any optimizer whole.
+
+    Raises:
+        UnsupportedError: it is neither known nor declared.
+    """
+    unit = unit_of(optimizer)
+    if unit is not None:
+        return unit
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    name, why = cls.__name__, ""
+    if (known := _known_base(cls)) is not None:
+        why = f" ({known.__name__} is, but {name} overrides its {_overridden(cls, known)})"
+    raise UnsupportedError(
+        f"{name} is neither known nor declared{why}, so its update cannot be made in parts. If its update of a "
+        "parameter depends on that parameter, its state and its group's options alone, declare it: "
+        f'overlap.declare({name}, "parameter") (or "element", if the same holds for each element). Otherwise use '
+        f"{instead}, which calls optimizer.step() itself and is exact for any optimizer"
+    )
+
+
+def check_nothing_before(optimizer: Optimizer) -> None:
+    """Raises: UnsupportedError: something must run before the update, or in place of it."""
+    name = type(optimizer).__name__
+    if own_step(optimizer) is not None:
+        raise UnsupportedError(
+            f"step() of this {name} was replaced on the object, and an update in backward would not call it; use "
+            "Step(OverlappedOptimizer(optimizer), deferred=True)"
+        )
+    if hooks := refused_pre_hooks(optimizer, global_pre_hooks()):
+        raise UnsupportedError(
+            f"the step pre-hook {hooks[0]} must run before the update of this {name}, when all gradients are there, "
+            "but updates are made while backward runs; use Step(OverlappedOptimizer(optimizer), deferred=True)"
+        )
+
+
+def check_one_eps(optimizer: Optimizer, *, instead: str) -> None:
+    """Raises: UnsupportedError: the eps of Adafactor depends on which parameter of a group comes first."""
+    for group in optimizer.param_groups if isinstance(optimizer, Adafactor) else ():
+        dtypes = sorted({str(parameter.dtype) for parameter in group["params"]})
+        if group["eps"][0] is None and len(dtypes) > 1:
+            raise UnsupportedError(
+                f"updating in parts would not equal one step of {type(optimizer).__name__}: its eps[0] is None, which "
+                f"for all parameters of a group becomes that of the first one's dtype, and a group has "
+                f"{' and '.join(dtypes)}; give a number, or a group to each dtype, or use {instead}"
+            )
+
+
+def runs_on_current_stream(optimizer: Optimizer) -> bool:
+    """Whether all kernels of ``optimizer`` run on the current stream."""
+    packages = {base.__module__.partition(".")[0] for base in type(optimizer).__mro__}
+    return unit_of(optimizer) is not None and packages.isdisjoint(_ON_DEFAULT_STREAM) and own_step(optimizer) is None

@@ -1,0 +1,493 @@
+"""An optimizer is known or declared, and its parts agree on what they write to its groups."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+from step_loops import Counting, NoScheduler, SignSGD
+from tools.check_optimizer import check
+from torch import nn
+from torch.optim import SGD, Adafactor, AdamW, Muon
+from torch.optim.lr_scheduler import ExponentialLR
+
+from harness import assert_parity, overlapped_step, plain_step, run_ranks, train, wrap
+from harness.models import MLP, mean_squared_error
+from overlap import (
+    AllReduce,
+    ConfigurationError,
+    OptimizerHookState,
+    OverlappedOptimizer,
+    PeerError,
+    Step,
+    UnsupportedError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    allreduce_hook,
+    chain,
+    declare,
+    hook_then_optimizer,
+)
+from overlap.optim.declared import KNOWN, unit_of
+
+STEPS = 5
+
+
+@declare("element")
+class Estimates(SignSGD):
+    """Declared, and wrongly: it makes an estimate over all parameters, as Prodigy does."""
+
+    def rate(self, group: dict[str, Any]) -> float:
+        largest = max((float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None), default=0.0)
+        group["d"] = largest
+        return float(group["lr"] * group["d"])
+
+
+# What is known.
+
+
+def test_what_is_no_class_of_optimizers_and_what_is_no_unit_are_refused_with_the_remedy() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ConfigurationError, match=r"takes a class of optimizers, got SGD; .*declare\(type\(optimizer\)"):
+        declare(SGD([parameter], lr=0.1), "element")  # type: ignore[call-overload]
+    with pytest.raises(ConfigurationError, match=r'takes a class of optimizers, got .*declare\(Lion, "element"'):
+        declare(nn.Linear, "element")  # type: ignore[type-var]
+    with pytest.raises(ConfigurationError, match=r'"element" or "parameter", got \'row\'; use declare\(SignSGD, '):
+        declare(SignSGD, "row")  # type: ignore[call-overload]
+    with pytest.raises(ConfigurationError, match="got None"):
+        declare(SignSGD)  # type: ignore[call-overload]
+    with pytest.raises(ConfigurationError, match="got 'elements'"):
+        declare("elements")  # type: ignore[call-overload]
+
+
+def test_a_declaration_returns_the_class_and_the_last_one_counts() -> None:
+    class Mine(SignSGD):
+        pass
+
+    assert unit_of(Mine) is None
+    assert declare(Mine, "parameter") is Mine and unit_of(Mine) == "parameter"
+    assert declare("element")(Mine) is Mine and unit_of(Mine([nn.Parameter(torch.zeros(1))])) == "element"
+
+    class Coarser(AdamW):
+        pass
+
+    assert unit_of(declare(Coarser, "parameter")) == "parameter" and unit_of(AdamW) == "element"
+
+
+T = TypeVar("T")
+
+
+class _Same(AdamW):
+    """Only a name."""
+
+
+class _Made(AdamW, Generic[T]):
+    """Made otherwise, and with something new."""
+
+    __slots__ = ()
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.5)
+
+    def __repr__(self) -> str:
+        return "made"
+
+    def describe(self) -> str:
+        return "new"
+
+
+class _Careful(AdamW):
+    """Leaves out the whole step where any gradient is not finite."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return super().step(closure) if all(bool(g.isfinite().all()) for g in gradients) else None
+
+
+class _FromCareful(_Careful):
+    pass
+
+
+class _Private(AdamW):
+    def _init_group(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._init_group(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class _Mixin:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        pass
+
+
+class _Mixed(_Mixin, AdamW):  # type: ignore[misc]
+    pass
+
+
+class _Property(AdamW):
+    param_groups: Any = property(lambda self: self.groups, lambda self, value: setattr(self, "groups", value))
+
+
+SUBCLASSES = {_Same: "element", _Made: "element"} | dict.fromkeys(
+    (_Careful, _FromCareful, _Private, _Mixed, _Property)  # type: ignore[arg-type]
+)
+
+
+@pytest.mark.parametrize("cls", SUBCLASSES, ids=lambda cls: cls.__name__)
+def test_a_derived_class_is_known_if_it_overrides_nothing(cls: type[AdamW]) -> None:
+    assert unit_of(cls) == SUBCLASSES[cls]
+    # The first object of a class gives it a step() of its own, with the hooks around it.
+    assert unit_of(cls([nn.Parameter(torch.zeros(1))])) == SUBCLASSES[cls]
+
+
+def test_a_class_of_another_package_is_not_known_by_a_name_of_torchs() -> None:
+    ours = type("AdamW", (SignSGD,), {"__module__": "models.optim"})
+    torchs = type("AdamW", (SignSGD,), {"__module__": "torch.nn"})
+    assert unit_of(ours) is None and unit_of(torchs) is None
+    assert unit_of(Muon) == unit_of(Adafactor) == "parameter"
+
+
+OPTION_SETS: dict[str, list[dict[str, Any]]] = {
+    "SGD": [{"momentum": 0.9, "nesterov": True, "foreach": True}, {"momentum": 0.9, "fused": True, "maximize": True}],
+    "Adam": [{"amsgrad": True, "foreach": True}, {"fused": True}, {"weight_decay": 0.1, "maximize": True}],
+    "AdamW": [{"fused": True, "amsgrad": True}, {"lr": torch.tensor(0.01)}, {"weight_decay": 0.1}],
+    "Adagrad": [{"lr_decay": 0.1, "weight_decay": 0.1}, {"fused": True}],
+    "Adadelta": [{"weight_decay": 0.1, "foreach": True}],
+    "Adamax": [{"weight_decay": 0.1, "foreach": True}],
+    "NAdam": [{"weight_decay": 0.1, "decoupled_weight_decay": True}, {"foreach": True}],
+    "RAdam": [{"weight_decay": 0.1, "decoupled_weight_decay": True}, {"foreach": True}],
+    "RMSprop": [{"centered": True, "momentum": 0.5}, {"foreach": True, "capturable": False}],
+    "Rprop": [{"foreach": True}],
+    "ASGD": [{"t0": 2, "weight_decay": 0.1}, {"foreach": True}],
+    "Adafactor": [{"weight_decay": 0.1}, {"foreach": True}],
+    "Muon": [{"weight_decay": 0.1, "nesterov": False}],
+}
+OF_TORCH = {name.partition(".")[2]: unit for name, unit in KNOWN.items() if name.startswith("torch.")}
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_the_table_says_of_torchs_optimizers_what_the_experiment_says(name: str) -> None:
+    for options in [{}, *OPTION_SETS[name]]:
+        found = check(getattr(torch.optim, name), only_matrices=name == "Muon", **{"lr": 0.01, **options})
+        assert not found["interleaved"] and not found["parameter"], options
+        assert bool(found["element"]) == (OF_TORCH[name] == "parameter"), (options, found["element"])
+
+
+def test_the_experiment_finds_what_no_part_can_know() -> None:
+    assert check(Counting) == {"interleaved": "", "parameter": "", "element": ""}
+    found = check(Estimates)
+    assert all("'d' of this Estimates is" in found[part] for part in ("interleaved", "parameter", "element"))
+    assert "differs after step" in check(functools.partial(torch.optim.Adafactor, lr=0.01))["element"]
+
+
+# What is neither known nor declared.
+
+
+def _whole(way: str) -> str:
+    return rf"overlap\.declare\({{name}}, \"parameter\"\).*{way}Step\(OverlappedOptimizer\(optimizer\), deferred=True\)"
+
+
+def _undeclared(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model())
+    for cls in (SignSGD, _Careful):
+        match = _whole("").format(name=cls.__name__)
+        for stage in (
+            Step(OverlappedOptimizer(cls(ddp.parameters()))),
+            Step(cls(ddp.parameters())),
+            Step(cls(ddp.parameters()), deferred=True),
+        ):
+            with pytest.raises(UnsupportedError, match=f"{cls.__name__} is neither known nor declared.*{match}"):
+                chain(AllReduce(), stage).register(ddp)
+        with pytest.raises(UnsupportedError, match=_whole(r"chain\(AllReduce\(\), ").format(name=cls.__name__)):
+            ZeroRedundancyOptimizer(ddp.parameters(), cls)
+    with pytest.raises(UnsupportedError, match=r"\(AdamW is, but _Careful overrides its step\)"):
+        ZeroRedundancyOptimizer(ddp.parameters(), _Careful)
+    # On one rank alone, before ranks send anything: the other one hears of it where they would meet.
+    with pytest.raises(UnsupportedError if rank == 0 else PeerError, match="SignSGD is neither known nor declared"):
+        ZeroRedundancyOptimizer(ddp.parameters(), SignSGD if rank == 0 else SGD, lr=0.1)
+    # The remedies, as they stand there.
+    optimizer = SignSGD(ddp.parameters())
+    chain(AllReduce(), Step(OverlappedOptimizer(optimizer), deferred=True)).register(ddp).remove()
+    mine = declare(type("Mine", (SignSGD,), {}), "parameter")
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), mine)
+    assert zero.partition == "parameter"
+    with pytest.raises(UnsupportedError, match=r"Mine does not update each element .*partition='parameter'"):
+        ZeroRedundancyOptimizer(ddp.parameters(), mine, partition="element")
+    assert ZeroRedundancyOptimizer(ddp.parameters(), AdamW, partition="parameter").partition == "parameter"
+    chain(AllReduce(), Step(OverlappedOptimizer(mine(ddp.parameters())))).register(ddp).remove()
+
+
+def test_what_is_not_declared_is_refused_before_any_collective_with_both_remedies() -> None:
+    run_ranks(_undeclared, 2)
+
+
+def _hook(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model())
+    ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(SignSGD(ddp.parameters()))))
+    before = [parameter.detach().clone() for parameter in ddp.parameters()]
+    with pytest.raises(UnsupportedError, match="SignSGD is neither known nor declared"):
+        mean_squared_error(ddp, MLP.batch(0, rank)).backward()
+    assert_parity(list(ddp.parameters()), before, what="parameters after a refused backward")
+
+
+def test_a_hook_of_ddps_own_refuses_at_its_first_bucket() -> None:
+    run_ranks(_hook, 2)
+
+
+def _careful(rank: int, world_size: int) -> None:
+    """A step that is left out where any gradient is not finite: whole, or not at all."""
+    make = functools.partial(_Careful, lr=0.01)
+    runs = []
+    for overlapped in (False, True):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer: Any = make(ddp.parameters())
+        if overlapped:
+            optimizer = OverlappedOptimizer(optimizer)
+            chain(AllReduce(), Step(optimizer, deferred=True)).register(ddp)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            handle = next(ddp.module.parameters()).register_hook(lambda g: g * (float("inf") if step == 3 else 1))  # noqa: B023
+            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+            optimizer.step()
+            handle.remove()
+        runs.append([parameter.detach().clone() for parameter in ddp.parameters()])
+    assert bool(torch.isfinite(runs[0][0]).all())
+    assert_parity(runs[1], runs[0], what="a step that is left out, deferred")
+
+
+def test_an_optimizer_that_leaves_out_whole_steps_is_exact_when_deferred() -> None:
+    run_ranks(_careful, 2)
+
+
+class _Compiled(SignSGD):
+    """Compiles a part of its step, which must not be broken by what runs around it."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.scaled = torch.compile(lambda rate: rate * 0.5, fullgraph=True, backend="eager")
+
+    def rate(self, group: dict[str, Any]) -> float:
+        return float(self.scaled(torch.tensor(group["lr"])))
+
+
+def _compiled(rank: int, world_size: int) -> None:
+    batches = MLP.batches(rank, steps=2)
+    plain = wrap(MLP.model())
+    reference = train(plain, _Compiled(plain.parameters()), batches, scheduler=NoScheduler)
+    ddp = wrap(MLP.model())
+    optimizer = OverlappedOptimizer(_Compiled(ddp.parameters()))
+    with pytest.raises(UnsupportedError, match=r"_Compiled is neither known nor declared.*deferred=True"):
+        chain(AllReduce(), Step(optimizer)).register(ddp)
+    chain(AllReduce(), Step(optimizer, deferred=True)).register(ddp)
+    candidate = train(ddp, optimizer, batches, step_fn=overlapped_step, scheduler=NoScheduler)
+    assert_parity(candidate, reference, what="a compiled step, deferred")
+
+
+def test_an_optimizer_with_a_compiled_step_is_refused_in_backward_and_exact_when_deferred() -> None:
+    run_ranks(_compiled, 2)
+
+
+def _on_another_default_device(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model())
+    torch.set_default_device("meta")
+    try:
+        optimizer = OverlappedOptimizer(_Same(ddp.parameters(), lr=0.01))
+        before = torch.get_rng_state()
+        chain(AllReduce(), Step(optimizer)).register(ddp)
+        assert ZeroRedundancyOptimizer(ddp.parameters(), _Same, lr=0.01).partition == "element"
+        assert torch.equal(torch.get_rng_state(), before)
+    finally:
+        torch.set_default_device("cpu")
+    mean_squared_error(ddp, MLP.batch(0, rank)).backward()
+    optimizer.step()
+
+
+def test_registration_allocates_nothing_on_the_default_device() -> None:
+    run_ranks(_on_another_default_device, 2)
+
+
+# Groups.
+
+
+def _groups(module: nn.Module) -> list[dict[str, Any]]:
+    """The second is in no bucket of its own, and of the third no rank but one has anything."""
+    first, second, third, *rest = module.parameters()
+    return [{"params": [first, *rest]}, {"params": [second], "lr": 0.02}, {"params": [third], "lr": 0.03}]
+
+
+def _step(**options: Any) -> Callable[..., Any]:
+    def build(ddp: Any, cls: Any) -> Any:
+        optimizer = OverlappedOptimizer(cls(_groups(ddp.module)))
+        chain(AllReduce(), Step(optimizer, **options)).register(ddp)
+        return optimizer
+
+    return build
+
+
+def _zero(partition: str | None = None, **options: Any) -> Callable[..., Any]:
+    def build(ddp: Any, cls: Any) -> Any:
+        zero = ZeroRedundancyOptimizer(_groups(ddp.module), cls, overlap_with_ddp=True, partition=partition)
+        chain(ZeroStep(zero, **options)).register(ddp)
+        return zero
+
+    return build
+
+
+FORMS = {
+    "interleaved": _step(),
+    "deferred": _step(deferred=True),
+    "zero": _zero(),
+    "zero, gather in forward": _zero(gather="forward"),
+    "zero, by parameter": _zero("parameter"),
+    "zero, deferred": _zero(deferred=True),
+    "zero, deferred, by parameter": _zero("parameter", deferred=True),
+    "zero alone": lambda ddp, cls: ZeroRedundancyOptimizer(_groups(ddp.module), cls),
+    "zero alone, by parameter": lambda ddp, cls: ZeroRedundancyOptimizer(
+        _groups(ddp.module), cls, partition="parameter"
+    ),
+}
+
+
+def _options(optimizer: Any) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _counters(rank: int, world_size: int) -> None:
+    plain = wrap(MLP.model(), **MLP.ddp_options())
+    reference: Any = Counting(_groups(plain.module))
+    histories = []
+    for step in range(STEPS):
+        plain_step(plain, reference, MLP.batch(step, rank), mean_squared_error)
+        histories.append(([p.detach().clone() for p in plain.parameters()], copy.deepcopy(_options(reference))))
+    for name, build in FORMS.items():
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer = build(ddp, Counting)
+        for step, (parameters, options) in enumerate(histories):
+            if "alone" in name:
+                optimizer.zero_grad()
+            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+            assert [group["step"] for group in optimizer.param_groups] == [step] * 3, name
+            optimizer.step()
+            if hasattr(optimizer, "wait"):
+                optimizer.wait()
+            assert_parity([p.detach() for p in ddp.parameters()], parameters, what=f"{name}, step {step}")
+            assert_parity(_options(optimizer), options, what=f"groups of {name}, step {step}")
+        inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.optimizer
+        assert inner.calls == STEPS, name
+
+
+def test_counts_of_steps_in_groups_and_attributes_are_plain_ddps_in_every_form() -> None:
+    run_ranks(_counters, 2)
+
+
+def test_counts_of_steps_are_right_on_ranks_that_own_nothing() -> None:
+    run_ranks(_counted_by_parameter, 3)
+
+
+def _counted_by_parameter(rank: int, world_size: int) -> None:
+    """Three ranks divide a layer's two parameters."""
+    ddp = wrap(nn.Linear(4, 4))
+    for options in ({}, {"deferred": True}):
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), Counting, partition="parameter", overlap_with_ddp=True)
+        registration = chain(ZeroStep(zero, **options)).register(ddp)
+        for _ in range(3):
+            ddp(torch.randn(2, 4)).square().mean().backward()
+            zero.step()
+        assert zero.param_groups[0]["step"] == zero.optim.param_groups[0]["step"] == 3, options
+        zero.consolidate_state_dict(to=None)
+        registration.remove()
+
+
+def _automatic(rank: int, world_size: int) -> None:
+    plain, ddp, hooked = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(3))
+    reference, candidate, by_hook = (Counting(_groups(model.module)) for model in (plain, ddp, hooked))
+    chain(AllReduce(), Step(candidate)).register(ddp)
+    hooked.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(by_hook)))
+    for step in range(STEPS):
+        plain_step(plain, reference, MLP.batch(step, rank), mean_squared_error)
+        for model in (ddp, hooked):
+            model.zero_grad()
+            mean_squared_error(model, MLP.batch(step, rank)).backward()
+        for optimizer, model in ((candidate, ddp), (by_hook, hooked)):
+            assert_parity(list(model.parameters()), list(plain.parameters()), what=f"automatic, step {step}")
+            assert_parity(_options(optimizer), _options(reference), what=f"groups, automatic, step {step}")
+
+
+def test_counts_of_steps_are_plain_ddps_where_backward_does_everything() -> None:
+    run_ranks(_automatic, 2)
+
+
+def _two_models(rank: int, world_size: int) -> None:
+    plain, models = ([wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2)] for _ in range(2))
+    reference: Any = Counting([p for model in plain for p in model.parameters()])
+    optimizer: Any = OverlappedOptimizer(Counting([p for model in models for p in model.parameters()]))
+    for model in models:
+        chain(AllReduce(), Step(optimizer)).register(model)
+    for step in range(STEPS):
+        reference.zero_grad()
+        for pair, holder in ((plain, reference), (models, optimizer)):
+            for model in pair:
+                mean_squared_error(model, MLP.batch(step, rank)).backward()
+            holder.step()
+        assert _options(optimizer) == _options(reference), step
+    for ours, theirs in zip(models, plain, strict=True):
+        assert_parity(ours.state_dict(), theirs.state_dict(), what="two models of one optimizer")
+
+
+def test_the_backwards_of_two_models_are_one_step_of_their_optimizer() -> None:
+    run_ranks(_two_models, 2)
+
+
+def _resumed(rank: int, world_size: int) -> None:
+    def run(start: int, state: Any, values: Any) -> tuple[Any, Any]:
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer = OverlappedOptimizer(Counting(_groups(ddp.module)))
+        chain(AllReduce(), Step(optimizer)).register(ddp)
+        if state is not None:
+            ddp.load_state_dict(values)
+            optimizer.load_state_dict(state)
+        scheduler = ExponentialLR(optimizer, gamma=1.0)
+        for step in range(start, start + 3):
+            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+            optimizer.step()
+            scheduler.step()
+        return copy.deepcopy(optimizer.state_dict()), copy.deepcopy(ddp.state_dict())
+
+    saved = run(0, None, None)
+    assert [group["step"] for group in saved[0]["param_groups"]] == [3, 3, 3]
+    resumed = run(3, *saved)
+    assert [group["step"] for group in resumed[0]["param_groups"]] == [6, 6, 6]
+    plain = wrap(MLP.model(), **MLP.ddp_options())
+    reference = Counting(_groups(plain.module))
+    for step in range(6):
+        plain_step(plain, reference, MLP.batch(step, rank), mean_squared_error)
+    assert_parity(resumed[1], plain.state_dict(), what="a resumed run")
+
+
+def test_counts_of_steps_go_on_after_a_resume() -> None:
+    run_ranks(_resumed, 2)
+
+
+def _disagreeing(rank: int, world_size: int) -> None:
+    def train_with(optimizer: Any) -> None:
+        for step in range(2):  # DDP's first backward may have one bucket.
+            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+            optimizer.step()
+
+    match = r"'d' of this Estimates is \d\S* after .* and \d\S* after .*load a checkpoint.*deferred=True"
+    for is_sharded in (False, True):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        if is_sharded:
+            optimizer: Any = ZeroRedundancyOptimizer(ddp.parameters(), Estimates, overlap_with_ddp=True)
+            chain(ZeroStep(optimizer)).register(ddp)
+        else:
+            optimizer = OverlappedOptimizer(Estimates(ddp.parameters()))
+            chain(AllReduce(), Step(optimizer)).register(ddp)
+        with pytest.raises(UnsupportedError, match=match):
+            train_with(optimizer)
+
+
+def test_a_value_on_which_buckets_disagree_is_an_error_that_names_it() -> None:
+    run_ranks(_disagreeing, 2)
