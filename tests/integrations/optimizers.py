@@ -1,7 +1,8 @@
-"""Optimizers of other packages, beside plain DDP on two ranks: ``python tests/integrations/optimizers.py`` writes
-docs/optimizers.md.
+"""Optimizers of other packages, beside plain DDP on two ranks.
 
-Names at the end of the command, like ``pytorch_optimizer.Lion`` or ``timm``, run those alone and print their rows.
+``PYTHONPATH=tests python tests/integrations/optimizers.py`` writes docs/optimizers.md. Names behind it, like
+``pytorch_optimizer.Lion`` or ``timm``, play those alone and print their rows. With ``--options`` it makes the
+experiment in one process instead, with each option of each known optimizer turned (minutes).
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from tools.check_optimizer import check
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 from harness import run_ranks
 from overlap import AllReduce, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap.errors import OverlapError
 from overlap.optim.declared import KNOWN
 
-__all__ = ["LEFT_OUT", "PACKAGES", "PAGE", "arguments", "classes", "grouped", "known_here", "variants", "versions"]
+__all__ = ["LEFT_OUT", "PAGE", "REASONS", "arguments", "classes", "differences", "known_here", "play", "turned"]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 
@@ -44,7 +45,6 @@ PACKAGES = {
     "adamp": "adamp",
     "muon": "muon-optimizer",
     "torch_optimizer": "torch-optimizer",
-    "adabelief_pytorch": "adabelief-pytorch",
     "madgrad": "madgrad",
     "prodigyopt": "prodigyopt",
     "dadaptation": "dadaptation",
@@ -76,7 +76,6 @@ REASONS = {
 LEFT_OUT = {
     f"{package}.{name}": reason
     for package, reasons in {
-        "adabelief_pytorch": {"global": "AdaBelief"},
         "dadaptation": {"global": "DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD"},
         "madgrad": {"beside": "MADGRAD MirrorMADGRAD"},
         "muon": {"collectives": "Muon MuonWithAuxAdam"},
@@ -88,8 +87,8 @@ LEFT_OUT = {
             "closure": "AliG BSAM",
             "collectives": "DeMo DistributedMuon",
             "global": """
-                ASGD AdaGC Adai AdamS Adan AvaGrad DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD Lamb LoRARite
-                Prodigy Ranger21 SWATS
+                ASGD AdaGC Adai AdamS Adan AvaGrad DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD Lamb
+                LoRARite Prodigy Ranger21 SWATS
             """,
             "hessian": "AdaHessian SophiaH",
             "mode": "ScheduleFreeAdamW ScheduleFreeRAdam ScheduleFreeSGD",
@@ -175,9 +174,10 @@ were compared bit for bit after each step, and state and groups at the end. With
 
 {counts}
 
-`python tests/integrations/optimizers.py` plays them and writes this page, where the packages are installed (`make
-test-integrations` makes such an environment in `.venv-integrations`); names behind it, such as `timm.Lion`, play those
-alone. `make test-integrations` makes the experiment with every optimizer that is known, with each of its options turned.
+`PYTHONPATH=tests .venv-integrations/bin/python tests/integrations/optimizers.py` plays them and writes this page (`make
+test-integrations` makes the environment). Names behind it, such as `timm.Lion`, play those alone; `--options` makes the
+experiment with each option of each known optimizer turned. `make test-integrations` makes it with their defaults and
+weight decay. All of that is on CPUs.
 
 ## Not played
 
@@ -187,6 +187,7 @@ alone. `make test-integrations` makes the experiment with every optimizer that i
   which a part would change. Deferred only.
 - **galore-torch**, **apollo-torch**: their state has objects with projections, and in apollo-torch these depend on the
   place of a parameter. Deferred only.
+- **adabelief-pytorch** keeps a cache of step sizes in the group, and gives fp16 parameters other memory. Deferred only.
 - **kron-torch** draws random numbers, and **adam-mini** takes the model. Deferred only.
 - A class that derives from a known one and overrides its `step` is not known.
 
@@ -296,7 +297,9 @@ def grouped(cls: type[Optimizer], groups: list[dict[str, Any]], **options: Any) 
 
 
 def _muon_groups(cls: type[Optimizer], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    if cls.__module__.partition(".")[0] not in {"muon", "pytorch_optimizer"} or "use_muon" not in inspect.getsource(cls):
+    if cls.__module__.partition(".")[0] not in {"muon", "pytorch_optimizer"} or "use_muon" not in inspect.getsource(
+        cls
+    ):
         return groups
     return [
         {**group, "params": [p for p in group["params"] if (p.dim() == 2) == is_muon], "use_muon": is_muon}
@@ -306,7 +309,7 @@ def _muon_groups(cls: type[Optimizer], groups: list[dict[str, Any]]) -> list[dic
 
 
 def variants(cls: type[Optimizer]) -> Iterator[dict[str, Any]]:
-    """Each flag of ``cls`` turned, each zero replaced, and each ``None`` replaced by some values that are often meant."""
+    """Each flag of ``cls`` turned, each zero replaced, and each ``None`` replaced by values often meant."""
     for name, parameter in inspect.signature(cls).parameters.items():
         default = parameter.default
         if name in {"params", "lr"} or default is parameter.empty:
@@ -321,6 +324,25 @@ def variants(cls: type[Optimizer]) -> Iterator[dict[str, Any]]:
             yield from ({name: value} for value in (True, False, 0.5))
     yield {"foreach": True}  # Taken by pytorch_optimizer's among other keywords, as these:
     yield from ({name: True} for name in ("adanorm", "cautious", "use_gc"))
+
+
+def differences(name: str, cls: type[Optimizer], options: Mapping[str, Any]) -> dict[str, str]:
+    """What the experiment finds against the table's entry for ``cls``."""
+    found = check(
+        partial(grouped, cls), only_matrices=name in MATRICES_ONLY, all_have_gradients=name in NEEDS_ALL, **options
+    )
+    units = ("interleaved", "parameter") if KNOWN[name] == "parameter" else tuple(found)
+    return {unit: found[unit] for unit in units if found[unit]}
+
+
+def turned(names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], dict[str, str]]]:
+    """Each option of each of the known optimizers, and what the experiment finds with it."""
+    for name, cls in known_here().items():
+        for options in variants(cls) if name in names else ():
+            try:
+                yield name, options, differences(name, cls, {**arguments(cls), **options})
+            except (Exception, SystemExit):
+                continue  # It does not take this value, or takes no step with it.
 
 
 def _play(rank: int, world_size: int, names: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -395,7 +417,9 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
 def _difference(where: str, one: Any, other: Any) -> str | None:
     """The first value that is not the same bit for bit."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        is_same = one.dtype == other.dtype and one.shape == other.shape and bool(torch.all((one == other) | (one != one)))
+        is_same = (
+            one.dtype == other.dtype and one.shape == other.shape and bool(torch.all((one == other) | (one != one)))
+        )
         return None if is_same and torch.equal(one != one, other != other) else where
     if type(one) is not type(other):
         return where
@@ -406,7 +430,7 @@ def _difference(where: str, one: Any, other: Any) -> str | None:
     if not isinstance(one, dict):
         return None if one == other or one != one or callable(one) else where
     if one.keys() != other.keys():
-        return f"{where} {sorted(map(str, one.keys() ^ other.keys()))[0]}"
+        return f"{where} {min(map(str, one.keys() ^ other.keys()))}"
     found = (_difference(f"{where} {key}", one[key], other[key]) for key in one)
     return next((what for what in found if what is not None), None)
 
@@ -431,8 +455,10 @@ def written(cells: Mapping[str, Mapping[str, str]]) -> str:
         those = {name: row for name, row in cells.items() if name.startswith(f"{package}.")}
         exact = [sum(row[form] == "=" for row in those.values()) for form in FORMS]
         counts.append([package, len(those), *exact])
-        rows += [[name, KNOWN.get(name, REASONS.get(LEFT_OUT.get(name, ""), "")), *map(_sign, map(row.get, FORMS))]
-                 for name, row in those.items()]
+        rows += [
+            [name, KNOWN.get(name, REASONS.get(LEFT_OUT.get(name, ""), "")), *map(_sign, map(row.get, FORMS))]
+            for name, row in those.items()
+        ]
     counts.append(["all", *(sum(column) for column in list(zip(*counts, strict=True))[1:])])
     return _PAGE.format(
         known=sum(not name.startswith("torch.") for name in KNOWN),
@@ -458,9 +484,12 @@ if __name__ == "__main__":
 
     from optimizers import play as _play_on_ranks  # By a name under which ranks find it, too.
 
-    chosen = [name for name in classes() if not sys.argv[1:] or name.startswith(tuple(sys.argv[1:]))]
-    played = _play_on_ranks(chosen)
-    if sys.argv[1:]:
-        print(json.dumps(played, indent=1))
+    wanted = tuple(name for name in sys.argv[1:] if name != "--options")
+    chosen = [name for name in classes() if not wanted or name.startswith(wanted)]
+    if "--options" in sys.argv:
+        for name, options, found in turned(chosen):
+            print(name, options, found or "=", flush=True)
+    elif wanted:
+        print(json.dumps(_play_on_ranks(chosen), indent=1))
     else:
-        PAGE.write_text(written(played))
+        PAGE.write_text(written(_play_on_ranks(chosen)))
