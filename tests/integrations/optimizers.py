@@ -150,10 +150,10 @@ _PAGE = """# Optimizers of other packages
 
 An update is made in parts where it runs in backward (interleaved), or where ranks share it (ZeRO). That is exact only
 for an optimizer whose parts do not depend on each other. The library has a table of those that it knows,
-`overlap.optim.declared.KNOWN`: PyTorch's own, and {known} optimizers of other packages, which are not imported for it.
-An entry is there because the class passes an experiment and its source confirms it for all steps and all options. All
-third-party ones are known by parameter: ZeRO gives a rank whole parameters. Others are refused by name before any
-collective, unless you declare them:
+`KNOWN` in `overlap/optim/declared.py`: PyTorch's own, and {known} optimizers of other packages, which are not imported
+for it. An entry is there because the class passes an experiment and its source confirms it for all steps and all
+options. All third-party ones are known by parameter: ZeRO gives a rank whole parameters. Others are refused by name
+before any collective, unless you declare them:
 
 ```python
 overlap.declare(MyOptimizer, "parameter")
@@ -164,7 +164,7 @@ overlap.declare(MyOptimizer, "parameter")
 
 The table below shows what each form did on two ranks, beside plain DDP with the same optimizer, in {steps} steps of a
 small network with two groups, a learning rate that changes, weight decay and gradients of several sizes. Parameters
-were compared bit for bit after each step, and state and groups at the end. With {versions}.
+were compared bit for bit after each step, and state and groups at the end. With torch {torch}, on CPUs.
 
 | | |
 | --- | --- |
@@ -172,12 +172,14 @@ were compared bit for bit after each step, and state and groups at the end. With
 | R | refused: an error at registration, which shows `declare` and `deferred=True` |
 | - | not played: it needs more than parameters, a model or a closure for instance |
 
+So many are exact:
+
 {counts}
 
 `PYTHONPATH=tests .venv-integrations/bin/python tests/integrations/optimizers.py` plays them and writes this page (`make
 test-integrations` makes the environment). Names behind it, such as `timm.Lion`, play those alone; `--options` makes the
 experiment with each option of each known optimizer turned. `make test-integrations` makes it with their defaults and
-weight decay. All of that is on CPUs.
+weight decay.
 
 ## Not played
 
@@ -189,6 +191,7 @@ weight decay. All of that is on CPUs.
   place of a parameter. Deferred only.
 - **adabelief-pytorch** keeps a cache of step sizes in the group, and gives fp16 parameters other memory. Deferred only.
 - **kron-torch** draws random numbers, and **adam-mini** takes the model. Deferred only.
+- The updates that **pytorch-optimizer** compiles (`create_optimizer(..., compile=True)`) were not played.
 - A class that derives from a known one and overrides its `step` is not known.
 
 ## All
@@ -267,10 +270,9 @@ def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module.partition(".")[0]) is not None
 
 
-def versions() -> dict[str, str]:
-    """Of the packages that are installed, and of torch."""
-    names = [name for module, name in PACKAGES.items() if _is_installed(module)]
-    return {name: importlib.metadata.version(name) for name in ("torch", *names)}
+def _version(package: str) -> str:
+    modules = {module.partition(".")[0]: name for module, name in PACKAGES.items()}
+    return importlib.metadata.version(modules.get(package, package))
 
 
 def known_here() -> dict[str, type[Optimizer]]:
@@ -404,14 +406,11 @@ def _train(rank: int, form: str, name: str, cls: type[Optimizer]) -> list[Any]:
         history.append([p.detach().clone() for p in model.parameters()])
     if form.startswith("ZeRO"):
         optimizer.consolidate_state_dict(0)
-        history.append(_plain(optimizer.state_dict()) if rank == 0 else None)
+        history.append(optimizer.state_dict() if rank == 0 else {})
     else:
-        history.append(_plain(optimizer.state_dict()) if rank == 0 else None)
+        state = optimizer.state_dict()
+        history.append(state if rank == 0 else {})
     return history
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    return {"state": state["state"], "groups": state["param_groups"]}
 
 
 def _difference(where: str, one: Any, other: Any) -> str | None:
@@ -454,7 +453,8 @@ def written(cells: Mapping[str, Mapping[str, str]]) -> str:
     for package in dict.fromkeys(name.partition(".")[0] for name in cells):
         those = {name: row for name, row in cells.items() if name.startswith(f"{package}.")}
         exact = [sum(row[form] == "=" for row in those.values()) for form in FORMS]
-        counts.append([package, len(those), *exact])
+        played = sum(not row["deferred"].startswith("unplayed") for row in those.values())
+        counts.append([f"{package} {_version(package)}", len(those), played, *exact])
         rows += [
             [name, KNOWN.get(name, REASONS.get(LEFT_OUT.get(name, ""), "")), *map(_sign, map(row.get, FORMS))]
             for name, row in those.items()
@@ -463,8 +463,8 @@ def written(cells: Mapping[str, Mapping[str, str]]) -> str:
     return _PAGE.format(
         known=sum(not name.startswith("torch.") for name in KNOWN),
         steps=STEPS,
-        versions=", ".join(f"{name} {version}" for name, version in versions().items()),
-        counts=_table(["package", "optimizers", *FORMS], counts),
+        torch=importlib.metadata.version("torch").partition("+")[0],
+        counts=_table(["package", "optimizers", "played", *FORMS], counts),
         rows=_table(["optimizer", "unit, or why it has none", *FORMS], rows),
     )
 
