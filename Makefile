@@ -31,7 +31,8 @@ with_frameworks := .venv-integrations
 help:
 	@echo "make demo      train ResNet-18 twice on two ranks, plainly and overlapped, and compare"
 	@echo "make test      lint, types, import rules and all tests"
-	@echo "make test-integrations  Lightning, Accelerate, the HF Trainer and Ignite with chains, beside the same without"
+	@echo "make test-integrations  Lightning, Accelerate, the HF Trainer and Ignite with chains, beside the same without;"
+	@echo "               and the optimizers of other packages"
 	@echo "make coverage  all tests, and which lines they reach; takes twice as long"
 	@echo "make check     the same without the tests"
 	@echo "make fmt       format, and mend what the linter can"
@@ -105,7 +106,8 @@ $(docs_installed): $(installed)
 	@touch $@
 
 # The frameworks in an environment of their own. torch comes first and alone here, too, so that none of them chooses
-# another; none brings a CUDA wheel. Without torchvision, which some of them would import where it is.
+# another; none brings a CUDA wheel. Without torchvision, which some of them would import where it is. The optimizers of
+# docs/optimizers.md come without what they ask for: they need torch and numpy alone.
 $(with_frameworks)/.installed: pip := $(with_frameworks)/bin/python -m pip --disable-pip-version-check
 $(with_frameworks)/.installed: install = $(pip) install -qq --retries 10 --constraint constraints-integrations.txt
 $(with_frameworks)/.installed: pyproject.toml constraints-integrations.txt
@@ -116,4 +118,6 @@ $(with_frameworks)/.installed: pyproject.toml constraints-integrations.txt
 	$(install) hatchling editables
 	$(install) --no-build-isolation --editable '.[lightning,accelerate,transformers]' pytorch-ignite \
 	    cloudpickle pytest pytest-timeout
+	$(install) --no-deps adamp adan-pytorch came-pytorch dadaptation lion-pytorch madgrad muon-optimizer prodigyopt \
+	    pytorch_optimizer pytorch-ranger schedulefree timm torch-optimizer
 	@touch $@

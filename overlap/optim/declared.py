@@ -40,6 +40,32 @@ Unit = Literal["element", "parameter"]
 
 T = TypeVar("T", bound=type[Optimizer])
 
+# Of other packages, all of them by parameter: many have options that scale an update by a mean over its parameter, and
+# on CPUs the last bit of pow() and exp() depends on an element's place among those that are computed together.
+_OTHERS = {
+    "adamp": "AdamP SGDP",
+    "adan_pytorch": "Adan",
+    "came_pytorch": "CAME",
+    "lion_pytorch": "Lion",
+    "muon": "SingleDeviceMuon SingleDeviceMuonWithAuxAdam",
+    "pytorch_optimizer": """
+        A2Grad ADOPT AccSGD AdEMAMix AdaBelief AdaDelta AdaFactor AdaMax AdaMod AdaNorm AdaPNM AdaShift AdaSmooth
+        AdaTAM Adalite AdamC AdamG AdamP AdamWSN AggMo Aida Ano ApolloDQN BCOS CAME DiffGrad DualAdam EXAdam FAdam
+        FOCUS FTRL Fromage Grams GrokFastAdamW Kate LARS LaProp Lion MARS MSVAG Nero NovoGrad PAdam PID PNM QHAdam QHM
+        RACS RAdam Ranger SCION SCIONLight SGDP SGDW SM3 SRMM SignSGD SimplifiedAdEMAMix StableAdamW TAM Tiger
+        Yogi
+    """,
+    "timm": """
+        AdafactorBigVision AdamP AdamWLegacy Adan Adopt Lars Lion MADGRAD Mars Muon NAdamLegacy NAdamW NvNovoGrad
+        RAdamLegacy RMSpropTF SGDP SGDW
+    """,
+    "torch_optimizer": """
+        A2GradExp A2GradInc A2GradUni AccSGD AdaBelief AdaMod AdamP AggMo DiffGrad LARS Lamb NovoGrad PID QHAdam QHM
+        SGDP SGDW Yogi
+    """,
+    "transformers": "Adafactor",
+}
+
 KNOWN: Mapping[str, Unit] = {
     "torch.ASGD": "element",
     "torch.Adadelta": "element",
@@ -54,6 +80,7 @@ KNOWN: Mapping[str, Unit] = {
     "torch.RMSprop": "element",
     "torch.Rprop": "element",
     "torch.SGD": "element",
+    **{f"{package}.{name}": "parameter" for package, names in _OTHERS.items() for name in names.split()},
 }
 """Unit by ``"<top-level package>.<ClassName>"``; of ``torch``, those of ``torch.optim``."""
 

@@ -12,6 +12,7 @@ NEEDS = {
     "test_transformers": "transformers",
     "test_ray_example": "ray",
     "test_loop_examples": "ignite",
+    "test_optimizers": "pytorch_optimizer",
 }
 
 

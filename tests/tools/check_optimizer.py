@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ def check(
     *,
     dtype: torch.dtype = torch.float32,
     only_matrices: bool = False,
+    all_have_gradients: bool = False,
     prepare: Callable[[Optimizer], Any] = lambda optimizer: None,
     **options: Any,
 ) -> dict[str, str]:
@@ -43,6 +45,7 @@ def check(
         cls: makes the optimizer of groups and ``options``.
         dtype: of the parameters.
         only_matrices: there are no others, for classes that take no others.
+        all_have_gradients: in every step, for classes that need one of every parameter.
         prepare: is called with each optimizer that is made.
         **options: of ``cls``.
 
@@ -54,7 +57,10 @@ def check(
     shapes = _MATRICES if only_matrices else _GROUPS
     generator = torch.Generator().manual_seed(1)
     values = [[_random(shape, dtype, generator) * 0.5 for shape in group] for group in shapes]
-    gradients = [[_gradients(step, group, dtype, generator) for group in values] for step in range(STEPS)]
+    gradients = [
+        [_gradients(step, group, dtype, generator, all_there=all_have_gradients) for group in values]
+        for step in range(STEPS)
+    ]
 
     def make(pieces: Callable[[int, Tensor], Tensor | None]) -> tuple[Optimizer, list[list[Tensor | None]]]:
         own = [[pieces(place, value) for place, value in enumerate(group)] for group in values]
@@ -86,14 +92,16 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def _gradients(step: int, values: list[Tensor], dtype: torch.dtype, generator: torch.Generator) -> list[Tensor | None]:
+def _gradients(
+    step: int, values: list[Tensor], dtype: torch.dtype, generator: torch.Generator, *, all_there: bool
+) -> list[Tensor | None]:
     """Away from zero; in step 5 the second parameter of each group has none, and in step 7 no parameter of a group."""
     made: list[Tensor | None] = []
     for place, value in enumerate(values):
         noise = torch.randn(value.shape, generator=generator)
         gradient = (noise + noise.sign() * 0.1) * _SCALES[(step + place) % len(_SCALES)]
         is_there = not (step == 5 and place == 1) and not (step == 7 and len(values) == 3)
-        made.append(gradient.to(dtype) if is_there else None)
+        made.append(gradient.to(dtype) if is_there or all_there else None)
     return made
 
 
@@ -195,7 +203,7 @@ def _difference(where: str, one: Any, other: Any) -> str | None:
         keys = [key for key in {**one, **other} if (key in one) != (key in other)]
         pairs = [(str(key), one[key], other[key]) for key in one if key in other]
         return f"{where} {keys[0]!r}".strip() if keys else _first(where, pairs)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+    if isinstance(one, (list, tuple, deque)) and isinstance(other, (list, tuple, deque)):
         pairs = [(str(place), *pair) for place, pair in enumerate(zip(one, other, strict=False))]
         return where if len(one) != len(other) else _first(where, pairs)
     return None if type(one) is type(other) and (one == other or one != one) else where
