@@ -18,8 +18,6 @@ from torch import Tensor
 from overlap._checks import told
 from overlap.errors import ConfigurationError
 from overlap.hooks.wires.blocks import BlockCodec, Field
-from overlap.hooks.wires.kernels import kernels_for
-from overlap.hooks.wires.row_kernels import RowKernels
 from overlap.hooks.wires.wire import RoundingWire
 
 __all__ = ["ChunkCodec", "ChunkWire", "Grid", "check_chunk", "cut"]
@@ -35,9 +33,6 @@ class Grid(ABC):
     """Of a number."""
     top: float
     """The largest; a chunk's largest magnitude is sent as it."""
-    is_float: bool
-    """Whether they are numbers of ``float8_e4m3fn``; otherwise they are integers, in 4 bits two to a byte: one of the
-    first half of their chunk and one of the second."""
 
     @abstractmethod
     def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
@@ -99,12 +94,6 @@ class ChunkCodec(BlockCodec):
     @property
     def fields(self) -> tuple[Field, ...]:
         return Field(torch.float32, 1), Field(torch.int8, self.chunk_numel * self.grid.bits // 8)
-
-    def resized(self, chunks: int, chunk_numel: int) -> ChunkCodec:
-        return ChunkCodec(self.grid, chunks, chunk_numel)
-
-    def kernels(self, values: Tensor) -> RowKernels | None:
-        return kernels_for(self, values)
 
     def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
         step, payload = fields

@@ -44,7 +44,6 @@ class Float8(ChunkWire):
 class _E4M3(Grid):
     bits = 8
     top = 448
-    is_float = True
 
     def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
         if generator is not None:

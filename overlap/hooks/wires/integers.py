@@ -63,7 +63,6 @@ class Int4(ChunkWire):
 class _EightBits(Grid):
     bits = 8
     top = 127
-    is_float = False
 
     def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
         payload.copy_(_rounded(values, self.top, generator))
@@ -76,7 +75,6 @@ class _EightBits(Grid):
 class _FourBits(Grid):
     bits = 4
     top = 7
-    is_float = False
 
     def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
         low, high = _rounded(values, self.top, generator).to(torch.int8).chunk(2, dim=-1)
