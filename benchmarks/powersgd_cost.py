@@ -37,7 +37,6 @@ def variants(rank: int) -> dict[str, overlap.Stage | None]:
         "all-reduce": overlap.AllReduce(),
         f"powersgd-{rank}": overlap.PowerSGD(rank=rank),
         f"powersgd-{rank}, alternate": overlap.PowerSGD(rank=rank, alternate=True),
-        f"powersgd-{rank}, bypass": overlap.PowerSGD(rank=rank, bypass="auto"),
     }
 
 

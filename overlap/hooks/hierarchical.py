@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.adapters import HookStage, stage_from
 from overlap.hooks.allreduce import AllGather, AllReduce
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.bypass import bypass_from
 from overlap.hooks.cast import Cast
 from overlap.hooks.collectives import all_gather, reduce_scatter
 from overlap.hooks.context import StageContext
@@ -56,9 +55,6 @@ class Hierarchical(Stage):
         outer: a reducer such as ``Quantize(Int4(), error_feedback=True)``; :class:`AllReduce` where ``None``.
         machine_size: ranks on each machine, which are consecutive in the model's process group; where ``None``, ranks
             with one host name are on one machine.
-        bypass: ``"auto"`` measures in the third pass whether two levels save a fifth of the time of one all-reduce over
-            all ranks, and if not makes that from then on; for an ``outer`` without memory. One with memory has a
-            ``bypass`` itself.
 
     Issues, per bucket of ``N`` elements: within the machine a reduce-scatter and an all-gather, in which a rank sends
     ``2 N (L-1)/L`` elements; between machines what ``outer`` issues for ``N/L`` elements. When it is registered without
@@ -75,24 +71,13 @@ class Hierarchical(Stage):
     """
 
     def __init__(
-        self,
-        inner: Stage | None = None,
-        outer: Stage | None = None,
-        *,
-        machine_size: int | None = None,
-        bypass: Literal["auto"] | None = None,
+        self, inner: Stage | None = None, outer: Stage | None = None, *, machine_size: int | None = None
     ) -> None:
         self.inner = AllReduce() if inner is None else stage_from(inner)
         self.outer = AllReduce() if outer is None else stage_from(outer)
         self.machine_size = None if machine_size is None else check_whole_number("machine_size", machine_size, least=1)
         self._dtype = _dtype_of(self.inner)
         _check_outer(self.outer)
-        self._bypass = bypass_from(bypass, "Hierarchical", compress=self._reduce)
-        if self._bypass is not None and (kept := _with_memory(self.outer)) is not None:
-            raise ConfigurationError(
-                f'bypass="auto" would leave what {kept!r} remembers behind: give bypass="auto" to the reducer between '
-                'machines, as in Quantize(..., bypass="auto")'
-            )
         self._context: StageContext | None = None
         self._members: list[list[int]] = []
         """The ranks of each machine."""
@@ -101,7 +86,7 @@ class Hierarchical(Stage):
 
     @property
     def children(self) -> tuple[Stage, ...]:
-        return (self.inner, self.outer) if self._bypass is None else (self.inner, self.outer, self._bypass)
+        return self.inner, self.outer
 
     def attach(self, context: StageContext) -> None:
         if self._context is not None:
@@ -120,7 +105,7 @@ class Hierarchical(Stage):
         return replace(context, names=parts)
 
     def detach(self) -> None:
-        if self._context is not None and _with_memory(self.outer) is not None:
+        if self._context is not None and not all(map(_is_without_memory, walk(self.outer))):
             self._saved_by = _place(self._context, self._rows)
         self._context = None
 
@@ -137,9 +122,6 @@ class Hierarchical(Stage):
         return len(self._members[0])
 
     async def __call__(self, bucket: Bucket) -> None:
-        await (self._reduce(bucket) if self._bypass is None else self._bypass(bucket))
-
-    async def _reduce(self, bucket: Bucket) -> None:
         assert self._context is not None, "a stage is attached before its first pass"
         machines = self._machines
         if machines is None or bucket.group.size() != self._context.group.size() or bucket.buffer.numel() == 0:
@@ -168,8 +150,6 @@ class Hierarchical(Stage):
         """What ``outer`` remembers, and the ``place`` that its parts of parameters are for."""
         outer = self.outer.state_dict()
         state: dict[str, Any] = {"outer": outer} if outer else {}
-        if self._bypass is not None:
-            state["bypass"] = self._bypass.state_dict()
         place = self._saved_by if self._context is None else _place(self._context, self._rows)
         return {**state, _PLACE: place} if state and place is not None else state
 
@@ -180,15 +160,13 @@ class Hierarchical(Stage):
             ConfigurationError: it is another rank's, of other machines, or of another reducer. If the stage is not yet
                 registered, registering raises the former.
         """
-        if unknown := sorted(set(state_dict) - {"outer", "bypass", _PLACE}):
+        if unknown := sorted(set(state_dict) - {"outer", _PLACE}):
             raise ConfigurationError(f"{self!r} has no state {unknown}")
         saved_by = state_dict.get(_PLACE)
         if self._context is not None:
             self._check_place(saved_by, _place(self._context, self._rows))
         self._saved_by = saved_by
         self.outer.load_state_dict(state_dict.get("outer", {}))
-        if self._bypass is not None:
-            self._bypass.load_state_dict(state_dict.get("bypass", {}))
 
     def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
         """Refused: what is remembered is of parts that belong to places on machines.
@@ -222,15 +200,13 @@ class Hierarchical(Stage):
 
     @property
     def signature(self) -> str:
-        bypass = "" if self._bypass is None else f", {self._bypass.signature}"
-        size = f", machine_size={self.machine_size}{bypass}"
+        size = f", machine_size={self.machine_size}"
         machines = f" on {len(self._members)} machines of {self._rows}" if self._members else ""
         return f"Hierarchical({self.inner.signature}, {self.outer.signature}{size}){machines}"
 
     def __repr__(self) -> str:
         size = "" if self.machine_size is None else f", machine_size={self.machine_size}"
-        bypass = "" if self._bypass is None else f", {self._bypass!r}"
-        return f"Hierarchical({self.inner!r}, {self.outer!r}{size}{bypass})"
+        return f"Hierarchical({self.inner!r}, {self.outer!r}{size})"
 
 
 def _place(context: StageContext, rows: int) -> dict[str, Any]:
@@ -285,11 +261,6 @@ def _check_outer(outer: Stage) -> None:
                 f"{stage!r} cannot work on the parts of parameters that a rank has between machines; use a reducer "
                 "such as Quantize(...), Cast(...) or AllReduce() as outer"
             )
-
-
-def _with_memory(outer: Stage) -> Stage | None:
-    """The stage of ``outer`` that may remember something, if there is one."""
-    return next((stage for stage in walk(outer) if not _is_without_memory(stage)), None)
 
 
 def _is_without_memory(stage: Stage) -> bool:

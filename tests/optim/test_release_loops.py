@@ -309,19 +309,6 @@ def test_a_chain_is_the_same(names: list[str]) -> None:
     run_ranks(_chains, 2, names)
 
 
-def _measured(rank: int, world_size: int) -> None:
-    """``bypass="auto"`` times what it does, and may decide otherwise in each run; here it must only go on."""
-    for reducer in (PowerSGD(rank=1, min_compression_rate=1.0, bypass="auto"), Quantize(Int8(), bypass="auto")):
-        run = Run(rank, releases=True)
-        run.optimizers = _stepped(lambda made=reducer: made)(run)
-        run.train(8)
-        assert held_bytes(run.ddp) == 0
-
-
-def test_a_reducer_that_measures_goes_on() -> None:
-    run_ranks(_measured, 2)
-
-
 def _not_finite(rank: int, world_size: int) -> None:
     def play(run: Run) -> None:
         run.optimizers = CHAINS["skipping"](run)

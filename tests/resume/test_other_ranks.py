@@ -288,7 +288,6 @@ def _noisy(ddp: Any) -> Any:
 
 MORE: dict[str, Callable[[Any], Any]] = {
     "Quantize": functools.partial(_step, reducer=_feedback),
-    "bypassed": functools.partial(_step, reducer=lambda: Quantize(bits=4, error_feedback=True, bypass="auto")),
     "LocalSGD": functools.partial(_local, period=4),
     "noise": _noisy,
 }
@@ -338,12 +337,6 @@ def _refused(rank: int, world_size: int) -> None:
         states = states_of(form, steps)
         with pytest.raises(ConfigurationError, match=message):
             overlap.load_state_dict(*_alone(form, groups[rank]), states)
-    states = states_of("bypassed", 5)
-    decided = states[0]["stages"]["state"]["0"]["bypass"]
-    assert decided["bypassed"] is not None
-    ddp, optimizer = _alone("bypassed", groups[rank])
-    overlap.load_state_dict(ddp, optimizer, states)
-    assert overlap.state_dict(ddp, optimizer)["stages"]["state"]["0"]["bypass"] == decided
 
 
 def test_states_that_do_not_belong_together_or_have_no_rule_are_refused_by_name() -> None:

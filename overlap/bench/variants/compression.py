@@ -58,12 +58,6 @@ def overlap_powersgd_r4_alternate(setup: TrainingSetup) -> TrainingLoop:
     return update_in_backward(setup, PowerSGD(rank=4, alternate=True))
 
 
-@variant("overlap-powersgd-r4-auto")
-def overlap_powersgd_r4_auto(setup: TrainingSetup) -> TrainingLoop:
-    # It measures in the third step and decides; the steps before that warm up anyway.
-    return update_in_backward(setup, PowerSGD(rank=4, bypass="auto"))
-
-
 @variant("overlap-powersgd-r4-int8")
 def overlap_powersgd_r4_int8(setup: TrainingSetup) -> TrainingLoop:
     return update_in_backward(setup, PowerSGD(rank=4, wire=Int8()))

@@ -2,8 +2,8 @@
 
 ``reducer`` is the stage. ``algorithm`` is the arithmetic of one bucket, as in the paper; it multiplies ``matrices``,
 orthogonalizes by ``orthogonalize`` and starts from ``bases``. ``layout`` says, from shapes alone, what is compressed
-and where factors lie. ``memory`` lasts from step to step, ``checkpoint`` saves it. ``bypass`` measures where
-compression pays. ``torch_names`` has PyTorch's names for all this, with ``whole_bucket`` for its batched hook.
+and where factors lie. ``memory`` lasts from step to step, ``checkpoint`` saves it.
+``torch_names`` has PyTorch's names for all this, with ``whole_bucket`` for its batched hook.
 """
 
 from overlap.hooks.powersgd.config import PowerSGDConfig

@@ -26,7 +26,6 @@ class Snapshot:
     bucket_factors: Mapping[str, Tensor]
     is_left: bool
     steps: int
-    bypassed: frozenset[str] | None
     numel: tuple[int, int]
     """Elements before and after compression."""
     saved_by: tuple[int, int] | None
@@ -49,7 +48,6 @@ class Snapshot:
             "factors": _cloned(self.factors),
             "bucket_factors": _cloned(self.bucket_factors),
             "is_left": self.is_left,
-            "bypassed": None if self.bypassed is None else sorted(self.bypassed),
             "numel": list(self.numel),
             "buckets": self.buckets,
             "velocities": _cloned(self.velocities),
@@ -73,7 +71,6 @@ class Snapshot:
             bucket_factors=_cloned(state["bucket_factors"]),
             is_left=bool(state["is_left"]),
             steps=int(state["steps"]),
-            bypassed=None if state["bypassed"] is None else frozenset(state["bypassed"]),
             numel=(int(state["numel"][0]), int(state["numel"][1])),
             saved_by=None if rank is None or ranks is None else (int(rank), int(ranks)),
             buckets=state.get("buckets"),

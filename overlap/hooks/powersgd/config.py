@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from overlap._checks import as_number, check_flag, check_whole_number, is_one_of, told
+from overlap._checks import as_number, check_flag, check_whole_number, told
 from overlap.errors import ConfigurationError
 from overlap.hooks.powersgd.ranks import RankOption, check_rank, shown
 from overlap.hooks.wires import Wire
@@ -35,7 +35,6 @@ class PowerSGDConfig:
     warm_start: bool = True
     alternate: bool = False
     error_dtype: torch.dtype | None = None
-    bypass: Literal["auto"] | None = None
     wire: Wire | None = None
     momentum: float = 0.0
     seed: int = 0
@@ -53,8 +52,6 @@ class PowerSGDConfig:
             _check_number(number, getattr(self, number))
         if self.momentum >= 1:
             raise ConfigurationError(f"momentum must be less than 1, got {self.momentum!r}")
-        if not is_one_of(self.bypass, None, "auto"):
-            raise ConfigurationError(f'bypass must be None or "auto", got {told(self.bypass)}')
         if self.wire is not None and not isinstance(self.wire, Wire):
             raise ConfigurationError(f"wire must be a Wire such as Int8(), or None, got {told(self.wire)}")
         dtype = self.error_dtype

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -120,7 +119,6 @@ def layout_of(
     *,
     ranks: Sequence[int],
     min_compression_rate: float,
-    exact: AbstractSet[int] = frozenset(),
     batch_numel: float = math.inf,
 ) -> BucketLayout:
     """The layout of a bucket in which each gradient is a matrix of its own.
@@ -129,15 +127,12 @@ def layout_of(
         shapes: of its gradients.
         ranks: of each gradient, at most this many directions.
         min_compression_rate: see :func:`pays`.
-        exact: places that are not to be compressed, whatever their shape.
         batch_numel: matrices of more elements than this are batches of their own.
     """
     matrices = {
         place: found
         for place, shape in enumerate(shapes)
-        if place not in exact
-        and (found := matrix_shape(shape)) is not None
-        and pays(*found, ranks[place], min_compression_rate)
+        if (found := matrix_shape(shape)) is not None and pays(*found, ranks[place], min_compression_rate)
     }
 
     def batch_key(place: int) -> tuple[int, int, int, int]:

@@ -15,7 +15,6 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor
@@ -174,15 +173,12 @@ class PerParameter:
     name = "PowerSGD"
     """What the stage is called."""
 
-    def lay_out(
-        self, bucket: Bucket, config: PowerSGDConfig, ranks: Sequence[int], exact: AbstractSet[int]
-    ) -> BucketLayout:
-        """The layout of a bucket; gradients at the places ``exact`` are not to be compressed."""
+    def lay_out(self, bucket: Bucket, config: PowerSGDConfig, ranks: Sequence[int]) -> BucketLayout:
+        """The layout of a bucket."""
         return layout_of(
             [gradient.shape for gradient in bucket.gradients],
             ranks=ranks,
             min_compression_rate=config.min_compression_rate,
-            exact=exact,
             batch_numel=math.inf if has_streams(bucket.buffer.device) else _CPU_BATCH_NUMEL,
         )
 

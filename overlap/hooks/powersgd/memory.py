@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.device import has_streams, hold
@@ -70,8 +69,6 @@ class Memory:
     bucket_slots: dict[str, Slot] = field(default_factory=dict)
     steps: int = 0
     """Backward passes begun."""
-    bypassed: frozenset[str] | None = None
-    """Parameters that were measured to be sent faster than compressed; ``None`` before the measurement."""
     statistics: Statistics = field(default_factory=Statistics)
 
     def __post_init__(self) -> None:
@@ -105,11 +102,6 @@ class Memory:
         """Stop serving the model, so that another one can be attached."""
         self._context = None
         self._cut.detach()
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """All ranks of the model, where it is known."""
-        return None if self._context is None else self._context.group
 
     def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the slots of the bucket's parameters."""
@@ -175,7 +167,6 @@ class Memory:
             is_left=any(slot.is_left for slot in self.slots.values() if slot.factor is not None)
             or any(slot.is_left for slot in self.bucket_slots.values() if slot.factor is not None),
             steps=self.steps,
-            bypassed=self.bypassed,
             numel=(self.statistics.numel_before, self.statistics.numel_after),
             saved_by=(group.rank(), group.size()) if group is not None else self._saved_by,
             buckets=self._cut.state(),
@@ -203,7 +194,6 @@ class Memory:
             key: Slot(key, factor=factor, is_left=loaded.is_left) for key, factor in loaded.bucket_factors.items()
         }
         self.steps = loaded.steps
-        self.bypassed = loaded.bypassed
         self.statistics = Statistics(*loaded.numel)
         self._generator, self._generator_state = None, loaded.generator
         self._unclaimed = set(self.slots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from overlap.errors import ConfigurationError
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.measure import Measurement, Trial, measure
 from overlap.hooks.powersgd.algorithm import Compressed, PowerIteration
 from overlap.hooks.powersgd.bases import Bases
 from overlap.hooks.powersgd.checkpoint import redistribute
@@ -25,9 +24,6 @@ from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.wires import Wire
 
 __all__ = ["PowerSGD"]
-
-# DDP cuts its buckets anew after the first pass; in the second the new ones may allocate, so the third is measured.
-_MEASURED_STEP = 2
 
 
 class PowerSGD(Stage):
@@ -50,8 +46,6 @@ class PowerSGD(Stage):
         warm_start: start from the factors of the step before.
         alternate: send left and right factors in turn, one per step: half the data, one collective instead of two.
         error_dtype: dtype of what is kept, ``torch.bfloat16`` for half the memory; ``None``: the gradient's.
-        bypass: ``"auto"`` measures in the third compressed pass, with copies of two buckets, whether compressing a
-            bucket saves a fifth of the time of sending it as it is, and if not sends it so from then on.
         wire: how factors travel, such as ``Int8()``; what it leaves out of them stays in the residual. ``None``: in the
             gradient's dtype. Uncompressed gradients stay exact, by an all-reduce of their own.
         momentum: momentum before compression, with ``optimizer``, which updates the model and must have none. Each rank
@@ -89,7 +83,6 @@ class PowerSGD(Stage):
         warm_start: bool = True,
         alternate: bool = False,
         error_dtype: torch.dtype | None = None,
-        bypass: Literal["auto"] | None = None,
         wire: Wire | None = None,
         momentum: float = 0.0,
         optimizer: Optimizer | None = None,
@@ -105,7 +98,6 @@ class PowerSGD(Stage):
             warm_start=warm_start,
             alternate=alternate,
             error_dtype=error_dtype,
-            bypass=bypass,
             wire=wire,
             momentum=momentum,
             seed=seed,
@@ -124,11 +116,8 @@ class PowerSGD(Stage):
         self._bases = Bases(seed=config.seed, warm_start=config.warm_start)
         self._all_reduce = AllReduce()
         self._layouts: dict[tuple[object, ...], BucketLayout] = {}
-        self._this_pass: list[tuple[tuple[str, ...], BucketLayout]] = []
-        # Of a pass that is measured, with what makes a bucket like each.
-        self._measurable: list[tuple[Callable[[], Bucket], tuple[str, ...], BucketLayout]] = []
-        self._last_pass: list[tuple[tuple[str, ...], BucketLayout]] = []
-        self._measured: list[Measurement] = []
+        self._this_pass: list[BucketLayout] = []
+        self._last_pass: list[BucketLayout] = []
         self._momentum = momentum
 
     def attach(self, context: StageContext) -> None:
@@ -138,7 +127,6 @@ class PowerSGD(Stage):
         self._memory.attach(context)
         # They are of another model, or of passes that not every rank has seen, and ranks compare signatures next.
         self._last_pass.clear()
-        self._measured.clear()
 
     def detach(self) -> None:
         self._memory.detach()
@@ -149,18 +137,16 @@ class PowerSGD(Stage):
         if self._momentum is not None:
             self._momentum.check()
         self._this_pass.clear()
-        self._measurable.clear()
 
     def after_backward(self, *, failed: bool) -> str | None:
         self._last_pass = self._this_pass.copy()
         self._this_pass.clear()
-        self._measurable.clear()
         if failed:
             # Ranks may have stopped at different buckets, and bases that differ among them give different outputs.
             if self.config.alternate:
                 self._memory.forget_factors()
             return f"{self!r}: what compression had left out of this pass's gradients may be lost"
-        # Empty where a stage around this one reduced otherwise.
+        # Empty if a wrapping stage reduced without compression.
         if self._last_pass:
             self._memory.check_claimed()
             self._memory.statistics.report(self._memory.steps - 1, self.config.log_every_steps)
@@ -198,31 +184,21 @@ class PowerSGD(Stage):
             self._bases.directions.forget()
         await self._ranks.compare(bucket)
         layout = self._layout_of(keys, bucket)
-        self._this_pass.append((keys, layout))
-        is_undecided = self.config.bypass == "auto" and self._memory.bypassed is None
-        is_measured = is_undecided and self._step >= _MEASURED_STEP
-        if is_measured:
-            self._measurable.append((bucket.outline(), keys, layout))
+        self._this_pass.append(layout)
         self._memory.release(bucket, layout.exact, keys)
-        compressed = await self._reduce(bucket, layout, keys, self._memory)
+        compressed = await self._reduce(bucket, layout, keys)
         self._memory.settle_released(bucket, layout.exact, keys)
         self._memory.statistics.count(layout.numel, compressed.sent_numel if compressed else layout.numel)
-        if bucket.is_last and is_measured:
-            await self._measure(bucket)
         return compressed
 
     def _layout_of(self, keys: tuple[str, ...], bucket: Bucket) -> BucketLayout:
-        bypassed = self._memory.bypassed or frozenset()
-        key = (keys, bucket.buffer.numel(), bucket.buffer.device, bypassed)
+        key = (keys, bucket.buffer.numel(), bucket.buffer.device)
         if (layout := self._layouts.get(key)) is None:
-            exact = {place for place, name in enumerate(keys) if name in bypassed}
             ranks = [self._ranks.of(name) for name in keys]
-            layout = self._layouts[key] = self._form.lay_out(bucket, self.config, ranks, exact)
+            layout = self._layouts[key] = self._form.lay_out(bucket, self.config, ranks)
         return layout
 
-    async def _reduce(
-        self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...], memory: Memory
-    ) -> Compressed | None:
+    async def _reduce(self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...]) -> Compressed | None:
         if not layout.batches:
             await self._all_reduce(bucket)
             return None
@@ -230,36 +206,16 @@ class PowerSGD(Stage):
         iteration = PowerIteration(
             bucket=bucket,
             layout=layout,
-            matrices=self._form.matrices(bucket, layout, keys, memory, dtypes),
+            matrices=self._form.matrices(bucket, layout, keys, self._memory, dtypes),
             bases=self._bases,
             step=self._step,
             compute_dtype=dtypes.compute,
             epsilon=self.config.epsilon,
-            wired=memory.wired_mean(self.config.wire),
+            wired=self._memory.wired_mean(self.config.wire),
         )
         if self.config.alternate:
             return await iteration.one_factor(is_left=self._step % 2 == 0)
         return await iteration.both_factors()
-
-    async def _measure(self, bucket: Bucket) -> None:
-        """Decide which buckets of this pass are sent as they are from the next one on."""
-        # One at a time, so that the copies of one are freed before the next are made.
-        trials = (self._trial(zeros, keys, layout) for zeros, keys, layout in self._measurable if layout.batches)
-        self._measured = await measure(
-            trials, group=self._memory.group or bucket.group, device=bucket.buffer.device, what="PowerSGD"
-        )
-        self._memory.bypassed = frozenset(key for found in self._measured if not found.compresses for key in found.keys)
-
-    def _trial(self, zeros: Callable[[], Bucket], keys: tuple[str, ...], layout: BucketLayout) -> Trial:
-        memory = Memory()
-
-        async def send() -> None:
-            await self._all_reduce(zeros())  # The same work, and no overflow.
-
-        async def compress() -> None:
-            await self._reduce(zeros(), layout, keys, memory)
-
-        return Trial(tuple(key for place, key in enumerate(keys) if place not in layout.exact), send, compress)
 
     def compression_stats(self) -> tuple[float, int, int]:
         """How many times fewer elements are sent, the elements before and those after compression, so far."""
@@ -267,13 +223,11 @@ class PowerSGD(Stage):
 
     @property
     def signature(self) -> str:
-        """The options; after a pass also a line per bucket: what is sent of it, in elements, and what was measured."""
+        """The options; after a pass also a line per bucket: the elements sent of it."""
         lines = [repr(self)]
         if schedule := self._ranks.described(self._first_step):
             lines.append(schedule)
-        for index, (keys, layout) in enumerate(self._last_pass):
-            found = [one for one in self._measured if not set(one.keys).isdisjoint(keys)]
-            lines.append("; ".join([f"bucket {index}, {layout}", *map(str, found)]))
+        lines += [f"bucket {index}, {layout}" for index, layout in enumerate(self._last_pass)]
         return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Any]:
@@ -301,5 +255,4 @@ class PowerSGD(Stage):
     redistribute = staticmethod(redistribute)
 
     def __repr__(self) -> str:
-        decided = f", {len(bypassed)} parameters bypassed" if (bypassed := self._memory.bypassed) else ""
-        return f"{self._form.name}({self.config}{decided})"
+        return f"{self._form.name}({self.config})"

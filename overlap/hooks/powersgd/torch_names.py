@@ -47,7 +47,7 @@ class PowerSGDState(classes.PowerSGDState):
         random_seed: see ``PowerSGD(seed=)``.
         compression_stats_logging_frequency: steps between two lines in the log.
         batch_tensors_with_same_shape: equal shapes are batched wherever that is faster, so this changes nothing.
-        options: ``alternate``, ``error_dtype``, ``bypass`` and ``wire`` of :class:`PowerSGD`.
+        options: ``alternate``, ``error_dtype`` and ``wire`` of :class:`PowerSGD`.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -83,10 +83,10 @@ class PowerSGDState(classes.PowerSGDState):
         )
         self.compression_stats_logging_frequency = max(1, frequency)
         self.batch_tensors_with_same_shape = check_flag("batch_tensors_with_same_shape", batch_tensors_with_same_shape)
-        if unknown := sorted(set(options) - {"alternate", "error_dtype", "bypass", "wire"}):
+        if unknown := sorted(set(options) - {"alternate", "error_dtype", "wire"}):
             raise ConfigurationError(
                 f"PowerSGDState has no option {', '.join(unknown)}; beyond PyTorch's it has alternate, "
-                "error_dtype, bypass and wire"
+                "error_dtype and wire"
             )
         self._options = options
         self.memory = Memory()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor
@@ -22,21 +21,17 @@ __all__ = ["WholeBucket", "square_layout"]
 
 
 class WholeBucket(PerParameter):
-    """A whole bucket is one matrix; where all its parameters are bypassed, it is reduced exactly."""
+    """A whole bucket is one matrix."""
 
     name = "PowerSGD, whole buckets"
 
-    def lay_out(
-        self, bucket: Bucket, config: PowerSGDConfig, ranks: Sequence[int], exact: AbstractSet[int]
-    ) -> BucketLayout:
-        if len(exact) < len(bucket.gradients):
-            if len(set(ranks)) > 1:
-                raise ConfigurationError(
-                    f"{bucket!r} is one matrix, and its parameters have the ranks {sorted(set(ranks))}: give one rank, "
-                    "or use powerSGD_hook"
-                )
-            return square_layout(bucket.buffer.numel(), rank=ranks[0])
-        return super().lay_out(bucket, config, ranks, exact)
+    def lay_out(self, bucket: Bucket, config: PowerSGDConfig, ranks: Sequence[int]) -> BucketLayout:
+        if len(set(ranks)) > 1:
+            raise ConfigurationError(
+                f"{bucket!r} is one matrix, and its parameters have the ranks {sorted(set(ranks))}: give one rank, "
+                "or use powerSGD_hook"
+            )
+        return square_layout(bucket.buffer.numel(), rank=ranks[0])
 
     def matrices(
         self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...], memory: Memory, dtypes: Dtypes

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
-
 import torch
 
 from overlap._checks import told
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.bypass import bypass_from
 from overlap.hooks.collectives import all_gather
 from overlap.hooks.stage import Stage
 from overlap.hooks.wires.affine import Affine8
@@ -26,8 +22,6 @@ class GatherQuantized(Stage):
 
     Args:
         chunk: how many values share a scale; the whole bucket where ``None``.
-        bypass: ``"auto"`` measures in the third pass whether encoding and gathering a bucket saves a fifth of the time
-            of reducing it as it is, and if not does the latter from then on.
 
     Issues: one all-gather of ``numel`` bytes, padded to whole chunks, and 8 bytes per scale. Changes:
     ``bucket.buffer``.
@@ -37,20 +31,12 @@ class GatherQuantized(Stage):
     >>> loss_fn(ddp(x), y).backward()
     """
 
-    def __init__(self, chunk: int | None, *, bypass: Literal["auto"] | None = None) -> None:
+    def __init__(self, chunk: int | None) -> None:
         if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk <= 0):
             raise ConfigurationError(f"bucket_size is {told(chunk)}: give a positive number of values, such as 512")
         self.chunk = chunk
-        self._bypass = bypass_from(bypass, "GatherQuantized", compress=self._reduce)
-
-    @property
-    def children(self) -> tuple[Stage, ...]:
-        return () if self._bypass is None else (self._bypass,)
 
     async def __call__(self, bucket: Bucket) -> None:
-        await (self._reduce(bucket) if self._bypass is None else self._bypass(bucket))
-
-    async def _reduce(self, bucket: Bucket) -> None:
         buffer = bucket.buffer
         if not buffer.is_floating_point():
             raise UnsupportedError(f"{self!r} cannot keep {buffer.dtype} gradients; use AllReduce()")
@@ -68,22 +54,5 @@ class GatherQuantized(Stage):
         codec.add_rows(gathered.view(ranks, -1), total, alpha=1 / bucket.divisor)
         buffer.copy_(total[: buffer.numel()])
 
-    def state_dict(self) -> dict[str, Any]:
-        """With a ``bypass``, what was decided."""
-        return {} if self._bypass is None else self._bypass.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        if self._bypass is None:
-            super().load_state_dict(state_dict)
-        else:
-            self._bypass.load_state_dict(state_dict)
-
-    @property
-    def signature(self) -> str:
-        bypass = "" if self._bypass is None else f", {self._bypass.signature}"
-        return f"GatherQuantized({self.chunk}{bypass})"
-
     def __repr__(self) -> str:
-        bypass = "" if self._bypass is None else f", {self._bypass!r}"
-        return f"GatherQuantized({self.chunk}{bypass})"
+        return f"GatherQuantized({self.chunk})"

@@ -5,23 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from overlap._checks import check_flag, told
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
-from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.bypass import bypass_from
-from overlap.hooks.collectives import all_reduce
 from overlap.hooks.context import StageContext
 from overlap.hooks.stage import Stage
 from overlap.hooks.wires import Int4, Int8, QuantizedSum, Wire, redistribute
 from overlap.hooks.wires.memory import WireMemory
 
 __all__ = ["Quantize"]
-
-_BYPASS = "bypass"
 
 
 class Quantize(Stage):
@@ -41,9 +35,6 @@ class Quantize(Stage):
         error_feedback: whether to add what a step left out to the next step's gradients; takes one fp32 copy of the
             gradients, and in backward two. A pass with a result that is not finite, or that fails, changes it on no
             rank. Needs :func:`overlap.register` or :meth:`Chain.register`, which know the parameters' names.
-        bypass: ``"auto"`` measures in the third pass whether encoding saves a fifth of the time of reducing a bucket,
-            and if not reduces it exactly from then on, what was left out of it included. It measures with copies,
-            which take the memory of two buckets once.
 
     Issues: a send and a receive with every other rank, then an all-gather, both of ``N/W`` encoded values. Changes:
     ``bucket.buffer``. Memory: twice the bucket's messages; an fp32 copy of a bucket of another dtype; on an
@@ -65,19 +56,11 @@ class Quantize(Stage):
         chunk: int | None = None,
         rounding: Literal["nearest", "stochastic"] | None = None,
         error_feedback: bool = False,
-        bypass: Literal["auto"] | None = None,
     ) -> None:
         self.wire = _wire(wire, bits, {"chunk": chunk, "rounding": rounding})
         self.error_feedback = check_flag("error_feedback", error_feedback)
         self._memory = WireMemory(self, error_feedback=error_feedback, wires=[self.wire])
         self._is_attached = False
-        self._bypass = bypass_from(
-            bypass, "Quantize", compress=self._reduce, sample=self._reduce_sample, send=self._send
-        )
-
-    @property
-    def children(self) -> tuple[Stage, ...]:
-        return () if self._bypass is None else (self._bypass,)
 
     def attach(self, context: StageContext) -> None:
         if self.error_feedback and self._is_attached:
@@ -107,9 +90,6 @@ class Quantize(Stage):
             raise UnsupportedError(f"{self!r} cannot keep {bucket.buffer.dtype} gradients; use AllReduce()")
         if bucket.buffer.numel() == 0:
             return
-        await (self._reduce(bucket) if self._bypass is None else self._bypass(bucket))
-
-    async def _reduce(self, bucket: Bucket) -> None:
         # As in DDP, each rank divides before the sum.
         mean = bucket.buffer.float().mul_(1 / bucket.divisor)
         if (feedback := self._memory.feedback) is None:
@@ -125,25 +105,6 @@ class Quantize(Stage):
             own.buffer.add_(mean.sub_(bucket.buffer), alpha=1 / bucket.group.size())
         feedback.hold(own.names, own.gradients, bucket.buffer)
 
-    async def _reduce_sample(self, bucket: Bucket) -> None:
-        """The work of :meth:`_reduce`, which leaves no trace in the memory."""
-        with self._memory.same_random_numbers():
-            mean = bucket.buffer.float().mul_(1 / bucket.divisor)
-            await self._sum(bucket, mean.clone() if self.error_feedback else mean, out=mean)
-            bucket.buffer.copy_(mean)
-
-    async def _send(self, bucket: Bucket) -> None:
-        """The exact mean, of what earlier passes have left out, too."""
-        feedback = self._memory.feedback
-        if feedback is None or feedback.errors.keys().isdisjoint(bucket.names):
-            await AllReduce()(bucket)
-            return
-        owed = bucket.with_buffer(torch.zeros_like(bucket.buffer, dtype=torch.float32))
-        feedback.add_to(owed.names, owed.gradients)
-        bucket.buffer.mul_(1 / bucket.divisor).add_(owed.buffer)
-        await all_reduce(bucket.buffer, group=bucket.group)
-        feedback.release(owed.names, bucket.buffer)
-
     async def _sum(self, bucket: Bucket, values: Tensor, *, out: Tensor) -> None:
         """Sum ``values`` over ranks into ``out``, and leave in ``values`` the errors, if it is another tensor."""
         generator = self._memory.generator_for(self.wire, bucket.group.rank(), values.device)
@@ -156,9 +117,7 @@ class Quantize(Stage):
         ``error`` by parameter's name, the rounding's ``generator``, the ``buckets`` of the last pass, in which a run
         that resumes reduces its first one, and the ``rank`` and number of ``ranks`` that it belongs to.
         """
-        if self._bypass is None:
-            return self._memory.state_dict()
-        return self._memory.state_dict(also={_BYPASS: self._bypass.state_dict()})
+        return self._memory.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned on this rank, before or after registering.
@@ -168,26 +127,12 @@ class Quantize(Stage):
                 another model's or another rank's; for another number of ranks, see :meth:`redistribute`. If the stage
                 is not yet registered, registering raises the latter.
         """
-        if self._bypass is None and _BYPASS in state_dict:
-            raise ConfigurationError(
-                f'the state says which buckets are bypassed, but {self!r} bypasses none: make it with bypass="auto"'
-            )
-        self._memory.load_state_dict({key: value for key, value in state_dict.items() if key != _BYPASS})
-        if self._bypass is not None:
-            self._bypass.load_state_dict(state_dict.get(_BYPASS, {}))
+        self._memory.load_state_dict(state_dict)
 
     redistribute = staticmethod(redistribute)
 
-    @property
-    def signature(self) -> str:
-        return self._told("" if self._bypass is None else self._bypass.signature)
-
     def __repr__(self) -> str:
-        return self._told("" if self._bypass is None else repr(self._bypass))
-
-    def _told(self, bypass: str) -> str:
-        options = [repr(self.wire), *["error_feedback=True"] * self.error_feedback, *[bypass] * bool(bypass)]
-        return f"Quantize({', '.join(options)})"
+        return f"Quantize({self.wire!r}{', error_feedback=True' if self.error_feedback else ''})"
 
 
 def _wire(wire: object, bits: int | None, options: Mapping[str, Any]) -> Wire:

@@ -26,13 +26,11 @@ class ErrorFeedback:
     def __init__(self) -> None:
         self.errors: dict[str, Tensor] = {}
         self._held: dict[str, Tensor] = {}
-        self._released: set[str] = set()
         self._are_finite: list[Tensor] = []
 
     def begin(self) -> None:
         """A pass begins."""
         self._held.clear()
-        self._released.clear()
         self._are_finite.clear()
 
     def add_to(self, names: Sequence[str], values: Sequence[Tensor]) -> None:
@@ -58,12 +56,6 @@ class ErrorFeedback:
         self._held.update(zip(names, errors, strict=True))
         self.note(result)
 
-    def release(self, names: Sequence[str], result: Tensor) -> None:
-        """Hold that nothing is left out of ``names`` any more, where ``result`` came out, the same on all ranks."""
-        self._held.update({name: torch.zeros_like(self.errors[name]) for name in names if name in self.errors})
-        self._released.update(names)
-        self.note(result)
-
     def note(self, result: Tensor) -> None:
         """Another result of this pass, the same on all ranks: if it is not finite, nothing of the pass is kept."""
         self._are_finite.append(all_finite(result))
@@ -78,7 +70,6 @@ class ErrorFeedback:
         if not has_streams(are_finite.device):
             if bool(are_finite):
                 self.errors.update(self._held)
-                self.errors = {name: error for name, error in self.errors.items() if name not in self._released}
             return
         # The host does not wait for the device to know which.
         for name, new in self._held.items():

@@ -41,6 +41,5 @@ def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) 
     for old in range(rank, sizes[0], ranks):
         for name, error in by_rank[old].get("error", {}).items():
             errors[name] = errors[name].add_(error) if name in errors else error.clone()
-    # The buckets, and what is bypassed.
     alike = {key: value for key, value in by_rank[0].items() if key not in ("error", "generator")}
     return {**alike, "error": errors, "rank": rank, "ranks": ranks}

@@ -71,10 +71,6 @@ def test_nothing_is_compressed_where_the_rank_is_too_large_to_pay() -> None:
     assert not layout_of([(512, 512)], ranks=[128], min_compression_rate=2).batches
 
 
-def test_places_named_exact_are_not_compressed() -> None:
-    assert not layout_of([(512, 512)], ranks=[4], min_compression_rate=2, exact={0}).batches
-
-
 def _resnet18() -> list[tuple[int, ...]]:
     """Shapes of the parameters of the ResNet-18 that is trained on images of 32 x 32."""
     shapes: list[tuple[int, ...]] = [(64, 3, 3, 3), (64,), (64,)]
