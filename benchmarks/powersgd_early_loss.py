@@ -34,7 +34,6 @@ class Variant:
 
     lr: float = 0.02
     momentum: float = 0.9
-    corrected: bool = False
     powersgd: dict[str, Any] | None = field(default_factory=lambda: {"rank": 2})
 
 
@@ -43,9 +42,6 @@ VARIANTS = {
     "all-reduce, no momentum, lr 0.1": Variant(powersgd=None, momentum=0.0, lr=0.1),
     "rank 2": Variant(),
     "rank 2, no momentum, lr 0.1": Variant(momentum=0.0, lr=0.1),
-    "rank 2, corrected": Variant(corrected=True),
-    "rank 2, corrected, lr 0.01": Variant(corrected=True, lr=0.01),
-    "rank 8, then 2": Variant(powersgd={"rank": lambda step: 8 if step < 22 else 2}),
     "rank 2 after one epoch": Variant(powersgd={"rank": 2, "start_step": 22}),
 }
 
@@ -54,11 +50,9 @@ def accuracy(variant: Variant, seed: int, image_size: int) -> float:
     digits = load_digits(image_size=image_size, images=TRAIN_IMAGES, device=torch.device("cpu"))
     torch.manual_seed(seed)
     ddp = DistributedDataParallel(load_torchvision().models.resnet18(num_classes=10))
-    own = 0.0 if variant.corrected else variant.momentum
-    sgd = torch.optim.SGD(ddp.parameters(), lr=variant.lr, momentum=own, weight_decay=5e-4)
-    options = {"momentum": variant.momentum, "optimizer": sgd} if variant.corrected else {}
+    sgd = torch.optim.SGD(ddp.parameters(), lr=variant.lr, momentum=variant.momentum, weight_decay=5e-4)
     if variant.powersgd is not None:
-        overlap.register(ddp, overlap.PowerSGD(**variant.powersgd, **options))
+        overlap.register(ddp, overlap.PowerSGD(**variant.powersgd))
     steps = EPOCHS * (TRAIN_IMAGES // BATCH_SIZE)
     schedule = OneCycleLR(sgd, max_lr=variant.lr, total_steps=steps + 1, cycle_momentum=False)
     for epoch in range(EPOCHS):

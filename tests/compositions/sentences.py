@@ -163,8 +163,11 @@ def _routed(rules: dict[str, Callable[[], Any]]) -> Callable[[], Any]:
     return lambda: route({pattern: make() for pattern, make in rules.items()})
 
 
-def _factors() -> PowerSGD:
-    return PowerSGD(rank={"head.*": 2, "*": 1}, min_compression_rate=1, wire=Int8())
+def _factors() -> Any:
+    def factors(rank: int) -> PowerSGD:
+        return PowerSGD(rank=rank, min_compression_rate=1, wire=Int8())
+
+    return route({"head.*": factors(2), "*": factors(1)})
 
 
 def _int4() -> Quantize:

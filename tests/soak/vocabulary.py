@@ -111,8 +111,7 @@ WITH_MEMORY = (
     "Quantize(Int4(rounding='stochastic'), error_feedback=True)",
     "PowerSGD(rank=1, min_compression_rate=1)",
     "PowerSGD(rank=2, min_compression_rate=1, alternate=True)",
-    "PowerSGD(rank={'head.*': 1, '*': 2}, start_step=1, warm_start=False)",
-    "PowerSGD(rank=lambda step: 1 + step % 2, min_compression_rate=1)",
+    "route({'head.*': PowerSGD(rank=1), '*': PowerSGD(rank=2, start_step=1, warm_start=False)})",
     "PowerSGD(rank=1, min_compression_rate=1, wire=Int8())",
 )
 FACTORS = (

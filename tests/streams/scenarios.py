@@ -33,7 +33,7 @@ from .builds import (
     adamw,
     clip_values,
     factors,
-    factors_with_momentum,
+    factors_that_end,
     failing,
     hook,
     local_sgd,
@@ -108,12 +108,7 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
     "interleaved": _with_each_reducer(step),
     "sharded, in the next forward": _with_each_reducer(lambda make: zero(make, gather="forward")),
     "factors": {
-        "factors that end": Scenario(
-            build=step(factors(rank=lambda step: 1 if step < 3 else 99, min_compression_rate=2.0)),
-            as_on_host=False,
-            host_syncs=("overlap/hooks/powersgd/ranks.py",),
-        ),
-        "factors with momentum": Scenario(build=factors_with_momentum, as_on_host=False),
+        "factors that end": Scenario(build=factors_that_end),
     },
     "updates": {
         "deferred": Scenario(build=step(AllReduce, deferred=True), plain=adamw),
@@ -233,9 +228,6 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
         "resumes, sharded": Scenario(build=zero(gather="forward"), loop=loops.resumes, plain=adamw, host_syncs=_SAVED),
         "resumes, factors": Scenario(build=step(factors()), loop=loops.resumes, as_on_host=False, host_syncs=_SAVED),
         "resumes, 4 bits": Scenario(build=step(ROUNDING["4 bits, feedback"]), loop=loops.resumes, host_syncs=_SAVED),
-        "resumes, momentum": Scenario(
-            build=factors_with_momentum, loop=loops.resumes, as_on_host=False, host_syncs=_SAVED
-        ),
         "removed": Scenario(build=step(AllReduce, optimizer=SGD), loop=loops.removes, host_syncs=_REGISTERED),
         "removed, sharded": Scenario(build=zero(gather="forward"), loop=loops.removes, host_syncs=_SHARDED),
         "removed, 4 bits": Scenario(

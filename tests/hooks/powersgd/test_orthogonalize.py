@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap.hooks.powersgd.orthogonalize import cholesky_qr, gram_schmidt, householder, orthonormalize
+from overlap.hooks.powersgd.algorithm import cholesky_qr, gram_schmidt, householder, orthonormalize
 
 ALGORITHMS = {
     "householder": lambda rows, spare: householder(rows),

@@ -1,29 +1,96 @@
-"""The stage that reduces gradients as factors of low rank."""
+"""The stage that reduces gradients as factors of low rank, and its options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
+from overlap._checks import as_number, check_flag, check_whole_number, told
 from overlap.errors import ConfigurationError
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.powersgd.algorithm import Compressed, PowerIteration
-from overlap.hooks.powersgd.bases import Bases
-from overlap.hooks.powersgd.checkpoint import redistribute
-from overlap.hooks.powersgd.config import PowerSGDConfig
-from overlap.hooks.powersgd.layout import BucketLayout
-from overlap.hooks.powersgd.matrices import PerParameter
-from overlap.hooks.powersgd.memory import Memory
-from overlap.hooks.powersgd.momentum import Momentum, momentum_of
-from overlap.hooks.powersgd.ranks import Ranks
+from overlap.hooks.powersgd.algorithm import Bases, PowerIteration, WiredMean
+from overlap.hooks.powersgd.layout import BucketLayout, Dtypes, PerParameter
+from overlap.hooks.powersgd.memory import Memory, redistribute
 from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.wires import Wire
 
-__all__ = ["PowerSGD"]
+__all__ = ["PowerSGD", "PowerSGDConfig"]
+
+_HALF = (torch.float16, torch.bfloat16)
+# torch does not add in narrower ones.
+_ERROR_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGDConfig:
+    """The options of :class:`PowerSGD`, which describes them; checked, and the same on every rank."""
+
+    rank: int = 2
+    start_step: int = 0
+    min_compression_rate: float = 2.0
+    error_feedback: bool = True
+    warm_start: bool = True
+    alternate: bool = False
+    error_dtype: torch.dtype | None = None
+    wire: Wire | None = None
+    seed: int = 0
+    epsilon: float = 0.0
+    log_every_steps: int = 10_000
+
+    def __post_init__(self) -> None:
+        _check_rank(self.rank)
+        check_whole_number("start_step", self.start_step, least=0)
+        check_whole_number("seed", self.seed, least=0)
+        check_whole_number("log_every_steps", self.log_every_steps, least=1)
+        for flag in ("error_feedback", "warm_start", "alternate"):
+            check_flag(flag, getattr(self, flag))
+        for number in ("min_compression_rate", "epsilon"):
+            _check_number(number, getattr(self, number))
+        if self.wire is not None and not isinstance(self.wire, Wire):
+            raise ConfigurationError(f"wire must be a Wire such as Int8(), or None, got {told(self.wire)}")
+        dtype = self.error_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _ERROR_DTYPES):
+            listed = ", ".join(map(str, _ERROR_DTYPES))
+            raise ConfigurationError(f"error_dtype must be one of {listed} or None, got {told(dtype)}")
+        if self.alternate and not self.warm_start:
+            raise ConfigurationError(
+                "alternate=True computes each factor from the one of the step before, which warm_start=False "
+                "throws away: use only one of the two"
+            )
+
+    def __str__(self) -> str:
+        """The options as they would be typed, without defaults."""
+        parts = [f"rank={self.rank!r}"]
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name not in ("rank", "log_every_steps") and value != option.default:
+                parts.append(f"{option.name}={value!r}")
+        return ", ".join(parts)
+
+    def dtypes(self, dtype: torch.dtype) -> Dtypes:
+        """For a bucket of ``dtype``."""
+        compute = torch.float32 if dtype in _HALF else dtype
+        return Dtypes(compute, (self.error_dtype or dtype) if self.error_feedback else None)
+
+
+def _check_rank(rank: object) -> None:
+    if callable(rank) or isinstance(rank, Mapping):
+        raise ConfigurationError(
+            f"rank is {told(rank)}: give a whole number such as 2, the same in all steps; for another rank of some "
+            'parameters write route({"*.embedding.weight": PowerSGD(rank=8), "*": PowerSGD(rank=2)})'
+        )
+    check_whole_number("rank", rank, least=1)
+
+
+def _check_number(name: str, value: object) -> None:
+    number = as_number(value)
+    # The comparison is false for NaN too.
+    if number is None or not 0 <= number < float("inf"):
+        raise ConfigurationError(f"{name} must be a number of at least 0, got {told(value)}")
 
 
 class PowerSGD(Stage):
@@ -37,9 +104,8 @@ class PowerSGD(Stage):
     A gradient with a non-finite element comes out as NaN on every rank and leaves the memory as it was.
 
     Args:
-        rank: columns of the factors; 1 to 4 in most cases, up to 32 for language models. Or a function of the step (the
-            number of earlier backward passes), the same on every rank; or either of these for patterns of parameter
-            names, the first that matches: ``{"*.embedding.weight": 8, "*": 2}``. A change keeps residuals.
+        rank: columns of the factors; 1 to 4 in most cases, up to 32 for language models. For another rank of some
+            parameters: ``route({"*.embedding.weight": PowerSGD(rank=8), "*": PowerSGD(rank=2)})``.
         start_step: backward passes that are reduced exactly before compression begins.
         min_compression_rate: compress only what gets at least this many times smaller; 0 for every matrix.
         error_feedback: keep what was left out and add it to the next gradient.
@@ -48,26 +114,21 @@ class PowerSGD(Stage):
         error_dtype: dtype of what is kept, ``torch.bfloat16`` for half the memory; ``None``: the gradient's.
         wire: how factors travel, such as ``Int8()``; what it leaves out of them stays in the residual. ``None``: in the
             gradient's dtype. Uncompressed gradients stay exact, by an all-reduce of their own.
-        momentum: momentum before compression, with ``optimizer``, which updates the model and must have none. Each rank
-            sends velocities ``u = momentum * u + gradient``; what is sent of a matrix is removed from its ``u``.
-        optimizer: a ``torch.optim.SGD``, or a wrapper of one; looked at in each pass, not changed.
         seed: of the random directions from which factors start, the same on every rank.
         epsilon: added to the length that each direction of a basis is divided by.
         log_every_steps: steps between two lines of statistics in the log.
 
-    Issues, per bucket: an all-reduce of all left factors and the uncompressed gradients, then one of all right factors;
-    with ``alternate`` only one, of either factors and the uncompressed gradients; in the bucket's dtype. Where nothing
-    is compressed, one all-reduce of the bucket. With ``wire``, in place of an all-reduce of factors, a send and a
-    receive with every other rank and an all-gather. Where ``rank`` is a function, once in 1000 passes an all-reduce of
-    two numbers, which the host reads. Changes: ``bucket.buffer``. Keeps: one residual of the gradient's size and one
-    factor per compressed parameter; with ``momentum`` one velocity per parameter. Workspace: at most the bucket that is
-    being compressed, with ``momentum`` one more.
+    Communication: per bucket an all-reduce of all left factors and the uncompressed gradients, then one of all right
+    factors; with ``alternate`` only one, of either factors and the uncompressed gradients; in the bucket's dtype. Where
+    nothing is compressed, one all-reduce of the bucket. With ``wire``, in place of an all-reduce of factors, a send and
+    a receive with every other rank and an all-gather. Changes: ``bucket.buffer``. Keeps: one residual of the gradient's
+    size and one factor per compressed parameter. Workspace: at most the bucket that is being compressed.
 
     Raises:
         ConfigurationError: an option is out of range, or a loaded state does not fit the model.
 
     T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD, NeurIPS 2019, arXiv 1905.13727. ``alternate``: L. Zhang et al.:
-    ACP-SGD, ICDCS 2023. ``momentum``: Y. Lin et al.: Deep Gradient Compression, ICLR 2018, arXiv 1712.01887.
+    ACP-SGD, ICDCS 2023.
 
     >>> PowerSGD(rank=4, start_step=1000)
     PowerSGD(rank=4, start_step=1000)
@@ -76,7 +137,7 @@ class PowerSGD(Stage):
     def __init__(
         self,
         *,
-        rank: int | Callable[[int], int] | Mapping[str, int | Callable[[int], int]] = 2,
+        rank: int = 2,
         start_step: int = 0,
         min_compression_rate: float = 2.0,
         error_feedback: bool = True,
@@ -84,8 +145,6 @@ class PowerSGD(Stage):
         alternate: bool = False,
         error_dtype: torch.dtype | None = None,
         wire: Wire | None = None,
-        momentum: float = 0.0,
-        optimizer: Optimizer | None = None,
         seed: int = 0,
         epsilon: float = 0.0,
         log_every_steps: int = 10_000,
@@ -99,31 +158,23 @@ class PowerSGD(Stage):
             alternate=alternate,
             error_dtype=error_dtype,
             wire=wire,
-            momentum=momentum,
             seed=seed,
             epsilon=epsilon,
             log_every_steps=log_every_steps,
         )
-        self._set_up(config, Memory(), PerParameter(), momentum_of(momentum, optimizer))
+        self._set_up(config, Memory(), PerParameter())
 
-    def _set_up(
-        self, config: PowerSGDConfig, memory: Memory, form: PerParameter, momentum: Momentum | None = None
-    ) -> None:
+    def _set_up(self, config: PowerSGDConfig, memory: Memory, form: PerParameter) -> None:
         self.config = config
         self._memory = memory
         self._form = form
-        self._ranks = Ranks(config.rank)
         self._bases = Bases(seed=config.seed, warm_start=config.warm_start)
         self._all_reduce = AllReduce()
         self._layouts: dict[tuple[object, ...], BucketLayout] = {}
         self._this_pass: list[BucketLayout] = []
         self._last_pass: list[BucketLayout] = []
-        self._momentum = momentum
 
     def attach(self, context: StageContext) -> None:
-        if self._momentum is not None:
-            self._momentum.attach(context)
-        self._ranks.attach(context.names, first_step=self._first_step)
         self._memory.attach(context)
         # They are of another model, or of passes that not every rank has seen, and ranks compare signatures next.
         self._last_pass.clear()
@@ -134,8 +185,6 @@ class PowerSGD(Stage):
     def before_backward(self, *, is_replay: bool) -> None:
         # Counted here, so that ranks agree on it even if one of them fails.
         self._memory.steps += 1
-        if self._momentum is not None:
-            self._momentum.check()
         self._this_pass.clear()
 
     def after_backward(self, *, failed: bool) -> str | None:
@@ -157,52 +206,36 @@ class PowerSGD(Stage):
         """Of the current pass, counted from the first compressed one."""
         return self._memory.steps - 1 - self.config.start_step
 
-    @property
-    def _first_step(self) -> int:
-        """The next pass that compresses, counted from the first pass."""
-        return max(self._memory.steps, self.config.start_step)
-
     async def __call__(self, bucket: Bucket) -> None:
         # Also before compression begins, because parameters without names are numbered in the first pass.
         keys = self._memory.keys_of(bucket)
-        if self._momentum is None:
-            await self._mean(bucket, keys)
-        else:
-            slots = self._memory.slots_of(keys)
-            velocities = self._momentum.add_to(bucket, slots)
-            self._momentum.keep(bucket, slots, velocities, await self._mean(bucket, keys))
-
-    async def _mean(self, bucket: Bucket, keys: tuple[str, ...]) -> Compressed | None:
-        """Reduce the bucket; gives what was compressed."""
         # A buffer of complex gradients holds them as pairs of real numbers.
         is_real = bucket.buffer.is_floating_point() and not bucket.parameters[0].is_complex()
         if self._step < 0 or not is_real or bucket.buffer.numel() == 0:
             await self._all_reduce(bucket)
-            return None
-        if self._ranks.begin(self._memory.steps - 1):
-            self._layouts.clear()
-            self._bases.directions.forget()
-        await self._ranks.compare(bucket)
+            return
         layout = self._layout_of(keys, bucket)
         self._this_pass.append(layout)
         self._memory.release(bucket, layout.exact, keys)
-        compressed = await self._reduce(bucket, layout, keys)
+        sent_numel = await self._reduce(bucket, layout, keys)
         self._memory.settle_released(bucket, layout.exact, keys)
-        self._memory.statistics.count(layout.numel, compressed.sent_numel if compressed else layout.numel)
-        return compressed
+        self._memory.statistics.count(layout.numel, sent_numel)
 
     def _layout_of(self, keys: tuple[str, ...], bucket: Bucket) -> BucketLayout:
         key = (keys, bucket.buffer.numel(), bucket.buffer.device)
         if (layout := self._layouts.get(key)) is None:
-            ranks = [self._ranks.of(name) for name in keys]
-            layout = self._layouts[key] = self._form.lay_out(bucket, self.config, ranks)
+            layout = self._layouts[key] = self._form.lay_out(
+                bucket, rank=self.config.rank, min_compression_rate=self.config.min_compression_rate
+            )
         return layout
 
-    async def _reduce(self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...]) -> Compressed | None:
+    async def _reduce(self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...]) -> int:
+        """Reduce the bucket; returns how many elements were sent."""
         if not layout.batches:
             await self._all_reduce(bucket)
-            return None
-        dtypes = self.config.dtypes(bucket.buffer.dtype)
+            return layout.numel
+        dtypes, wire = self.config.dtypes(bucket.buffer.dtype), self.config.wire
+        wired = None if wire is None else WiredMean(wire, self._memory.rounding(wire))
         iteration = PowerIteration(
             bucket=bucket,
             layout=layout,
@@ -211,7 +244,7 @@ class PowerSGD(Stage):
             step=self._step,
             compute_dtype=dtypes.compute,
             epsilon=self.config.epsilon,
-            wired=self._memory.wired_mean(self.config.wire),
+            wired=wired,
         )
         if self.config.alternate:
             return await iteration.one_factor(is_left=self._step % 2 == 0)
@@ -224,11 +257,7 @@ class PowerSGD(Stage):
     @property
     def signature(self) -> str:
         """The options; after a pass also a line per bucket: the elements sent of it."""
-        lines = [repr(self)]
-        if schedule := self._ranks.described(self._first_step):
-            lines.append(schedule)
-        lines += [f"bucket {index}, {layout}" for index, layout in enumerate(self._last_pass)]
-        return "\n".join(lines)
+        return "\n".join([repr(self), *(f"bucket {index}, {layout}" for index, layout in enumerate(self._last_pass))])
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot of what this rank remembers; each rank saves its own.
@@ -244,11 +273,6 @@ class PowerSGD(Stage):
             ConfigurationError: the state is another model's or another rank's; for another number of ranks, see
                 :meth:`redistribute`. If the stage is not yet registered, registering raises it.
         """
-        if self._momentum is None and state_dict.get("velocities"):
-            raise ConfigurationError(
-                f"the state has the velocities of momentum, but {self!r} has none: make it with momentum= and "
-                "optimizer=, or load the state with state['velocities'] = {}"
-            )
         if state_dict:
             self._memory.load_state_dict(state_dict)
 
