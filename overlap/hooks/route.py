@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from overlap.errors import ConfigurationError, RegistrationError
-from overlap.hooks.adapters import HookStage, stage_from
+from overlap.hooks.adapters import HookStage, shown, stage_from
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.context import StageContext
-from overlap.hooks.not_a_stage import shown
 from overlap.hooks.part import Part
 from overlap.hooks.post_local_sgd import PostLocal
 from overlap.hooks.rules import Rule, matches, shown_rule
