@@ -39,12 +39,8 @@ from overlap.hooks.torch_names import (
     quantization_pertensor_hook,
 )
 from overlap.hooks.transforms import (
-    AddNoise,
-    Centralize,
     ClipGradNorm,
-    ClipValue,
     Log,
-    Scale,
     SkipNonFinite,
     Transform,
 )
@@ -53,18 +49,15 @@ from overlap.hooks.wires import BFloat16, Float8, Float16, Int4, Int8, TopK, Wir
 Site = StageContext  # Its name before.
 
 __all__ = [
-    "AddNoise",
     "AllGather",
     "AllReduce",
     "BFloat16",
     "Bucket",
     "Cast",
-    "Centralize",
     "Chain",
     "Float16",
     "Float8",
     "ClipGradNorm",
-    "ClipValue",
     "GatherQuantized",
     "Hierarchical",
     "Int4",
@@ -78,7 +71,6 @@ __all__ = [
     "Quantize",
     "Registration",
     "Role",
-    "Scale",
     "SkipNonFinite",
     "Stage",
     "StageContext",

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.functions import add_noise, centralize, clip_value, scale
 from overlap import (
-    AddNoise,
     AllReduce,
     BFloat16,
     Cast,
-    Centralize,
     ClipGradNorm,
-    ClipValue,
     Float8,
     Hierarchical,
     Int4,
@@ -27,7 +25,6 @@ from overlap import (
     OverlappedOptimizer,
     PowerSGD,
     Quantize,
-    Scale,
     SkipNonFinite,
     Step,
     TopK,
@@ -147,8 +144,8 @@ def _two(ddp: Any) -> list[Any]:
     return [MUON(_matrices(ddp)), ADAMW(_rest(ddp))]
 
 
-def _noise() -> AddNoise:
-    return AddNoise(torch.Generator().manual_seed(5), std=0.01)
+def _noise() -> Any:
+    return add_noise(torch.Generator().manual_seed(5), std=0.01)
 
 
 def _log() -> Log:
@@ -180,7 +177,7 @@ SUMMED = {"rtol": 1e-5, "atol": 1e-7}
 SENTENCES: dict[str, Sentence] = {
     # Bit for bit what the same thing by hand is.
     "clip the norm": Sentence(build=_with(AllReduce, lambda: ClipGradNorm(0.1)), by_hand=_clip),
-    "clip values": Sentence(build=_with(AllReduce, lambda: ClipValue(0.01)), by_hand=_clip_value),
+    "clip values": Sentence(build=_with(AllReduce, lambda: clip_value(0.01)), by_hand=_clip_value),
     "clip the norm, sharded": Sentence(build=_sharded(lambda: ClipGradNorm(0.1)), by_hand=_clip, tolerance=SUMMED),
     "log, skip": Sentence(build=_with(AllReduce, _log, SkipNonFinite), by_hand=_nothing, skips=True),
     "log, skip, sharded": Sentence(build=_sharded(_log, SkipNonFinite), by_hand=_nothing, skips=True),
@@ -195,7 +192,7 @@ SENTENCES: dict[str, Sentence] = {
     "one sharded, one not": Sentence(build=_mixed, by_hand=_nothing, plain=_two),
     # Rounded.
     "everything around 16 bits": Sentence(
-        build=_with(lambda: Scale(2.0), lambda: Cast(BFloat16()), lambda: Scale(0.5), Centralize, _noise)
+        build=_with(lambda: scale(2.0), lambda: Cast(BFloat16()), lambda: scale(0.5), lambda: centralize, _noise)
     ),
     "routed to factors": Sentence(build=_with(_routed(ROUTES), lambda: ClipGradNorm(1.0))),
     "routed to factors, then sharded": Sentence(build=_sharded(_routed(ROUTES), gather_wire=Int8())),

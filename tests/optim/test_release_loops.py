@@ -13,14 +13,13 @@ from release_cases import ADAMW, FORMS, SGD, held_bytes, registered, release_of,
 
 import overlap
 from harness import assert_parity, run_ranks
+from harness.functions import centralize, clip_value, scale
 from harness.models import BATCH_NORM, MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import (
     AllReduce,
     BFloat16,
     Cast,
-    Centralize,
     ClipGradNorm,
-    ClipValue,
     Hierarchical,
     Int4,
     Int8,
@@ -32,7 +31,6 @@ from overlap import (
     PowerSGD,
     Quantize,
     ReduceScatter,
-    Scale,
     SkipNonFinite,
     Step,
     TopK,
@@ -279,7 +277,13 @@ CHAINS: dict[str, Build] = {
     "two levels": _stepped(lambda: Hierarchical(outer=Quantize(Int4()), machine_size=1)),
     "a hook": _stepped(lambda: as_stage(_hook)),
     "transforms": _stepped(
-        lambda: Scale(2.0), AllReduce, lambda: Scale(0.5), lambda: ClipValue(0.1), Centralize, _norms, after=(_norms,)
+        lambda: scale(2.0),
+        AllReduce,
+        lambda: scale(0.5),
+        lambda: clip_value(0.1),
+        lambda: centralize,
+        _norms,
+        after=(_norms,),
     ),
     "clipped": _stepped(AllReduce, lambda: ClipGradNorm(0.05)),
     "skipping": _stepped(AllReduce, SkipNonFinite),

@@ -69,12 +69,12 @@ REDUCERS = (
     "Cast(torch.float64)",
     "mean_by_hand",
 )
-LOCAL = ("Scale(0.5)", "ClipValue(0.05)", "Centralize()", "look")
+LOCAL = ("scale(0.5)", "clip_value(0.05)", "centralize", "look")
 MEAN = (
-    "Scale(0.5)", "ClipValue(0.02)", "ClipGradNorm(0.1)", "ClipGradNorm(0.1, float('inf'))", "Centralize()",
-    "AddNoise(torch.Generator().manual_seed(3), std=0.01)", "SkipNonFinite()", "Log(lambda step, norms: None)", "look",
+    "scale(0.5)", "clip_value(0.02)", "ClipGradNorm(0.1)", "ClipGradNorm(0.1, float('inf'))", "centralize",
+    "SkipNonFinite()", "Log(lambda step, norms: None)", "look",
 )  # fmt: skip
-AFTER = ("ClipValue(0.2)", "Scale(0.99)", "shrink", "look")
+AFTER = ("clamp", "shrink", "look")
 NOT_ALWAYS_USED = ("unused", "in turns", "in turns by rank")
 
 ZERO = "ZeroRedundancyOptimizer(p[{place}], {name}, {options}, overlap_with_ddp=True{more})"

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from harness.functions import add_noise
 from harness.streams import active
 from overlap import (
-    AddNoise,
     AllReduce,
     LocalSGD,
     Log,
@@ -197,8 +197,8 @@ def routed() -> Any:
     return route({"*embedding*": AllReduce(), "*.weight": factors()(), "*": AllReduce()})
 
 
-def noise() -> AddNoise:
-    return AddNoise(torch.Generator().manual_seed(5), std=0.01)
+def noise() -> Any:
+    return add_noise(torch.Generator().manual_seed(5), std=0.01)
 
 
 def log() -> Log:

@@ -7,21 +7,19 @@ from collections.abc import Callable
 
 import torch
 
+from harness.functions import centralize, clip_value, scale
 from overlap import (
     AllGather,
     AllReduce,
     BFloat16,
     Cast,
-    Centralize,
     ClipGradNorm,
-    ClipValue,
     Float8,
     Hierarchical,
     Int4,
     Int8,
     Log,
     Quantize,
-    Scale,
     SkipNonFinite,
     TopK,
     as_stage,
@@ -138,7 +136,7 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
     },
     "transforms": {
         "clip the norm": Scenario(build=step(AllReduce, lambda: ClipGradNorm(0.1)), as_on_host=False),
-        "clip values": Scenario(build=step(AllReduce, lambda: ClipValue(0.01)), plain=adamw, edit=clip_values),
+        "clip values": Scenario(build=step(AllReduce, lambda: clip_value(0.01)), plain=adamw, edit=clip_values),
         "clip the norm, sharded": Scenario(build=zero(lambda: ClipGradNorm(0.1), gather="forward"), as_on_host=False),
         "log, skip": Scenario(build=step(AllReduce, log, SkipNonFinite), plain=adamw),
         "log, skip, sharded": Scenario(build=zero(log, SkipNonFinite), plain=adamw),
@@ -153,7 +151,7 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
             host_syncs=("overlap/hooks/late_reads.py:read",),
         ),
         "everything around": Scenario(
-            build=step(lambda: Scale(2.0), AllReduce, lambda: Scale(0.5), Centralize, noise, after=(log,))
+            build=step(lambda: scale(2.0), AllReduce, lambda: scale(0.5), lambda: centralize, noise, after=(log,))
         ),
     },
     "loops": {
