@@ -23,8 +23,7 @@ from overlap.hooks.hierarchical import Hierarchical
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from overlap.hooks.quantize import GatherQuantized, Quantize
-from overlap.hooks.route import route
-from overlap.hooks.rules import by_ndim
+from overlap.hooks.route import by_ndim, route
 from overlap.hooks.stage import Role, Stage
 from overlap.hooks.stage_hook import StageHook
 from overlap.hooks.torch_names import (

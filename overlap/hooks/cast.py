@@ -14,7 +14,7 @@ from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.stage import Role, Stage, redistributed
 from overlap.hooks.wires import Wire
-from overlap.hooks.wires.floats import CastWire, cast
+from overlap.hooks.wires.numbers import CastWire, cast
 
 __all__ = ["Cast"]
 

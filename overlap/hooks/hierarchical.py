@@ -1,9 +1,18 @@
-"""Gradients reduced exactly within a machine, and in fewer bytes between machines."""
+"""Gradients reduced exactly within a machine, and in fewer bytes between machines.
+
+[Note: one part of every parameter]
+
+Row ``r`` holds part ``r`` of every parameter of a bucket, one after another. A part is ``ceil(numel / rows)`` elements
+in the order of memory, and the last ones are filled up with zeros. So which elements of a parameter a rank sends to
+other machines does not depend on DDP's buckets, and memory by parameter name stays valid when those are rebuilt; and
+all rows are equally long, so that the ranks of a machine issue the same collectives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +20,7 @@ from torch import Tensor
 
 from overlap._checks import check_whole_number
 from overlap._torch.c10d import group_timeout
+from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.adapters import HookStage, stage_from
 from overlap.hooks.allreduce import AllGather, AllReduce
@@ -23,7 +33,7 @@ from overlap.hooks.post_local_sgd import PostLocal
 from overlap.hooks.powersgd import PowerSGD
 from overlap.hooks.quantize import Quantize
 from overlap.hooks.route import Route
-from overlap.hooks.rows import Rows, part_numel
+from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.stage import Role, Stage, walk
 
 __all__ = ["Hierarchical"]
@@ -128,7 +138,7 @@ class Hierarchical(Stage):
             await self.inner(bucket)
             return
         buffer = torch.view_as_real(bucket.buffer).view(-1) if bucket.buffer.is_complex() else bucket.buffer
-        layout = Rows.of(bucket, self._rows)
+        layout = _Rows.of(bucket, self._rows)
         # As in DDP, each rank divides before the sum.
         rows = layout.pack(buffer.mul_(1 / bucket.divisor), dtype=self._dtype or buffer.dtype)
         own = rows[machines.inside.rank()]
@@ -222,7 +232,7 @@ def _place(context: StageContext, rows: int) -> dict[str, Any]:
 
 def _part_of(parameter: Tensor, rows: int) -> Tensor:
     """A tensor of the shape of a part of ``parameter``, without memory."""
-    return torch.empty(part_numel(parameter, rows), device="meta")
+    return torch.empty(_part_numel(parameter, rows), device="meta")
 
 
 def _dtype_of(inner: Stage) -> torch.dtype | None:
@@ -267,3 +277,62 @@ def _is_without_memory(stage: Stage) -> bool:
     if isinstance(stage, Quantize):
         return not (stage.error_feedback or stage.wire.is_stochastic)
     return isinstance(stage, AllReduce | AllGather | Cast)
+
+
+def _part_numel(parameter: Tensor, rows: int) -> int:
+    """How many real numbers of ``parameter`` are in each of ``rows`` rows."""
+    return -(-parameter.numel() * (2 if parameter.is_complex() else 1) // rows)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """See [Note: one part of every parameter]."""
+
+    count: int
+    extents: tuple[tuple[int, int], ...]
+    """Where each parameter begins in the bucket, and its real numbers."""
+
+    @classmethod
+    def of(cls, bucket: Bucket, count: int) -> _Rows:
+        views = bucket.with_buffer(bucket.buffer).views
+        assert views is not None, "with_buffer makes them"
+        return cls(count, tuple((offset, size.numel()) for size, _, offset in views))
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The elements of each parameter in a row."""
+        return tuple(-(-numel // self.count) for _, numel in self.extents)
+
+    @property
+    def numel(self) -> int:
+        """The elements of a row, without its padding at the end."""
+        return sum(self.parts)
+
+    @property
+    def views(self) -> tuple[tuple[torch.Size, tuple[int, ...], int], ...]:
+        """The parts of a row as :attr:`Bucket.views`."""
+        ends = itertools.accumulate(self.parts)
+        return tuple((torch.Size([part]), (1,), end - part) for part, end in zip(self.parts, ends, strict=True))
+
+    def pack(self, flat: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """The gradients of a bucket's buffer as rows, shape ``(count, n)``; see [Note: segments]."""
+        numel = round_up(self.numel, segment_multiple(flat.device))
+        is_full = self.count * numel == sum(numel for _, numel in self.extents)
+        rows = (torch.empty if is_full else torch.zeros)((self.count, numel), dtype=dtype, device=flat.device)
+        pairs = list(self._pairs(flat, rows))
+        copy_all([row for _, row in pairs], [own for own, _ in pairs])
+        return rows
+
+    def unpack(self, rows: Tensor, flat: Tensor) -> None:
+        """The inverse of :meth:`pack`."""
+        pairs = list(self._pairs(flat, rows))
+        copy_all([own for own, _ in pairs], [row for _, row in pairs])
+
+    def _pairs(self, flat: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of the same elements in both."""
+        for (start, numel), (_, _, column), part in zip(self.extents, self.views, self.parts, strict=True):
+            full, rest = divmod(numel, part) if part else (0, 0)
+            if full:
+                yield flat[start : start + full * part].view(full, part), rows[:full, column : column + part]
+            if rest:
+                yield flat[start + full * part : start + numel], rows[full, column : column + rest]

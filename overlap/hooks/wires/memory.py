@@ -12,8 +12,7 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.context import StageContext
 from overlap.hooks.cut import SavedCut
 from overlap.hooks.stage import Stage
-from overlap.hooks.wires.feedback import ErrorFeedback, check_errors
-from overlap.hooks.wires.rounding import RoundingGenerator
+from overlap.hooks.wires.feedback import ErrorFeedback, RoundingGenerator, check_errors
 from overlap.hooks.wires.wire import Wire
 
 __all__ = ["WireMemory"]
