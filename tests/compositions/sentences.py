@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harness.functions import add_noise, centralize, clip_value, scale
+from harness.functions import centralize, clip_value, scale
 from overlap import (
     AllReduce,
     BFloat16,
+    Bucket,
     Cast,
     ClipGradNorm,
     Float8,
@@ -28,6 +30,7 @@ from overlap import (
     SkipNonFinite,
     Step,
     TopK,
+    Transform,
     ZeroRedundancyOptimizer,
     ZeroStep,
     chain,
@@ -144,8 +147,26 @@ def _two(ddp: Any) -> list[Any]:
     return [MUON(_matrices(ddp)), ADAMW(_rest(ddp))]
 
 
-def _noise() -> Any:
-    return add_noise(torch.Generator().manual_seed(5), std=0.01)
+class _Noise(Transform):
+    """Noise that follows from the parameter's name and the number of passes, which is the stage's state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passes = 0
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        self._passes += 1
+
+    async def __call__(self, bucket: Bucket) -> None:
+        for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
+            source = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self._passes)
+            gradient.add_(torch.randn(gradient.shape, generator=source), alpha=0.01)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self._passes}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._passes = state_dict["passes"]
 
 
 def _log() -> Log:
@@ -192,7 +213,7 @@ SENTENCES: dict[str, Sentence] = {
     "one sharded, one not": Sentence(build=_mixed, by_hand=_nothing, plain=_two),
     # Rounded.
     "everything around 16 bits": Sentence(
-        build=_with(lambda: scale(2.0), lambda: Cast(BFloat16()), lambda: scale(0.5), lambda: centralize, _noise)
+        build=_with(lambda: scale(2.0), lambda: Cast(BFloat16()), lambda: scale(0.5), lambda: centralize, _Noise)
     ),
     "routed to factors": Sentence(build=_with(_routed(ROUTES), lambda: ClipGradNorm(1.0))),
     "routed to factors, then sharded": Sentence(build=_sharded(_routed(ROUTES), gather_wire=Int8())),
