@@ -466,7 +466,7 @@ def cholesky_qr(rows: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
     is_whole = torch.isfinite(basis).flatten(1).all(dim=1)[:, None, None]
     unit = torch.eye(rows.shape[1], rows.shape[2], dtype=basis.dtype, device=basis.device)
     lengths = scale.flatten(1) * lower.diagonal(dim1=-2, dim2=-1)
-    return torch.where(is_whole, basis, unit).to(rows.dtype), lengths.nan_to_num(0.0).to(rows.dtype)
+    return torch.where(is_whole, basis, unit).to(rows.dtype), lengths.nan_to_num(0.0).clamp(min=0).to(rows.dtype)
 
 
 def _cholesky_round(rows: Tensor) -> tuple[Tensor, Tensor]:
