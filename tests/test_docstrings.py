@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import importlib.util
 import inspect
 import pkgutil
 from types import ModuleType
@@ -31,17 +30,13 @@ PACKAGES = [
 PUBLIC = [overlap, overlap.hooks, overlap.optim, overlap.join]
 
 
-# Modules that need what the library does without where it is not there.
-NEEDS = {"overlap.hooks.wires.triton_kernels": "triton"}
-
-
 def _modules() -> list[str]:
     names = ["overlap"]
     for package in PACKAGES:
         module = importlib.import_module(package)
         names.append(package)
         names += [info.name for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{package}.")]
-    return [name for name in names if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
+    return names
 
 
 NAMES = {name: f"{package}.{name}" for package, names in reversed(test_public_names.NAMES.items()) for name in names}

@@ -23,8 +23,7 @@ from overlap.hooks.hierarchical import Hierarchical
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from overlap.hooks.quantize import GatherQuantized, Quantize
-from overlap.hooks.route import route
-from overlap.hooks.rules import by_ndim
+from overlap.hooks.route import by_ndim, route
 from overlap.hooks.stage import Role, Stage
 from overlap.hooks.stage_hook import StageHook
 from overlap.hooks.torch_names import (
@@ -39,12 +38,8 @@ from overlap.hooks.torch_names import (
     quantization_pertensor_hook,
 )
 from overlap.hooks.transforms import (
-    AddNoise,
-    Centralize,
     ClipGradNorm,
-    ClipValue,
     Log,
-    Scale,
     SkipNonFinite,
     Transform,
 )
@@ -53,18 +48,15 @@ from overlap.hooks.wires import BFloat16, Float8, Float16, Int4, Int8, TopK, Wir
 Site = StageContext  # Its name before.
 
 __all__ = [
-    "AddNoise",
     "AllGather",
     "AllReduce",
     "BFloat16",
     "Bucket",
     "Cast",
-    "Centralize",
     "Chain",
     "Float16",
     "Float8",
     "ClipGradNorm",
-    "ClipValue",
     "GatherQuantized",
     "Hierarchical",
     "Int4",
@@ -78,7 +70,6 @@ __all__ = [
     "Quantize",
     "Registration",
     "Role",
-    "Scale",
     "SkipNonFinite",
     "Stage",
     "StageContext",

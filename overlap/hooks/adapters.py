@@ -8,15 +8,19 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
+from overlap._checks import described, told
+from overlap._torch import classes
 from overlap._torch.autograd import in_backward
 from overlap._torch.c10d import GradBucket, is_future
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import future_result
-from overlap.hooks.not_a_stage import instead_of, is_never_a_hook, shown
 from overlap.hooks.stage import Role, Stage
 from overlap.hooks.stage_hook import StageHook
+from overlap.hooks.wires.wire import Wire
 
 __all__ = [
     "CommHook",
@@ -27,6 +31,7 @@ __all__ = [
     "check_hook",
     "is_hook",
     "reducer",
+    "shown",
     "stage_from",
     "to_stage",
 ]
@@ -69,8 +74,8 @@ def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
     ...     future = torch.futures.Future()
     ...     future.set_result(bucket.buffer() / 2)
     ...     return future
-    >>> chain(as_stage(hook), Scale(2)).register(ddp)
-    <chain(as_stage(hook), Scale(2)) registered>
+    >>> chain(as_stage(hook), ClipGradNorm(1.0)).register(ddp)
+    <chain(as_stage(hook), ClipGradNorm(1)) registered>
     >>> loss_fn(ddp(x), y).backward()
     """
     if isinstance(hook, StageHook):
@@ -78,9 +83,7 @@ def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
     if not is_hook(hook) and (isinstance(hook, Stage) or _takes_a_bucket(hook)) and state is None:
         return to_stage(hook)
     if not is_hook(hook):
-        raise ConfigurationError(
-            f"{shown(hook)} is not a hook, which is called with (state, bucket): {instead_of(hook)}"
-        )
+        raise ConfigurationError(f"{shown(hook)} is not a hook, which is called with (state, bucket): {_remedy(hook)}")
     try:
         inspect.signature(hook).bind(state, None)
     except TypeError as error:
@@ -126,9 +129,56 @@ def to_stage(thing: object) -> Stage:
         return _FunctionStage(thing)  # type: ignore[arg-type]
     if isinstance(thing, StageHook):
         raise ConfigurationError(f"{thing!r} is a hook already, not a stage; as a stage it is as_stage(hook, state)")
-    if isinstance(thing, type):
-        raise ConfigurationError(f"{thing.__name__} is a class; a chain takes stages, so {instead_of(thing)}")
-    raise ConfigurationError(f"{shown(thing)} is not a stage: {instead_of(thing)}")
+    raise ConfigurationError(f"{shown(thing)} is not a stage: {_remedy(thing)}")
+
+
+_CLIPS = {
+    torch.nn.utils.clip_grad_norm_: "write ClipGradNorm(max_norm)",
+    torch.nn.utils.clip_grad_value_: "write a function, def clip_value(bucket): bucket.buffer.clamp_(-value, value)",
+}
+
+
+def _is_optimizer(thing: object) -> bool:
+    return isinstance(getattr(thing, "__self__", thing), Optimizer)  # Its step() is often given, too.
+
+
+def _is_clip(thing: object) -> bool:
+    return any(thing is clip for clip in _CLIPS)
+
+
+# Mistakes that people make, and what to write instead.
+_REMEDIES: tuple[tuple[Callable[[Any], bool], Callable[[Any], str]], ...] = (
+    (lambda thing: isinstance(thing, type), lambda cls: f"it is a class; write {cls.__name__}(...)"),
+    (lambda thing: isinstance(thing, Wire), lambda wire: f"write Quantize({wire!r})"),
+    (lambda thing: isinstance(thing, classes.ZeroRedundancyOptimizer), lambda zero: "write chain(ZeroStep(zero))"),
+    (_is_optimizer, lambda optimizer: "write chain(AllReduce(), Step(optimizer))"),
+    (lambda thing: isinstance(thing, list | tuple), lambda stages: "give stages one by one, as in chain(*stages)"),
+    (_is_clip, _CLIPS.__getitem__),
+)
+
+
+def _remedy(thing: object) -> str:
+    for is_it, remedy in _REMEDIES:
+        if is_it(thing):
+            return remedy(thing)
+    return (
+        "a stage is an overlap.Stage or a function of one bucket; a DDP communication hook becomes one with "
+        "overlap.hooks.as_stage(hook, state)"
+    )
+
+
+def _is_never_a_hook(thing: object) -> bool:
+    """Whether ``thing`` can be called with two arguments and is yet known to be something else."""
+    return isinstance(thing, nn.Module | type) or _is_optimizer(thing) or _is_clip(thing)
+
+
+def shown(thing: object) -> str:
+    """``thing`` in a message: as it is typed where that is short, by its name if it is a function, or its class."""
+    if inspect.isroutine(thing):
+        return hook_name(thing)
+    typed = told(thing)
+    is_typed = len(typed) <= 40 and "\n" not in typed and " at 0x" not in typed and not isinstance(thing, type)
+    return typed if is_typed else described(thing)
 
 
 def stage_from(thing: object, state: Any = None) -> Stage:
@@ -138,7 +188,7 @@ def stage_from(thing: object, state: Any = None) -> Stage:
 
 def is_hook(thing: object) -> bool:
     """Whether ``thing`` may be a communication hook: a callable that is neither a stage nor a function of a bucket."""
-    if not callable(thing) or isinstance(thing, Stage) or is_never_a_hook(thing):
+    if not callable(thing) or isinstance(thing, Stage) or _is_never_a_hook(thing):
         return False
     return not _takes_a_bucket(thing)
 
@@ -162,7 +212,7 @@ def hook_name(hook: object) -> str:
 
 def _takes_a_bucket(thing: object) -> bool:
     """Whether ``thing`` is a function of a bucket: ``async``, or a plain one that must be given one argument."""
-    if isinstance(thing, Stage | StageHook | type) or not callable(thing) or is_never_a_hook(thing):
+    if isinstance(thing, Stage | StageHook | type) or not callable(thing) or _is_never_a_hook(thing):
         return False
     if _is_async(thing):
         return True

@@ -101,12 +101,6 @@ class Bucket:
         real = (torch.view_as_real(view) if view.is_complex() else view for view in self.gradients)
         return tuple((view.size(), view.stride(), int(view.storage_offset()) - start) for view in real)
 
-    def outline(self) -> Callable[[], Bucket]:
-        """Makes the same bucket with zeros; what is returned refers to no memory of this one's buffer, so it can be
-        kept. A bucket itself is for its pass alone."""
-        empty, numel = self.with_buffer(self.buffer.new_empty(0)), self.buffer.numel()
-        return lambda: empty.with_buffer(empty.buffer.new_zeros(numel))
-
     def with_mean(self) -> Bucket:
         """The same bucket when a reducer has made the mean of it."""
         passed = object.__new__(type(self))

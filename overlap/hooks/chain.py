@@ -20,7 +20,7 @@ __all__ = ["Chain", "chain"]
 class Chain(Stage):
     """Stages that run one after another on each bucket; made by :func:`chain`.
 
-    >>> stages = chain(AllReduce(), ClipValue(0.1))
+    >>> stages = chain(AllReduce(), ClipGradNorm(1.0))
     >>> isinstance(stages, Chain), len(stages.sequence)
     (True, 2)
     >>> registration = stages.register(ddp)

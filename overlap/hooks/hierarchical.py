@@ -1,21 +1,30 @@
-"""Gradients reduced exactly within a machine, and in fewer bytes between machines."""
+"""Gradients reduced exactly within a machine, and in fewer bytes between machines.
+
+[Note: one part of every parameter]
+
+Row ``r`` holds part ``r`` of every parameter of a bucket, one after another. A part is ``ceil(numel / rows)`` elements
+in the order of memory, and the last ones are filled up with zeros. So which elements of a parameter a rank sends to
+other machines does not depend on DDP's buckets, and memory by parameter name stays valid when those are rebuilt; and
+all rows are equally long, so that the ranks of a machine issue the same collectives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from overlap._checks import check_whole_number
 from overlap._torch.c10d import group_timeout
+from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.adapters import HookStage, stage_from
 from overlap.hooks.allreduce import AllGather, AllReduce
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.bypass import bypass_from
 from overlap.hooks.cast import Cast
 from overlap.hooks.collectives import all_gather, reduce_scatter
 from overlap.hooks.context import StageContext
@@ -24,7 +33,7 @@ from overlap.hooks.post_local_sgd import PostLocal
 from overlap.hooks.powersgd import PowerSGD
 from overlap.hooks.quantize import Quantize
 from overlap.hooks.route import Route
-from overlap.hooks.rows import Rows, part_numel
+from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.stage import Role, Stage, walk
 
 __all__ = ["Hierarchical"]
@@ -56,9 +65,6 @@ class Hierarchical(Stage):
         outer: a reducer such as ``Quantize(Int4(), error_feedback=True)``; :class:`AllReduce` where ``None``.
         machine_size: ranks on each machine, which are consecutive in the model's process group; where ``None``, ranks
             with one host name are on one machine.
-        bypass: ``"auto"`` measures in the third pass whether two levels save a fifth of the time of one all-reduce over
-            all ranks, and if not makes that from then on; for an ``outer`` without memory. One with memory has a
-            ``bypass`` itself.
 
     Issues, per bucket of ``N`` elements: within the machine a reduce-scatter and an all-gather, in which a rank sends
     ``2 N (L-1)/L`` elements; between machines what ``outer`` issues for ``N/L`` elements. When it is registered without
@@ -75,24 +81,13 @@ class Hierarchical(Stage):
     """
 
     def __init__(
-        self,
-        inner: Stage | None = None,
-        outer: Stage | None = None,
-        *,
-        machine_size: int | None = None,
-        bypass: Literal["auto"] | None = None,
+        self, inner: Stage | None = None, outer: Stage | None = None, *, machine_size: int | None = None
     ) -> None:
         self.inner = AllReduce() if inner is None else stage_from(inner)
         self.outer = AllReduce() if outer is None else stage_from(outer)
         self.machine_size = None if machine_size is None else check_whole_number("machine_size", machine_size, least=1)
         self._dtype = _dtype_of(self.inner)
         _check_outer(self.outer)
-        self._bypass = bypass_from(bypass, "Hierarchical", compress=self._reduce)
-        if self._bypass is not None and (kept := _with_memory(self.outer)) is not None:
-            raise ConfigurationError(
-                f'bypass="auto" would leave what {kept!r} remembers behind: give bypass="auto" to the reducer between '
-                'machines, as in Quantize(..., bypass="auto")'
-            )
         self._context: StageContext | None = None
         self._members: list[list[int]] = []
         """The ranks of each machine."""
@@ -101,7 +96,7 @@ class Hierarchical(Stage):
 
     @property
     def children(self) -> tuple[Stage, ...]:
-        return (self.inner, self.outer) if self._bypass is None else (self.inner, self.outer, self._bypass)
+        return self.inner, self.outer
 
     def attach(self, context: StageContext) -> None:
         if self._context is not None:
@@ -120,7 +115,7 @@ class Hierarchical(Stage):
         return replace(context, names=parts)
 
     def detach(self) -> None:
-        if self._context is not None and _with_memory(self.outer) is not None:
+        if self._context is not None and not all(map(_is_without_memory, walk(self.outer))):
             self._saved_by = _place(self._context, self._rows)
         self._context = None
 
@@ -137,16 +132,13 @@ class Hierarchical(Stage):
         return len(self._members[0])
 
     async def __call__(self, bucket: Bucket) -> None:
-        await (self._reduce(bucket) if self._bypass is None else self._bypass(bucket))
-
-    async def _reduce(self, bucket: Bucket) -> None:
         assert self._context is not None, "a stage is attached before its first pass"
         machines = self._machines
         if machines is None or bucket.group.size() != self._context.group.size() or bucket.buffer.numel() == 0:
             await self.inner(bucket)
             return
         buffer = torch.view_as_real(bucket.buffer).view(-1) if bucket.buffer.is_complex() else bucket.buffer
-        layout = Rows.of(bucket, self._rows)
+        layout = _Rows.of(bucket, self._rows)
         # As in DDP, each rank divides before the sum.
         rows = layout.pack(buffer.mul_(1 / bucket.divisor), dtype=self._dtype or buffer.dtype)
         own = rows[machines.inside.rank()]
@@ -168,8 +160,6 @@ class Hierarchical(Stage):
         """What ``outer`` remembers, and the ``place`` that its parts of parameters are for."""
         outer = self.outer.state_dict()
         state: dict[str, Any] = {"outer": outer} if outer else {}
-        if self._bypass is not None:
-            state["bypass"] = self._bypass.state_dict()
         place = self._saved_by if self._context is None else _place(self._context, self._rows)
         return {**state, _PLACE: place} if state and place is not None else state
 
@@ -180,15 +170,13 @@ class Hierarchical(Stage):
             ConfigurationError: it is another rank's, of other machines, or of another reducer. If the stage is not yet
                 registered, registering raises the former.
         """
-        if unknown := sorted(set(state_dict) - {"outer", "bypass", _PLACE}):
+        if unknown := sorted(set(state_dict) - {"outer", _PLACE}):
             raise ConfigurationError(f"{self!r} has no state {unknown}")
         saved_by = state_dict.get(_PLACE)
         if self._context is not None:
             self._check_place(saved_by, _place(self._context, self._rows))
         self._saved_by = saved_by
         self.outer.load_state_dict(state_dict.get("outer", {}))
-        if self._bypass is not None:
-            self._bypass.load_state_dict(state_dict.get("bypass", {}))
 
     def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
         """Refused: what is remembered is of parts that belong to places on machines.
@@ -222,15 +210,13 @@ class Hierarchical(Stage):
 
     @property
     def signature(self) -> str:
-        bypass = "" if self._bypass is None else f", {self._bypass.signature}"
-        size = f", machine_size={self.machine_size}{bypass}"
+        size = f", machine_size={self.machine_size}"
         machines = f" on {len(self._members)} machines of {self._rows}" if self._members else ""
         return f"Hierarchical({self.inner.signature}, {self.outer.signature}{size}){machines}"
 
     def __repr__(self) -> str:
         size = "" if self.machine_size is None else f", machine_size={self.machine_size}"
-        bypass = "" if self._bypass is None else f", {self._bypass!r}"
-        return f"Hierarchical({self.inner!r}, {self.outer!r}{size}{bypass})"
+        return f"Hierarchical({self.inner!r}, {self.outer!r}{size})"
 
 
 def _place(context: StageContext, rows: int) -> dict[str, Any]:
@@ -246,7 +232,7 @@ def _place(context: StageContext, rows: int) -> dict[str, Any]:
 
 def _part_of(parameter: Tensor, rows: int) -> Tensor:
     """A tensor of the shape of a part of ``parameter``, without memory."""
-    return torch.empty(part_numel(parameter, rows), device="meta")
+    return torch.empty(_part_numel(parameter, rows), device="meta")
 
 
 def _dtype_of(inner: Stage) -> torch.dtype | None:
@@ -287,12 +273,66 @@ def _check_outer(outer: Stage) -> None:
             )
 
 
-def _with_memory(outer: Stage) -> Stage | None:
-    """The stage of ``outer`` that may remember something, if there is one."""
-    return next((stage for stage in walk(outer) if not _is_without_memory(stage)), None)
-
-
 def _is_without_memory(stage: Stage) -> bool:
     if isinstance(stage, Quantize):
         return not (stage.error_feedback or stage.wire.is_stochastic)
     return isinstance(stage, AllReduce | AllGather | Cast)
+
+
+def _part_numel(parameter: Tensor, rows: int) -> int:
+    """How many real numbers of ``parameter`` are in each of ``rows`` rows."""
+    return -(-parameter.numel() * (2 if parameter.is_complex() else 1) // rows)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """See [Note: one part of every parameter]."""
+
+    count: int
+    extents: tuple[tuple[int, int], ...]
+    """Where each parameter begins in the bucket, and its real numbers."""
+
+    @classmethod
+    def of(cls, bucket: Bucket, count: int) -> _Rows:
+        views = bucket.with_buffer(bucket.buffer).views
+        assert views is not None, "with_buffer makes them"
+        return cls(count, tuple((offset, size.numel()) for size, _, offset in views))
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The elements of each parameter in a row."""
+        return tuple(-(-numel // self.count) for _, numel in self.extents)
+
+    @property
+    def numel(self) -> int:
+        """The elements of a row, without its padding at the end."""
+        return sum(self.parts)
+
+    @property
+    def views(self) -> tuple[tuple[torch.Size, tuple[int, ...], int], ...]:
+        """The parts of a row as :attr:`Bucket.views`."""
+        ends = itertools.accumulate(self.parts)
+        return tuple((torch.Size([part]), (1,), end - part) for part, end in zip(self.parts, ends, strict=True))
+
+    def pack(self, flat: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """The gradients of a bucket's buffer as rows, shape ``(count, n)``; see [Note: segments]."""
+        numel = round_up(self.numel, segment_multiple(flat.device))
+        is_full = self.count * numel == sum(numel for _, numel in self.extents)
+        rows = (torch.empty if is_full else torch.zeros)((self.count, numel), dtype=dtype, device=flat.device)
+        pairs = list(self._pairs(flat, rows))
+        copy_all([row for _, row in pairs], [own for own, _ in pairs])
+        return rows
+
+    def unpack(self, rows: Tensor, flat: Tensor) -> None:
+        """The inverse of :meth:`pack`."""
+        pairs = list(self._pairs(flat, rows))
+        copy_all([own for own, _ in pairs], [row for _, row in pairs])
+
+    def _pairs(self, flat: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of the same elements in both."""
+        for (start, numel), (_, _, column), part in zip(self.extents, self.views, self.parts, strict=True):
+            full, rest = divmod(numel, part) if part else (0, 0)
+            if full:
+                yield flat[start : start + full * part].view(full, part), rows[:full, column : column + part]
+            if rest:
+                yield flat[start + full * part : start + numel], rows[full, column : column + rest]

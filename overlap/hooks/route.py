@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from overlap._checks import check_whole_number
+from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError, RegistrationError
-from overlap.hooks.adapters import HookStage, stage_from
+from overlap.hooks.adapters import HookStage, shown, stage_from
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.context import StageContext
-from overlap.hooks.not_a_stage import shown
-from overlap.hooks.part import Part
 from overlap.hooks.post_local_sgd import PostLocal
-from overlap.hooks.rules import Rule, matches, shown_rule
+from overlap.hooks.segments import can_be_sent
 from overlap.hooks.stage import Role, Stage, redistribute_parts, walk
 
-__all__ = ["Route", "route"]
+__all__ = ["Route", "Rule", "by_ndim", "route"]
 
 _REST = "*"
 _PARAMETERS = "parameters"
+
+Rule = str | Callable[[str, Tensor], bool]
+"""A pattern of names, or a function of a parameter's name and the parameter."""
 
 
 class Route(Stage):
@@ -85,7 +91,7 @@ class Route(Stage):
             places.setdefault(self._place_of[name], []).append(place)
         for own in sorted(places):
             is_whole = len(places) == 1
-            part = Part(bucket, None) if is_whole else Part.of(bucket, places[own])
+            part = _Part(bucket, None) if is_whole else _Part.of(bucket, places[own])
             await self._reduce(own, part.bucket)
             part.put_back()
 
@@ -114,7 +120,7 @@ class Route(Stage):
         matched: dict[Rule, int] = dict.fromkeys(self.rules, 0)
         used: set[Rule] = set()
         for parameter, name in names.items():
-            found = [rule for rule in self.rules if matches(rule, name, parameter)]
+            found = [rule for rule in self.rules if _matches(rule, name, parameter)]
             if not found:
                 raise ConfigurationError(
                     f"no rule of {self!r} matches the parameter {name} of shape {tuple(parameter.shape)}; end the "
@@ -130,7 +136,7 @@ class Route(Stage):
         return place_of
 
     def _unused(self, rule: Rule, matched: int, names: Mapping[Tensor, str]) -> str:
-        what = f"the rule {shown_rule(rule)} of {self!r}"
+        what = f"the rule {_shown_rule(rule)} of {self!r}"
         if matched:
             return (
                 f"{what} matches {matched} parameters, and rules before it take all of them: the first rule that "
@@ -178,7 +184,9 @@ class Route(Stage):
     @property
     def signature(self) -> str:
         """The rules; once registered, each reducer with its parameters."""
-        rules = ", ".join(f"{shown_rule(rule)}: {self.reducers.index(reducer)}" for rule, reducer in self.rules.items())
+        rules = ", ".join(
+            f"{_shown_rule(rule)}: {self.reducers.index(reducer)}" for rule, reducer in self.rules.items()
+        )
         named = self._named()
         lines = [
             f"{place}: {reducer.signature} for {', '.join(named[str(place)]) or 'no parameter'}"
@@ -187,7 +195,7 @@ class Route(Stage):
         return "\n".join([f"route({rules})", *lines])
 
     def __repr__(self) -> str:
-        return f"route({{{', '.join(f'{shown_rule(rule)}: {reducer!r}' for rule, reducer in self.rules.items())}}})"
+        return f"route({{{', '.join(f'{_shown_rule(rule)}: {reducer!r}' for rule, reducer in self.rules.items())}}})"
 
 
 def route(rules: Mapping[Rule, Stage | Callable[..., Any]]) -> Route:
@@ -231,7 +239,7 @@ def route(rules: Mapping[Rule, Stage | Callable[..., Any]]) -> Route:
 
 def _check_reducer(rule: Rule, reducer: Stage) -> None:
     """Raises: ConfigurationError: ``reducer`` cannot be the value of ``rule``."""
-    where = f"{reducer!r}, which is to reduce {shown_rule(rule)},"
+    where = f"{reducer!r}, which is to reduce {_shown_rule(rule)},"
     if reducer.role is not Role.REDUCER:
         raise ConfigurationError(
             f"{where} is not a reducer; a function that reduces is marked with @overlap.reducer, and updates come "
@@ -266,3 +274,90 @@ def _check_same(reducers: Sequence[Stage], loaded: Mapping[str, Sequence[str]], 
                 f"{'was' if other[0] in saved else 'was not'} one of its parameters; use the rules of the run that was "
                 "saved"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ByNdim:
+    least: int
+    most: int | None
+
+    def __call__(self, name: str, parameter: Tensor) -> bool:
+        return self.least <= parameter.ndim <= (math.inf if self.most is None else self.most)
+
+    def __repr__(self) -> str:
+        return f"by_ndim(least={self.least}{'' if self.most is None else f', most={self.most}'})"
+
+
+def by_ndim(*, least: int = 0, most: int | None = None) -> Callable[[str, Tensor], bool]:
+    """A rule of :func:`route`: parameters of ``least`` to ``most`` dimensions; of any number where ``most`` is None.
+
+    Raises:
+        ConfigurationError: ``least`` or ``most`` is not a whole number, or ``most`` is below ``least``.
+
+    >>> by_ndim(least=2)
+    by_ndim(least=2)
+    """
+    check_whole_number("least", least, least=0)
+    if most is not None:
+        check_whole_number("most", most, least=least)
+    return _ByNdim(least=least, most=most)
+
+
+def _matches(rule: Rule, name: str, parameter: Tensor) -> bool:
+    """Whether ``rule`` means the parameter of this name."""
+    if not isinstance(rule, str):
+        return bool(rule(name, parameter))
+    return fnmatchcase(name, rule) or (rule.startswith("*.") and fnmatchcase(name, rule[2:]))
+
+
+def _shown_rule(rule: Rule) -> str:
+    """The same text on every rank."""
+    if isinstance(rule, str | _ByNdim):
+        return repr(rule)
+    name: str = getattr(rule, "__name__", None) or type(rule).__name__
+    return name
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A bucket of some parameters of another one.
+
+    Where their gradients lie in one run, it is a view of that run; where they lie in several, or where the run begins
+    is no place to send from (see [Note: segments] in :mod:`overlap.hooks.segments`), a copy of them.
+    """
+
+    bucket: Bucket
+    _runs: tuple[Tensor, ...] | None
+    """What was copied; ``None`` where nothing was."""
+
+    @classmethod
+    def of(cls, whole: Bucket, places: Sequence[int]) -> _Part:
+        """The parameters of ``whole`` at ``places``, in ascending order."""
+        views = whole.with_buffer(whole.buffer).views
+        assert views is not None, "with_buffer makes them"
+        starts: list[tuple[int, int]] = []
+        own, end = [], 0
+        for size, stride, offset in (views[place] for place in places):
+            own.append((size, stride, end))
+            numel = size.numel()
+            if numel and starts and sum(starts[-1]) == offset:
+                starts[-1] = (starts[-1][0], starts[-1][1] + numel)
+            elif numel:
+                starts.append((offset, numel))
+            end += numel
+        runs = tuple(whole.buffer.narrow(0, start, numel) for start, numel in starts)
+        is_copied = len(runs) > 1 or not all(map(can_be_sent, runs))
+        bucket = replace(
+            whole,
+            buffer=torch.cat(runs) if is_copied else runs[0] if runs else whole.buffer[:0],
+            parameters=tuple(whole.parameters[place] for place in places),
+            fqns=None if whole.fqns is None else tuple(whole.fqns[place] for place in places),
+            raw=None,
+            views=tuple(own),
+        )
+        return cls(bucket, runs if is_copied else None)
+
+    def put_back(self) -> None:
+        """Copy what the bucket holds to where it was taken from, unless it is there."""
+        if self._runs is not None:
+            copy_all(self._runs, self.bucket.buffer.split([run.numel() for run in self._runs]))

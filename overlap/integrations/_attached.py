@@ -135,7 +135,7 @@ class Attached:
                 if run.has_any(wanted):
                     run.refuse_in_backward(
                         f"clip_grad_value_(..., {clip_value}) comes after backward",
-                        f", or ClipValue({clip_value}) in the chain",
+                        f", or bucket.buffer.clamp_(-{clip_value}, {clip_value}) in a function after the reducer",
                     )
             return clip(wanted, clip_value)
 

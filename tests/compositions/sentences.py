@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from harness.functions import centralize, clip_value, scale
 from overlap import (
-    AddNoise,
     AllReduce,
     BFloat16,
+    Bucket,
     Cast,
-    Centralize,
     ClipGradNorm,
-    ClipValue,
     Float8,
     Hierarchical,
     Int4,
@@ -27,10 +27,10 @@ from overlap import (
     OverlappedOptimizer,
     PowerSGD,
     Quantize,
-    Scale,
     SkipNonFinite,
     Step,
     TopK,
+    Transform,
     ZeroRedundancyOptimizer,
     ZeroStep,
     chain,
@@ -147,8 +147,26 @@ def _two(ddp: Any) -> list[Any]:
     return [MUON(_matrices(ddp)), ADAMW(_rest(ddp))]
 
 
-def _noise() -> AddNoise:
-    return AddNoise(torch.Generator().manual_seed(5), std=0.01)
+class _Noise(Transform):
+    """Noise that follows from the parameter's name and the number of passes, which is the stage's state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passes = 0
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        self._passes += 1
+
+    async def __call__(self, bucket: Bucket) -> None:
+        for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
+            source = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self._passes)
+            gradient.add_(torch.randn(gradient.shape, generator=source), alpha=0.01)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self._passes}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._passes = state_dict["passes"]
 
 
 def _log() -> Log:
@@ -163,8 +181,11 @@ def _routed(rules: dict[str, Callable[[], Any]]) -> Callable[[], Any]:
     return lambda: route({pattern: make() for pattern, make in rules.items()})
 
 
-def _factors() -> PowerSGD:
-    return PowerSGD(rank={"head.*": 2, "*": 1}, min_compression_rate=1, wire=Int8())
+def _factors() -> Any:
+    def factors(rank: int) -> PowerSGD:
+        return PowerSGD(rank=rank, min_compression_rate=1, wire=Int8())
+
+    return route({"head.*": factors(2), "*": factors(1)})
 
 
 def _int4() -> Quantize:
@@ -177,7 +198,7 @@ SUMMED = {"rtol": 1e-5, "atol": 1e-7}
 SENTENCES: dict[str, Sentence] = {
     # Bit for bit what the same thing by hand is.
     "clip the norm": Sentence(build=_with(AllReduce, lambda: ClipGradNorm(0.1)), by_hand=_clip),
-    "clip values": Sentence(build=_with(AllReduce, lambda: ClipValue(0.01)), by_hand=_clip_value),
+    "clip values": Sentence(build=_with(AllReduce, lambda: clip_value(0.01)), by_hand=_clip_value),
     "clip the norm, sharded": Sentence(build=_sharded(lambda: ClipGradNorm(0.1)), by_hand=_clip, tolerance=SUMMED),
     "log, skip": Sentence(build=_with(AllReduce, _log, SkipNonFinite), by_hand=_nothing, skips=True),
     "log, skip, sharded": Sentence(build=_sharded(_log, SkipNonFinite), by_hand=_nothing, skips=True),
@@ -192,7 +213,7 @@ SENTENCES: dict[str, Sentence] = {
     "one sharded, one not": Sentence(build=_mixed, by_hand=_nothing, plain=_two),
     # Rounded.
     "everything around 16 bits": Sentence(
-        build=_with(lambda: Scale(2.0), lambda: Cast(BFloat16()), lambda: Scale(0.5), Centralize, _noise)
+        build=_with(lambda: scale(2.0), lambda: Cast(BFloat16()), lambda: scale(0.5), lambda: centralize, _Noise)
     ),
     "routed to factors": Sentence(build=_with(_routed(ROUTES), lambda: ClipGradNorm(1.0))),
     "routed to factors, then sharded": Sentence(build=_sharded(_routed(ROUTES), gather_wire=Int8())),

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
+from harness.functions import add_noise, scale
 from overlap import (
-    AddNoise,
     AllGather,
     AllReduce,
     Cast,
@@ -27,7 +27,6 @@ from overlap import (
     OverlappedOptimizer,
     PowerSGD,
     Quantize,
-    Scale,
     SkipNonFinite,
     Stage,
     Step,
@@ -178,13 +177,13 @@ def _routed() -> Stage:
     return route({"*embedding*": AllReduce(), "*.weight": _factors(), "*": AllReduce()})
 
 
-def _there_and_back() -> list[Callable[[], Stage]]:
-    return [lambda: Scale(2.0), AllReduce, lambda: Scale(0.5)]
+def _there_and_back() -> list[Callable[[], Any]]:
+    return [lambda: scale(2.0), AllReduce, lambda: scale(0.5)]
 
 
 def _noisy(ddp: DistributedDataParallel) -> Sequence[Any]:
     device = next(ddp.parameters()).device
-    return _stepped(AllReduce, lambda: AddNoise(torch.Generator(device).manual_seed(5), std=0.01))(ddp)
+    return _stepped(AllReduce, lambda: add_noise(torch.Generator(device).manual_seed(5), std=0.01))(ddp)
 
 
 REDUCERS: dict[str, Callable[[], Stage]] = {
@@ -272,8 +271,8 @@ def _transformed() -> list[Chain]:
         Chain(name="Step that clips", build=_stepped(AllReduce, clip_grad_norm=1e3), by_hand=_plain),
         Chain(name="SkipNonFinite, Step", build=_stepped(AllReduce, SkipNonFinite), by_hand=_plain),
         Chain(name="SkipNonFinite, ZeroStep", build=_sharded(SkipNonFinite), by_hand=_plain),
-        Chain(name="Scale around AllReduce, Step", build=_stepped(*_there_and_back()), by_hand=_plain),
-        Chain(name="AddNoise, Step", build=_noisy),
+        Chain(name="scale around AllReduce, Step", build=_stepped(*_there_and_back()), by_hand=_plain),
+        Chain(name="noise, Step", build=_noisy),
     ]
 
 

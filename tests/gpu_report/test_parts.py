@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -148,16 +147,6 @@ def test_a_wire_is_timed_as_torch_compile_has_it(tmp_path: Path, monkeypatch: py
     kernels.run(given.case, given)
     ((row,),) = found_in(given.lines.getvalue()).tables.values()
     assert row["wire"] == "Int8(), torch.compile" and row["encode ms"] > 0 and row["decode ms"] > 0
-
-
-def test_triton_is_timed_where_a_wire_has_kernels_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_device", torch.device("cpu"), raising=False)  # What cases() sets is undone.
-    monkeypatch.setattr(kernels, "device_of", lambda given: torch.device("cuda"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    spec = replace(_spec(tmp_path, "kernels"), device="cuda", size="full")
-    names = kernels.cases(Given(spec=spec, rank=0, lines=io.StringIO()))
-    timed = [name.removesuffix(", Triton") for name in names if name.endswith("Triton")]
-    assert timed == ["Int8()", "Int4()", "Float8()", "Int8(rounding='stochastic')"]
 
 
 class _Event:

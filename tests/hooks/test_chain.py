@@ -56,7 +56,7 @@ def test_a_second_reducer_is_refused() -> None:
 
 
 def test_a_class_in_place_of_a_stage_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"AllReduce is a class.*AllReduce\(\.\.\.\)"):
+    with pytest.raises(ConfigurationError, match=r"AllReduce is not a stage: it is a class; write AllReduce\(\.\.\.\)"):
         chain(AllReduce)
 
 

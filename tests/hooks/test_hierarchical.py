@@ -315,10 +315,3 @@ def test_what_cannot_work_within_or_between_machines_is_refused(inner: Any, oute
 def test_the_number_of_ranks_on_a_machine_is_a_whole_number() -> None:
     with pytest.raises(ConfigurationError, match="machine_size must be a whole number of at least 1, got 0"):
         Hierarchical(machine_size=0)
-
-
-def test_a_bypass_around_memory_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"would leave what Quantize.* remembers behind"):
-        Hierarchical(outer=Quantize(error_feedback=True), bypass="auto")
-    with pytest.raises(ConfigurationError, match='bypass must be None or "auto", got True'):
-        Hierarchical(bypass=True)

@@ -13,14 +13,13 @@ from release_cases import ADAMW, FORMS, SGD, held_bytes, registered, release_of,
 
 import overlap
 from harness import assert_parity, run_ranks
+from harness.functions import centralize, clip_value, scale
 from harness.models import BATCH_NORM, MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import (
     AllReduce,
     BFloat16,
     Cast,
-    Centralize,
     ClipGradNorm,
-    ClipValue,
     Hierarchical,
     Int4,
     Int8,
@@ -32,7 +31,6 @@ from overlap import (
     PowerSGD,
     Quantize,
     ReduceScatter,
-    Scale,
     SkipNonFinite,
     Step,
     TopK,
@@ -279,7 +277,13 @@ CHAINS: dict[str, Build] = {
     "two levels": _stepped(lambda: Hierarchical(outer=Quantize(Int4()), machine_size=1)),
     "a hook": _stepped(lambda: as_stage(_hook)),
     "transforms": _stepped(
-        lambda: Scale(2.0), AllReduce, lambda: Scale(0.5), lambda: ClipValue(0.1), Centralize, _norms, after=(_norms,)
+        lambda: scale(2.0),
+        AllReduce,
+        lambda: scale(0.5),
+        lambda: clip_value(0.1),
+        lambda: centralize,
+        _norms,
+        after=(_norms,),
     ),
     "clipped": _stepped(AllReduce, lambda: ClipGradNorm(0.05)),
     "skipping": _stepped(AllReduce, SkipNonFinite),
@@ -307,19 +311,6 @@ def _chains(rank: int, world_size: int, names: list[str]) -> None:
 @pytest.mark.parametrize("names", [list(CHAINS)[place::3] for place in range(3)], ids=", ".join)
 def test_a_chain_is_the_same(names: list[str]) -> None:
     run_ranks(_chains, 2, names)
-
-
-def _measured(rank: int, world_size: int) -> None:
-    """``bypass="auto"`` times what it does, and may decide otherwise in each run; here it must only go on."""
-    for reducer in (PowerSGD(rank=1, min_compression_rate=1.0, bypass="auto"), Quantize(Int8(), bypass="auto")):
-        run = Run(rank, releases=True)
-        run.optimizers = _stepped(lambda made=reducer: made)(run)
-        run.train(8)
-        assert held_bytes(run.ddp) == 0
-
-
-def test_a_reducer_that_measures_goes_on() -> None:
-    run_ranks(_measured, 2)
 
 
 def _not_finite(rank: int, world_size: int) -> None:

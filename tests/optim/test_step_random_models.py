@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harness import assert_parity, overlapped_step, run_threads, train, wrap
+from harness.functions import centralize, clip_value, scale
 from harness.models import Batch
-from overlap import AllReduce, Centralize, ClipValue, OverlappedOptimizer, Scale, Stage, Step, chain, route
+from overlap import AllReduce, OverlappedOptimizer, Step, chain, route
 from overlap.hooks import by_ndim
 
 
@@ -112,10 +113,10 @@ def _centralize(gradient: Tensor) -> None:
         gradient.sub_(gradient.mean(dim=tuple(range(1, gradient.ndim)), keepdim=True))
 
 
-BY_HAND: dict[str, tuple[Callable[[], Stage], Callable[[Tensor], Any]]] = {
-    "scale": (lambda: Scale(0.5), lambda gradient: gradient.mul_(0.5)),
-    "clip": (lambda: ClipValue(0.3), lambda gradient: gradient.clamp_(-0.3, 0.3)),
-    "centralize": (Centralize, _centralize),
+BY_HAND: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Any]]] = {
+    "scale": (scale(0.5), lambda gradient: gradient.mul_(0.5)),
+    "clip": (clip_value(0.3), lambda gradient: gradient.clamp_(-0.3, 0.3)),
+    "centralize": (centralize, _centralize),
 }
 
 
@@ -152,9 +153,9 @@ def _registered(ddp: Any, drawing: Drawing) -> list[Any]:
     has_matrix = any(parameter.ndim > 1 and parameter.requires_grad for parameter in ddp.parameters())
     is_routed = drawing.is_routed and has_matrix
     chain(
-        *([Scale(0.5)] if drawing.is_scaled else []),
+        *([scale(0.5)] if drawing.is_scaled else []),
         route({by_ndim(least=2): AllReduce(), "*": AllReduce()}) if is_routed else AllReduce(),
-        *(BY_HAND[name][0]() for name in drawing.transforms),
+        *(BY_HAND[name][0] for name in drawing.transforms),
         *(Step(one, deferred=late) for one, late in zip(optimizers, drawing.deferred, strict=False)),
     ).register(ddp)
     return optimizers

@@ -20,7 +20,7 @@ import overlap
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
-    AddNoise,
+    Bucket,
     Cast,
     ConfigurationError,
     Hierarchical,
@@ -32,6 +32,7 @@ from overlap import (
     Quantize,
     Step,
     TrainState,
+    Transform,
     ZeroRedundancyOptimizer,
     ZeroStep,
     chain,
@@ -279,18 +280,25 @@ def _alone(form: str, group: dist.ProcessGroup, **model: Any) -> tuple[Any, Any]
     return ddp, MORE[form](ddp)
 
 
-def _noisy(ddp: Any) -> Any:
-    generator = torch.Generator().manual_seed(dist.get_rank())
+class _OfItsRank(Transform):
+    """Remembers something else on each rank."""
+
+    async def __call__(self, bucket: Bucket) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": dist.get_rank()}
+
+
+def _remembering(ddp: Any) -> Any:
     optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), **ADAMW))
-    chain(AddNoise(generator, std=0.1), _feedback(), Step(optimizer)).register(ddp)
+    chain(_OfItsRank(), _feedback(), Step(optimizer)).register(ddp)
     return optimizer
 
 
 MORE: dict[str, Callable[[Any], Any]] = {
     "Quantize": functools.partial(_step, reducer=_feedback),
-    "bypassed": functools.partial(_step, reducer=lambda: Quantize(bits=4, error_feedback=True, bypass="auto")),
     "LocalSGD": functools.partial(_local, period=4),
-    "noise": _noisy,
+    "of its rank": _remembering,
 }
 
 
@@ -332,18 +340,12 @@ def _refused(rank: int, world_size: int) -> None:
     assert_parity(overlap.state_dict(ddp, optimizer), before, what="after states that were refused")
     overlap.load_state_dict(ddp, optimizer, [second, first])  # In any order.
     for form, steps, message in (
-        ("noise", 2, r"AddNoise.* remembers other things on each rank, and has no rule for another number"),
+        ("of its rank", 2, r"_OfItsRank.* remembers other things on each rank, and has no rule for another number"),
         ("LocalSGD", 2, r"old rank 0 was saved in the middle of a round.*local.synchronize\(\)"),
     ):
         states = states_of(form, steps)
         with pytest.raises(ConfigurationError, match=message):
             overlap.load_state_dict(*_alone(form, groups[rank]), states)
-    states = states_of("bypassed", 5)
-    decided = states[0]["stages"]["state"]["0"]["bypass"]
-    assert decided["bypassed"] is not None
-    ddp, optimizer = _alone("bypassed", groups[rank])
-    overlap.load_state_dict(ddp, optimizer, states)
-    assert overlap.state_dict(ddp, optimizer)["stages"]["state"]["0"]["bypass"] == decided
 
 
 def test_states_that_do_not_belong_together_or_have_no_rule_are_refused_by_name() -> None:

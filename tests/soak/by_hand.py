@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 from harness import third_party
+from harness.functions import centralize, clip_value, scale
 from overlap import hooks, optim
 
 from .networks import Net
@@ -22,6 +23,12 @@ __all__ = ["LOCAL", "MEAN", "NEW", "local_hook", "names_of_texts"]
 
 def look(bucket: overlap.Bucket) -> None:
     """Changes nothing."""
+
+
+@torch.no_grad()
+def clamp(bucket: overlap.Bucket) -> None:
+    for parameter in bucket.parameters:
+        parameter.clamp_(-0.2, 0.2)
 
 
 @torch.no_grad()
@@ -76,11 +83,12 @@ def hooked(ddp: Any, optimizer: Any) -> Any:
 def names_of_texts() -> dict[str, Any]:
     """What a program's texts see, but for the model, its parameters and its optimizers."""
     of_library = {name: getattr(part, name) for part in (optim, hooks, overlap) for name in part.__all__}
-    own = (look, shrink, mean_by_hand, everything, matrices, others, hidden, but_hidden, groups, hooked)
+    own = (look, clamp, shrink, mean_by_hand, everything, matrices, others, hidden, but_hidden, groups, hooked)
+    functions = (scale, clip_value, centralize)
     of_others = (third_party.Lion, third_party.LAMB, third_party.BlockwiseAdamW, third_party.SGLD)
     return {
         **of_library,
-        **{one.__name__: one for one in (*own, *of_others)},
+        **{one.__name__: one for one in (*own, *functions, *of_others)},
         "torch": torch,
         "default_hooks": default_hooks,
         "DistributedDataParallel": DistributedDataParallel,
@@ -113,9 +121,9 @@ def _clamp(limit: float) -> Callable[[Sequence[Tensor]], None]:
 
 
 LOCAL: dict[str, Callable[[Sequence[Tensor]], None]] = {
-    "Scale(0.5)": _scale,
-    "ClipValue(0.05)": _clamp(0.05),
-    "Centralize()": _centralize,
+    "scale(0.5)": _scale,
+    "clip_value(0.05)": _clamp(0.05),
+    "centralize": _centralize,
     "look": lambda tensors: None,
 }
 """Of gradients of this rank."""
@@ -131,29 +139,16 @@ def _of_gradients(act: Callable[[Sequence[Tensor]], None]) -> Callable[[], ByHan
     return lambda: by_hand
 
 
-def _noisy() -> ByHand:
-    generator = torch.Generator().manual_seed(3)
-
-    def by_hand(parameters: Parameters) -> None:
-        for parameter in parameters:
-            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-            if parameter.grad is not None:
-                parameter.grad.add_(noise, alpha=0.01)
-
-    return by_hand
-
-
 def _are_finite(parameters: Parameters) -> bool:
     return all(bool(one.grad.isfinite().all()) for one in parameters if one.grad is not None)
 
 
 MEAN: dict[str, Callable[[], ByHand]] = {
-    "Scale(0.5)": _of_gradients(_scale),
-    "ClipValue(0.02)": _of_gradients(_clamp(0.02)),
-    "Centralize()": _of_gradients(_centralize),
+    "scale(0.5)": _of_gradients(_scale),
+    "clip_value(0.02)": _of_gradients(_clamp(0.02)),
+    "centralize": _of_gradients(_centralize),
     "ClipGradNorm(0.1)": lambda: lambda parameters: _clip(parameters, 2.0),
     "ClipGradNorm(0.1, float('inf'))": lambda: lambda parameters: _clip(parameters, float("inf")),
-    "AddNoise(torch.Generator().manual_seed(3), std=0.01)": _noisy,
     "SkipNonFinite()": lambda: _are_finite,
     "Log(lambda step, norms: None)": lambda: lambda parameters: None,
     "look": lambda: lambda parameters: None,
@@ -171,8 +166,7 @@ def _scale_new(tensors: Sequence[Tensor]) -> None:
 
 
 NEW: dict[str, Callable[[Sequence[Tensor]], None]] = {
-    "ClipValue(0.2)": _clamp(0.2),
-    "Scale(0.99)": _scale_new,
+    "clamp": _clamp(0.2),
     "shrink": _scale_new,
     "look": lambda tensors: None,
 }

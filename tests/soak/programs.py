@@ -132,7 +132,9 @@ def _exact(rng: random.Random, seed: int) -> Program:
     may_lack_reducer = updates and updates[0].startswith("ZeroStep")
     reducer = "" if may_lack_reducer and rng.random() < 0.7 else rng.choice(REDUCERS)
     local = _some(rng, LOCAL, (0, 0, 0, 1), is_complex=is_complex) if reducer else ()
-    mean = _some(rng, MEAN, (0, 0, 0, 1, 1, 2), is_complex=is_complex)
+    # Before a ZeroStep that reduces by itself a function has each rank's own gradients.
+    of_mean = MEAN if reducer else tuple(text for text in MEAN if not text.startswith("clip_value"))
+    mean = _some(rng, of_mean, (0, 0, 0, 1, 1, 2), is_complex=is_complex)
     after = _some(rng, AFTER, (0, 0, 0, 1), is_complex=is_complex) if updates and form != "averaged" else ()
     by_hand = (*mean, "ClipGradNorm(0.1)") if "clipped" in form else mean
     clips = ""
@@ -140,7 +142,7 @@ def _exact(rng: random.Random, seed: int) -> Program:
         clips = rng.choice(("clip_grad_norm_(ddp.parameters(), 0.1)", "clip_grad_value_(ddp.parameters(), 0.02)"))
     is_stepped = not is_automatic
     # A ZeroStep that reduces by itself takes what is linear before it, on each rank's own gradients.
-    is_resummed = any(one.startswith("Centralize") for one in mean) and not reducer
+    is_resummed = any(one == "centralize" for one in mean) and not reducer
     is_norm = any(one == "ClipGradNorm(0.1)" for one in by_hand)
     # Ranks add up their parts; parameters that no rank used are zeros; a clip in step() is in the optimizer's order.
     is_sharded = any("Zero" in stage for stage in updates)
@@ -168,7 +170,7 @@ def _exact(rng: random.Random, seed: int) -> Program:
 
 def _some(rng: random.Random, texts: tuple[str, ...], counts: tuple[int, ...], *, is_complex: bool) -> tuple[str, ...]:
     """Some of the transforms; of complex numbers plain PyTorch clips no values."""
-    fitting = [text for text in texts if not (is_complex and text.startswith(("ClipValue", "Centralize")))]
+    fitting = [text for text in texts if not (is_complex and text.startswith(("clip_value", "centralize", "clamp")))]
     return tuple(rng.sample(fitting, rng.choice(counts)))
 
 

@@ -69,12 +69,12 @@ REDUCERS = (
     "Cast(torch.float64)",
     "mean_by_hand",
 )
-LOCAL = ("Scale(0.5)", "ClipValue(0.05)", "Centralize()", "look")
+LOCAL = ("scale(0.5)", "clip_value(0.05)", "centralize", "look")
 MEAN = (
-    "Scale(0.5)", "ClipValue(0.02)", "ClipGradNorm(0.1)", "ClipGradNorm(0.1, float('inf'))", "Centralize()",
-    "AddNoise(torch.Generator().manual_seed(3), std=0.01)", "SkipNonFinite()", "Log(lambda step, norms: None)", "look",
+    "scale(0.5)", "clip_value(0.02)", "ClipGradNorm(0.1)", "ClipGradNorm(0.1, float('inf'))", "centralize",
+    "SkipNonFinite()", "Log(lambda step, norms: None)", "look",
 )  # fmt: skip
-AFTER = ("ClipValue(0.2)", "Scale(0.99)", "shrink", "look")
+AFTER = ("clamp", "shrink", "look")
 NOT_ALWAYS_USED = ("unused", "in turns", "in turns by rank")
 
 ZERO = "ZeroRedundancyOptimizer(p[{place}], {name}, {options}, overlap_with_ddp=True{more})"
@@ -92,11 +92,10 @@ BOUNDS = {
     **{f"Quantize({wire})": 2.2 * error for wire, error in HALF_OF.items()},
     "Quantize(bits=4, chunk=64)": 2.2 / 14,
     "Quantize(Int4(rounding='stochastic'))": 4.5 / 14,
-    "Quantize(Int8(), bypass='auto')": 2.2 / 254,
     "Quantize(TopK(1.0))": 2.2 * 2**-8,
     "Quantize(TopK(0.25))": 3.0,
     "Cast(torch.bfloat16)": 3 * 2**-8,
-    "Cast(Float16(), bypass='auto')": 3 * 2**-11,
+    "Cast(Float16())": 3 * 2**-11,
     "Cast(torch.bfloat16, Quantize(Int8()))": 2.2 / 254 + 3 * 2**-8,
     "bf16_compress_hook": 3 * 2**-8,
     "GatherQuantized(64)": 1.1 / 255,
@@ -110,13 +109,10 @@ WITH_MEMORY = (
     "Quantize(Int4(), error_feedback=True)",
     "Quantize(TopK(0.25), error_feedback=True)",
     "Quantize(Int4(rounding='stochastic'), error_feedback=True)",
-    "Quantize(Int4(), error_feedback=True, bypass='auto')",
     "PowerSGD(rank=1, min_compression_rate=1)",
     "PowerSGD(rank=2, min_compression_rate=1, alternate=True)",
-    "PowerSGD(rank={'head.*': 1, '*': 2}, start_step=1, warm_start=False)",
-    "PowerSGD(rank=lambda step: 1 + step % 2, min_compression_rate=1)",
+    "route({'head.*': PowerSGD(rank=1), '*': PowerSGD(rank=2, start_step=1, warm_start=False)})",
     "PowerSGD(rank=1, min_compression_rate=1, wire=Int8())",
-    "PowerSGD(rank=2, min_compression_rate=1, bypass='auto')",
 )
 FACTORS = (
     "PowerSGD(rank=1, error_feedback=False, min_compression_rate=1)",

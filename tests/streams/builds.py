@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from harness.functions import add_noise
 from harness.streams import active
 from overlap import (
-    AddNoise,
     AllReduce,
     LocalSGD,
     Log,
@@ -41,7 +41,7 @@ __all__ = [
     "adamw",
     "clip_values",
     "factors",
-    "factors_with_momentum",
+    "factors_that_end",
     "failing",
     "hook",
     "local_sgd",
@@ -172,10 +172,14 @@ def factors(**options: Any) -> Make:
     return lambda: PowerSGD(**{"rank": 1, "min_compression_rate": 1.0, **options})
 
 
-def factors_with_momentum(ddp: Any) -> list[Any]:
-    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.05))
-    reducer = PowerSGD(rank=1, min_compression_rate=1.0, momentum=0.9, optimizer=optimizer)
+def factors_that_end(ddp: Any) -> list[Any]:
+    """A state of a small rank goes on with one at which nothing is compressed: residuals are sent as they are."""
+    optimizer = OverlappedOptimizer(ADAMW(ddp.parameters()))
+    reducer = PowerSGD(rank=99, min_compression_rate=2.0)
     chain(reducer, Step(optimizer)).register(ddp)
+    named = ddp.module.named_parameters()
+    residuals = {name: torch.full_like(one.detach(), 0.01) for name, one in named if one.ndim > 1}
+    reducer.load_state_dict({**reducer.state_dict(), "residuals": residuals})
     return [optimizer]
 
 
@@ -193,8 +197,8 @@ def routed() -> Any:
     return route({"*embedding*": AllReduce(), "*.weight": factors()(), "*": AllReduce()})
 
 
-def noise() -> AddNoise:
-    return AddNoise(torch.Generator().manual_seed(5), std=0.01)
+def noise() -> Any:
+    return add_noise(torch.Generator().manual_seed(5), std=0.01)
 
 
 def log() -> Log:

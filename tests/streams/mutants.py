@@ -199,12 +199,6 @@ MUTANTS: dict[str, Mutant] = {
         "",
         "factors, interleaved",
     ),
-    "the host looks whether velocities are finite": _waiting(
-        "hooks.powersgd.momentum:Momentum.keep",
-        "not has_streams(bucket.buffer.device) and ",
-        "",
-        "factors with momentum",
-    ),
     "the host looks whether a step is left out": _waiting(
         f"{_OPTIM}.veto:Veto.stops", "not has_streams(self.found_inf.device) and ", "", "log, skip"
     ),

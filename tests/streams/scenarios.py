@@ -7,21 +7,19 @@ from collections.abc import Callable
 
 import torch
 
+from harness.functions import centralize, clip_value, scale
 from overlap import (
     AllGather,
     AllReduce,
     BFloat16,
     Cast,
-    Centralize,
     ClipGradNorm,
-    ClipValue,
     Float8,
     Hierarchical,
     Int4,
     Int8,
     Log,
     Quantize,
-    Scale,
     SkipNonFinite,
     TopK,
     as_stage,
@@ -33,7 +31,7 @@ from .builds import (
     adamw,
     clip_values,
     factors,
-    factors_with_momentum,
+    factors_that_end,
     failing,
     hook,
     local_sgd,
@@ -108,12 +106,7 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
     "interleaved": _with_each_reducer(step),
     "sharded, in the next forward": _with_each_reducer(lambda make: zero(make, gather="forward")),
     "factors": {
-        "factors that end": Scenario(
-            build=step(factors(rank=lambda step: 1 if step < 3 else 99, min_compression_rate=2.0)),
-            as_on_host=False,
-            host_syncs=("overlap/hooks/powersgd/ranks.py",),
-        ),
-        "factors with momentum": Scenario(build=factors_with_momentum, as_on_host=False),
+        "factors that end": Scenario(build=factors_that_end),
     },
     "updates": {
         "deferred": Scenario(build=step(AllReduce, deferred=True), plain=adamw),
@@ -143,7 +136,7 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
     },
     "transforms": {
         "clip the norm": Scenario(build=step(AllReduce, lambda: ClipGradNorm(0.1)), as_on_host=False),
-        "clip values": Scenario(build=step(AllReduce, lambda: ClipValue(0.01)), plain=adamw, edit=clip_values),
+        "clip values": Scenario(build=step(AllReduce, lambda: clip_value(0.01)), plain=adamw, edit=clip_values),
         "clip the norm, sharded": Scenario(build=zero(lambda: ClipGradNorm(0.1), gather="forward"), as_on_host=False),
         "log, skip": Scenario(build=step(AllReduce, log, SkipNonFinite), plain=adamw),
         "log, skip, sharded": Scenario(build=zero(log, SkipNonFinite), plain=adamw),
@@ -158,7 +151,7 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
             host_syncs=("overlap/hooks/late_reads.py:read",),
         ),
         "everything around": Scenario(
-            build=step(lambda: Scale(2.0), AllReduce, lambda: Scale(0.5), Centralize, noise, after=(log,))
+            build=step(lambda: scale(2.0), AllReduce, lambda: scale(0.5), lambda: centralize, noise, after=(log,))
         ),
     },
     "loops": {
@@ -233,9 +226,6 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
         "resumes, sharded": Scenario(build=zero(gather="forward"), loop=loops.resumes, plain=adamw, host_syncs=_SAVED),
         "resumes, factors": Scenario(build=step(factors()), loop=loops.resumes, as_on_host=False, host_syncs=_SAVED),
         "resumes, 4 bits": Scenario(build=step(ROUNDING["4 bits, feedback"]), loop=loops.resumes, host_syncs=_SAVED),
-        "resumes, momentum": Scenario(
-            build=factors_with_momentum, loop=loops.resumes, as_on_host=False, host_syncs=_SAVED
-        ),
         "removed": Scenario(build=step(AllReduce, optimizer=SGD), loop=loops.removes, host_syncs=_REGISTERED),
         "removed, sharded": Scenario(build=zero(gather="forward"), loop=loops.removes, host_syncs=_SHARDED),
         "removed, 4 bits": Scenario(

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from harness.functions import add_noise, clip_value, scale
 from overlap import (
-    AddNoise,
     AllReduce,
     ClipGradNorm,
-    ClipValue,
     Int8,
     LocalSGD,
     Log,
     OverlappedOptimizer,
-    Scale,
     SkipNonFinite,
     Step,
     ZeroRedundancyOptimizer,
@@ -170,9 +168,9 @@ _FORMS: dict[str, Build] = {
 _TRANSFORMS: list[Callable[[], Any]] = [
     SkipNonFinite,
     lambda: ClipGradNorm(0.1),
-    lambda: ClipValue(0.01),
-    lambda: Scale(0.5),
-    lambda: AddNoise(torch.Generator().manual_seed(5), std=0.01),
+    lambda: clip_value(0.01),
+    lambda: scale(0.5),
+    lambda: add_noise(torch.Generator().manual_seed(5), std=0.01),
     Log,
 ]
 # Before the first average the ranks compare what they have.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +31,6 @@ from overlap import (
 )
 from overlap.hooks import StageContext
 from overlap.hooks.stage import walk
-from overlap.hooks.wires.chunks import ChunkCodec
-from overlap.hooks.wires.kernels import in_form
 
 _WIRES: tuple[Wire, ...] = (
     BFloat16(),
@@ -53,8 +50,8 @@ _REDUCERS: dict[str, Callable[[], Stage]] = {
     "PowerSGD(rank=4, alternate=True)": lambda: PowerSGD(rank=4, alternate=True),
     "PowerSGD(rank=4, wire=Int8())": lambda: PowerSGD(rank=4, wire=Int8()),
 }
-# The forms of a wire's kernels: by PyTorch's operators, by Triton, by what torch.compile makes of the operators.
-_PLAIN, _TRITON, _COMPILED = "plain", "Triton", "torch.compile"
+# A wire's arithmetic as PyTorch's operators, and as torch.compile compiles them.
+_PLAIN, _COMPILED = "plain", "torch.compile"
 _TO_COMPILE = (Int8(), Int4(), Float8())
 _MATRICES = 6
 _WARMUP = 3
@@ -68,16 +65,10 @@ def cases(given: Given) -> list[str]:
     global _device
     _device = device_of(given)
     some = slice(given.sizes.variants)
-    kernels = [f"{wire!r}, {form}" for wire in _WIRES for form in _forms(wire, given)]
+    kernels = [f"{wire!r}, {_PLAIN}" for wire in _WIRES]
     # Last, since they take long: torch.compile writes code for each.
     compiled = [f"{wire!r}, {_COMPILED}" for wire in _TO_COMPILE] if given.sizes.compiled_kernels else []
     return [*kernels[some], *list(_REDUCERS)[some], *compiled]
-
-
-def _forms(wire: Wire, given: Given) -> tuple[str, ...]:
-    """Those that a wire has: casts and a top-k are PyTorch's operators everywhere."""
-    has_triton = given.device == "cuda" and importlib.util.find_spec("triton") is not None
-    return (_PLAIN, _TRITON) if has_triton and isinstance(wire.codec(1024), ChunkCodec) else (_PLAIN,)
 
 
 def limit_s(case: str, given: Given) -> float | None:
@@ -91,13 +82,10 @@ def run(case: str, given: Given) -> None:
         return
     name, form = case.rsplit(", ", 1)
     wire = next(wire for wire in _WIRES if repr(wire) == name)
-    if form == _COMPILED:
-        _time_compiled(wire, given)
-    else:
-        _time_wire(wire, form, given)
+    (_time_compiled if form == _COMPILED else _time_wire)(wire, given)
 
 
-def _time_wire(wire: Wire, form: str, given: Given) -> None:
+def _time_wire(wire: Wire, given: Given) -> None:
     """A message for each of the ranks, encoded at once and decoded at once, as when they exchange a bucket."""
     ranks = given.sizes.simulated_ranks
     codec = wire.codec(given.sizes.kernel_numel // ranks)
@@ -105,12 +93,11 @@ def _time_wire(wire: Wire, form: str, given: Given) -> None:
     messages = torch.empty(ranks, codec.message_bytes, dtype=torch.uint8, device=_device)
     out, total = torch.empty_like(values), torch.zeros(codec.numel, device=_device)
     generator = torch.Generator(_device).manual_seed(0) if wire.is_stochastic else None
-    with in_form("triton" if form == _TRITON else "plain"):
-        encode_ms = _time_ms(lambda: codec.encode_rows(values, messages, generator), given)
-        decode_ms = _time_ms(lambda: codec.decode_rows(messages, out), given)
-        add_ms = _time_ms(lambda: codec.add_rows(messages, total), given)
+    encode_ms = _time_ms(lambda: codec.encode_rows(values, messages, generator), given)
+    decode_ms = _time_ms(lambda: codec.decode_rows(messages, out), given)
+    add_ms = _time_ms(lambda: codec.add_rows(messages, total), given)
     cells = {"bytes": codec.message_bytes / codec.numel / 4}
-    _say_of_wire(f"{wire!r}, {form}", values, encode_ms, decode_ms, {**cells, "add up ms": add_ms}, given)
+    _say_of_wire(f"{wire!r}, {_PLAIN}", values, encode_ms, decode_ms, {**cells, "add up ms": add_ms}, given)
 
 
 def _time_compiled(wire: Wire, given: Given) -> None:

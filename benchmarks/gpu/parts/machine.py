@@ -19,7 +19,7 @@ from benchmarks.measuring import proc_bytes, proc_value
 _PACKAGES = {
     "pytest": "the tests are played by the parts' own checks alone",
     "matplotlib": "there are no pictures",
-    "triton": "there are no Triton kernels, and torch.compile cannot be tried on a GPU",
+    "triton": "torch.compile cannot be tried on a GPU",
 }
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.device import has_streams, hold
@@ -16,16 +16,16 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cut import BucketCut, SavedCut
 from overlap.hooks.finite import all_finite
-from overlap.hooks.powersgd.checkpoint import Snapshot, State
-from overlap.hooks.powersgd.slot import Slot
-from overlap.hooks.powersgd.wired import WiredMean
 from overlap.hooks.stage import StageContext
 from overlap.hooks.wires import RoundingGenerator, Wire
 
-__all__ = ["Memory", "Statistics"]
+__all__ = ["Memory", "Slot", "Snapshot", "State", "Statistics", "as_matrix", "redistribute", "within_range"]
 
 # A name that users set levels for; it is documented.
 _logger = logging.getLogger("overlap.hooks.powersgd.statistics")
+
+State = dict[str, Any]
+_VERSION = 2
 
 
 @dataclass
@@ -70,8 +70,6 @@ class Memory:
     bucket_slots: dict[str, Slot] = field(default_factory=dict)
     steps: int = 0
     """Backward passes begun."""
-    bypassed: frozenset[str] | None = None
-    """Parameters that were measured to be sent faster than compressed; ``None`` before the measurement."""
     statistics: Statistics = field(default_factory=Statistics)
 
     def __post_init__(self) -> None:
@@ -106,11 +104,6 @@ class Memory:
         self._context = None
         self._cut.detach()
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """All ranks of the model, where it is known."""
-        return None if self._context is None else self._context.group
-
     def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the slots of the bucket's parameters."""
         return self._numbering.keys_of(bucket)
@@ -121,7 +114,8 @@ class Memory:
         return [self.slots.setdefault(key, Slot(key)) for key in keys]
 
     def release(self, bucket: Bucket, exact: Iterable[int], keys: tuple[str, ...]) -> None:
-        """Add what is kept of parameters that are no longer compressed to their gradients, and drop it."""
+        """Add what is kept of parameters that are not compressed to their gradients, as after
+        loading a state that was saved with other options, and drop it."""
         slots = self.slots_of(keys)
         for place in exact:
             if (residual := slots[place].residual) is not None:
@@ -140,14 +134,12 @@ class Memory:
             else:
                 slots[place].residual = torch.where(is_finite, torch.zeros_like(residual), hold(residual))
 
-    def wired_mean(self, wire: Wire | None) -> WiredMean | None:
-        """The mean by ``wire``, whose random numbers, if it rounds with such, are remembered."""
-        if wire is None:
-            return None
+    def rounding(self, wire: Wire) -> RoundingGenerator:
+        """The random numbers with which ``wire`` rounds, which are remembered."""
         if self._generator is None:
             self._generator = RoundingGenerator(wire)
             self._generator.load(self._generator_state)
-        return WiredMean(wire, self._generator)
+        return self._generator
 
     def bucket_slot(self, keys: tuple[str, ...]) -> Slot:
         """The slot of a bucket that is one matrix."""
@@ -169,13 +161,11 @@ class Memory:
         group = None if self._context is None else self._context.group
         return Snapshot(
             residuals={key: slot.residual for key, slot in self.slots.items() if slot.residual is not None},
-            velocities={key: slot.velocity for key, slot in self.slots.items() if slot.velocity is not None},
             factors={key: f for key, slot in self.slots.items() if (f := slot.factor_by_shape) is not None},
             bucket_factors={key: slot.factor for key, slot in self.bucket_slots.items() if slot.factor is not None},
             is_left=any(slot.is_left for slot in self.slots.values() if slot.factor is not None)
             or any(slot.is_left for slot in self.bucket_slots.values() if slot.factor is not None),
             steps=self.steps,
-            bypassed=self.bypassed,
             numel=(self.statistics.numel_before, self.statistics.numel_after),
             saved_by=(group.rank(), group.size()) if group is not None else self._saved_by,
             buckets=self._cut.state(),
@@ -187,10 +177,8 @@ class Memory:
         loaded = Snapshot.unpack(state)
         before = self.slots, self._saved_by
         self.slots = {
-            key: Slot(
-                key, loaded.residuals.get(key), loaded.velocities.get(key), loaded.factors.get(key), loaded.is_left
-            )
-            for key in {**loaded.residuals, **loaded.velocities, **loaded.factors}
+            key: Slot(key, loaded.residuals.get(key), loaded.factors.get(key), loaded.is_left)
+            for key in {**loaded.residuals, **loaded.factors}
         }
         self._saved_by = loaded.saved_by
         if self._context is not None:
@@ -203,7 +191,6 @@ class Memory:
             key: Slot(key, factor=factor, is_left=loaded.is_left) for key, factor in loaded.bucket_factors.items()
         }
         self.steps = loaded.steps
-        self.bypassed = loaded.bypassed
         self.statistics = Statistics(*loaded.numel)
         self._generator, self._generator_state = None, loaded.generator
         self._unclaimed = set(self.slots)
@@ -224,12 +211,11 @@ class Memory:
         if foreign := set(self.slots) - set(shapes):
             raise ConfigurationError(_foreign(foreign))
         for key, slot in self.slots.items():
-            for what, kept in (("residual", slot.residual), ("velocity", slot.velocity)):
-                if kept is not None and kept.shape != shapes[key]:
-                    raise ConfigurationError(
-                        f"the state's {what} of parameter {key} has shape {tuple(kept.shape)}, but the parameter has "
-                        f"{tuple(shapes[key])}: it is the state of another model"
-                    )
+            if slot.residual is not None and slot.residual.shape != shapes[key]:
+                raise ConfigurationError(
+                    f"the state's residual of parameter {key} has shape {tuple(slot.residual.shape)}, but the "
+                    f"parameter has {tuple(shapes[key])}: it is the state of another model"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         # Parameters and process groups are not pickled; pickling serves PowerSGDState.
@@ -246,3 +232,239 @@ def _foreign(keys: Iterable[str]) -> str:
         f"the state has parameters that the model does not have ({', '.join(listed[:5])}"
         f"{', ...' if len(listed) > 5 else ''}): it is the state of another model"
     )
+
+
+@dataclass(frozen=True)
+class ColumnOrder:
+    """The order of a matrix's columns, where the dimensions behind the first lie in memory otherwise than in the shape.
+
+    So it is in formats such as ``channels_last``.
+    """
+
+    lengths: tuple[int, ...]
+    """Those of the dimensions behind the first."""
+    dims: tuple[int, ...]
+    """Their places in ``lengths``, the outermost in memory first."""
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> ColumnOrder | None:
+        """That of a gradient that is a matrix as it lies in memory; ``None`` where it is that of the shape."""
+        lengths, strides = tuple(gradient.shape[1:]), gradient.stride()[1:]
+        dims = tuple(sorted(range(len(lengths)), key=lambda dim: -strides[dim]))
+        is_by_rows = gradient.ndim > 2 and gradient.stride(0) == math.prod(lengths)
+        return cls(lengths, dims) if is_by_rows and not gradient.is_contiguous() else None
+
+    def from_shape(self, factor: Tensor) -> Tensor:
+        """A factor ``(rank, columns)`` in this order."""
+        parts = factor.reshape(-1, *self.lengths).permute(0, *(dim + 1 for dim in self.dims))
+        return parts.reshape(factor.shape)
+
+    def to_shape(self, factor: Tensor) -> Tensor:
+        """The inverse of :meth:`from_shape`."""
+        parts = factor.reshape(-1, *(self.lengths[dim] for dim in self.dims))
+        back = sorted(range(len(self.dims)), key=self.dims.__getitem__)
+        return parts.permute(0, *(place + 1 for place in back)).reshape(factor.shape)
+
+
+@dataclass
+class Slot:
+    """The memory of one parameter."""
+
+    key: str
+    residual: Tensor | None = None
+    """What compression has left out of this rank's gradients; shaped and strided as the gradient."""
+    factor: Tensor | None = None
+    """The mean factor ``(rank, length)`` to start from, the same on every rank."""
+    is_left: bool = False
+    """Whether ``factor`` is a left one; where factors alternate, it is in every other step."""
+    columns: ColumnOrder | None = None
+    """The order of the columns of a right factor, where it is not that of the shape."""
+
+    def arrange(self, gradient: Tensor) -> None:
+        """Bring a right factor into the order in which ``gradient`` lies in memory."""
+        columns = ColumnOrder.of(gradient)
+        if columns != self.columns:
+            self.factor = self.factor_by_shape
+            if columns is not None and self.factor is not None and not self.is_left:
+                self.factor = columns.from_shape(self.factor)
+            self.columns = columns
+
+    @property
+    def factor_by_shape(self) -> Tensor | None:
+        """The factor with columns in the order of the shape, as checkpoints have it."""
+        if self.columns is None or self.factor is None or self.is_left:
+            return self.factor
+        return self.columns.to_shape(self.factor)
+
+    def residual_like(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """The residual in the layout of ``gradient``, made of zeros if there is none.
+
+        Raises:
+            ConfigurationError: the residual was loaded for a parameter of another shape.
+        """
+        found = self.residual
+        if found is None:
+            found = _empty_like(gradient, dtype).zero_()
+        elif found.shape != gradient.shape:
+            raise ConfigurationError(
+                f"the residual of parameter {self.key} has shape {tuple(found.shape)}, but its gradient has "
+                f"{tuple(gradient.shape)}: the state of another model was loaded"
+            )
+        elif (found.stride(), found.dtype, found.device) != (gradient.stride(), dtype, gradient.device):
+            found = _empty_like(gradient, dtype).copy_(hold(found))
+        self.residual = found
+        return found
+
+    def check_factor(self, factor: Tensor, length: int) -> None:
+        """Raises: ConfigurationError: the directions of ``factor`` do not have ``length`` elements."""
+        if factor.ndim != 2 or factor.shape[1] != length:
+            raise ConfigurationError(
+                f"the factor of parameter {self.key} has shape {tuple(factor.shape)}, but here its directions have "
+                f"{length} elements: the state comes from another model; to go on with the residuals and new factors, "
+                "load it with state['factors'] = {}"
+            )
+
+
+def as_matrix(gradient: Tensor) -> Tensor:
+    """A view ``(rows, cols)`` of a gradient of two or more dimensions, as it lies in memory.
+
+    In memory formats such as channels-last the columns of a row are in another order than in the shape, which is the
+    same on all ranks and changes no product.
+    """
+    if gradient.ndim == 2:
+        return gradient
+    rows = gradient.shape[0]
+    cols = gradient.numel() // rows
+    return gradient.as_strided((rows, cols), (cols, 1))
+
+
+def _empty_like(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(gradient.size(), gradient.stride(), dtype=dtype, device=gradient.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """All that one rank remembers."""
+
+    residuals: Mapping[str, Tensor]
+    factors: Mapping[str, Tensor]
+    bucket_factors: Mapping[str, Tensor]
+    is_left: bool
+    steps: int
+    numel: tuple[int, int]
+    """Elements before and after compression."""
+    saved_by: tuple[int, int] | None
+    """Rank and number of ranks."""
+    buckets: list[list[str]] | None
+    """The buckets of the last pass, in which a run that resumes reduces its first one."""
+    generator: Tensor | None
+    """State of the generator that rounds stochastically."""
+
+    def pack(self) -> State:
+        """Tensors and plain values, which later steps do not change."""
+        rank, ranks = self.saved_by if self.saved_by is not None else (None, None)
+        return {
+            "version": _VERSION,
+            "rank": rank,
+            "ranks": ranks,
+            "steps": self.steps,
+            "residuals": _cloned(self.residuals),
+            "factors": _cloned(self.factors),
+            "bucket_factors": _cloned(self.bucket_factors),
+            "is_left": self.is_left,
+            "numel": list(self.numel),
+            "buckets": self.buckets,
+            "generator": None if self.generator is None else self.generator.clone(),
+        }
+
+    @classmethod
+    def unpack(cls, state: Mapping[str, Any]) -> Snapshot:
+        """Check the form of a state and copy its tensors.
+
+        Raises:
+            ConfigurationError: it is not a state of PowerSGD.
+        """
+        if not isinstance(state, Mapping) or set(state) != _KEYS or state["version"] != _VERSION:
+            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ConfigurationError(f"this is not a state of PowerSGD (version {_VERSION}): {found}")
+        rank, ranks = state["rank"], state["ranks"]
+        return cls(
+            residuals=_cloned(state["residuals"]),
+            factors=_cloned(state["factors"]),
+            bucket_factors=_cloned(state["bucket_factors"]),
+            is_left=bool(state["is_left"]),
+            steps=int(state["steps"]),
+            numel=(int(state["numel"][0]), int(state["numel"][1])),
+            saved_by=None if rank is None or ranks is None else (int(rank), int(ranks)),
+            buckets=state["buckets"],
+            generator=state["generator"],
+        )
+
+
+_KEYS = {one.name for one in fields(Snapshot)} - {"saved_by"} | {"version", "rank", "ranks"}
+
+
+def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: tensor.clone() for key, tensor in tensors.items()}
+
+
+def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> State:
+    """The state of ``rank`` of ``ranks``, from the states of another number of ranks.
+
+    What compression has left out so far is still to come in the mean over ranks: the residuals' sum divided by their
+    number. That stays the same: new rank ``r`` gets the sum of those of the old ranks ``r``, ``r + ranks``,
+    ``r + 2 * ranks`` and so on, times new ranks over old ranks, or none. All else is the same on all ranks.
+
+    Args:
+        states: of the old ranks, all of them or at least those named above (any one of them if there is none).
+        rank: this rank in the new group.
+        ranks: size of the new group.
+
+    Raises:
+        ConfigurationError: a state that is needed is missing, or states do not belong together.
+    """
+    if not 0 <= rank < ranks:
+        raise ConfigurationError(f"rank={rank} is out of range for ranks={ranks}: it is 0 to {ranks - 1}")
+    if not states:
+        raise ConfigurationError("states is empty: give the states that the old ranks saved")
+    snapshots = [Snapshot.unpack(state) for state in states]
+    owners = [one.saved_by for one in snapshots if one.saved_by is not None]
+    if len(owners) < len(snapshots):
+        raise ConfigurationError("a state does not say its rank: it was saved before its PowerSGD was registered")
+    first, (first_rank, old_ranks) = snapshots[0], owners[0]
+    for one, (old, size) in zip(snapshots, owners, strict=True):
+        if (size, one.steps) != (old_ranks, first.steps):
+            raise ConfigurationError(
+                f"states of different runs or steps: rank {old} of {size} after {one.steps} steps beside rank "
+                f"{first_rank} of {old_ranks} after {first.steps}"
+            )
+    by_rank = {old: one for one, (old, _) in zip(snapshots, owners, strict=True)}
+    needed = range(rank, old_ranks, ranks)
+    if missing := [old for old in needed if old not in by_rank]:
+        raise ConfigurationError(
+            f"rank {rank} of {ranks} needs the states of the old ranks {list(needed)}; {missing} are missing"
+        )
+    times = ranks / old_ranks
+    residuals = _summed((by_rank[old].residuals for old in needed), times=times)
+    # Ranks that rounded by one generator would make the same errors.
+    return replace(first, residuals=residuals, saved_by=(rank, ranks), generator=None).pack()
+
+
+def _summed(residuals: Iterable[Mapping[str, Tensor]], *, times: float) -> dict[str, Tensor]:
+    """The sum of residuals by name, ``times`` a number, rounded once to their dtype."""
+    sums: dict[str, Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for each in residuals:
+        for key, residual in each.items():
+            wide = residual.to(torch.promote_types(residual.dtype, torch.float32))
+            sums[key] = sums[key] + wide if key in sums else wide
+            dtypes[key] = residual.dtype
+    return {key: within_range(total * times, dtypes[key]).to(dtypes[key]) for key, total in sums.items()}
+
+
+def within_range(residual: Tensor, dtype: torch.dtype) -> Tensor:
+    """``residual``, limited to what ``dtype`` holds if that is ``float16``: infinity would stay for ever."""
+    if dtype != torch.float16:
+        return residual
+    limit = torch.finfo(torch.float16).max
+    return residual.clamp(-limit, limit)

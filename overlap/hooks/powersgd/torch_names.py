@@ -14,12 +14,9 @@ from overlap._checks import check_flag, check_group, check_whole_number, describ
 from overlap._torch import classes
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket, on_group
-from overlap.hooks.powersgd.config import PowerSGDConfig
-from overlap.hooks.powersgd.matrices import PerParameter
+from overlap.hooks.powersgd.layout import PerParameter, WholeBucket
 from overlap.hooks.powersgd.memory import Memory
-from overlap.hooks.powersgd.ranks import RankOption
-from overlap.hooks.powersgd.reducer import PowerSGD
-from overlap.hooks.powersgd.whole_bucket import WholeBucket
+from overlap.hooks.powersgd.stage import PowerSGD, PowerSGDConfig
 from overlap.hooks.stage import StageContext
 from overlap.hooks.stage_hook import StageHook
 
@@ -47,7 +44,7 @@ class PowerSGDState(classes.PowerSGDState):
         random_seed: see ``PowerSGD(seed=)``.
         compression_stats_logging_frequency: steps between two lines in the log.
         batch_tensors_with_same_shape: equal shapes are batched wherever that is faster, so this changes nothing.
-        options: ``alternate``, ``error_dtype``, ``bypass`` and ``wire`` of :class:`PowerSGD`.
+        options: ``alternate``, ``error_dtype`` and ``wire`` of :class:`PowerSGD`.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -59,7 +56,7 @@ class PowerSGDState(classes.PowerSGDState):
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
-        matrix_approximation_rank: RankOption = 1,
+        matrix_approximation_rank: int = 1,
         start_powerSGD_iter: int = 1_000,  # noqa: N803 (PyTorch's name)
         min_compression_rate: float = 2,
         use_error_feedback: bool = True,
@@ -83,10 +80,10 @@ class PowerSGDState(classes.PowerSGDState):
         )
         self.compression_stats_logging_frequency = max(1, frequency)
         self.batch_tensors_with_same_shape = check_flag("batch_tensors_with_same_shape", batch_tensors_with_same_shape)
-        if unknown := sorted(set(options) - {"alternate", "error_dtype", "bypass", "wire"}):
+        if unknown := sorted(set(options) - {"alternate", "error_dtype", "wire"}):
             raise ConfigurationError(
                 f"PowerSGDState has no option {', '.join(unknown)}; beyond PyTorch's it has alternate, "
-                "error_dtype, bypass and wire"
+                "error_dtype and wire"
             )
         self._options = options
         self.memory = Memory()

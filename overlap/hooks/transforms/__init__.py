@@ -1,12 +1,8 @@
 """Stages that neither reduce nor update: they change, or look at, what is there where they stand."""
 
-from overlap.hooks.transforms.add_noise import AddNoise
-from overlap.hooks.transforms.centralize import Centralize
 from overlap.hooks.transforms.clip import ClipGradNorm
-from overlap.hooks.transforms.clip_value import ClipValue
 from overlap.hooks.transforms.log import Log
-from overlap.hooks.transforms.scale import Scale
 from overlap.hooks.transforms.skip_non_finite import SkipNonFinite
 from overlap.hooks.transforms.transform import Transform
 
-__all__ = ["AddNoise", "Centralize", "ClipGradNorm", "ClipValue", "Log", "Scale", "SkipNonFinite", "Transform"]
+__all__ = ["ClipGradNorm", "Log", "SkipNonFinite", "Transform"]

@@ -111,7 +111,7 @@ class Transform(Stage):
 
     def refuse_parameters(self) -> None:
         """Raises: ConfigurationError: it stands after an update, and is meant for gradients."""
-        if self.place is Place.UPDATED:
+        if self._place is Place.UPDATED:
             raise ConfigurationError(
                 f"{self!r} acts on gradients, and stands after an update: put it before the update; a function of a "
                 "bucket can change bucket.parameters there"

@@ -13,8 +13,7 @@ from torch.nn.functional import pad
 
 from overlap._torch.device import has_streams
 from overlap.hooks.segments import round_up
-from overlap.hooks.wires.row_kernels import RowKernels
-from overlap.hooks.wires.wire import Codec, Combine, filled_up
+from overlap.hooks.wires.wire import Codec, Combine
 
 __all__ = ["BlockCodec", "Field", "codecs_in_runs"]
 
@@ -58,10 +57,6 @@ class BlockCodec(Codec):
     def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
         """Decode ``fields`` to ``out``, both as for :meth:`write`."""
 
-    def kernels(self, values: Tensor) -> RowKernels | None:
-        """Kernels that take the place of :meth:`write` and :meth:`read` for ``values``."""
-        return None
-
     @property
     def numel(self) -> int:
         return self.chunks * self.chunk_numel
@@ -74,18 +69,10 @@ class BlockCodec(Codec):
         self.encode_rows(values[None], message[None], generator)
 
     def encode_rows(self, values: Tensor, messages: Tensor, generator: torch.Generator | None = None) -> None:
-        if (kernels := self.kernels(values)) is not None:
-            with filled_up(values, self.numel) as rows:
-                kernels.encode(rows, messages, generator, subtracts=False)
-            return
         for block, fields in self._blocks(values, messages):
             self.write(block, fields, generator)
 
     def subtract_rows(self, values: Tensor, messages: Tensor, generator: torch.Generator | None = None) -> None:
-        if (kernels := self.kernels(values)) is not None:
-            with filled_up(values, self.numel, changes=True) as rows:
-                kernels.encode(rows, messages, generator, subtracts=True)
-            return
         for block, fields in self._blocks(values, messages, changes=True):
             self.write(block, fields, generator)
             decoded = torch.empty_like(block)
@@ -96,10 +83,6 @@ class BlockCodec(Codec):
         self.decode_rows(message[None], out[None], combine)
 
     def decode_rows(self, messages: Tensor, out: Tensor, combine: Combine | None = None) -> None:
-        if combine is None and (kernels := self.kernels(out)) is not None:
-            with filled_up(out, self.numel, changes=True) as rows:
-                kernels.decode(messages, rows)
-            return
         for block, fields in self._blocks(out, messages, changes=True):
             decoded = block if combine is None else torch.empty_like(block)
             self.read(fields, decoded)
@@ -107,10 +90,6 @@ class BlockCodec(Codec):
                 combine(block, decoded)
 
     def add_rows(self, messages: Tensor, total: Tensor, *, alpha: float = 1.0) -> None:
-        if alpha == 1.0 and (kernels := self.kernels(total)) is not None:
-            with filled_up(total, self.numel, changes=True) as whole:
-                kernels.add(messages, whole)
-            return
         for block, fields in self._blocks(total[None], messages, changes=True):
             decoded = torch.empty(block.shape, dtype=total.dtype, device=total.device)
             self.read(fields, decoded)

@@ -1,8 +1,12 @@
-"""What a wire leaves out, to be added in the next step (Seide et al., 2014; Karimireddy et al., 2019)."""
+"""The memory of those who use a wire: what it leaves out, to be added in the next step, and its random numbers.
+
+Error feedback: Seide et al., 2014; Karimireddy et al., 2019.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +15,9 @@ from overlap._torch.device import has_streams, hold
 from overlap._torch.foreach import add_all
 from overlap.errors import ConfigurationError
 from overlap.hooks.finite import all_finite
+from overlap.hooks.wires.wire import Wire
 
-__all__ = ["ErrorFeedback", "check_errors", "check_shape"]
+__all__ = ["ErrorFeedback", "RoundingGenerator", "check_errors", "check_shape", "redistribute"]
 
 
 class ErrorFeedback:
@@ -26,13 +31,11 @@ class ErrorFeedback:
     def __init__(self) -> None:
         self.errors: dict[str, Tensor] = {}
         self._held: dict[str, Tensor] = {}
-        self._released: set[str] = set()
         self._are_finite: list[Tensor] = []
 
     def begin(self) -> None:
         """A pass begins."""
         self._held.clear()
-        self._released.clear()
         self._are_finite.clear()
 
     def add_to(self, names: Sequence[str], values: Sequence[Tensor]) -> None:
@@ -58,12 +61,6 @@ class ErrorFeedback:
         self._held.update(zip(names, errors, strict=True))
         self.note(result)
 
-    def release(self, names: Sequence[str], result: Tensor) -> None:
-        """Hold that nothing is left out of ``names`` any more, where ``result`` came out, the same on all ranks."""
-        self._held.update({name: torch.zeros_like(self.errors[name]) for name in names if name in self.errors})
-        self._released.update(names)
-        self.note(result)
-
     def note(self, result: Tensor) -> None:
         """Another result of this pass, the same on all ranks: if it is not finite, nothing of the pass is kept."""
         self._are_finite.append(all_finite(result))
@@ -78,7 +75,6 @@ class ErrorFeedback:
         if not has_streams(are_finite.device):
             if bool(are_finite):
                 self.errors.update(self._held)
-                self.errors = {name: error for name, error in self.errors.items() if name not in self._released}
             return
         # The host does not wait for the device to know which.
         for name, new in self._held.items():
@@ -111,3 +107,65 @@ def check_errors(errors: Mapping[str, Tensor], parameters: Mapping[str, Tensor])
         )
     for name, error in errors.items():
         check_shape(name, error, parameters[name])
+
+
+def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
+    """The state of ``rank`` of ``ranks``, from the states of another number of ranks.
+
+    Errors are parts of the mean, so their sum over ranks is what is still to be delivered, and it stays the same: new
+    rank ``r`` gets the sum of those of the old ranks ``r``, ``r + ranks`` and so on, or none. Generators start anew.
+    What all ranks remember alike stays.
+
+    Args:
+        states: of all old ranks, in any order.
+        rank: this rank in the new group.
+        ranks: size of the new group.
+
+    Raises:
+        ConfigurationError: ``rank`` is out of range, a state is missing, or states do not belong together.
+    """
+    if not 0 <= rank < ranks:
+        raise ConfigurationError(f"rank={rank} is out of range for ranks={ranks}: it is 0 to {ranks - 1}")
+    if any(not {"rank", "ranks"} <= set(state) for state in states):
+        raise ConfigurationError("a state does not say its rank: it was saved before the first pass of its stage")
+    by_rank = {state["rank"]: state for state in states}
+    sizes = sorted({state["ranks"] for state in states})
+    if len(sizes) != 1 or len(by_rank) != len(states) or sorted(by_rank) != list(range(sizes[0])):
+        raise ConfigurationError(
+            f"redistribute needs the state of every old rank once, but was given ranks {sorted(by_rank)} of {sizes}"
+        )
+    errors: dict[str, Tensor] = {}
+    for old in range(rank, sizes[0], ranks):
+        for name, error in by_rank[old].get("error", {}).items():
+            errors[name] = errors[name].add_(error) if name in errors else error.clone()
+    alike = {key: value for key, value in by_rank[0].items() if key not in ("error", "generator")}
+    return {**alike, "error": errors, "rank": rank, "ranks": ranks}
+
+
+class RoundingGenerator:
+    """What a user of ``wire`` gives to :meth:`Codec.encode`: ``None`` where the wire rounds to nearest.
+
+    Each rank has random numbers of its own, and not the global ones, which the model's dropout uses.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._generator: torch.Generator | None = None
+        self._state: Tensor | None = None
+
+    def of(self, rank: int, device: torch.device) -> torch.Generator | None:
+        """The same at every call; at first it is seeded with ``rank``, or goes on where the loaded one was."""
+        if self._wire.is_stochastic and self._generator is None:
+            self._generator = torch.Generator(device).manual_seed(rank)
+            if self._state is not None:
+                self._generator.set_state(self._state)
+        return self._generator
+
+    def state(self) -> Tensor | None:
+        """What :meth:`load` takes; ``None`` before the first use."""
+        return self._state if self._generator is None else self._generator.get_state()
+
+    def load(self, state: Tensor | None) -> None:
+        """Go on where the generator was that gave ``state``; anew where it is ``None``."""
+        # A checkpoint may have been loaded to an accelerator.
+        self._state, self._generator = None if state is None else state.cpu(), None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.context import StageContext
 from overlap.hooks.cut import SavedCut
 from overlap.hooks.stage import Stage
-from overlap.hooks.wires.feedback import ErrorFeedback, check_errors
-from overlap.hooks.wires.rounding import RoundingGenerator
+from overlap.hooks.wires.feedback import ErrorFeedback, RoundingGenerator, check_errors
 from overlap.hooks.wires.wire import Wire
 
 __all__ = ["WireMemory"]
@@ -73,17 +71,8 @@ class WireMemory:
         """What ``wire`` rounds with on this ``rank``; ``None`` if it rounds to nearest."""
         return self._generator.of(rank, device) if wire.is_stochastic else None
 
-    @contextmanager
-    def same_random_numbers(self) -> Iterator[None]:
-        """What is rounded inside changes nothing for what is rounded afterwards."""
-        before = self._generator.state()
-        try:
-            yield
-        finally:
-            self._generator.load(before)
-
-    def state_dict(self, also: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """A snapshot of this rank's memory, and of what else the stage remembers; empty before the first pass.
+    def state_dict(self) -> dict[str, Any]:
+        """A snapshot of this rank's memory; empty before the first pass.
 
         ``error`` by parameter's name, the rounding's ``generator``, the ``buckets`` of the last pass, in which a run
         that resumes reduces its first one, and the ``rank`` and number of ``ranks`` that it belongs to.
@@ -95,7 +84,6 @@ class WireMemory:
             state["generator"] = generator
         if (buckets := self._cut.state()) is not None:
             state["buckets"] = buckets
-        state.update(also or {})
         saved_by = self._saved_by if self._context is None else _place(self._context)
         if state and saved_by is not None:
             state["rank"], state["ranks"] = saved_by

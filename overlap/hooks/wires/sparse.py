@@ -10,8 +10,7 @@ from torch import Tensor
 from overlap._checks import as_number, told
 from overlap.errors import ConfigurationError
 from overlap.hooks.wires.blocks import BlockCodec, Field
-from overlap.hooks.wires.chunks import check_chunk, cut
-from overlap.hooks.wires.floats import cast
+from overlap.hooks.wires.numbers import cast, check_chunk, cut
 from overlap.hooks.wires.wire import RoundingWire
 
 __all__ = ["TopK", "TopKCodec"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from overlap.hooks.powersgd.bases import Directions
+from overlap.hooks.powersgd.algorithm import Directions
 from overlap.hooks.wires import Wire
 
 
@@ -19,34 +18,27 @@ class ByHand:
         self,
         ranks: int,
         shape: tuple[int, int],
-        rank_of: Callable[[int], int],
+        rank: int,
         *,
         wire: Wire | None = None,
-        momentum: float = 0.0,
         alternate: bool = False,
     ) -> None:
-        self.ranks, self.shape, self.rank_of = ranks, shape, rank_of
-        self.wire, self.momentum, self.alternate = wire, momentum, alternate
+        self.ranks, self.shape, self.rank = ranks, shape, rank
+        self.wire, self.alternate = wire, alternate
         self.residuals = [torch.zeros(shape) for _ in range(ranks)]
-        self.velocities = [torch.zeros(shape) for _ in range(ranks)]
         # Directions in columns, as in the paper.
         self.factor: Tensor | None = None
         self.is_left = False
         self.steps = 0
 
     def step(self, gradients: list[Tensor]) -> Tensor:
-        rank = self.rank_of(self.steps)
-        if self.momentum:
-            self.velocities = [self.momentum * u + g for u, g in zip(self.velocities, gradients, strict=True)]
-            gradients = self.velocities
         matrices = [g + e for g, e in zip(gradients, self.residuals, strict=True)]
         finds_left = self.alternate and self.steps % 2 == 0
-        start = self._start(rank, is_left=self.alternate and not finds_left)
+        start = self._start(is_left=self.alternate and not finds_left)
         if finds_left:
             basis = torch.linalg.qr(start)[0]
             parts, p = self._mean([m @ basis for m in matrices])
             delivered, output, kept = [part @ basis.T for part in parts], p @ basis.T, p
-            self.velocities = [u - u @ basis @ basis.T for u in self.velocities]
         else:
             if self.alternate:
                 basis = torch.linalg.qr(start)[0]
@@ -54,19 +46,17 @@ class ByHand:
                 basis = torch.linalg.qr(self._mean([m @ start for m in matrices])[1])[0]
             parts, q = self._mean([m.T @ basis for m in matrices])
             delivered, output, kept = [basis @ part.T for part in parts], basis @ q.T, q
-            self.velocities = [u - basis @ basis.T @ u for u in self.velocities]
         self.residuals = [m - d for m, d in zip(matrices, delivered, strict=True)]
         self.factor, self.is_left = kept / kept.norm(dim=0, keepdim=True), finds_left
         self.steps += 1
         return output
 
-    def _start(self, rank: int, *, is_left: bool) -> Tensor:
+    def _start(self, *, is_left: bool) -> Tensor:
         length = self.shape[0] if is_left else self.shape[1]
-        fresh = Directions(0).draw(rank, length, dtype=torch.float32, device=torch.device("cpu")).T * length**-0.5
+        fresh = Directions(0).draw(self.rank, length, dtype=torch.float32, device=torch.device("cpu")).T * length**-0.5
         if self.factor is None or self.is_left != is_left:
             return fresh
-        kept = self.factor[:, :rank]
-        return torch.cat([kept, fresh[:, kept.shape[1] :]], dim=1)
+        return self.factor
 
     def _mean(self, factors: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """What of each rank's is delivered, and the mean."""

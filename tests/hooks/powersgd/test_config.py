@@ -20,6 +20,8 @@ from .lockstep import World
         ({"rank": -3}, "rank.*got -3"),
         ({"rank": 1.5}, "rank.*got 1.5"),
         ({"rank": True}, "rank.*got True"),
+        ({"rank": lambda step: 2}, r"rank is .*give a whole number such as 2.*route\({.*PowerSGD\(rank=8\)"),
+        ({"rank": {"a": 3, "*": 2}}, r"rank is {'a': 3, '\*': 2}.*route\({.*PowerSGD\(rank=8\)"),
         ({"start_step": -1}, "start_step.*got -1"),
         ({"seed": -1}, "seed.*got -1"),
         ({"log_every_steps": 0}, "log_every_steps.*got 0"),
@@ -27,7 +29,6 @@ from .lockstep import World
         ({"min_compression_rate": float("nan")}, "min_compression_rate.*got nan"),
         ({"epsilon": -1e-8}, "epsilon.*got -1e-08"),
         ({"epsilon": float("inf")}, "epsilon.*got inf"),
-        ({"bypass": "always"}, 'bypass.*"auto".*always'),
         ({"error_dtype": torch.int8}, "error_dtype.*int8"),
         ({"error_dtype": torch.float8_e5m2}, "error_dtype.*float8"),
         ({"error_dtype": "bfloat16"}, "error_dtype.*bfloat16"),
@@ -46,6 +47,7 @@ def test_options_out_of_range_are_named(options: dict[str, Any], names_it: str) 
         ({"start_powerSGD_iter": -1}, "start_step.*got -1"),
         ({"min_compression_rate": -1}, "min_compression_rate.*got -1"),
         ({"momentum": 0.9}, "no option momentum"),
+        ({"matrix_approximation_rank": {"*": 2}}, r"route\({"),
     ],
 )
 def test_powersgdstate_refuses_the_same_options(options: dict[str, Any], names_it: str) -> None:

@@ -136,7 +136,7 @@ def test_a_large_matrix_taken_in_blocks_is_the_same(options: dict[str, Any], mon
     shapes = [(33, 8), (40, 5), (7, 9)]
 
     def outputs(block_numel: int) -> list[list[Tensor]]:
-        monkeypatch.setattr("overlap.hooks.powersgd.matrices._BLOCK_NUMEL", block_numel)
+        monkeypatch.setattr("overlap.hooks.powersgd.layout._BLOCK_NUMEL", block_numel)
         world = world_of(2, shapes, rank=2, **options)
         found = []
         for step in range(5):

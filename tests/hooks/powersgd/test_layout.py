@@ -25,7 +25,7 @@ layouts = given(
 def test_every_gradient_is_either_compressed_or_exact(
     shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
 ) -> None:
-    layout = layout_of(shapes, ranks=[rank] * len(shapes), min_compression_rate=rate, batch_numel=batch_numel)
+    layout = layout_of(shapes, rank=rank, min_compression_rate=rate, batch_numel=batch_numel)
     compressed = [place for batch in layout.batches for place in batch.places]
     assert sorted([*compressed, *layout.exact]) == list(range(len(shapes)))
 
@@ -35,7 +35,7 @@ def test_every_gradient_is_either_compressed_or_exact(
 def test_a_batch_has_small_matrices_of_one_shape_or_a_single_one(
     shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
 ) -> None:
-    layout = layout_of(shapes, ranks=[rank] * len(shapes), min_compression_rate=rate, batch_numel=batch_numel)
+    layout = layout_of(shapes, rank=rank, min_compression_rate=rate, batch_numel=batch_numel)
     for batch in layout.batches:
         assert len(batch.places) == 1 or batch.rows * batch.cols <= batch_numel
         for place in batch.places:
@@ -48,7 +48,7 @@ def test_a_batch_has_small_matrices_of_one_shape_or_a_single_one(
 def test_factors_of_one_length_lie_side_by_side(
     shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
 ) -> None:
-    layout = layout_of(shapes, ranks=[rank] * len(shapes), min_compression_rate=rate, batch_numel=batch_numel)
+    layout = layout_of(shapes, rank=rank, min_compression_rate=rate, batch_numel=batch_numel)
     left, right = torch.zeros(layout.left_numel), torch.zeros(layout.right_numel)
     for batch in layout.batches:
         batch.left(left).add_(batch.rows)
@@ -62,17 +62,13 @@ def test_factors_of_one_length_lie_side_by_side(
 
 
 def test_matrices_are_compressed_where_it_pays() -> None:
-    layout = layout_of([(64, 3, 7, 7), (64,), (10, 10), (512, 512)], ranks=[4] * 4, min_compression_rate=2)
+    layout = layout_of([(64, 3, 7, 7), (64,), (10, 10), (512, 512)], rank=4, min_compression_rate=2)
     assert layout.exact == (1, 2)
     assert (layout.left_numel, layout.right_numel) == (4 * (64 + 512), 4 * (147 + 512))
 
 
 def test_nothing_is_compressed_where_the_rank_is_too_large_to_pay() -> None:
-    assert not layout_of([(512, 512)], ranks=[128], min_compression_rate=2).batches
-
-
-def test_places_named_exact_are_not_compressed() -> None:
-    assert not layout_of([(512, 512)], ranks=[4], min_compression_rate=2, exact={0}).batches
+    assert not layout_of([(512, 512)], rank=128, min_compression_rate=2).batches
 
 
 def _resnet18() -> list[tuple[int, ...]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from overlap.hooks.powersgd.orthogonalize import cholesky_qr, gram_schmidt, householder, orthonormalize
+from overlap.hooks.powersgd.algorithm import cholesky_qr, gram_schmidt, householder, orthonormalize
 
 ALGORITHMS = {
     "householder": lambda rows, spare: householder(rows),
@@ -28,6 +28,7 @@ def _rows(seed: int, count: int, rank: int, length: int, dependent: int, scale: 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @settings(deadline=None)
+@example(seed=977, count=3, rank=7, more=0, dependent=3, scale=1e-15)  # The factorization fails at its last row.
 @given(
     seed=st.integers(0, 1000),
     count=st.integers(1, 3),

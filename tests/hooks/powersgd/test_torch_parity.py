@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import overlap
 from harness import run_ranks
 from overlap import PowerSGDState
-from overlap.hooks.powersgd.bases import Directions
+from overlap.hooks.powersgd.algorithm import Directions
 
 START = 2  # The earliest that PyTorch's hook can begin.
 STEPS = START + 20

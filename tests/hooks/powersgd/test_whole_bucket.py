@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import overlap
 from overlap import PowerSGDState
-from overlap.hooks.powersgd.bases import Directions
-from overlap.hooks.powersgd.whole_bucket import square_layout
+from overlap.hooks.powersgd.algorithm import Directions
+from overlap.hooks.powersgd.layout import square_layout
 
 from .lockstep import World
 

@@ -15,7 +15,7 @@ import overlap
 from harness import assert_parity, run_ranks
 from overlap import ConfigurationError, RegistrationError, register
 from overlap.hooks import Quantize
-from overlap.hooks.wires.chunks import ChunkCodec
+from overlap.hooks.wires.numbers import ChunkCodec
 
 from .given import Given, given, of_ranks, reduced
 

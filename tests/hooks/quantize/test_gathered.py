@@ -122,3 +122,7 @@ def test_the_perchannel_hook_has_a_scale_for_each_512_values() -> None:
 def test_a_chunk_of_no_values_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="bucket_size is 0"):
         GatherQuantized(0)
+
+
+def test_ranks_compare_the_chunk() -> None:
+    assert GatherQuantized(64).signature == "GatherQuantized(64)"

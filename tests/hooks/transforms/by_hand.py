@@ -11,15 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness import Record, overlapped_step, train, wrap
+from harness.functions import centralize as centralized
+from harness.functions import clip_value as clipped
+from harness.functions import scale as scaled
 from harness.models import Batch, Case
 from overlap import (
-    AddNoise,
     AllReduce,
-    Centralize,
     ClipGradNorm,
-    ClipValue,
     OverlappedOptimizer,
-    Scale,
     Stage,
     Step,
     ZeroRedundancyOptimizer,
@@ -32,10 +31,6 @@ ADAMW_OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 ADAMW = functools.partial(torch.optim.AdamW, **ADAMW_OPTIONS)
 Edit = Callable[[Any], None]
 """What is done to the `.grad` of a model's parameters."""
-
-
-def generator(seed: int = 7) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def clip_value(ddp: Any) -> None:
@@ -57,33 +52,20 @@ def centralize(ddp: Any) -> None:
             gradient.add_(-gradient.mean(dim=tuple(range(1, gradient.dim())), keepdim=True))
 
 
-def add_noise() -> Edit:
-    source = generator()
-
-    def edit(ddp: Any) -> None:
-        for parameter in ddp.parameters():
-            noise = torch.randn(parameter.shape, generator=source, dtype=parameter.dtype)
-            if parameter.grad is not None:
-                parameter.grad.add_(noise, alpha=0.02)
-
-    return edit
-
-
 def gradients(ddp: Any) -> list[Tensor]:
     return [parameter.grad for parameter in ddp.parameters() if parameter.grad is not None]
 
 
 # The stage, and the edit of `.grad` that it stands for.
-TRANSFORMS: dict[str, tuple[Callable[[], Stage], Callable[[], Edit]]] = {
-    "ClipValue": (lambda: ClipValue(0.003), lambda: clip_value),
+TRANSFORMS: dict[str, tuple[Callable[[], Any], Callable[[], Edit]]] = {
+    "clip values": (lambda: clipped(0.003), lambda: clip_value),
     "ClipGradNorm": (lambda: ClipGradNorm(0.05), lambda: clip_norm),
     "ClipGradNorm, largest": (
         lambda: ClipGradNorm(0.05, float("inf")),
         lambda: functools.partial(clip_norm, norm_type=float("inf")),
     ),
-    "AddNoise": (lambda: AddNoise(generator(), std=0.02), add_noise),
-    "Scale": (lambda: Scale(0.3), lambda: scale),
-    "Centralize": (Centralize, lambda: centralize),
+    "scale": (lambda: scaled(0.3), lambda: scale),
+    "centralize": (lambda: centralized, lambda: centralize),
 }
 
 
@@ -173,9 +155,9 @@ def with_zero(
     return records
 
 
-def after_reducer(make: Callable[[], Stage]) -> Callable[[Stage], Any]:
+def after_reducer(make: Callable[[], Any]) -> Callable[[Stage], Any]:
     return lambda update: chain(AllReduce(), make(), update)
 
 
-def before_reducer(make: Callable[[], Stage]) -> Callable[[Stage], Any]:
+def before_reducer(make: Callable[[], Any]) -> Callable[[Stage], Any]:
     return lambda update: chain(make(), AllReduce(), update)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from overlap import Int4, Int8
-from overlap.hooks.wires.chunks import ChunkCodec
-from overlap.hooks.wires.integers import _rounded
+from overlap.hooks.wires.numbers import ChunkCodec, _rounded
 
 
 def _codec(numel: int, bits: int, chunk: int) -> ChunkCodec:

@@ -15,10 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness import run_ranks
 from overlap import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire, ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap._torch.device import streams_replaced
-from overlap.hooks import GatherQuantized
-from overlap.hooks.quantize import gathered
+from overlap.hooks import GatherQuantized, quantize
 from overlap.hooks.wires import QuantizedSum, exchange
-from overlap.hooks.wires.affine import Affine8
+from overlap.hooks.wires.numbers import Affine8
 from overlap.hooks.wires.wire import Codec
 from overlap.optim.zero.wire_gather import WireGather
 from overlap.optim.zero.wire_reduce import WireReduce
@@ -87,7 +86,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coroutine[Any, Any, Any]
     def all_gather(output: torch.Tensor, input: torch.Tensor, *, group: Any) -> Loopback:
         return Loopback((part, input) for part in output.view(group.size(), -1))
 
-    for module in (exchange, gathered):
+    for module in (exchange, quantize):
         monkeypatch.setattr(module, "all_gather", all_gather)
     monkeypatch.setattr(exchange, "send_recv", send_recv)
 

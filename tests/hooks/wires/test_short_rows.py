@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from overlap import BFloat16, Float8, Int4, Int8, TopK, Wire
 from overlap._torch.device import streams_replaced
-from overlap.hooks.wires.affine import Affine8
+from overlap.hooks.wires.numbers import Affine8
 from overlap.hooks.wires.wire import Codec
 
 from ..one_stream import OneStream

@@ -31,7 +31,7 @@ from overlap import (
     chain,
 )
 from overlap.hooks import Bucket, Role, Stage
-from overlap.hooks.wires.chunks import ChunkCodec
+from overlap.hooks.wires.numbers import ChunkCodec
 
 STOCHASTIC: dict[str, Any] = {
     "reduce_wire": Int4(rounding="stochastic"),

@@ -1,4 +1,4 @@
-"""The mean of the gradients, sent through a wire."""
+"""The mean of the gradients in fewer bytes: sent through a wire, or gathered in 8 bits as PyTorch's hooks do."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from torch import Tensor
 
 from overlap._checks import check_flag, told
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
-from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.bypass import bypass_from
-from overlap.hooks.collectives import all_reduce
+from overlap.hooks.collectives import all_gather
 from overlap.hooks.context import StageContext
 from overlap.hooks.stage import Stage
 from overlap.hooks.wires import Int4, Int8, QuantizedSum, Wire, redistribute
 from overlap.hooks.wires.memory import WireMemory
+from overlap.hooks.wires.numbers import Affine8
 
-__all__ = ["Quantize"]
-
-_BYPASS = "bypass"
+__all__ = ["GatherQuantized", "Quantize"]
 
 
 class Quantize(Stage):
@@ -41,9 +38,6 @@ class Quantize(Stage):
         error_feedback: whether to add what a step left out to the next step's gradients; takes one fp32 copy of the
             gradients, and in backward two. A pass with a result that is not finite, or that fails, changes it on no
             rank. Needs :func:`overlap.register` or :meth:`Chain.register`, which know the parameters' names.
-        bypass: ``"auto"`` measures in the third pass whether encoding saves a fifth of the time of reducing a bucket,
-            and if not reduces it exactly from then on, what was left out of it included. It measures with copies,
-            which take the memory of two buckets once.
 
     Issues: a send and a receive with every other rank, then an all-gather, both of ``N/W`` encoded values. Changes:
     ``bucket.buffer``. Memory: twice the bucket's messages; an fp32 copy of a bucket of another dtype; on an
@@ -65,19 +59,11 @@ class Quantize(Stage):
         chunk: int | None = None,
         rounding: Literal["nearest", "stochastic"] | None = None,
         error_feedback: bool = False,
-        bypass: Literal["auto"] | None = None,
     ) -> None:
         self.wire = _wire(wire, bits, {"chunk": chunk, "rounding": rounding})
         self.error_feedback = check_flag("error_feedback", error_feedback)
         self._memory = WireMemory(self, error_feedback=error_feedback, wires=[self.wire])
         self._is_attached = False
-        self._bypass = bypass_from(
-            bypass, "Quantize", compress=self._reduce, sample=self._reduce_sample, send=self._send
-        )
-
-    @property
-    def children(self) -> tuple[Stage, ...]:
-        return () if self._bypass is None else (self._bypass,)
 
     def attach(self, context: StageContext) -> None:
         if self.error_feedback and self._is_attached:
@@ -107,9 +93,6 @@ class Quantize(Stage):
             raise UnsupportedError(f"{self!r} cannot keep {bucket.buffer.dtype} gradients; use AllReduce()")
         if bucket.buffer.numel() == 0:
             return
-        await (self._reduce(bucket) if self._bypass is None else self._bypass(bucket))
-
-    async def _reduce(self, bucket: Bucket) -> None:
         # As in DDP, each rank divides before the sum.
         mean = bucket.buffer.float().mul_(1 / bucket.divisor)
         if (feedback := self._memory.feedback) is None:
@@ -125,25 +108,6 @@ class Quantize(Stage):
             own.buffer.add_(mean.sub_(bucket.buffer), alpha=1 / bucket.group.size())
         feedback.hold(own.names, own.gradients, bucket.buffer)
 
-    async def _reduce_sample(self, bucket: Bucket) -> None:
-        """The work of :meth:`_reduce`, which leaves no trace in the memory."""
-        with self._memory.same_random_numbers():
-            mean = bucket.buffer.float().mul_(1 / bucket.divisor)
-            await self._sum(bucket, mean.clone() if self.error_feedback else mean, out=mean)
-            bucket.buffer.copy_(mean)
-
-    async def _send(self, bucket: Bucket) -> None:
-        """The exact mean, of what earlier passes have left out, too."""
-        feedback = self._memory.feedback
-        if feedback is None or feedback.errors.keys().isdisjoint(bucket.names):
-            await AllReduce()(bucket)
-            return
-        owed = bucket.with_buffer(torch.zeros_like(bucket.buffer, dtype=torch.float32))
-        feedback.add_to(owed.names, owed.gradients)
-        bucket.buffer.mul_(1 / bucket.divisor).add_(owed.buffer)
-        await all_reduce(bucket.buffer, group=bucket.group)
-        feedback.release(owed.names, bucket.buffer)
-
     async def _sum(self, bucket: Bucket, values: Tensor, *, out: Tensor) -> None:
         """Sum ``values`` over ranks into ``out``, and leave in ``values`` the errors, if it is another tensor."""
         generator = self._memory.generator_for(self.wire, bucket.group.rank(), values.device)
@@ -156,9 +120,7 @@ class Quantize(Stage):
         ``error`` by parameter's name, the rounding's ``generator``, the ``buckets`` of the last pass, in which a run
         that resumes reduces its first one, and the ``rank`` and number of ``ranks`` that it belongs to.
         """
-        if self._bypass is None:
-            return self._memory.state_dict()
-        return self._memory.state_dict(also={_BYPASS: self._bypass.state_dict()})
+        return self._memory.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned on this rank, before or after registering.
@@ -168,26 +130,16 @@ class Quantize(Stage):
                 another model's or another rank's; for another number of ranks, see :meth:`redistribute`. If the stage
                 is not yet registered, registering raises the latter.
         """
-        if self._bypass is None and _BYPASS in state_dict:
-            raise ConfigurationError(
-                f'the state says which buckets are bypassed, but {self!r} bypasses none: make it with bypass="auto"'
-            )
-        self._memory.load_state_dict({key: value for key, value in state_dict.items() if key != _BYPASS})
-        if self._bypass is not None:
-            self._bypass.load_state_dict(state_dict.get(_BYPASS, {}))
+        self._memory.load_state_dict(state_dict)
 
     redistribute = staticmethod(redistribute)
 
     @property
     def signature(self) -> str:
-        return self._told("" if self._bypass is None else self._bypass.signature)
+        return repr(self)
 
     def __repr__(self) -> str:
-        return self._told("" if self._bypass is None else repr(self._bypass))
-
-    def _told(self, bypass: str) -> str:
-        options = [repr(self.wire), *["error_feedback=True"] * self.error_feedback, *[bypass] * bool(bypass)]
-        return f"Quantize({', '.join(options)})"
+        return f"Quantize({self.wire!r}{', error_feedback=True' if self.error_feedback else ''})"
 
 
 def _wire(wire: object, bits: int | None, options: Mapping[str, Any]) -> Wire:
@@ -210,3 +162,51 @@ def _wire(wire: object, bits: int | None, options: Mapping[str, Any]) -> Wire:
     if bits is not None or isinstance(wire, int):
         raise ConfigurationError(f"bits is {told(number)}: give 4 or 8")
     raise ConfigurationError(f"the wire is {told(wire)}: give one such as Int8() or TopK(0.01)")
+
+
+class GatherQuantized(Stage):
+    """The mean over ranks of gradients sent as unsigned 8-bit integers, with a scale and a zero point per chunk.
+
+    See :class:`~overlap.hooks.wires.numbers.Affine8`: the error is at most half a scale, and zero is exact. If a value
+    is not finite, all values that share its scale become NaN.
+
+    Args:
+        chunk: how many values share a scale; the whole bucket where ``None``.
+
+    Issues: one all-gather of ``numel`` bytes, padded to whole chunks, and 8 bytes per scale. Changes:
+    ``bucket.buffer``.
+
+    >>> chain(GatherQuantized(512)).register(ddp)
+    <chain(GatherQuantized(512)) registered>
+    >>> loss_fn(ddp(x), y).backward()
+    """
+
+    def __init__(self, chunk: int | None) -> None:
+        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk <= 0):
+            raise ConfigurationError(f"bucket_size is {told(chunk)}: give a positive number of values, such as 512")
+        self.chunk = chunk
+
+    async def __call__(self, bucket: Bucket) -> None:
+        buffer = bucket.buffer
+        if not buffer.is_floating_point():
+            raise UnsupportedError(f"{self!r} cannot keep {buffer.dtype} gradients; use AllReduce()")
+        if buffer.numel() == 0:
+            return
+        codec = Affine8(self.chunk).codec(buffer.numel())
+        values = torch.nn.functional.pad(buffer.float(), (0, codec.numel - buffer.numel()))
+        message = torch.empty(codec.message_bytes, dtype=torch.uint8, device=buffer.device)
+        codec.encode(values, message)
+        ranks = bucket.group.size()
+        gathered = torch.empty(ranks * message.numel(), dtype=torch.uint8, device=buffer.device)
+        await all_gather(gathered, message, group=bucket.group)
+        total = torch.zeros_like(values)
+        # Divided before the sum, so that a sum of large values does not overflow.
+        codec.add_rows(gathered.view(ranks, -1), total, alpha=1 / bucket.divisor)
+        buffer.copy_(total[: buffer.numel()])
+
+    @property
+    def signature(self) -> str:
+        return repr(self)
+
+    def __repr__(self) -> str:
+        return f"GatherQuantized({self.chunk})"

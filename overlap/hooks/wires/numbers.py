@@ -1,0 +1,446 @@
+"""Wires that round every value: half precision, and integers and 8-bit floats with a scale for each chunk.
+
+[Note: chunks on a grid]
+
+The scheme of QSGD (Alistarh et al., 2017), with a chunk's largest magnitude in place of its norm: a value ``x`` of a
+chunk whose largest magnitude is ``peak`` becomes the number of the grid nearest to ``x * top / peak``, in ``-top ..
+top``, and is decoded as ``number * step``, where ``step`` is ``peak / top`` in fp32. Numbers of the grid times a step,
+zero among them, are decoded exactly; the largest values and constant chunks up to fp32's last place. If a chunk holds a
+value that is not finite, none of its decoded values is finite.
+
+[Note: the noise of stochastic rounding]
+
+A number that has noise added to it, uniform between minus a half and a half, and is then rounded to nearest, is rounded
+up or down with its own mean. Drawing the noise is most of what stochastic rounding costs on a CPU, so four numbers are
+taken from each 64 bits that a generator gives. They are made odd, so that they lie evenly around zero and never reach a
+half: a whole number stays what it is.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from overlap._checks import told
+from overlap.errors import ConfigurationError
+from overlap.hooks.wires.blocks import BlockCodec, Field
+from overlap.hooks.wires.wire import RoundingWire, Wire
+
+__all__ = [
+    "Affine8",
+    "AffineCodec",
+    "BFloat16",
+    "CastCodec",
+    "CastWire",
+    "ChunkCodec",
+    "ChunkWire",
+    "Float8",
+    "Float16",
+    "Grid",
+    "Int4",
+    "Int8",
+    "NOISE_BITS",
+    "add_noise_",
+    "cast",
+    "check_chunk",
+    "cut",
+    "draw",
+]
+
+# Chunks are multiples of it, in values: in 4 bits its halves share bytes.
+_MULTIPLE = 8
+_AFFINE_TOP = 255
+
+
+NOISE_BITS = 16
+"""Noise is odd multiples of 2**-16."""
+
+_ODD = 0x0001_0001_0001_0001
+
+
+def draw(rows: int, numel: int, device: torch.device, generator: torch.Generator, *, bits: int = NOISE_BITS) -> Tensor:
+    """Noise in units of ``2**-bits``, at most 16: odd int16 numbers below ``2**(bits - 1)``, shape ``(rows, numel)``.
+
+    Each row begins with bits of its own, so rows have the numbers that they have when they are drawn one by one.
+    """
+    words = torch.empty(rows, -(-numel // 4), dtype=torch.int64, device=device)
+    # The whole range: without a beginning the highest bit would always be 0.
+    words.random_(-(2**63), None, generator=generator)
+    numbers = words.view(torch.int16)
+    if bits < NOISE_BITS:
+        numbers.bitwise_right_shift_(NOISE_BITS - bits)
+    words.bitwise_or_(_ODD)
+    return numbers[:, :numel]
+
+
+def add_noise_(values: Tensor, generator: torch.Generator, *, bits: int = NOISE_BITS) -> Tensor:
+    """Add to ``values``, shape ``(rows, ...)``, noise between minus a half and a half, odd multiples of ``2**-bits``.
+
+    Rounded to nearest then, a value is off on average by at most ``2**-bits``, and a whole number not at all, if the
+    values have at most ``24 - bits`` bits before the point.
+    """
+    rows = len(values)
+    noise = draw(rows, values.numel() // max(rows, 1), values.device, generator, bits=bits)
+    return values.add_(noise.view(values.shape), alpha=2.0**-bits)
+
+
+def cast(values: Tensor, out: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Write ``values`` to ``out`` in its dtype, rounded to nearest, or with a ``generator`` stochastically."""
+    return out.copy_(values if generator is None else _between_neighbours(values, out.dtype, generator))
+
+
+def _between_neighbours(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """``values``, fp32, each rounded to one of the two numbers of ``dtype`` beside it, by chance, with its own mean."""
+    of_dtype, of_fp32 = torch.finfo(dtype), torch.finfo(torch.float32)
+    # The bits of the exponent alone are the largest power of two that is not larger; zero for denormal numbers.
+    powers = values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+    # Below its smallest normal number the numbers of a dtype lie evenly. Infinity over infinity would be NaN.
+    smallest = max(of_dtype.tiny, of_fp32.tiny / of_dtype.eps)
+    spacing = powers.clamp_(min=smallest, max=2.0**127).mul_(of_dtype.eps)
+    # No finer than fp32 is where the sum lies, so that a number of the dtype stays what it is.
+    bits = min(NOISE_BITS, round(math.log2(of_dtype.eps / of_fp32.eps)))
+    return add_noise_(values / spacing, generator, bits=bits).round_().mul_(spacing)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CastWire(RoundingWire):
+    """Values in another floating-point dtype."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """What is sent."""
+
+    @property
+    def largest(self) -> float:
+        return torch.finfo(self.dtype).max
+
+    def codec(self, numel: int) -> CastCodec:
+        return CastCodec(self.dtype, numel)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Float16(CastWire):
+    """``float16``: 0.5 of fp32, with 11 bits of precision up to 65,504.
+
+    A value is off by at most 2**-11 of itself, below 6.1e-5 by 2**-25; by twice as much with stochastic rounding.
+    Larger values become infinite: scale them, as ``torch.amp.GradScaler`` does, which then sees the overflow.
+
+    Args:
+        rounding: ``"nearest"``, or ``"stochastic"``, whose error is zero on average.
+
+    Raises:
+        ConfigurationError: an argument is not one of the above.
+
+    >>> Float16()
+    Float16()
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class BFloat16(CastWire):
+    """``bfloat16``: 0.5 of fp32, with its range and 8 bits of precision.
+
+    A value is off by at most 2**-8 of itself; by twice as much with stochastic rounding, or 1.2e-38 if that is more.
+    Values above 3.39e38 become infinite.
+
+    Args:
+        rounding: ``"nearest"``, or ``"stochastic"``, whose error is zero on average.
+
+    Raises:
+        ConfigurationError: an argument is not one of the above.
+
+    >>> BFloat16(rounding="stochastic")
+    BFloat16(rounding='stochastic')
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+
+@dataclass(frozen=True)
+class CastCodec(BlockCodec):
+    """A message holds the values one after another."""
+
+    dtype: torch.dtype
+    chunks: int
+    chunk_numel: int = 1
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return (Field(self.dtype, 1),)
+
+    def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
+        cast(values, fields[0], generator)
+
+    def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
+        out.copy_(fields[0])
+
+
+class Grid(ABC):
+    """The numbers that are sent in place of a chunk's values, in steps of the chunk."""
+
+    bits: int
+    """Of a number."""
+    top: float
+    """The largest; a chunk's largest magnitude is sent as it."""
+
+    @abstractmethod
+    def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
+        """Write ``values``, shape ``(..., chunk_numel)``, rounded, to ``payload``, int8 of shape ``(..., bytes)``.
+
+        ``values`` may be overwritten. At most ``top`` in magnitude, or not finite, and then anything may be written.
+        """
+
+    @abstractmethod
+    def read(self, payload: Tensor, out: Tensor) -> None:
+        """Write the numbers that ``payload`` holds to ``out``, fp32 of shape ``(..., chunk_numel)``."""
+
+
+def check_chunk(chunk: object, *, largest: int | None = None) -> None:
+    """Raises: ConfigurationError: ``chunk`` is not a positive multiple of 8, at most ``largest``."""
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk <= 0 or chunk % _MULTIPLE:
+        raise ConfigurationError(f"chunk is {told(chunk)}: give a positive multiple of {_MULTIPLE}, such as 512")
+    if largest is not None and chunk > largest:
+        raise ConfigurationError(f"chunk is {told(chunk)}: give at most {largest}")
+
+
+def cut(numel: int, chunk: int) -> tuple[int, int]:
+    """Into how many chunks of equal size to cut ``numel`` values, and their size, at most ``chunk``.
+
+    >>> cut(1000, 512)
+    (2, 504)
+    """
+    chunks = -(-numel // chunk)
+    return chunks, -(-numel // (chunks * _MULTIPLE)) * _MULTIPLE if chunks else _MULTIPLE
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ChunkWire(RoundingWire):
+    """Numbers of a grid, with an fp32 scale for each chunk of values."""
+
+    chunk: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_chunk(self.chunk)
+
+    @property
+    @abstractmethod
+    def grid(self) -> Grid:
+        """What values are rounded to."""
+
+    def codec(self, numel: int) -> ChunkCodec:
+        return ChunkCodec(self.grid, *cut(numel, self.chunk))
+
+
+@dataclass(frozen=True)
+class ChunkCodec(BlockCodec):
+    """A message holds the step of each chunk in fp32, then the chunks' numbers."""
+
+    grid: Grid
+    chunks: int
+    chunk_numel: int
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return Field(torch.float32, 1), Field(torch.int8, self.chunk_numel * self.grid.bits // 8)
+
+    def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
+        step, payload = fields
+        top = self.grid.top
+        scratch = values.abs()
+        peak = scratch.amax(dim=-1, keepdim=True)
+        # Divided by a tensor: by a number, some devices multiply by its inverse, which rounds twice.
+        torch.div(peak, peak.new_full((), top), out=step)
+        # If the step were rounded up, the largest numbers would be decoded as infinity.
+        step.copy_(torch.where(step * top > peak, step.nextafter(torch.zeros_like(step)), step))
+        # A peak of zero, or of a denormal number, must not give an infinite factor.
+        steps = (top / peak).clamp_(max=torch.finfo(torch.float32).max)
+        self.grid.write(torch.mul(values, steps, out=scratch), payload, generator)
+
+    def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
+        step, payload = fields
+        self.grid.read(payload, out)
+        out.mul_(step)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Int8(ChunkWire):
+    """Integers of 8 bits with an fp32 scale for each chunk: 0.252 of fp32.
+
+    A value is off by at most half a step, 1/127 of its chunk's largest magnitude; by a whole step with stochastic
+    rounding. If a chunk holds a value that is not finite, none of its decoded values is finite.
+
+    Args:
+        chunk: how many values share a scale at most; a multiple of 8.
+        rounding: ``"nearest"``, or ``"stochastic"``, whose error is zero on average.
+
+    Raises:
+        ConfigurationError: an argument is not one of the above.
+
+    >>> Int8(chunk=128)
+    Int8(chunk=128)
+    """
+
+    @property
+    def grid(self) -> Grid:
+        return _EightBits()
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Int4(ChunkWire):
+    """Integers of 4 bits with an fp32 scale for each chunk: 0.127 of fp32.
+
+    A value is off by at most half a step, 1/7 of its chunk's largest magnitude; by a whole step with stochastic
+    rounding. If a chunk holds a value that is not finite, none of its decoded values is finite.
+
+    Args:
+        chunk: how many values share a scale at most; a multiple of 8.
+        rounding: ``"nearest"``, or ``"stochastic"``, whose error is zero on average.
+
+    Raises:
+        ConfigurationError: an argument is not one of the above.
+
+    >>> Int4(rounding="stochastic")
+    Int4(rounding='stochastic')
+    """
+
+    @property
+    def grid(self) -> Grid:
+        return _FourBits()
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Float8(ChunkWire):
+    """``float8_e4m3fn`` with an fp32 scale for each chunk: 0.252 of fp32.
+
+    A chunk's largest magnitude is sent as 448, the largest of the format's numbers. A value is off by at most 1/16 of
+    itself; if that is less than 1/458,752 of its chunk's largest magnitude, by as much as this. With stochastic
+    rounding, by twice as much. So it is closer than :class:`Int8` for small values of a chunk, less close for large
+    ones. If a chunk holds a value that is not finite, none of its decoded values is finite.
+
+    Args:
+        chunk: how many values share a scale at most; a multiple of 8.
+        rounding: ``"nearest"``, or ``"stochastic"``, whose error is zero on average.
+
+    Raises:
+        ConfigurationError: an argument is not one of the above.
+
+    The format is that of Micikevicius et al., "FP8 formats for deep learning", 2022.
+
+    >>> Float8()
+    Float8()
+    """
+
+    @property
+    def grid(self) -> Grid:
+        return _E4M3()
+
+
+@dataclass(frozen=True)
+class _EightBits(Grid):
+    bits = 8
+    top = 127
+
+    def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
+        payload.copy_(_rounded(values, self.top, generator))
+
+    def read(self, payload: Tensor, out: Tensor) -> None:
+        out.copy_(payload)
+
+
+@dataclass(frozen=True)
+class _FourBits(Grid):
+    bits = 4
+    top = 7
+
+    def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
+        low, high = _rounded(values, self.top, generator).to(torch.int8).chunk(2, dim=-1)
+        torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=payload)
+
+    def read(self, payload: Tensor, out: Tensor) -> None:
+        low, high = out.chunk(2, dim=-1)
+        low.copy_((payload << 4).bitwise_right_shift_(4))
+        high.copy_(payload >> 4)
+
+
+@dataclass(frozen=True)
+class _E4M3(Grid):
+    bits = 8
+    top = 448
+
+    def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
+        if generator is not None:
+            # The product with top / peak can be a little larger than top, and would be rounded up.
+            values.clamp_(-self.top, self.top)
+        cast(values, payload.view(torch.float8_e4m3fn), generator)
+
+    def read(self, payload: Tensor, out: Tensor) -> None:
+        # As the bits of a float16, whose exponents are larger by 8; converting float8 on a CPU takes ten times as long.
+        halves = payload.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+        out.copy_(halves.view(torch.float16)).mul_(2.0**8)
+
+
+def _rounded(values: Tensor, top: float, generator: torch.Generator | None) -> Tensor:
+    """``values``, at most ``top`` in magnitude, as integers, in place: to nearest (ties to even), or up or down."""
+    if generator is None:
+        return values.round_()
+    return add_noise_(values, generator).round_().clamp_(-top, top)
+
+
+@dataclass(frozen=True, repr=False)
+class Affine8(Wire):
+    """Integers 0 to 255, with a scale and a zero point for each chunk: 0.254 of fp32.
+
+    ``x`` becomes ``round(x / scale) + zero_point``, where the range covers the smallest value, the largest value and
+    zero. The error is at most half a scale, and zero is exact. If a value is not finite, all values that share its
+    scale become NaN.
+
+    Args:
+        chunk: how many values share a scale; all where ``None``.
+    """
+
+    chunk: int | None = 512
+
+    def codec(self, numel: int) -> AffineCodec:
+        chunk = self.chunk or numel
+        return AffineCodec(math.ceil(numel / chunk) if numel else 0, chunk)
+
+
+@dataclass(frozen=True)
+class AffineCodec(BlockCodec):
+    """A message holds scale and zero point of each chunk in fp32, then the chunks' integers."""
+
+    chunks: int
+    chunk_numel: int
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return Field(torch.float32, 2), Field(torch.uint8, self.chunk_numel)
+
+    def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
+        parameters, integers = fields
+        low, high = torch.aminmax(values, dim=-1, keepdim=True)
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        # Halved, so that the difference of the largest numbers does not overflow; never zero: it is a divisor.
+        scale = ((high / 2 - low / 2) / (_AFFINE_TOP / 2)).clamp(min=torch.finfo(torch.float32).tiny)
+        scale = torch.where(scale.isfinite(), scale, torch.nan)
+        zero_point = (-(low / scale).round()).clamp(0, _AFFINE_TOP)
+        torch.cat([scale, zero_point], dim=-1, out=parameters)
+        integers.copy_((values / scale).round_().add_(zero_point).clamp_(0, _AFFINE_TOP))
+
+    def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
+        parameters, integers = fields
+        scale, zero_point = parameters.split(1, dim=-1)
+        torch.sub(integers, zero_point, out=out)
+        out.mul_(scale)
