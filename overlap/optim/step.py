@@ -37,8 +37,8 @@ class Step(UpdateStage):
 
     *Interleaved* (default): each bucket's parameters are updated as soon as it is reduced, while backward still
     computes the next ones. *Deferred* (``deferred=True``, or ``clip_grad_norm``): all are updated at once, when all
-    gradients are there. Clipping by the global norm and ``GradScaler`` need that, and so do optimizers whose step
-    couples parameters, that draw random numbers, or that have a step pre-hook.
+    gradients are there. Clipping by the global norm and ``GradScaler`` need that, and so do optimizers that have a step
+    pre-hook, or that are neither known nor declared (see :func:`overlap.declare`).
 
     Given an :class:`OverlappedOptimizer`, the loop calls its ``step()``: after each backward where updates are
     interleaved, after one or more where they are deferred. A deferred update is made there. Given a plain or a
@@ -72,7 +72,9 @@ class Step(UpdateStage):
 
     Raises:
         ConfigurationError: an argument is out of range, or (at registration) optimizer and model do not fit.
-        UnsupportedError: at registration, if updating bucket by bucket would not equal one step of this optimizer.
+        UnsupportedError: at registration, if the update is made in backward and the optimizer is neither known nor
+            declared, or something must run before its step; in ``backward``, if buckets leave different values in its
+            groups.
         RegistrationError: another model has a stage that updates the same parameters with this optimizer.
         TrainingLoopError: in ``backward``, when an interleaved update has not been followed by ``step()``, or when
             something else refers to a gradient that is to be released; and as described in ``docs/lifecycle.md``.
