@@ -91,7 +91,7 @@ _FIRST_ROUND = ("overlap/optim/local_sgd/anchors.py:check_common",)
 _STEPS = "overlap/optim/local_sgd/synchronizer.py:_weight_by_steps"
 _STATE = "overlap/optim/local_sgd/model_tensors.py:check_others"
 _POLL = ("overlap/join/participation.py:result",)
-_SAVED = ("overlap/resume/snapshot.py:snapshot",)
+_SAVED = ("overlap/resume/rank_state.py:_snapshot",)
 # Where a registration compares the values of the model with rank 0's.
 _REGISTERED = ("overlap/_torch/fingerprint.py:fingerprint",)
 _SHARDED = (*_REGISTERED, "overlap/optim/zero/parameter_groups.py:check_same_on_all_ranks")
