@@ -23,7 +23,7 @@ from overlap._torch.device import (
     to_device,
     to_host,
 )
-from overlap.hooks.late_reads import LateReads
+from overlap.hooks.transforms.log import LateReads
 
 DEVICE = torch.device("cpu")
 
@@ -313,7 +313,7 @@ def test_what_the_library_makes_the_host_wait_for_is_to_be_declared() -> None:
     report = _watched(_reads_at_once).report
     with pytest.raises(AssertionError, match="the host waits"):
         report.check()
-    report.check(host_syncs=["overlap/hooks/late_reads.py:read"])
+    report.check(host_syncs=["overlap/hooks/transforms/log.py:read"])
 
 
 def _ddp_alone(rank: int, world_size: int) -> None:

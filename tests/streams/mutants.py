@@ -153,13 +153,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # What the host reads late.
     "norms are read before they are there": Mutant(
-        "hooks.late_reads:LateReads.read", "not event.query()", "False", "norms written"
+        "hooks.transforms.log:LateReads.read", "not event.query()", "False", "norms written"
     ),
     "the last norms are read before they are there": _without(
-        "hooks.late_reads:LateReads.read", "event.synchronize()", "norms written"
+        "hooks.transforms.log:LateReads.read", "event.synchronize()", "norms written"
     ),
     "an event before the copy": Mutant(
-        "hooks.late_reads:LateReads.send",
+        "hooks.transforms.log:LateReads.send",
         "(about, to_host(values), recorded_event(values.device))",
         "(about, *reversed((recorded_event(values.device), to_host(values))))",
         "norms written",

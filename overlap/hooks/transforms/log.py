@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from overlap._checks import check_whole_number, described
-from overlap._torch.device import has_streams, hold
+from overlap._torch.device import has_streams, hold, recorded_event, to_host
 from overlap._torch.foreach import norms
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
 from overlap.hooks.context import StageContext
-from overlap.hooks.late_reads import LateReads
 from overlap.hooks.transforms.clip import check_norm_type
 from overlap.hooks.transforms.transform import Place, Transform
 
-__all__ = ["Log"]
+__all__ = ["LateReads", "Log"]
 
+T = TypeVar("T")
 Sink = Callable[[int, dict[str, Tensor]], None]
 
 _logger = logging.getLogger(__name__)
@@ -148,6 +149,30 @@ def _norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
 
 def _discarded(step: int, norms: dict[str, Tensor]) -> None:
     """Of a stage that is not registered."""
+
+
+class LateReads(Generic[T]):
+    """Tensors on their way to the host, each with what it is about, in the order in which they were sent."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[T, Tensor, Any]] = deque()
+
+    def send(self, about: T, values: Tensor) -> None:
+        """Copy ``values``, on a device with streams, to the host, behind what the current stream has queued."""
+        self._under_way.append((about, to_host(values), recorded_event(values.device)))
+
+    def read(self, *, waits: bool = False) -> list[tuple[T, Tensor]]:
+        """What has come by now, each once; with ``waits`` the host waits for all that was sent."""
+        come = []
+        while self._under_way:
+            about, values, event = self._under_way[0]
+            if waits:
+                event.synchronize()
+            elif not event.query():
+                break
+            self._under_way.popleft()
+            come.append((about, values))
+        return come
 
 
 class _Logger:
