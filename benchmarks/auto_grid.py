@@ -1,6 +1,6 @@
 """What `overlap.auto` chooses, compared with the best choice by hand, over links, models and numbers of ranks.
 
-    python benchmarks/auto_grid.py [--models resnet18 transformer mlp] [--ranks 2 4]
+    python -m benchmarks.auto_grid [--models resnet18 transformer mlp] [--ranks 2 4]
         [--links 100mbit 1gbit 10gbit loopback] [--seconds 40] [--choose-seconds 10]
         [--into docs/auto.md]
 
@@ -17,32 +17,30 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
+import itertools
 import json
 import os
 import statistics
-import sys
+import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import grid
-import linked_ranks
-
 import overlap
-from overlap.bench.workload import workload
+from benchmarks.launch import run_ranks
+from benchmarks.link import ShapedLink, parse_bandwidth
+from benchmarks.models import workload
 from overlap.plan.candidates import METHODS, Candidate
 from overlap.plan.copies import Training
 from overlap.plan.decision import FEWEST_ROUNDS
 from overlap.plan.meeting import Meeting
 from overlap.plan.race import Race
 
-_HERE = Path(__file__).resolve()
-RESULTS = _HERE.with_suffix(".json")
+RESULTS = Path(__file__).resolve().with_suffix(".json")
 BEGIN, END = "<!-- grid: written by benchmarks/auto_grid.py -->", "<!-- end of grid -->"
 _CELL_S = 1800.0
 _AT_A_TIME = 2
@@ -104,21 +102,19 @@ def rank_task(task: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         best = max(again, key=lambda one: again[one])
         plain = next((one for one in found if one.is_plain), None)
-        linked_ranks.answer(
-            task,
-            {
-                "chosen": str(plan.candidate),
-                "to_best": max(1.0, again[best]),
-                "best": str(best if again[best] > 1 else plan.candidate),
-                "to_plain": 1.0 if plain is None else {**found, **again}[plain],
-                "chose_in_s": took_s,
-                "reason": plan.reason,
-                "link": plan.link,
-                "chosen_to_others": {str(one): ratio for one, ratio in found.items()},
-                "again": {str(one): ratio for one, ratio in again.items()},
-                "load": os.getloadavg()[0],
-            },
-        )
+        answer = {
+            "chosen": str(plan.candidate),
+            "to_best": max(1.0, again[best]),
+            "best": str(best if again[best] > 1 else plan.candidate),
+            "to_plain": 1.0 if plain is None else {**found, **again}[plain],
+            "chose_in_s": took_s,
+            "reason": plan.reason,
+            "link": plan.link,
+            "chosen_to_others": {str(one): ratio for one, ratio in found.items()},
+            "again": {str(one): ratio for one, ratio in again.items()},
+            "load": os.getloadavg()[0],
+        }
+        Path(task["folder"], "answer.json").write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -152,28 +148,57 @@ def measured(options: argparse.Namespace, model: str, ranks: int, bandwidth: str
     chosen_in = {} if options.choose_seconds is None else {"seconds": options.choose_seconds}
     task = {"model": model, "seconds": options.seconds, "batch_size": options.batch_size, "options": chosen_in}
     start_s = time.monotonic()
-    cell = linked_ranks.run(str(_HERE), task, ranks=ranks, bandwidth=bandwidth, timeout_s=_CELL_S)
+    with tempfile.TemporaryDirectory(prefix="overlap-grid-") as folder, ExitStack() as stack:
+        path = Path(folder, "task.json")
+        path.write_text(json.dumps({**task, "folder": folder}))
+        link = None
+        if bandwidth is not None:
+            speed = parse_bandwidth(bandwidth)
+            link = stack.enter_context(ShapedLink(ranks=ranks, bandwidth_bytes_per_s=speed))
+        code = run_ranks(
+            ["benchmarks.auto_grid", "--rank-task", str(path)],
+            ranks,
+            prefix=None if link is None else link.prefix,
+            env=(lambda rank: {"GLOO_SOCKET_IFNAME": "lo"}) if link is None else link.env,
+            timeout_s=_CELL_S,
+        )
+        if code != 0:
+            raise RuntimeError(f"the ranks ended with {code}: {task}")
+        cell = json.loads(Path(folder, "answer.json").read_text())
     return {**cell, "took_s": time.monotonic() - start_s}
 
 
 def main() -> None:
-    parser = grid.parser(__doc__, links=["100mbit", "1gbit", "10gbit", "loopback"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["resnet18", "transformer", "mlp"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--links", nargs="+", default=["100mbit", "1gbit", "10gbit", "loopback"])
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--again", action="store_true", help="measure cells that are there already")
+    parser.add_argument("--into", type=Path, help="the page to write the table into")
     parser.add_argument("--seconds", type=float, default=40.0, help="of each cell's timing, behind the warm-ups")
     parser.add_argument(
         "--choose-seconds", type=float, help="`seconds` of `overlap.auto`; such cells are rows of their own"
     )
+    parser.add_argument("--rank-task", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_task:
         rank_task(json.loads(Path(options.rank_task).read_text()))
         return
-    cells = grid.measure(
-        options,
-        RESULTS,
-        functools.partial(measured, options),
-        lambda cell: f"{cell['chosen']}, {cell['to_best']:.3f} of the best ({cell['took_s']:.0f} s)",
-        suffix="" if options.choose_seconds is None else f", seconds={options.choose_seconds:g}",
-    )
-    grid.write(table(cells), options.into, begin=BEGIN, end=END)
+    suffix = "" if options.choose_seconds is None else f", seconds={options.choose_seconds:g}"
+    cells: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for model, link, ranks in itertools.product(options.models, options.links, options.ranks):
+        name = f"{model}, {ranks} ranks, {link}{suffix}"
+        if name in cells and not options.again:
+            continue
+        cells[name] = cell = measured(options, model, ranks, None if link == "loopback" else link)
+        RESULTS.write_text(json.dumps(cells, indent=1) + "\n")
+        print(f"{name}: {cell['chosen']}, {cell['to_best']:.3f} of the best ({cell['took_s']:.0f} s)", flush=True)
+    text = table(cells)
+    print(text)
+    if options.into is not None:
+        before, _, rest = options.into.read_text().partition(BEGIN)
+        options.into.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

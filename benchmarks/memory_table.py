@@ -1,6 +1,6 @@
 """What training takes beside weights and activations, by the way of updating, as a table in Markdown.
 
-    python benchmarks/memory_table.py [--models resnet18 gpt-25m gpt-100m] [--optimizers sgd adamw] [--ranks 2 4]
+    python -m benchmarks.memory_table [--models resnet18 gpt-25m gpt-100m] [--optimizers sgd adamw] [--ranks 2 4]
         [--rows WORD ...] [--into docs/memory.md]
 
 Each cell is a run of its own, one fresh process for each rank, of a few steps from the first on; the figure is that of
@@ -49,15 +49,14 @@ class Model:
 
 
 def _resnet() -> Any:
-    from overlap.bench.workload import workload
+    from benchmarks.models import workload
 
     return workload("resnet18")
 
 
 def _gpt(layers: int, width: int, vocabulary: int) -> Callable[[], Any]:
     def make() -> Any:
-        from overlap.bench.gpt import GPTConfig
-        from overlap.bench.workload import gpt_workload
+        from benchmarks.models import GPTConfig, gpt_workload
 
         heads = width // 64
         return gpt_workload(GPTConfig(layers=layers, width=width, heads=heads, vocabulary=vocabulary, tokens=64))
@@ -174,7 +173,7 @@ def run_cell(row: str, model: str, optimizer: str) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from overlap.bench.memory import MemoryMeter
+    from benchmarks.measuring import MemoryMeter
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,6 +1,6 @@
 """What fewer bytes cost in accuracy: the demo's ResNet-18 on handwritten digits, every way from the same weights.
 
-    python benchmarks/wire_accuracy.py [--ranks 2] [--seeds 3] [--epochs 5] [--image-size 32] [--markdown table.md]
+    python -m benchmarks.wire_accuracy [--ranks 2] [--seeds 3] [--epochs 5] [--image-size 32] [--markdown table.md]
 
 Each row trains once per seed with the demo's own loop, data and schedule; `python -m overlap demo` with the options in
 the second column trains the same beside plain DDP. Accuracy is that of rank 0's model on the 360 images that were held
@@ -20,12 +20,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from overlap._torchvision import load_torchvision
-from overlap.demo.data import Digits, load_digits
-from overlap.demo.recipes import overlapped, plain
-from overlap.demo.settings import Settings
-from overlap.demo.train import accuracy, start_run, train
-from overlap.launch import World
+from overlap.demo.command import Settings
+from overlap.demo.experiment import (
+    Digits,
+    accuracy,
+    load_digits,
+    load_torchvision,
+    overlapped,
+    plain,
+    start_run,
+    train,
+)  # fmt: skip
 
 ROWS: dict[str, tuple[str, Settings]] = {
     "plain DDP": ("", Settings()),
@@ -44,13 +49,13 @@ ROWS: dict[str, tuple[str, Settings]] = {
 }
 
 
-def percent(settings: Settings, digits: Digits, world: World) -> float:
+def percent(settings: Settings, digits: Digits) -> float:
     """Held-out accuracy after one training."""
     torch.manual_seed(settings.seed)
     model = load_torchvision().models.resnet18(num_classes=10)
     is_plain = settings == replace(Settings(), seed=settings.seed, epochs=settings.epochs)
-    run = start_run("run", copy.deepcopy(model), plain if is_plain else overlapped, settings, world)
-    train([run], digits, settings, world)
+    run = start_run("run", copy.deepcopy(model), plain if is_plain else overlapped, settings, torch.device("cpu"))
+    train([run], digits, settings)
     found = 100 * accuracy(run, digits)
     del run
     return found
@@ -59,19 +64,16 @@ def percent(settings: Settings, digits: Digits, world: World) -> float:
 def rank_main(rank: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
-    world = World(rank=rank, size=options.ranks, device=torch.device("cpu"), backend="gloo")
-    digits = load_digits(image_size=options.image_size, images=Settings().images, device=world.device)
+    digits = load_digits(image_size=options.image_size, images=Settings().images, device=torch.device("cpu"))
     lines = ["| gradients, update | demo's options | accuracy | of each seed |", "| --- | --- | ---: | ---: |"]
     for name in options.rows or ROWS:
         typed, settings = ROWS[name]
-        found = [
-            percent(replace(settings, seed=seed, epochs=options.epochs), digits, world) for seed in range(options.seeds)
-        ]
+        found = [percent(replace(settings, seed=seed, epochs=options.epochs), digits) for seed in range(options.seeds)]
         each = ", ".join(f"{one:.1f}" for one in found)
         lines.append(f"| {name} | `{typed}` | {statistics.mean(found):.1f} % | {each} |".replace("``", "-"))
-        if world.is_main:
+        if rank == 0:
             print(lines[-1], flush=True)
-    if world.is_main and options.markdown is not None:
+    if rank == 0 and options.markdown is not None:
         options.markdown.write_text("\n".join([*lines, ""]))
     dist.destroy_process_group()
 

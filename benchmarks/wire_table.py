@@ -1,6 +1,6 @@
 """Every wire at every place where it is taken, as a table in Markdown: bytes against fp32, largest error, parity.
 
-    python benchmarks/wire_table.py [--ranks 2] [--into docs/wires.md]
+    python -m benchmarks.wire_table [--ranks 2] [--into docs/wires.md]
 
 Bytes are counted on the sockets of a rank, and compared with what it sends of fp32 by an algorithm that uses the
 bandwidth best. The error is the largest of any value, as a part of the largest value of the exact result. Ranks
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
+from benchmarks.measuring import socket_bytes
 from overlap import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
-from overlap.bench.wire import socket_bytes
 
 WIRES = [Float16(), BFloat16(), Float8(), Int8(), Int4(), TopK(0.1), TopK(0.01)]
 NUMEL = 400_000

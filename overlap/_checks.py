@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from numbers import Integral, Real
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "described",
     "is_one_of",
     "refuse_capture",
+    "require_extra",
     "told",
 ]
 
@@ -175,3 +177,14 @@ def described(value: object) -> str:
     cls = value if isinstance(value, type) else type(value)
     name = f"PyTorch's {cls.__name__}" if cls.__module__.startswith("torch.distributed.") else cls.__name__
     return f"the class {name}" if isinstance(value, type) else name
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Checks that the modules of a pip extra can be imported, without importing them.
+
+    Raises:
+        ConfigurationError: naming the missing modules and the extra that brings them.
+    """
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(f"{', '.join(missing)} not installed: pip install 'ddp-overlap[{extra}]'")

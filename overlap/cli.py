@@ -21,11 +21,7 @@ __all__ = ["main"]
 # name -> (module, what it does): a new command is one line here.
 COMMANDS = {
     "demo": ("overlap.demo.command", "trains ResNet-18 on digits, plainly and overlapped, and compares the two"),
-    "bench": ("overlap.bench.command", "times variants against PyTorch's own, on links of a known speed"),
-    "doctor": ("overlap.doctor.command", "says whether this installation works, for you and for a bug report"),
-    "plan": ("overlap.forecast.command", "predicts which chain is fastest on a link and ranks that are not here"),
-    "race": ("overlap.race.command", "trains to a target on a link of a known speed, plain DDP beside chains"),
-    "trace": ("overlap.trace.command", "records a plain and an overlapped step, as a picture and a Perfetto trace"),
+    "doctor": ("overlap.doctor", "says whether this installation works, for you and for a bug report"),
 }
 
 _BAD_OPTIONS = 2
@@ -34,10 +30,15 @@ _BAD_OPTIONS = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for options that it cannot work with."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _Parser(prog="overlap", description="Work that runs in DDP's backward pass.", allow_abbrev=False)
+    parser = _Parser(
+        prog="overlap",
+        description="Work that runs in DDP's backward pass.",
+        epilog="commands:\n" + "\n".join(f"  {name:8}{description}" for name, (_, description) in COMMANDS.items()),
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"overlap {__version__}")
-    summary = "; ".join(f"{name}: {description}" for name, (_, description) in COMMANDS.items())
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=summary)
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="see below")
     # The command's own options are not known yet: everything after its name is left to the second parser.
     options = parser.parse_args(argv[:1] or ["--help"])
     module, description = COMMANDS[options.command]

@@ -34,7 +34,7 @@ from overlap import (
     auto_quantize,
     chain,
 )
-from overlap.doctor.trial import compare_with_plain
+from overlap.doctor import compare_with_plain
 
 _RAISED, _EXITED = 1, 3
 _LIMIT_S = 90.0

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from overlap.launch import run_ranks
-
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
@@ -64,13 +62,22 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("examples")
     runs = [run.format(folder=folder).split() for run in RUNS.values()]
     program = _PLAY.format(folder=str(EXAMPLES), runs=runs, into=str(folder / "printed.json"))
-    assert run_ranks([], 2, prefix=lambda rank: [sys.executable, "-c", program], timeout_s=170) == 0
+    (folder / "play.py").write_text(program)
+    _torchrun(folder / "play.py")
     return dict(zip(RUNS, json.loads((folder / "printed.json").read_text()), strict=True))
 
 
-def test_the_smallest_loop_runs_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_ranks([], 2, prefix=lambda rank: [sys.executable, str(EXAMPLES / "train.py")], timeout_s=120) == 0
-    assert "rank 0: loss" in capfd.readouterr().out
+def _torchrun(program: Path) -> str:
+    """What two ranks of ``program`` print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_smallest_loop_runs_on_two_ranks() -> None:
+    assert "rank 0: loss" in _torchrun(EXAMPLES / "train.py")
 
 
 def test_a_transformer_learns_the_same_as_with_plain_ddp(printed: dict[str, str]) -> None:

@@ -11,18 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.bench.settings import Settings
+from benchmarks.bench.variants import TrainingLoop, TrainingSetup, Variant, registry
 from benchmarks.gpu.given import Given
 from benchmarks.gpu.world import device_of
-from overlap._torch.custom_group import FileStore
+from benchmarks.models import GPT_350M, GPTConfig, ResNet, Workload, gpt_workload
+from benchmarks.simulated import SIMULATED_BACKEND, SimulatedLink, register_simulated_backend
 from overlap._torch.device import synchronize
-from overlap.bench.gpt import GPT_350M, GPTConfig
-from overlap.bench.registry import registry
-from overlap.bench.resnet import ResNet
-from overlap.bench.settings import Settings
-from overlap.bench.simulated import SIMULATED_BACKEND, SimulatedLink, register_simulated_backend
-from overlap.bench.training_setup import TrainingLoop, TrainingSetup
-from overlap.bench.variant import Variant
-from overlap.bench.workload import Workload, gpt_workload
 
 __all__ = ["TITLES", "Trainee", "bytes_per_s", "open_link"]
 
@@ -89,7 +84,7 @@ def open_link(given: Given) -> SimulatedLink:
     register_simulated_backend(link)
     dist.init_process_group(
         SIMULATED_BACKEND,
-        store=FileStore(str(given.scratch / "simulated"), 1),
+        store=dist.FileStore(str(given.scratch / "simulated"), 1),
         rank=0,
         world_size=given.sizes.simulated_ranks,
     )

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.given import Given
-from overlap._torch.custom_group import FileStore
-from overlap.launch import shared_gpu_env
+from benchmarks.link import shared_gpu_env
 
 __all__ = ["checks_of_gpu", "device_of", "join_ranks"]
 
@@ -46,7 +45,7 @@ def join_ranks(given: Given) -> torch.device:
     if device.type == "cuda" and given.ranks > torch.cuda.device_count():
         # Two ranks of one GPU reach each other through sockets alone.
         os.environ.update(shared_gpu_env(given.rank) | {"NCCL_NET": "Socket"})
-    store = FileStore(str(given.scratch / "store"), given.ranks)
+    store = dist.FileStore(str(given.scratch / "store"), given.ranks)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,

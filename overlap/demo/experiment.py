@@ -1,68 +1,621 @@
-"""What every rank of the demo does: train both runs, compare them, and on rank 0 present the outcome."""
+"""What every rank of the demo does: it trains by plain DDP and by a chain, compares the two, and rank 0 reports.
+
+Another way to send gradients is two lines in `_reducer`.
+"""
 
 from __future__ import annotations
 
-from overlap.demo.data import Digits, load_digits
-from overlap.demo.parity import compare
-from overlap.demo.report import Outcome, Report
-from overlap.demo.settings import Settings
-from overlap.demo.train import Run, accuracy, mean_losses, start_runs, train
-from overlap.launch import World, init_ranks
+import copy
+import importlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-__all__ = ["present", "run_experiment", "train_and_compare"]
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, interpolate
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from tqdm import tqdm
+
+from overlap import Join, chain
+from overlap.demo.command import Settings
+from overlap.hooks import AllReduce, Cast, PowerSGD, Quantize, Stage
+from overlap.hooks.wires import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
+from overlap.optim import LocalSGD, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
+from overlap.timeline.clock import Clock, clock_for
+
+__all__ = [
+    "Digits", "Outcome", "Parity", "Recipe", "Report", "Run", "accuracy", "batches_of_epoch", "compare",
+    "largest_difference", "load_digits", "load_torchvision", "overlapped", "plain", "present", "process_group",
+    "run_experiment", "shard", "start_run", "start_runs", "train", "train_and_compare",
+]  # fmt: skip
+
+_CLASSES = 10
+# One split for every seed, so that the accuracies of runs can be compared.
+_SPLIT_SEED = 0
+_TEST_SHARE = 0.2
+_DARKEST = 16
+# With more ranks the order of summation is the backend's to choose.
+_EXACT_RANKS = 2
+_ACCURACY_SLACK = 0.01
+# The part of a gradient that PowerSGD leaves out comes some steps later, and momentum multiplies it then: see
+# docs/notes/powersgd-early-loss.md. Without momentum a step is a tenth as long at the same rate.
+_WITHOUT_MOMENTUM = {"lr": 0.1, "momentum": 0.0}
+_WIRES: dict[str, Wire] = {
+    "fp16": Float16(), "bf16": BFloat16(), "fp8": Float8(), "int8": Int8(), "int4": Int4(), "topk": TopK(0.01),
+}  # fmt: skip
 
 
 def run_experiment(settings: Settings) -> int:
     """Trains twice and returns the exit code: 0 if the two runs agree as far as they must."""
-    with init_ranks(settings.device) as world:
-        report = train_and_compare(settings, world)
-    return present(report) if world.is_main else 0
+    device = process_group(settings.device)
+    report = train_and_compare(settings, device)
+    is_main = dist.get_rank() == 0
+    dist.destroy_process_group()
+    return present(report) if is_main else 0
 
 
-def train_and_compare(settings: Settings, world: World) -> Report:
-    """Trains both runs on every rank of ``world``; what rank 0 reports is the outcome."""
-    digits = load_digits(image_size=settings.image_size, images=settings.images, device=world.device)
-    plain, overlapped = start_runs(settings, world)
-    if world.is_main:
-        print(_heading(settings, world))
-        print(f"plain:      {plain.recipe.description}\noverlapped: {overlapped.recipe.description}", flush=True)
-    train([plain, overlapped], digits, settings, world)
+def process_group(device: str) -> torch.device:
+    """Joins the default process group, of NCCL where every rank of the machine has a GPU and of Gloo elsewhere."""
+    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device == "cpu" or torch.cuda.device_count() < local_ranks:
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    chosen = torch.device("cuda", local_rank)
+    torch.cuda.set_device(chosen)
+    dist.init_process_group("nccl", device_id=chosen)
+    return chosen
+
+
+def train_and_compare(settings: Settings, device: torch.device) -> Report:
+    """Trains both runs on every rank of the default group; rank 0 has the outcome."""
+    digits = load_digits(image_size=settings.image_size, images=settings.images, device=device)
+    plain_run, overlapped_run = start_runs(settings, device)
+    if dist.get_rank() == 0:
+        print(_heading(settings, device))
+        print(
+            f"plain:      {plain_run.recipe.description}\noverlapped: {overlapped_run.recipe.description}", flush=True
+        )
+    train([plain_run, overlapped_run], digits, settings)
     return Report(
         settings=settings,
-        world=world,
-        parity=compare(plain, overlapped),
-        plain=_outcome(plain, digits, world),
-        overlapped=_outcome(overlapped, digits, world),
-        exact=overlapped.recipe.exact,
+        ranks=dist.get_world_size(),
+        device=device,
+        parity=compare(plain_run, overlapped_run),
+        plain=_outcome(plain_run, digits),
+        overlapped=_outcome(overlapped_run, digits),
+        exact=overlapped_run.recipe.exact,
     )
 
 
-def _outcome(run: Run, digits: Digits, world: World) -> Outcome:
-    losses = mean_losses(run, world)
-    # DDP broadcasts the running statistics of rank 0, so its model is evaluated.
-    share = accuracy(run, digits) if world.is_main else 0.0
-    return Outcome(run.recipe.description, share, run.clock.median_ms(), losses)
-
-
-def _heading(settings: Settings, world: World) -> str:
-    size, steps = settings.image_size, settings.steps_per_epoch(world.size)
+def _heading(settings: Settings, device: torch.device) -> str:
+    ranks = dist.get_world_size()
+    size, steps = settings.image_size, settings.steps_per_epoch(ranks)
     uneven = ""
     if settings.uneven:
-        own_steps = ", ".join(str(settings.steps_of_rank(rank, world.size)) for rank in range(world.size))
+        own_steps = ", ".join(str(settings.steps_of_rank(rank, ranks)) for rank in range(ranks))
         uneven = f"\nuneven: ranks run {own_steps} steps an epoch, under Join"
     return (
         f"ResNet-18 on {settings.images} handwritten digits of {size}x{size} pixels, optimizer {settings.optimizer}\n"
-        f"ranks: {world.size} on {world.device.type} ({world.backend}); epochs: {settings.epochs} of {steps} steps; "
+        f"ranks: {ranks} on {device.type} ({dist.get_backend()}); epochs: {settings.epochs} of {steps} steps; "
         f"batch: {settings.batch_size} images a rank{uneven}"
     )
 
 
+# The data: 1,797 handwritten digits of 8 x 8 pixels in 17 shades, which come with scikit-learn -----------------
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images (N, 3, size, size) in float32 from -1 to 1, and labels (N,) in int64 from 0 to 9."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+
+def load_digits(*, image_size: int, images: int, device: torch.device) -> Digits:
+    """Loads the digits onto a device, enlarged, with as many of each digit in the test split as its share."""
+    from sklearn import datasets, model_selection
+
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    train_pixels, test_pixels, train_labels, test_labels = model_selection.train_test_split(
+        pixels, labels, test_size=_TEST_SHARE, stratify=labels, random_state=_SPLIT_SEED
+    )
+    return Digits(
+        train_images=_enlarged(train_pixels[:images], image_size).to(device),
+        train_labels=torch.as_tensor(train_labels[:images]).to(device),
+        test_images=_enlarged(test_pixels, image_size).to(device),
+        test_labels=torch.as_tensor(test_labels).to(device),
+    )
+
+
+def _enlarged(pixels: object, size: int) -> Tensor:
+    shades = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8)
+    enlarged = interpolate(shades / (_DARKEST / 2) - 1, size=(size, size), mode="bilinear", align_corners=False)
+    return enlarged.repeat(1, 3, 1, 1)  # The model takes three colours.
+
+
+def shard(
+    digits: Digits, *, epoch: int, seed: int, rank: int, ranks: int, batch_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """One rank's batches of an epoch: the same in every run, and every rank has as many."""
+    order = torch.randperm(len(digits.train_labels), generator=torch.Generator().manual_seed(seed + epoch))
+    for start in range(0, len(order) - batch_size * ranks + 1, batch_size * ranks):
+        own = order[start + rank * batch_size :][:batch_size].to(digits.train_labels.device)
+        yield digits.train_images[own], digits.train_labels[own]
+
+
+def batches_of_epoch(digits: Digits, epoch: int, settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's batches."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return shard(digits, epoch=epoch, seed=settings.seed, rank=rank, ranks=ranks, batch_size=settings.batch_size)
+
+
+@cache
+def load_torchvision() -> ModuleType:
+    """Imports torchvision, also beside a CPU-only torch.
+
+    PyPI's torchvision is built for CUDA: beside a CPU-only torch its compiled operators cannot be loaded, and the
+    import then fails because two of them are given Python implementations. Their names are all that is missing.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    library = next(Path(spec.origin).parent.glob("_C*.so"), None) if spec and spec.origin else None
+    try:
+        if library is not None:
+            torch.ops.load_library(str(library))
+    except OSError:
+        for name in ("nms", "qnms"):
+            _torchvision_operators().define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return importlib.import_module("torchvision")
+
+
+@cache
+def _torchvision_operators() -> torch.library.Library:
+    """Kept by the cache: operators are removed when their library is garbage-collected."""
+    return torch.library.Library("torchvision", "DEF")
+
+
+# The two ways to train: the chain that is registered with DDP, and the optimizer that the loop steps ------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one of the two runs trains."""
+
+    # The work on a bucket: in words, or the chain's repr.
+    description: str
+    # The one that the training loop steps and the learning rate's schedule changes.
+    optimizer: Optimizer
+    # The result is the plain run's, bit for bit.
+    exact: bool
+    # The loop must clear the gradients; a registered chain does it by itself.
+    zero_grad: bool
+    # To be called on every rank when training is over.
+    finish: Callable[[], None] = lambda: None
+
+
+def plain(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
+    """DDP reduces the gradients in its backward, then the optimizer steps."""
+    kind, options = _kind(settings)
+    optimizer = kind(ddp.parameters(), **options)
+    return Recipe("DDP, then the optimizer's step", optimizer, exact=True, zero_grad=True)
+
+
+def overlapped(ddp: DistributedDataParallel, settings: Settings) -> Recipe:
+    """The chain that the options ask for: a reducer, then an update."""
+    reducer = _reducer(settings)
+    kind, options = _kind(settings)
+    if settings.local_sgd is not None:
+        return _local_sgd(ddp, settings, settings.local_sgd, reducer)
+    description = ""
+    if settings.powersgd is not None and settings.optimizer == "sgd":
+        options |= _WITHOUT_MOMENTUM
+        description = f", without momentum, learning rate {options['lr']}"
+    update: Stage
+    optimizer: Optimizer
+    if settings.zero:
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), kind, overlap_with_ddp=True, **options)
+        update = ZeroStep(optimizer, **_sharded_wires(settings))
+    else:
+        optimizer = OverlappedOptimizer(kind(ddp.parameters(), **options))
+        update = Step(optimizer)
+    # The sharded update reduces by itself, and sends less than behind an all-reduce.
+    stages = chain(update) if settings.zero and reducer is None else chain(reducer or AllReduce(), update)
+    stages.register(ddp)
+    is_exact = reducer is None and settings.wire is None
+    return Recipe(repr(stages) + description, optimizer, exact=is_exact, zero_grad=False)
+
+
+def _reducer(settings: Settings) -> Stage | None:
+    """The way to send gradients that was asked for, if any; none of them gives exactly the plain run's result."""
+    if settings.bf16_gradients:
+        return Cast(torch.bfloat16, AllReduce())
+    if settings.powersgd is not None:
+        return PowerSGD(rank=settings.powersgd)
+    if settings.wire is not None and not settings.zero and settings.local_sgd is None:
+        return Quantize(_WIRES[settings.wire], error_feedback=_leaves_out_much(settings.wire))
+    return None
+
+
+def _sharded_wires(settings: Settings) -> dict[str, Any]:
+    """Gradients as asked; parameters in no less than 8 bits, and sparse changes of them not at all."""
+    if settings.wire is None:
+        return {}
+    return {
+        "reduce_wire": _WIRES[settings.wire],
+        "gather_wire": Int8() if settings.wire in ("int4", "topk") else _WIRES[settings.wire],
+        "error_feedback": _leaves_out_much(settings.wire),
+    }
+
+
+def _leaves_out_much(wire: str) -> bool:
+    """Whether a step leaves out too much for it to be lost."""
+    return wire in ("int4", "topk")
+
+
+def _local_sgd(ddp: DistributedDataParallel, settings: Settings, period: int, reducer: Stage | None) -> Recipe:
+    kind, kind_options = _kind(settings)
+    options: dict[str, Any] = {}
+    if settings.wire is not None:
+        options = {"wire": _WIRES[settings.wire], "error_feedback": _leaves_out_much(settings.wire)}
+    if settings.diloco:
+        # DiLoCo's momentum of 0.9 is for hundreds of rounds; in the dozen of 5 epochs it overshoots.
+        options["outer"] = lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.5, nesterov=True)
+    start_step = settings.steps_per_epoch(ddp.process_group.size())
+    optimizer = kind(ddp.parameters(), **kind_options)
+    local = LocalSGD(ddp, optimizer, period, start_step=start_step, reducer=reducer, **options)
+    return Recipe(repr(local), local, exact=False, zero_grad=True, finish=local.synchronize)
+
+
+def _kind(settings: Settings) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The optimizer and its options; the rate is the highest of the schedule."""
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW, {"lr": 2e-3, "weight_decay": 1e-2, "fused": True}
+    return torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "weight_decay": 5e-4, "fused": True}
+
+
+# Training: in turns of an epoch, so that a change in the machine's load falls on both ---------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of the two trainings, on one rank."""
+
+    name: str
+    ddp: DistributedDataParallel
+    recipe: Recipe
+    scheduler: LRScheduler
+    # This rank's, of its own batch before the step; None where it had run out of batches.
+    losses: list[Tensor | None] = field(default_factory=list)
+    # Of each epoch: a clock, and its marks at the start of every step and after the last.
+    marks: list[tuple[Clock, list[Any]]] = field(default_factory=list)
+
+    def step_ms(self) -> float:
+        """The median time from a step to the next, which counts everything that a step leaves running."""
+        times_ms: list[float] = []
+        for clock, marks in self.marks:
+            clock.settle()
+            times_ms += [clock.elapsed_ms(before, after) for before, after in itertools.pairwise(marks)]
+        return statistics.median(times_ms)
+
+
+def start_runs(settings: Settings, device: torch.device) -> tuple[Run, Run]:
+    """The plain and the overlapped run, from the same weights."""
+    torch.manual_seed(settings.seed)
+    # Convolutions that add in another order each time would differ between two plain runs, too.
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    model = load_torchvision().models.resnet18(num_classes=_CLASSES).to(device)
+    return (
+        start_run("plain", copy.deepcopy(model), plain, settings, device),
+        start_run("overlapped", model, overlapped, settings, device),
+    )
+
+
+def start_run(
+    name: str,
+    model: nn.Module,
+    build: Callable[[DistributedDataParallel, Settings], Recipe],
+    settings: Settings,
+    device: torch.device,
+) -> Run:
+    """A training of ``model``, ready for its first step."""
+    ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+    recipe = build(ddp, settings)
+    scheduler = OneCycleLR(
+        recipe.optimizer,
+        max_lr=recipe.optimizer.param_groups[0]["lr"],
+        total_steps=settings.epochs * settings.steps_per_epoch(dist.get_world_size()) + 1,
+        cycle_momentum=False,
+    )
+    return Run(name, ddp, recipe, scheduler)
+
+
+def train(runs: Sequence[Run], digits: Digits, settings: Settings) -> None:
+    """Trains every run on the same batches in the same order."""
+    steps = settings.epochs * settings.steps_per_epoch(dist.get_world_size()) * len(runs)
+    # A log file gets a line now and then, a terminal a bar that moves.
+    interval_s = 0.2 if sys.stderr.isatty() else 15.0
+    with tqdm(total=steps, unit="step", disable=dist.get_rank() != 0, mininterval=interval_s) as progress:
+        for epoch in range(settings.epochs):
+            for run in runs:
+                progress.set_description(f"epoch {epoch + 1}/{settings.epochs}, {run.name:10}", refresh=False)
+                _train_epoch(run, digits, epoch, settings, progress)
+    for run in runs:
+        run.recipe.finish()
+
+
+def _train_epoch(run: Run, digits: Digits, epoch: int, settings: Settings, progress: tqdm[None]) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own_steps = settings.steps_of_rank(rank, ranks)
+    batches = itertools.islice(batches_of_epoch(digits, epoch, settings), own_steps)
+    if not settings.uneven:
+        _train_on(batches, run, progress)
+        return
+    with Join([run.ddp, run.recipe.optimizer, run.scheduler], lengths=own_steps) as join:
+        _train_on(join.iterate(batches), run, progress)
+    run.losses.extend([None] * (settings.steps_per_epoch(ranks) - own_steps))
+
+
+def _train_on(batches: Iterable[tuple[Tensor, Tensor]], run: Run, progress: tqdm[None]) -> None:
+    optimizer = run.recipe.optimizer
+    clock = clock_for(next(run.ddp.parameters()).device)
+    marks: list[Any] = []
+    run.marks.append((clock, marks))
+    for images, labels in batches:
+        marks.append(clock.now())
+        if run.recipe.zero_grad:
+            optimizer.zero_grad()
+        loss = cross_entropy(run.ddp(images), labels)
+        loss.backward()
+        optimizer.step()
+        run.scheduler.step()
+        # Left where it is: reading it here would wait for the GPU, averaging it for the other ranks.
+        run.losses.append(loss.detach())
+        progress.update()
+    marks.append(clock.now())
+
+
+def accuracy(run: Run, digits: Digits) -> float:
+    """The share of the test split that this rank's model gets right."""
+    model = run.ddp.module.eval()
+    with torch.no_grad():
+        right = sum(
+            int((model(images).argmax(dim=1) == labels).sum())
+            for images, labels in zip(digits.test_images.split(90), digits.test_labels.split(90), strict=True)
+        )
+    return right / len(digits.test_labels)
+
+
+def _mean_losses(run: Run) -> list[float]:
+    """The loss of every step, over all ranks: one all-reduce for all of them, after the training."""
+    nothing = torch.zeros((), device=next(run.ddp.parameters()).device)
+    own = torch.stack([nothing if loss is None else loss for loss in run.losses])
+    ranks = torch.tensor([loss is not None for loss in run.losses], dtype=own.dtype, device=own.device)
+    both = torch.stack([own, ranks])
+    dist.all_reduce(both)
+    return [float(loss) for loss in both[0] / both[1]]
+
+
+# The comparison ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Largest absolute differences, over all ranks; infinite where one side is missing or not finite."""
+
+    parameters: float
+    optimizer_state: float
+    buffers: float
+
+    @property
+    def largest(self) -> float:
+        """Of the three."""
+        return max(self.parameters, self.optimizer_state, self.buffers)
+
+
+def compare(first: Run, second: Run) -> Parity:
+    """Compares models and optimizers. Issues collectives, so every rank has to call it."""
+    differences = torch.tensor(
+        [
+            largest_difference(dict(first.ddp.named_parameters()), dict(second.ddp.named_parameters())),
+            largest_difference(_optimizer_state(first), _optimizer_state(second)),
+            largest_difference(dict(first.ddp.named_buffers()), dict(second.ddp.named_buffers())),
+        ],
+        dtype=torch.float64,
+    ).to(next(first.ddp.parameters()).device)
+    dist.all_reduce(differences, dist.ReduceOp.MAX)
+    return Parity(*differences.tolist())
+
+
+def _optimizer_state(run: Run) -> dict[str, Any]:
+    optimizer = run.recipe.optimizer
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        state = optimizer.state_dict()["state"]
+    else:
+        # As the plain optimizer has it, on every rank in turn.
+        for rank in range(optimizer.world_size):
+            optimizer.consolidate_state_dict(to=rank)
+            if rank == optimizer.rank:
+                state = optimizer.state_dict()["state"]
+    return {f"{index}.{name}": value for index, values in state.items() for name, value in values.items()}
+
+
+def largest_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
+    """Over all entries."""
+    if first.keys() != second.keys():
+        return math.inf
+    return max((_difference(first[name], second[name]) for name in first), default=0.0)
+
+
+def _difference(first: Any, second: Any) -> float:
+    if first is None or second is None:  # SGD without momentum keeps an empty buffer.
+        return 0.0 if first is second else math.inf
+    one, other = (torch.as_tensor(value).detach().to(torch.float64) for value in (first, second))
+    if one.shape != other.shape:
+        return math.inf
+    if one.numel() == 0:
+        return 0.0
+    largest = float((one - other).abs().max())  # NaN if there is one.
+    return largest if math.isfinite(largest) else math.inf
+
+
+# The report of rank 0 ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of one run."""
+
+    description: str
+    accuracy: float
+    step_ms: float
+    losses: list[float]
+
+
+def _outcome(run: Run, digits: Digits) -> Outcome:
+    losses = _mean_losses(run)
+    # DDP broadcasts the running statistics of rank 0, so its model is evaluated.
+    share = accuracy(run, digits) if dist.get_rank() == 0 else 0.0
+    return Outcome(run.recipe.description, share, run.step_ms(), losses)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The comparison of the two runs."""
+
+    settings: Settings
+    ranks: int
+    device: torch.device
+    plain: Outcome
+    overlapped: Outcome
+    parity: Parity
+    exact: bool
+
+    @property
+    def must_be_equal(self) -> bool:
+        """Whether anything but equal results is a failure."""
+        return self.exact and self.ranks <= _EXACT_RANKS
+
+    @property
+    def passed(self) -> bool:
+        """Equal where that can be asked for, else no less accurate than the plain run by more than 1 point."""
+        if self.must_be_equal:
+            return self.parity.largest == 0
+        return self.overlapped.accuracy >= self.plain.accuracy - _ACCURACY_SLACK
+
+    def verdict(self) -> str:
+        """One line."""
+        if self.must_be_equal:
+            if self.passed:
+                return "Equal: parameters, optimizer state and buffers are the same in every bit."
+            return f"NOT EQUAL: the largest difference is {self.parity.largest:.3g}, and must be 0."
+        other = (
+            "parameters are averaged now and then"
+            if self.settings.local_sgd is not None
+            else "these gradients are compressed, so that results differ"
+        )
+        reason = f"above {_EXACT_RANKS} ranks the order of summation may differ" if self.exact else other
+        points = 100 * (self.overlapped.accuracy - self.plain.accuracy)
+        outcome = "Compared by accuracy" if self.passed else "LESS ACCURATE"
+        return f"{outcome} ({reason}): {points:+.1f} points, -{100 * _ACCURACY_SLACK:.0f} is allowed."
+
+    def table(self) -> str:
+        """The two runs side by side."""
+        rows = [
+            ("", "plain DDP", "overlapped"),
+            ("accuracy on the test split", f"{self.plain.accuracy:.4f}", f"{self.overlapped.accuracy:.4f}"),
+            ("loss at the last step", f"{self.plain.losses[-1]:.4f}", f"{self.overlapped.losses[-1]:.4f}"),
+            ("step, median", f"{self.plain.step_ms:.1f} ms", f"{self.overlapped.step_ms:.1f} ms"),
+            ("largest difference: parameters", "", f"{self.parity.parameters:.3g}"),
+            ("  optimizer state", "", f"{self.parity.optimizer_state:.3g}"),
+            ("  buffers", "", f"{self.parity.buffers:.3g}"),
+        ]
+        return "\n".join(f"{label:<32}{one:>12}{other:>12}".rstrip() for label, one, other in rows)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it; a difference that is not finite is `null`."""
+        on_cuda = self.device.type == "cuda"
+        return {
+            "passed": self.passed,
+            "verdict": self.verdict(),
+            "must_be_equal": self.must_be_equal,
+            "parity_max_abs_diff": _finite(self.parity.largest),
+            "parity_parameters_max_abs_diff": _finite(self.parity.parameters),
+            "parity_optimizer_state_max_abs_diff": _finite(self.parity.optimizer_state),
+            "parity_buffers_max_abs_diff": _finite(self.parity.buffers),
+            "accuracy_plain": self.plain.accuracy,
+            "accuracy_overlapped": self.overlapped.accuracy,
+            "step_ms_plain": self.plain.step_ms,
+            "step_ms_overlapped": self.overlapped.step_ms,
+            "step_ratio": self.overlapped.step_ms / self.plain.step_ms,
+            "loss_plain": [_finite(loss) for loss in self.plain.losses],
+            "loss_overlapped": [_finite(loss) for loss in self.overlapped.losses],
+            "plan_plain": self.plain.description,
+            "plan_overlapped": self.overlapped.description,
+            "settings": {
+                name: str(value) if isinstance(value, Path) else value for name, value in asdict(self.settings).items()
+            },
+            "machine": {
+                "ranks": self.ranks,
+                "backend": "nccl" if on_cuda else "gloo",
+                "device": self.device.type,
+                "device_name": torch.cuda.get_device_name(self.device) if on_cuda else None,
+                "cpus": os.cpu_count(),
+                "threads_per_rank": torch.get_num_threads(),
+                "platform": platform.platform(),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            },
+        }
+
+    def save_plot(self, path: Path) -> None:
+        """The loss curves of both runs as a PNG."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.add_subplot()
+        # Equal curves hide each other: the first is wide and pale, the second thin and dashed.
+        axes.plot(self.plain.losses, color="#9ecae1", linewidth=5, label="plain DDP")
+        axes.plot(self.overlapped.losses, color="#d62728", linewidth=1.2, linestyle="--", label="overlapped")
+        axes.set_xlabel("training step")
+        axes.set_ylabel("cross-entropy loss, mean over ranks (nats)")
+        axes.set_title(f"ResNet-18 on handwritten digits, {self.settings.optimizer}, {self.ranks} ranks")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=100)
+
+
 def present(report: Report) -> int:
-    """Prints and saves what came out, and returns the exit code."""
+    """Prints and saves the report, and returns the exit code."""
     plot = report.settings.output / "loss.png"
-    report.write_plot(plot)
+    report.save_plot(plot)
     print(f"\n{report.table()}\n\n{report.verdict()}\nLoss curves: {plot}", flush=True)
     if report.settings.json is not None:
-        report.write_json(report.settings.json)
+        report.settings.json.parent.mkdir(parents=True, exist_ok=True)
+        report.settings.json.write_text(json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n")
         print(f"Results: {report.settings.json}")
     return 0 if report.passed else 1
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from overlap._options import require_extra
+from overlap._checks import require_extra
 from overlap.errors import ConfigurationError
 from overlap.timeline.report import Report
 

@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 
 import overlap
+from overlap import doctor
+from overlap._torch.needs import Need
 from overlap.cli import main
-from overlap.doctor import command, shadows, trial
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Without a process group: what that finds is in the tests' hands."""
-    monkeypatch.setattr(command, "missing_of_torch", list)
-    monkeypatch.setattr(command, "compare_with_plain", lambda: 0)
-    monkeypatch.setattr(command, "other_distributions", list)
+    monkeypatch.setattr(doctor, "NEEDS", ())
+    monkeypatch.setattr(doctor, "compare_with_plain", lambda: 0)
+    monkeypatch.setattr(doctor, "other_distributions", list)
     return monkeypatch
 
 
@@ -42,19 +43,17 @@ def test_this_installation_works_and_a_report_has_what_is_needed() -> None:
 
 
 def test_a_name_that_torch_lacks_is_a_problem(quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    need = trial.NEEDS[0]
-    quick.setattr(command, "missing_of_torch", lambda: [trial.Missing(need, ("ddp._comm_hooks",), ())])
+    need = Need("counting", ("ddp._gone",))
+    quick.setattr(doctor, "NEEDS", (need,))
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
-    assert "MISSING ddp._comm_hooks" in shown
-    assert (
-        f"PROBLEM: torch {torch.__version__} lacks ddp._comm_hooks, without which there is no {need.purpose}" in shown
-    )
+    assert "MISSING ddp._gone" in shown
+    assert f"PROBLEM: torch {torch.__version__} lacks ddp._gone, without which there is no {need.purpose}" in shown
     assert not dist.is_initialized()
 
 
 def test_one_that_it_can_do_without_is_none(quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    quick.setattr(command, "missing_of_torch", lambda: [trial.Missing(trial.NEEDS[0], (), ("ddp._flag",))])
+    quick.setattr(doctor, "NEEDS", (Need("counting", (), ("ddp._flag",)),))
     assert main(["doctor"]) == 0
     assert "ok, does without ddp._flag" in capsys.readouterr().out
 
@@ -62,14 +61,14 @@ def test_one_that_it_can_do_without_is_none(quick: pytest.MonkeyPatch, capsys: p
 def test_a_result_that_differs_and_a_failure_are_problems(
     quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quick.setattr(command, "compare_with_plain", lambda: 3)
+    quick.setattr(doctor, "compare_with_plain", lambda: 3)
     assert main(["doctor"]) == 1
     assert "3 parameters differ between a chain and plain DDP" in capsys.readouterr().out
 
     def fail() -> int:
         raise RuntimeError("no hook")
 
-    quick.setattr(command, "compare_with_plain", fail)
+    quick.setattr(doctor, "compare_with_plain", fail)
     assert main(["doctor"]) == 1
     assert "do not work here: RuntimeError: no hook" in capsys.readouterr().out
 
@@ -78,7 +77,7 @@ def test_an_old_torch_and_another_distribution_are_problems(
     quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quick.setattr(torch, "__version__", "2.9.1+cu128")
-    quick.setattr(command, "other_distributions", lambda: ["overlap"])
+    quick.setattr(doctor, "other_distributions", lambda: ["overlap"])
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert "PROBLEM: torch 2.9.1+cu128 is too old: install 2.11 or later" in shown
@@ -92,12 +91,12 @@ def test_other_packages_of_the_name_on_the_path_are_found(tmp_path: Path, monkey
     (tmp_path / "overlap.py").touch()
     own = str(Path(overlap.__file__).parent.parent)
     monkeypatch.setattr(sys, "path", [own, str(tmp_path), str(tmp_path / "package"), str(tmp_path / "empty")])
-    assert shadows.other_places() == [tmp_path / "overlap.py", tmp_path / "package" / "overlap"]
+    assert doctor.other_places() == [tmp_path / "overlap.py", tmp_path / "package" / "overlap"]
 
 
 def test_distributions_of_the_package_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadows, "packages_distributions", lambda: {"overlap": ["ddp-overlap", "overlap", "overlap"]})
-    assert shadows.other_distributions() == ["overlap"]
+    monkeypatch.setattr(doctor, "packages_distributions", lambda: {"overlap": ["ddp-overlap", "overlap", "overlap"]})
+    assert doctor.other_distributions() == ["overlap"]
     assert "ddp-overlap" in metadata.packages_distributions().get("overlap", ["ddp-overlap"])
 
 

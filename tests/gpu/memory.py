@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.measuring import MemoryMeter
 from overlap import AllReduce, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep, offload_wrapper
 from overlap import chain as chained
-from overlap.bench.memory import MemoryMeter
 
 from .check import Check
 

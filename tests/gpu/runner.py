@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import torch
 
-from overlap.launch import shared_gpu_env
+from benchmarks.link import shared_gpu_env
 
 from .check import Check, Outcome, Result
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.simulated import SimulatedGroup, SimulatedLink
 from overlap import Timeline, offload_wrapper
-from overlap.bench.simulated import SimulatedGroup, SimulatedLink
 
 from .chains import CHAINS
 from .check import Check

@@ -19,8 +19,8 @@ from benchmarks.gpu.parts import checks, kernels, ratios, tests
 from benchmarks.gpu.plan import PARTS
 from benchmarks.gpu.report import PartReport
 from benchmarks.gpu.trained import Trainee
+from benchmarks.simulated import SimulatedLink
 from harness import run_ranks
-from overlap.bench.simulated import SimulatedLink
 
 FAR_AWAY = 4e9  # In Unix time.
 

@@ -121,12 +121,12 @@ def _process_group(spec: RankSpec) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from overlap.launch import shared_gpu_env
-
     timeout = datetime.timedelta(seconds=spec.group_timeout_s)
     if "nccl" in spec.backend:
         devices = torch.cuda.device_count()
         if spec.world_size > devices:
+            from benchmarks.link import shared_gpu_env
+
             os.environ.update(shared_gpu_env(spec.rank))
         torch.cuda.set_device(spec.rank % devices)
     # A TCPStore looks up the name of every peer, and waits five seconds where a name server is silent.

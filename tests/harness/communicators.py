@@ -24,7 +24,6 @@ from torch import Tensor
 from overlap._threads import start
 from overlap._torch.c10d import PrefixStore, Store, group_timeout
 from overlap._torch.communicators import Communicators, communicators_replaced
-from overlap._torch.custom_group import CustomGroup
 from overlap._torch.device import DeviceStreams, streams_replaced
 
 __all__ = ["HostStreams", "SimulatedCommunicators", "SimulatedGroup", "on_simulated_device"]
@@ -161,7 +160,7 @@ class _Message:
             raise self._error
 
 
-class SimulatedGroup(CustomGroup):  # type: ignore[misc]
+class SimulatedGroup(dist.ProcessGroup):
     """As NCCL's: works make the stream wait, ``abort()`` ends them, and no other call works afterwards."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, log: list[str]) -> None:

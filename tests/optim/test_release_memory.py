@@ -12,8 +12,8 @@ from release_cases import SGD, registered, release_of, settle
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.measuring import MemoryMeter
 from harness import run_ranks
-from overlap.bench.memory import MemoryMeter
 
 WIDTH, LAYERS = 512, 32
 _MODEL_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.measuring import socket_bytes
 from harness import assert_parity, run_ranks, run_threads
 from overlap import BFloat16, DQuantType, Float8, Float16, Int4, Int8, TopK, auto_quantize
-from overlap.bench.wire import socket_bytes
 
 GATHER_INTO = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SCATTER_TENSOR = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

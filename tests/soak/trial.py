@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.link import ShapedLink, missing_requirement
 from harness import assert_parity
-from overlap.bench.link import ShapedLink, missing_requirement
 
 from . import checkpoints
 from .faults import FAULTS, Fault

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.link import INTERFACE, ShapedLink, missing_requirement
 from harness import run_ranks
 from overlap import Bucket, Stage, Timeline, chain
-from overlap.bench.link import INTERFACE, ShapedLink, missing_requirement
 from overlap.hooks import future_result
 from overlap.timeline import profile as profile_all_threads
 

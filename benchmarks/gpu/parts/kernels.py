@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu.given import Given
 from benchmarks.gpu.world import device_of
+from benchmarks.simulated import spin
 from overlap import (
     AllReduce,
     BFloat16,
@@ -29,7 +30,6 @@ from overlap import (
     TopK,
     Wire,
 )
-from overlap._torch.custom_group import spin
 from overlap.hooks import StageContext
 from overlap.hooks.stage import walk
 from overlap.hooks.wires.chunks import ChunkCodec

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.given import Given
-from overlap.bench.proc import proc_bytes, proc_value
+from benchmarks.measuring import proc_bytes, proc_value
 
 # What is done without each.
 _PACKAGES = {

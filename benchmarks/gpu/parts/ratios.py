@@ -13,15 +13,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.bench.variants import COMPUTE_ONLY, TrainingLoop, registry
 from benchmarks.gpu.given import Given, Skipped
 from benchmarks.gpu.trained import TITLES, Trainee, bytes_per_s, open_link
-from overlap.bench.collectives import counted_bytes
-from overlap.bench.memory import MemoryMeter
-from overlap.bench.registry import registry
-from overlap.bench.results import quartiles
-from overlap.bench.simulated import SimulatedLink
-from overlap.bench.training_setup import TrainingLoop
-from overlap.bench.variant import COMPUTE_ONLY
+from benchmarks.measuring import MemoryMeter, counted_bytes, quartiles
+from benchmarks.simulated import SimulatedLink
 
 _BASELINE = "ddp-adamw-fused"
 _VARIANTS = (

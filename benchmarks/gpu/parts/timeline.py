@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.bench.variants import LEARNING_RATE, TrainingSetup, registry
 from benchmarks.gpu.given import Given
 from benchmarks.gpu.trained import TITLES, Trainee, bytes_per_s, open_link
+from benchmarks.simulated import SimulatedLink
 from overlap import AllReduce, OverlappedOptimizer, PowerSGD, Step, Timeline, ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap.bench.registry import registry
-from overlap.bench.simulated import SimulatedLink
-from overlap.bench.training_setup import LEARNING_RATE, TrainingSetup
 from overlap.timeline import Interval, Report, StepReport, save_reports
 from overlap.timeline.spans import intersection, length_ms, union, without
 

@@ -19,10 +19,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-
-from overlap._torch.custom_group import CustomGroup, Work
 
 from .clocks import Stream
 from .detector import Detector, active
@@ -34,7 +33,7 @@ __all__ = ["STREAMS_BACKEND", "StreamGroup", "StreamWork"]
 STREAMS_BACKEND = "simulated-streams"
 
 
-class StreamWork(Work):
+class StreamWork(dist.Work):
     """A collective on a communicator's stream; without a detector one that is done.
 
     Args:
@@ -90,7 +89,7 @@ class StreamWork(Work):
         return self._future
 
 
-class StreamGroup(CustomGroup):  # type: ignore[misc]
+class StreamGroup(dist.ProcessGroup):
     """A process group on simulated streams; see [Note: simulated collectives].
 
     Args:

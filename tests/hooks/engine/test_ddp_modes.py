@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from harness import assert_parity, overlapped_step, plain_step, run_ranks, train, wrap
 from harness.models import MLP, TRANSFORMER, UNUSED, Batch, Case
 from overlap import AllReduce, Cast, OverlappedOptimizer, Step, TrainingLoopError, chain, register
-from overlap._torchvision import load_torchvision
+from overlap.demo.experiment import load_torchvision
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 

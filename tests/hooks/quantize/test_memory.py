@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.measuring import MemoryMeter
 from harness import run_ranks
 from overlap import AllReduce, Int4, Int8, Quantize, Stage, TopK, Wire, register
-from overlap.bench.memory import MemoryMeter
 
 from .given import Given
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
+from benchmarks.measuring import socket_bytes
 from harness import assert_parity, overlapped_step, run_ranks, run_threads, train, wrap
 from harness.models import CASES, MLP, Case
 from overlap import AllReduce, OverlappedOptimizer, Step, chain
-from overlap.bench.wire import socket_bytes
 from overlap.hooks import GatherQuantized, Quantize
 
 from ..runs import SGD, plain, run

@@ -1,0 +1,295 @@
+"""From what the ranks found to the rows that are shown and saved."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench.settings import FILES, RunConfig
+from benchmarks.bench.timing import Measurements, StepProfile
+from benchmarks.bench.variants import COMPUTE_ONLY, FloorKind, registry
+from benchmarks.measuring import quartiles
+
+
+def floor_ms(
+    kind: FloorKind,
+    profile: StepProfile,
+    *,
+    optimizer: str,
+    sent_bytes: float,
+    bandwidth_bytes_per_s: float,
+) -> float:
+    """The bound for a variant that sends `sent_bytes` per step; each bucket has its share of them."""
+    sending_ms = 1000 * sent_bytes / bandwidth_bytes_per_s
+    update_ms = profile.update_ms[optimizer]
+    if kind == "compute":
+        return profile.compute_ms
+    if kind == "streamed":
+        return max(profile.compute_ms + update_ms, sending_ms)
+    total_bytes = sum(profile.bucket_bytes)
+    reduced_ms = 0.0
+    for ready_ms, bucket_bytes in zip(profile.ready_ms, profile.bucket_bytes, strict=True):
+        reduced_ms = max(reduced_ms, ready_ms) + sending_ms * bucket_bytes / total_bytes
+    last_update_ms = update_ms * profile.bucket_bytes[-1] / total_bytes
+    return max(profile.compute_ms, reduced_ms) + last_update_ms
+
+
+OK = "ok"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One variant, as it stands in the JSON. What was not measured is None, and `status` says why.
+
+    `bytes_sent_per_step` and `peak_memory_bytes` are those of the rank that has most of them; times are of each
+    step's slowest rank. `ratio` is the median over the baseline's, `ratio_to_16bit` that over PyTorch's fp16 hook's,
+    where it was timed too, and `exposed_ms` the median less that of compute-only, all of the same timing.
+    """
+
+    variant: str
+    median_ms: float | None = None
+    p25_ms: float | None = None
+    p75_ms: float | None = None
+    ratio: float | None = None
+    ratio_to_16bit: float | None = None
+    baseline: str
+    bytes_sent_per_step: int | None = None
+    peak_memory_bytes: int | None = None
+    exposed_ms: float | None = None
+    floor_ms: float | None = None
+    status: str
+
+    @property
+    def score(self) -> float | None:
+        """How much of the step the floor explains; 1 would be as fast as can be."""
+        return None if self.floor_ms is None or not self.median_ms else self.floor_ms / self.median_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that a run reports; `save` writes it as the JSON that docs/benchmarks.md describes."""
+
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    rows: tuple[Row, ...]
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        raw = json.loads(Path(path).read_text())
+        return cls(machine=raw["machine"], settings=raw["settings"], rows=tuple(Row(**row) for row in raw["rows"]))
+
+
+def make_report(config: RunConfig, measurements: Measurements, machine: dict[str, Any]) -> Report:
+    link_bytes_per_s = min(one.link_bytes_per_s for one in measurements.profiles)
+    settings = {key: value for key, value in asdict(config.settings).items() if key not in FILES}
+    settings |= {
+        "variants": list(config.variants),
+        "link": config.link,
+        "bandwidth_bytes_per_s": config.settings.bandwidth_bytes_per_s,
+        # What an all-reduce got, by the bytes each rank sends: on loopback, the floors rest on it.
+        "measured_bytes_per_s": round(link_bytes_per_s),
+        "simulated": config.link == "simulated",
+        "samples": {name: len(timing[name]) for name in config.variants if (timing := measurements.timing_of(name))},
+    }
+    bandwidth_bytes_per_s = link_bytes_per_s
+    if config.link in ("namespaces", "simulated"):
+        bandwidth_bytes_per_s = config.settings.bandwidth_bytes_per_s or link_bytes_per_s
+    slowest = max((one.step for one in measurements.profiles), key=lambda step: step.compute_ms)
+    rows = tuple(_row(config, measurements, name, slowest, bandwidth_bytes_per_s) for name in config.variants)
+    return Report(machine=machine, settings=settings, rows=rows)
+
+
+def _row(
+    config: RunConfig, measurements: Measurements, name: str, profile: StepProfile, bandwidth_bytes_per_s: float
+) -> Row:
+    variant = registry()[name]
+    baseline = variant.baseline_name(config.settings)
+    timing = measurements.timing_of(name)
+    if timing is None:
+        return Row(variant=name, baseline=baseline, status=measurements.failures.get(name, "not run: out of time"))
+    trials = measurements.trials[name]
+    sent_bytes = max(one.sent_bytes_per_step for one in trials)
+    p25_ms, median_ms, p75_ms = quartiles(timing[name])
+    ratio = ratio_to_16bit = exposed_ms = floor = None
+    if baseline in timing:
+        ratio = median_ms / statistics.median(timing[baseline])
+    if (baseline_16bit := variant.baseline_16bit_name(config.settings)) in timing:
+        ratio_to_16bit = median_ms / statistics.median(timing[baseline_16bit])
+    if COMPUTE_ONLY in timing:
+        compute_ms = statistics.median(timing[COMPUTE_ONLY])
+        exposed_ms = median_ms - compute_ms
+        floor = floor_ms(
+            variant.floor,
+            profile.scaled_to(compute_ms),
+            optimizer=variant.optimizer_name(config.settings),
+            sent_bytes=sent_bytes,
+            bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        )
+    return Row(
+        variant=name,
+        median_ms=_rounded(median_ms),
+        p25_ms=_rounded(p25_ms),
+        p75_ms=_rounded(p75_ms),
+        ratio=_rounded(ratio, 4),
+        ratio_to_16bit=_rounded(ratio_to_16bit, 4),
+        baseline=baseline,
+        bytes_sent_per_step=round(sent_bytes),
+        peak_memory_bytes=max(one.peak_memory_bytes for one in trials),
+        exposed_ms=_rounded(exposed_ms),
+        floor_ms=_rounded(floor),
+        status=OK,
+    )
+
+
+def _rounded(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+_HEADINGS = (
+    "variant", "ms a step", "p25 - p75", "ratio", "to fp16", "sent MB", "peak MB", "exposed ms", "floor ms", "score",
+    "baseline",
+)  # fmt: skip
+
+
+def table(report: Report) -> str:
+    """The table in columns, the failures in full below it, and the machine that the numbers were taken on."""
+    rows = [_HEADINGS, *map(_cells, report.rows)]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(_HEADINGS))]
+    lines = [
+        "  ".join(
+            text.ljust(width) if place in (0, len(row) - 1) else text.rjust(width)
+            for place, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    failures = [f"{row.variant}: {row.status}" for row in report.rows if row.status != OK]
+    return "\n".join([title(report), "", *lines, *failures, "", _footnote(report)])
+
+
+def markdown(report: Report) -> str:
+    """The table for a document, with failures in the column of times and the footnote below."""
+    rows = [
+        _cells(row) if row.median_ms is not None else [row.variant, row.status, *[""] * 8, row.baseline]
+        for row in report.rows
+    ]
+    # A column that says nothing is left out.
+    kept = [place for place in range(len(_HEADINGS)) if any(cells[place] not in ("", "-") for cells in rows)]
+    rules = ["---" if place in (0, len(_HEADINGS) - 1) else "---:" for place in kept]
+    lines = [f"**{title(report)}**", "", _line([_HEADINGS[place] for place in kept]), _line(rules)]
+    for cells in rows:
+        name = f"**{cells[0]}**" if cells[0].startswith("overlap-") else cells[0]
+        lines.append(_line([name, *(cells[place].replace("|", "\\|") for place in kept[1:])]))
+    return "\n".join([*lines, "", _footnote(report).replace("\n", " "), ""])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def title(report: Report) -> str:
+    """What was run, on one line; says "simulated" where the link is."""
+    settings = report.settings
+    ranks, batch_size = settings["ranks"], settings["batch_size"]
+    parts = [settings["model"], f"batch {batch_size}", f"{ranks} ranks", _link_in_words(settings)]
+    if settings.get("gradient_as_bucket_view"):
+        parts.append("gradients as views of the buckets")
+    return ", ".join(parts)
+
+
+def _link_in_words(settings: dict[str, Any]) -> str:
+    measured = f"{8 * settings['measured_bytes_per_s'] / 1e9:.2g} Gbit/s measured"
+    if settings["link"] == "simulated":
+        return f"SIMULATED link of {settings['bandwidth']}, one process"
+    if settings["link"] == "namespaces":
+        return f"links of {settings['bandwidth']} ({measured})"
+    return f"{'loopback' if settings['link'] == 'loopback' else 'NCCL'}, not shaped ({measured})"
+
+
+def _footnote(report: Report) -> str:
+    machine = report.machine
+    on = ", ".join(machine.get("gpus", ())) or f"{machine['cpu']}, {machine['cores']} cores"
+    return (
+        f"Times are of each step's slowest rank, variants taking turns. Sent: per rank and step. Exposed: over "
+        f"compute-only. Score: floor / step.\n{on}; torch {machine['torch']}; load {machine['load']}."
+    )
+
+
+def _cells(row: Row) -> list[str]:
+    if row.median_ms is None:
+        return [row.variant, row.status.partition(":")[0], *[""] * 8, row.baseline]
+    return [
+        row.variant,
+        f"{row.median_ms:.1f}",
+        f"{row.p25_ms:.1f} - {row.p75_ms:.1f}",
+        _number(row.ratio, "{:.3f}"),
+        _number(row.ratio_to_16bit, "{:.3f}"),
+        _number(row.bytes_sent_per_step, "{:.2f}", 1e6),
+        _number(row.peak_memory_bytes, "{:.0f}", 1e6),
+        _number(row.exposed_ms, "{:.1f}"),
+        _number(row.floor_ms, "{:.1f}"),
+        _number(row.score, "{:.0%}"),
+        row.baseline,
+    ]
+
+
+def _number(value: float | None, form: str, unit: float = 1.0) -> str:
+    return "-" if value is None else form.format(value / unit)
+
+
+_OURS, _THEIRS, _COMPUTE = "#2a7f9e", "#c9a66b", "#9a9a9a"
+_INK = "#222222"
+
+
+def save_plot(report: Report, path: str | Path) -> None:
+    """Draws `report` to a PNG that is legible at the width of a README."""
+    # Without a window system: a bench runs on servers.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    rows = list(report.rows)
+    figure = Figure(figsize=(9.0, 1.9 + 0.36 * len(rows)), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    longest = max((row.p75_ms or 0.0 for row in rows), default=0.0) or 1.0
+    for place, row in enumerate(rows):
+        if row.median_ms is None or row.p25_ms is None or row.p75_ms is None:
+            status = row.status if len(row.status) <= 72 else f"{row.status[:71]}…"
+            axes.text(longest * 0.01, place, status, va="center", fontsize=9, style="italic", color="#a03030")
+            continue
+        whiskers = [[row.median_ms - row.p25_ms], [row.p75_ms - row.median_ms]]
+        axes.barh(place, row.median_ms, height=0.66, color=_color(row), zorder=2)
+        axes.errorbar(row.median_ms, place, xerr=whiskers, color=_INK, capsize=3, lw=1.2, zorder=4)
+        ratio = "" if row.ratio is None or row.variant == row.baseline else f"  ({row.ratio:.2f}x)"
+        axes.text(row.p75_ms + longest * 0.015, place, f"{row.median_ms:.0f}{ratio}", va="center", fontsize=9)
+        if row.floor_ms is not None:
+            axes.plot([row.floor_ms] * 2, [place - 0.42, place + 0.42], color="#d62728", lw=2.2, zorder=3)
+    axes.set_yticks(range(len(rows)), [row.variant for row in rows], fontsize=10)
+    axes.invert_yaxis()
+    axes.set_xlim(0, longest * 1.2)
+    axes.set_xlabel("step time in ms, median with quartiles   (ratio to the row's baseline)", fontsize=10)
+    axes.grid(axis="x", color="#dddddd", zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title(report), fontsize=11, loc="left")
+    handles = [
+        Patch(color=_OURS, label="overlap"),
+        Patch(color=_THEIRS, label="PyTorch"),
+        Patch(color=_COMPUTE, label="compute only"),
+        Line2D([], [], color="#d62728", lw=2.2, label="floor"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    figure.savefig(path)
+
+
+def _color(row: Row) -> str:
+    if row.variant == COMPUTE_ONLY:
+        return _COMPUTE
+    return _OURS if row.variant.startswith("overlap-") else _THEIRS

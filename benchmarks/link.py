@@ -1,0 +1,275 @@
+"""A network of known speed on one machine: a namespace per rank, veth pairs to a bridge, a token bucket per link.
+
+Nothing is added to the machine's own network except names under `/run/netns`: the bridge has its own namespace, so
+deleting the namespaces deletes everything. The names carry the process id and its start time, so what a killed run
+left behind is recognised and removed by the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from overlap.errors import ConfigurationError, OverlapError
+
+INTERFACE = "eth0"
+_PREFIX = "overlap"
+_NAME = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-(hub|r\d+)$")
+_NETNS_DIR = Path("/run/netns")
+# Addresses that RFC 2544 reserves for benchmarks.
+_SUBNET = "198.18.0"
+# A frame of 1500 bytes would give 4.5 % of the speed to headers; with jumbo frames it is 0.7 %.
+_MTU = 9000
+# The bucket holds a millisecond: it refills from a timer, and a smaller one lets a fast link run slow, while a
+# larger one lets more through for free after each pause. At least two frames have to fit.
+_BURST_S = 0.001
+_MIN_BURST_BYTES = 2 * _MTU
+_QUEUE_BYTES = 8 * 1024 * 1024
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+
+
+class LinkError(OverlapError, RuntimeError):
+    """The shaped network cannot be made here; the message says what is missing."""
+
+
+def shared_gpu_env(rank: int, *, interface: str = "lo") -> dict[str, str]:
+    """Variables that keep NCCL's ranks to sockets over `interface`, so that several can share one GPU.
+
+    They must be set in a rank before it makes its first NCCL communicator.
+    """
+    return {
+        # NCCL refuses two ranks on one GPU by comparing host and bus: each seems to be on a host of its own.
+        "NCCL_HOSTID": f"overlap-rank-{rank}",
+        # Between hosts NCCL takes the best network that it finds, a cluster's plugin or InfiniBand included.
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": interface,
+        # What could still see that it is one host: memory of the GPU, of the machine, or of an NVLink domain.
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_MNNVL_ENABLE": "0",
+    }
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bytes per second that `text` stands for, written as for `tc`: a number of bits with a unit.
+
+    >>> parse_bandwidth("1gbit"), parse_bandwidth("100mbit"), parse_bandwidth("2.5gbit")
+    (125000000.0, 12500000.0, 312500000.0)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)bit(?:/s|ps)?", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise ConfigurationError(f"bandwidth={text!r} is not a speed: write for example 1gbit, 100mbit or 2.5gbit")
+    return float(match[1]) * _UNITS[match[2]] / 8
+
+
+def missing_requirement() -> str | None:
+    """What keeps this machine from making the network, in one line, or `None`."""
+    if not sys.platform.startswith("linux"):
+        return f"network namespaces need Linux, and this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for tool in ("ip", "tc"):
+        if _find(tool) is None:
+            return f"`{tool}` is not installed (package iproute2)"
+    return None
+
+
+@dataclass(kw_only=True)
+class ShapedLink:
+    """Ranks joined by links of `bandwidth_bytes_per_s`, each way, for as long as the context is open.
+
+    SIGTERM and SIGHUP are turned into an orderly exit while it is open, so that they clean up as Ctrl-C does.
+    Entering raises `LinkError` where the network cannot be made, and leaves nothing behind.
+    """
+
+    ranks: int
+    bandwidth_bytes_per_s: float
+    _owner: str = field(init=False, default="")
+    _handlers: dict[int, object] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= 250:
+            raise ValueError(f"ranks={self.ranks} is out of range: the network holds 1 to 250 ranks")
+        self._owner = f"{_PREFIX}-{os.getpid()}-{_start_ticks(os.getpid())}"
+
+    def namespace(self, rank: int) -> str:
+        return f"{self._owner}-r{rank}"
+
+    def address(self, rank: int) -> str:
+        return f"{_SUBNET}.{rank + 1}"
+
+    def prefix(self, rank: int) -> list[str]:
+        """The words to put before a command so that it runs as `rank`."""
+        return ["ip", "netns", "exec", self.namespace(rank)]
+
+    def env(self, rank: int) -> dict[str, str]:
+        """What tells the backends of `rank` which interface and address to use."""
+        return {
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "MASTER_ADDR": self.address(0),
+            # Otherwise NCCL sees that the ranks are on one host, and does not use the link.
+            **shared_gpu_env(rank, interface=INTERFACE),
+        }
+
+    def __enter__(self) -> Self:
+        missing = missing_requirement()
+        if missing is not None:
+            raise LinkError(f"cannot shape a link: {missing}")
+        remove_leftovers()
+        self._catch_signals()
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _uninterrupted():
+            for name in _our_namespaces():
+                if name.startswith(f"{self._owner}-"):
+                    _remove_namespace(name)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._handlers.clear()
+
+    def _make(self) -> None:
+        hub = f"{self._owner}-hub"
+        _ip("netns", "add", hub)
+        _quiet_namespace(hub)
+        _ip("-n", hub, "link", "add", "bridge", "mtu", str(_MTU), "type", "bridge", "forward_delay", "0")
+        _ip("-n", hub, "link", "set", "bridge", "up")
+        for rank in range(self.ranks):
+            name, port = self.namespace(rank), f"port{rank}"
+            _ip("netns", "add", name)
+            _quiet_namespace(name)
+            _ip("-n", hub, "link", "add", port, "mtu", str(_MTU), "type", "veth",
+                "peer", "name", INTERFACE, "mtu", str(_MTU), "netns", name)  # fmt: skip
+            _ip("-n", hub, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", name, "address", "add", f"{self.address(rank)}/24", "dev", INTERFACE)
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", INTERFACE, "up")
+            self._shape(name, INTERFACE)
+            self._shape(hub, port)
+
+    def _shape(self, namespace: str, device: str) -> None:
+        burst_bytes = max(_MIN_BURST_BYTES, int(self.bandwidth_bytes_per_s * _BURST_S))
+        _tool("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf",
+              "rate", f"{int(self.bandwidth_bytes_per_s * 8)}bit",
+              "burst", str(burst_bytes), "limit", str(_QUEUE_BYTES))  # fmt: skip
+
+    def _catch_signals(self) -> None:
+        # Python lets only the main thread set handlers; elsewhere the owner of the main thread looks after signals.
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            self._handlers[number] = signal.signal(number, _exit_on_signal)
+
+
+def remove_leftovers() -> list[str]:
+    """Remove the namespaces of runs whose process is gone, and return their names."""
+    removed = []
+    for name in _our_namespaces():
+        match = _NAME.fullmatch(name)
+        assert match is not None
+        if _start_ticks(int(match[1])) != int(match[2]):
+            _remove_namespace(name)
+            removed.append(name)
+    return removed
+
+
+def _our_namespaces() -> list[str]:
+    if not _NETNS_DIR.is_dir():
+        return []
+    return sorted(entry.name for entry in _NETNS_DIR.iterdir() if _NAME.fullmatch(entry.name))
+
+
+def _remove_namespace(name: str) -> None:
+    # A namespace lives on without a name while a process is in it: its processes are killed first.
+    deadline = time.monotonic() + 5
+    while (pids := _pids_in(name)) and time.monotonic() < deadline:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    with suppress(LinkError):
+        _ip("netns", "del", name)
+
+
+def _pids_in(name: str) -> list[int]:
+    with suppress(LinkError):
+        return [int(word) for word in _ip("netns", "pids", name).split()]
+    return []
+
+
+def _quiet_namespace(name: str) -> None:
+    """No IPv6 traffic to be counted, and a sender that neither probes nor forgets the link's speed."""
+    settings = {
+        "ipv6/conf/all/disable_ipv6": "1",
+        "ipv6/conf/default/disable_ipv6": "1",
+        "ipv4/tcp_slow_start_after_idle": "0",
+        "ipv4/tcp_no_metrics_save": "1",
+        # BBR, the default on some machines, stalls for 200 ms every ten seconds to probe the round trip. Reno is the
+        # one that every kernel allows in a namespace.
+        "ipv4/tcp_congestion_control": "reno",
+        # On a busy machine acknowledgements come late, and what they acknowledge would be sent, and counted, twice.
+        "ipv4/tcp_early_retrans": "0",
+    }
+    for key, value in settings.items():
+        _ip("netns", "exec", name, "sh", "-c", f"echo {value} >/proc/sys/net/{key} 2>/dev/null || true")
+
+
+def _start_ticks(pid: int) -> int:
+    """When `pid` started, in clock ticks since boot; 0 when there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    fields = stat.rpartition(")")[2].split()
+    return 0 if fields[0] == "Z" else int(fields[19])
+
+
+def _find(tool: str) -> str | None:
+    return shutil.which(tool) or shutil.which(tool, path="/usr/sbin:/sbin:/usr/bin")
+
+
+def _ip(*words: str) -> str:
+    return _tool("ip", *words)
+
+
+def _tool(tool: str, *words: str) -> str:
+    # A session of its own: Ctrl-C at the terminal must not kill the command that is cleaning up.
+    command = [_find(tool) or tool, *words]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, start_new_session=True)
+    if done.returncode != 0:
+        raise LinkError(f"`{tool} {' '.join(words)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold back signals that ask for an end: a second Ctrl-C must not stop the clean-up."""
+    asked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, asked)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

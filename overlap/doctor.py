@@ -1,0 +1,224 @@
+"""`python -m overlap doctor`: does this installation work, and what does a bug report need to say of it?"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import overlap
+from overlap import AllReduce, OverlappedOptimizer, Step, chain
+from overlap._torch.autograd import issue_without_saved_context
+from overlap._torch.needs import NEEDS, missing_names, samples
+
+__all__ = ["add_arguments", "compare_with_plain", "other_distributions", "other_places", "run"]
+
+_DISTRIBUTION = "ddp-overlap"
+_LEAST_TORCH = (2, 11)
+_PACKAGES = ("numpy", "tqdm", "torchvision", "scikit-learn", "matplotlib", "lightning", "accelerate", "transformers")
+_EXTRAS = {"demo": ("torchvision", "sklearn", "matplotlib"), "timeline": ("matplotlib",)}
+_VARIABLES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
+_PREFIXES = ("NCCL_", "TORCH_NCCL_")
+_STEPS = 4
+# A bucket a layer.
+_BUCKET_CAP_MB = 0.001
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It has none."""
+    parser.epilog = "Exits with 1 if something is not compatible. A bug report is best with all that it prints."
+
+
+def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Prints what is there and what is missing; returns 1 if the library cannot work as it is."""
+    problems = [*_versions(), *_places(), *_machine(), *_works()]
+    _head("In short")
+    for problem in problems:
+        print(f"PROBLEM: {problem}")
+    if not problems:
+        print("No problem found.")
+    return 1 if problems else 0
+
+
+def _versions() -> Iterator[str]:
+    _head("Versions")
+    _line("overlap", f"{overlap.__version__} ({_DISTRIBUTION} {_version(_DISTRIBUTION) or 'not installed'})")
+    _line("python", f"{platform.python_version()} on {platform.platform()}")
+    _line("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+    for name in _PACKAGES:
+        if found := _version(name):
+            _line(name, found)
+    for extra, modules in _EXTRAS.items():
+        missing = ", ".join(name for name in modules if find_spec(name) is None)
+        _line(f"extra {extra}", f"{missing} missing: pip install '{_DISTRIBUTION}[{extra}]'" if missing else "complete")
+    numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if numbers < _LEAST_TORCH:
+        yield f"torch {torch.__version__} is too old: install {'.'.join(map(str, _LEAST_TORCH))} or later"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _places() -> Iterator[str]:
+    _head("Where it is imported from")
+    _line("overlap", str(Path(overlap.__file__).parent))
+    _line("torch", str(Path(torch.__file__).parent))
+    _line("executable", sys.executable)
+    for place in other_places():
+        _line("another overlap", f"{place}, which is not imported here, but may be from another folder")
+    for name in other_distributions():
+        yield (
+            f"{name} installs a package called overlap, too, over this one: run pip uninstall {name}, and install "
+            f"{_DISTRIBUTION} again"
+        )
+
+
+def other_distributions() -> list[str]:
+    """Distributions besides this one that install a package of its name, where one of them overwrites the other."""
+    return sorted({name for name in packages_distributions().get("overlap", []) if name != _DISTRIBUTION})
+
+
+def other_places() -> list[Path]:
+    """Packages and modules of this name that Python can find, besides the one that runs, in the order of the search."""
+    own = Path(overlap.__file__).resolve().parent
+    found = []
+    for entry in dict.fromkeys(sys.path):
+        folder = Path(entry or ".").resolve()
+        for place, file in ((folder / "overlap", "__init__.py"), (folder / "overlap.py", "")):
+            if (place / file).is_file() and place.resolve() != own:
+                found.append(place)
+    return list(dict.fromkeys(found))
+
+
+def _machine() -> Iterator[str]:
+    _head("Machine")
+    _line("processor", f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores")
+    if not dist.is_available():
+        yield "this build of torch comes without torch.distributed"
+        return
+    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    _line("backends", ", ".join(name for name, is_there in there.items() if is_there) or "none")
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    _line("GPUs", "; ".join(gpus) or "none")
+    if gpus and there["nccl"]:
+        _line("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    for name, value in sorted(os.environ.items()):
+        if name in _VARIABLES or name.startswith(_PREFIXES):
+            _line(name, value)
+    if not there["gloo"] and not there["nccl"]:
+        yield "this build of torch has neither Gloo nor NCCL"
+
+
+def _works() -> Iterator[str]:
+    """The private parts that are missing, and a chain on one rank; nothing of a build without Gloo."""
+    if not (dist.is_available() and dist.is_gloo_available()):
+        return
+    _head(f"Private parts of torch {torch.__version__} that are used")
+    try:
+        with _own_group():
+            yield from _needs()
+            _head("A chain beside plain DDP, one rank on Gloo")
+            differing = compare_with_plain()
+            _line("AllReduce, Step of AdamW", "equal in every bit" if not differing else "NOT EQUAL")
+            if differing:
+                yield f"{differing} parameters differ between a chain and plain DDP: please report it with this output"
+    except Exception as error:
+        _line("failed", f"{type(error).__name__}: {error}")
+        yield f"a process group and a model in it do not work here: {type(error).__name__}: {error}"
+
+
+def _needs() -> Iterator[str]:
+    ddp = _ddp(_model())
+    objects = samples(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+    for need in NEEDS:
+        missing, optional = (", ".join(missing_names(names, objects)) for names in (need.names, need.optional))
+        if missing:
+            _line(need.purpose, f"MISSING {missing}")
+            yield (
+                f"torch {torch.__version__} lacks {missing}, without which there is no {need.purpose}: take a version "
+                "that is tested (README.md, Limits)"
+            )
+        else:
+            _line(need.purpose, f"ok, does without {optional}" if optional else "ok")
+
+
+@contextmanager
+def _own_group() -> Iterator[None]:
+    """The default process group, of Gloo and of this process alone, where there is none."""
+    if dist.is_initialized():
+        yield
+        return
+    store = dist.HashStore()  # type: ignore[attr-defined] # Exported at run time, but not to type checkers.
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
+    try:
+        yield
+    finally:
+        # Models and their reducers are in cycles, and hold the group. Its threads must end now and not while the
+        # interpreter exits, when a thread that returns to Python is an error.
+        gc.collect()
+        dist.destroy_process_group()
+        gc.collect()
+
+
+def compare_with_plain() -> int:
+    """Trains by ``chain(AllReduce(), Step(...))`` and plainly; returns how many parameters differ in any bit.
+
+    In the default process group; raises whatever PyTorch or the chain raises.
+    """
+    model = _model()
+    plain, overlapped = _ddp(copy.deepcopy(model)), _ddp(model)
+    # DDP's own collectives could hang or abort the end of the process.
+    issue_without_saved_context(plain.parameters())
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = OverlappedOptimizer(torch.optim.AdamW(overlapped.parameters(), lr=1e-2))
+    registration = chain(AllReduce(), Step(optimizer)).register(overlapped)
+    inputs = torch.arange(32, dtype=torch.float32, device="cpu").view(4, 8) / 32
+    for _ in range(_STEPS):
+        plain_optimizer.zero_grad()
+        plain(inputs).square().sum().backward()
+        plain_optimizer.step()
+        overlapped(inputs).square().sum().backward()
+        optimizer.step()
+    registration.remove()
+    pairs = zip(plain.parameters(), overlapped.parameters(), strict=True)
+    return sum(not torch.equal(one, other) for one, other in pairs)
+
+
+def _model() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(8, 8, device="cpu") for _ in range(4)))
+
+
+def _ddp(model: nn.Module) -> DistributedDataParallel:
+    with warnings.catch_warnings():
+        # PyTorch's own, of what it imports.
+        warnings.simplefilter("ignore")
+        return DistributedDataParallel(model, bucket_cap_mb=_BUCKET_CAP_MB)
+
+
+def _head(text: str) -> None:
+    print(f"\n{text}")
+
+
+def _line(name: str, text: str) -> None:
+    print(f"  {name:<34} {text}")

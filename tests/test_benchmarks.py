@@ -1,0 +1,88 @@
+"""The tools of `benchmarks/`, small: each runs, and saves what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import trace
+from benchmarks.bench import __main__ as bench
+from benchmarks.bench.variants import registry
+from benchmarks.link import parse_bandwidth
+from benchmarks.race import __main__ as race
+
+
+def test_the_benchmark_saves_a_row_for_each_variant(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    saved, page = tmp_path / "out.json", tmp_path / "out.md"
+    asked = ["--device", "cpu", "--model", "mlp", "--variants", "overlap-fp16", "--steps", "2", "--time-limit", "100"]
+    assert bench.main([*asked, "--json", str(saved), "--markdown", str(page)]) == 0
+    found = json.loads(saved.read_text())
+    rows = {row["variant"]: row for row in found["rows"]}
+    assert list(rows) == ["compute-only", "ddp-sgd", "overlap-fp16"]
+    assert all(row["status"] == "ok" and row["median_ms"] > 0 for row in rows.values())
+    assert rows["overlap-fp16"]["baseline"] == "ddp-sgd" and rows["overlap-fp16"]["ratio"] > 0
+    assert 0.4 < rows["overlap-fp16"]["bytes_sent_per_step"] / rows["ddp-sgd"]["bytes_sent_per_step"] < 0.6
+    assert found["settings"]["model"] == "mlp" and found["machine"]["cores"] > 0
+    assert "overlap-fp16" in capfd.readouterr().out and "| **overlap-fp16** |" in page.read_text()
+    assert bench.main(["--show", str(saved)]) == 0
+    assert "overlap-fp16" in capfd.readouterr().out
+
+
+def test_a_link_can_be_simulated_in_one_process(tmp_path: Path) -> None:
+    saved = tmp_path / "out.json"
+    asked = "--device cpu --model mlp --ranks 8 --simulate --bandwidth 1gbit --steps 2 --variants overlap-zero-sgd"
+    assert bench.main([*asked.split(), "--json", str(saved)]) == 0
+    rows = json.loads(saved.read_text())["rows"]
+    assert [(row["variant"], row["status"]) for row in rows[1:]] == [("ddp-sgd", "ok"), ("overlap-zero-sgd", "ok")]
+    sent_bytes = rows[1]["bytes_sent_per_step"]
+    assert rows[1]["median_ms"] >= 1000 * sent_bytes / parse_bandwidth("1gbit")
+
+
+def test_variants_have_baselines() -> None:
+    known = registry()
+    assert all(one.baseline is None or one.baseline in known for one in known.values())
+    assert len(known) > 40
+
+
+def test_a_race_keeps_its_curves_and_is_continued(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    asked = "--contestants overlap-zero --seeds 1 --steps 8 --evaluate-every 4 --width 4 --batch-size 8 --target 0.01"
+    asked += f" --output {tmp_path}"
+    assert race.main(asked.split()) == 0
+    (course,) = json.loads((tmp_path / "race.json").read_text())["courses"]
+    assert [(cell["contestant"], cell["status"]) for cell in course["cells"]] == [("ddp", "ok"), ("overlap-zero", "ok")]
+    assert course["cells"][0]["metric"] == course["cells"][1]["metric"]
+    assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
+    capfd.readouterr()
+    page = tmp_path / "page.md"
+    page.write_text(f"before {race.BEGIN} old {race.END} after")
+    assert race.main([*asked.split(), "--show", "--into", str(page)]) == 0
+    assert "overlap-zero" in capfd.readouterr().out
+    assert page.read_text().startswith("before ") and page.read_text().endswith(" after")
+    assert "| `overlap-zero` |" in page.read_text() and " old " not in page.read_text()
+
+
+def test_a_trace_has_a_picture_and_slices_of_both_ways(tmp_path: Path) -> None:
+    asked = "--device cpu --steps 2 --batch-size 2 --image-size 8 --output"
+    assert trace.main([*asked.split(), str(tmp_path)]) == 0
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("main", "argv", "said"),
+    [
+        (bench.main, "--variants nothing", "variants has nothing; known are"),
+        (bench.main, "--bandwidth fast", "bandwidth='fast' is not a speed"),
+        (race.main, "--contestants nobody", "contestants has nobody; known are"),
+        (trace.main, "--batch-size 1000", "give --batch-size 2 to 718"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    main: object, argv: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(argv.split())  # type: ignore[operator]
+    assert said in capsys.readouterr().err
