@@ -35,7 +35,7 @@ class GPT(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(config.vocabulary, config.width)
         self.position = nn.Parameter(torch.zeros(config.tokens, config.width))
-        self.blocks = nn.Sequential(*(_Block(config.width, config.heads) for _ in range(config.layers)))
+        self.blocks = nn.Sequential(*(_Layer(config.width, config.heads) for _ in range(config.layers)))
         self.norm = nn.LayerNorm(config.width)
         nn.init.normal_(self.embed.weight, std=0.02)
 
@@ -44,7 +44,7 @@ class GPT(nn.Module):
         return nn.functional.linear(hidden, self.embed.weight).flatten(0, 1)
 
 
-class _Block(nn.Module):
+class _Layer(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self._heads = heads
@@ -86,7 +86,7 @@ class ResNet(nn.Module):
         for stage, (depth, width) in enumerate(zip(depths, widths, strict=True)):
             for place in range(depth):
                 out = width * _EXPANSION if is_deep else width
-                blocks.append(_Block(channels, width, out, stride=2 if stage and not place else 1))
+                blocks.append(_Residual(channels, width, out, stride=2 if stage and not place else 1))
                 channels = out
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels, classes)
@@ -98,7 +98,7 @@ class ResNet(nn.Module):
         return self.head(self.blocks(self.stem(images)).mean(dim=(2, 3)))  # type: ignore[no-any-return]
 
 
-class _Block(nn.Module):
+class _Residual(nn.Module):
     """Two convolutions of 3 x 3; or one, between two of 1 x 1, where it hands on more channels than it works on."""
 
     def __init__(self, channels: int, width: int, out: int, *, stride: int) -> None:

@@ -8,11 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from overlap.errors import ConfigurationError
-
 __all__ = ["Line", "Link", "fit"]
-
-_ALGORITHMS = ("ring", "tree")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,39 +104,3 @@ class Link:
             for name in ("all_reduce", "messages")
         }
         return cls(**{**fields, **lines})
-
-    @classmethod
-    def on_paper(
-        cls,
-        *,
-        ranks: int,
-        bandwidth_bytes_per_s: float,
-        latency_s: float,
-        algorithm: str = "ring",
-        ranks_a_machine: int = 1,
-        inner_bandwidth_bytes_per_s: float = 300e9,
-    ) -> Link:
-        """A link of known speed: a ring takes ``2 (W-1)`` messages one after the other for an all-reduce, a tree
-        ``2 log2 W``; half of that for the others. With several ranks a machine, those reduce among each other first,
-        over the inner link, and each then has its part to send.
-
-        Raises:
-            ConfigurationError: an argument is out of range.
-        """
-        if algorithm not in _ALGORITHMS:
-            raise ConfigurationError(f"algorithm={algorithm!r} is not one of {', '.join(_ALGORITHMS)}")
-        if ranks < 1 or ranks % ranks_a_machine:
-            raise ConfigurationError(
-                f"ranks={ranks} is not a multiple of ranks_a_machine={ranks_a_machine}: make it one"
-            )
-        inner, machines = ranks_a_machine, ranks // ranks_a_machine
-        messages = (machines - 1 if algorithm == "ring" else math.ceil(math.log2(machines))) + (inner - 1) / 10
-        # Of n bytes a rank: what goes over each link in one direction, and how long that takes.
-        seconds = (inner - 1) / inner / inner_bandwidth_bytes_per_s
-        seconds += (machines - 1) / machines / inner / bandwidth_bytes_per_s
-        share = (ranks - 1) / ranks
-        bytes_per_ms = share / seconds / 1000 if seconds else math.inf
-        half = Line(latency_ms=1000 * messages * latency_s, bytes_per_ms=bytes_per_ms)
-        whole = Line(latency_ms=2 * half.latency_ms, bytes_per_ms=bytes_per_ms)
-        where = f"{8 * bandwidth_bytes_per_s / 1e9:g} Gbit/s, {1e6 * latency_s:g} us a message, {algorithm}, on paper"
-        return cls(ranks=ranks, all_reduce=whole, messages=half, where=where)

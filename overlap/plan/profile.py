@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
-
-from overlap.errors import ConfigurationError
 
 __all__ = ["ParameterTimes", "Profile"]
 
@@ -82,25 +78,6 @@ class Profile:
         """On one line."""
         parts = f"forward {self.forward_ms:.2f} ms, backward {self.backward_ms:.2f} ms, update {self.update_ms:.2f} ms"
         return f"{parts}, {self.gradient_bytes / 1e6:.2f} MB of gradients"
-
-    def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(json.dumps({"version": _VERSION, **asdict(self)}, indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            ConfigurationError: the file is not there, or holds something else.
-        """
-        try:
-            return cls.of_json(json.loads(Path(path).read_text()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(
-                f"profile={str(path)!r} is not a profile that Profile.save or `overlap plan --save-profile` wrote: "
-                f"{error}"
-            ) from None
 
     @classmethod
     def of_json(cls, values: dict[str, object]) -> Profile:

@@ -142,7 +142,7 @@ class Request:
             raise ConfigurationError(f"report={str(self.report)!r} cannot be written: give another name")
         if find_spec("matplotlib") is None:
             raise ConfigurationError(
-                f"report={str(self.report)!r} needs matplotlib: pip install 'ddp-overlap[bench]', or leave it out"
+                f"report={str(self.report)!r} needs matplotlib: pip install 'ddp-overlap[timeline]', or leave it out"
             )
         from overlap.plan.picture import formats
 
@@ -189,6 +189,6 @@ def check_group_exists(process_group: object) -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigurationError(
             "auto measures the link between ranks, but there is no process group: call "
-            "torch.distributed.init_process_group first; without ranks, `overlap plan` predicts"
+            "torch.distributed.init_process_group first"
         )
     return check_group("process_group", process_group) or dist.group.WORLD  # type: ignore[return-value]

@@ -363,7 +363,7 @@ def test_bad_input_is_refused_by_name_before_any_collective() -> None:
 
 def test_without_a_process_group_it_says_what_to_do() -> None:
     model = _model()
-    with pytest.raises(ConfigurationError, match=r"init_process_group first; without ranks, `overlap plan`"):
+    with pytest.raises(ConfigurationError, match="init_process_group first"):
         overlap.auto(model, _adamw(model), sample=_sample(0), loss=CROSS_ENTROPY)
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
-from overlap import AllReduce, Cast, ConfigurationError, Int8, PowerSGD, Quantize
+from overlap import AllReduce, Cast, Int8, PowerSGD, Quantize
 from overlap.plan.buckets import cut
 from overlap.plan.dry import dry_run
-from overlap.plan.link import Line, Link, fit
-from overlap.plan.profile import ParameterTimes, Profile
+from overlap.plan.link import Line, fit
+from overlap.plan.profile import ParameterTimes
 from overlap.plan.wire_times import shares
 
 SHAPES = {"a": (64, 32), "b": (64,), "c": (128, 64), "d": (128,)}
@@ -107,34 +104,3 @@ def test_buckets_of_different_dtypes_are_apart() -> None:
         for place, dtype in enumerate(["float32", "float16"] * 2)
     ]
     assert [[one.name for one in bucket] for bucket in cut(mixed, 1)] == [["0"], ["2"], ["1", "3"]]
-
-
-def test_a_ring_on_paper_has_the_volumes_of_a_ring() -> None:
-    link = Link.on_paper(ranks=8, bandwidth_bytes_per_s=1e9, latency_s=1e-5)
-    # n = 8 MB: 2 n 7/8 sent, at 1e6 bytes a ms, and 14 messages.
-    assert link.ms("all_reduce", 2 * 8e6 * 7 / 8) == pytest.approx(14 + 0.14)
-    tree = Link.on_paper(ranks=8, bandwidth_bytes_per_s=1e9, latency_s=1e-5, algorithm="tree")
-    assert tree.ms("all_reduce", 2 * 8e6 * 7 / 8) == pytest.approx(14 + 0.06)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"), [({"algorithm": "star"}, "algorithm='star'"), ({"ranks_a_machine": 3}, "ranks_a_machine=3")]
-)
-def test_a_link_that_cannot_be_is_refused(change: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigurationError, match=named):
-        Link.on_paper(**{"ranks": 8, "bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5, **change})
-
-
-def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
-    profile = Profile(forward_ms=1, backward_ms=2.5, update_ms=0.1, copy_ms=0.05, parameters=PARAMETERS)
-    profile.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == profile
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"version": 1, "parameters": []}), '{"version": 7}'])
-def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "other.json").write_text(text)
-    with pytest.raises(ConfigurationError, match=r"other\.json"):
-        Profile.load(tmp_path / "other.json")
-    with pytest.raises(ConfigurationError, match=r"missing\.json"):
-        Profile.load(tmp_path / "missing.json")
