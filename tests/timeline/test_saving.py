@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from overlap import ConfigurationError, _options
+from overlap import ConfigurationError, _checks
 from overlap.timeline import Report, save_reports
 from overlap.timeline.layout import panel_of
 from overlap.timeline.spans import length_ms
@@ -89,7 +89,7 @@ def test_a_file_that_is_neither_picture_nor_trace(name: str) -> None:
 
 
 def test_without_matplotlib_a_picture_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_options, "find_spec", lambda name: None)
+    monkeypatch.setattr(_checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"^matplotlib not installed: pip install 'ddp-overlap\[timeline\]'$"):
         save_reports({"plain": report()}, tmp_path / "step.png")
 
