@@ -84,7 +84,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--image-size", type=int, default=32, help="side in pixels")
-    parser.add_argument("--rows", nargs="*", choices=ROWS, metavar="NAME", help=f"some of: {'; '.join(ROWS)}")
+    parser.add_argument(
+        "--rows", nargs="*", choices=ROWS, metavar="NAME", help=f"some of: {'; '.join(ROWS)}".replace("%", "%%")
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     options = parser.parse_args()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29742", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
