@@ -10,6 +10,9 @@ ordinary tensors. Metadata (shape, dtype, device) are the gradient's own.
 Writes are found by the operator's schema, so ``.data``, views, ``foreach`` kernels, autograd's own accumulation and
 collectives are covered alike. Memory is not reachable: ``numpy()`` copies, and ``data_ptr()`` is refused.
 
+A gradient refers to its terms weakly: they know the parameter, whose ``.grad`` Python's garbage collector does not look
+into, so that a model with such a gradient would never be collected. One that outlives its model stays read-only.
+
 Private: ``torch.Tensor._make_wrapper_subclass`` and ``_disabled_torch_function_impl``, on which DTensor and torchao
 stand; the id of the current graph task, to tell autograd's accumulation from the loop's own edits.
 """
@@ -26,6 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from overlap._torch.autograd import in_backward
+from overlap.errors import TrainingLoopError
 
 __all__ = ["AppliedGradient", "Attempt", "Terms"]
 
@@ -49,8 +53,6 @@ class Attempt(Enum):
 class Terms:
     """What the loop may do with a set of gradients, and the error for everything else."""
 
-    is_readable = True
-    """Whether operators may read."""
     allows_unscaling = False
     """Whether ``GradScaler`` may unscale the tensor inside."""
 
@@ -63,6 +65,17 @@ class Terms:
         self.refuse(gradient, Attempt.WRITE)
 
 
+class _OutlivedTerms(Terms):
+    def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
+        raise TrainingLoopError(
+            "a gradient of a model that no longer exists, or whose registration was removed, cannot be changed; nor can "
+            "it be read if it was released, or is the mean over ranks in part only: keep a .clone() of a gradient"
+        )
+
+
+_OUTLIVED = _OutlivedTerms()
+
+
 class AppliedGradient(Tensor):
     """A gradient under :class:`Terms`. See [Note: applied gradients are read-only].
 
@@ -71,21 +84,34 @@ class AppliedGradient(Tensor):
         like: a tensor of its shape, strides, dtype and device.
         parameter: whose gradient it is.
         terms: what the loop may do with it.
+        is_readable: whether operators may read it.
     """
 
     plain: Tensor | None
-    terms: Terms
+    is_readable: bool
     parameter: weakref.ref[Tensor]
+    _terms: weakref.ref[Terms]
 
     @staticmethod
     def __new__(
-        cls: type[AppliedGradient], inner: Tensor | None, like: Tensor, parameter: weakref.ref[Tensor], terms: Terms
+        cls: type[AppliedGradient],
+        inner: Tensor | None,
+        like: Tensor,
+        parameter: weakref.ref[Tensor],
+        terms: Terms,
+        *,
+        is_readable: bool = True,
     ) -> Any:
         made = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.plain, made.parameter, made.terms = inner, parameter, terms
+        made.plain, made.parameter, made.is_readable, made._terms = inner, parameter, is_readable, weakref.ref(terms)
         return made
+
+    @property
+    def terms(self) -> Terms:
+        """What the loop may do with it."""
+        return self._terms() or _OUTLIVED
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -109,7 +135,7 @@ class AppliedGradient(Tensor):
         if func.namespace == "c10d":
             given[0].terms.refuse(given[0], Attempt.SEND)
         is_view = not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
-        hidden = next((each for each in given if not each.terms.is_readable or each.plain is None), None)
+        hidden = next((each for each in given if not each.is_readable or each.plain is None), None)
         if hidden is not None:
             if is_view and len(given) == 1 and name in ("detach", "alias", "view_as"):
                 return hidden  # No value is read: requires_grad_() and .data come here.
@@ -122,7 +148,7 @@ class AppliedGradient(Tensor):
 
     def read(self) -> Tensor:
         """The tensor inside, to be read. Raises: as the terms say."""
-        if self.plain is None or not self.terms.is_readable:
+        if self.plain is None or not self.is_readable:
             self.terms.refuse(self, Attempt.READ)
         return self.plain
 
@@ -158,7 +184,7 @@ class AppliedGradient(Tensor):
         return self.read().detach().clone().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        shown = repr(self.plain) if self.terms.is_readable and self.plain is not None else f"shape={tuple(self.shape)}"
+        shown = repr(self.plain) if self.is_readable and self.plain is not None else f"shape={tuple(self.shape)}"
         return f"AppliedGradient({shown})"
 
 

@@ -48,6 +48,7 @@ class PassGradients(Terms):
         self._owns = owns
         self._error = error
         self._on_zero = on_zero
+        self._has_parts = False
         self._reduced: dict[int, Tensor] = {}
         self._applied: dict[int, Tensor] = {}
         # By id: those that no rank used in the last backward, and those that were released when it was over.
@@ -134,7 +135,7 @@ class PassGradients(Terms):
         """Give the loop the gradients that were applied, to be read; or with ``parts``, where this rank has only a part
         of each, stand-ins for all that were reduced, which cannot be read. Nor can a released gradient.
         ``GradScaler`` may unscale them where the update ``allows_unscaling``."""
-        self.is_readable, self.allows_unscaling = not parts, allows_unscaling
+        self._has_parts, self.allows_unscaling = parts, allows_unscaling
         spare, handed = self._spare, self._handed
         for key, parameter in (self._reduced if parts else self._applied).items():
             gradient = parameter.grad
@@ -147,18 +148,23 @@ class PassGradients(Terms):
             wrapper, like = spare.pop(key, None), parameter if gradient is None else gradient
             if wrapper is None or wrapper.stride() != like.stride():
                 wrapper = AppliedGradient(gradient, like, weakref.ref(parameter), self)
-            wrapper.plain = gradient
+            wrapper.plain, wrapper.is_readable = gradient, not parts
             parameter.grad = wrapper
             handed.append((parameter, weakref.ref(wrapper)))
 
-    def replaced(self) -> list[Tensor]:
-        """Parameters in whose ``.grad`` the loop has put something else than was handed over."""
-        pairs = [(parameter, parameter.grad, wrapper()) for parameter, wrapper in self._handed]
-        return [parameter for parameter, gradient, handed in pairs if gradient is None or gradient is not handed]
+    def take_replaced(self) -> list[Tensor]:
+        """Parameters in whose ``.grad`` the loop has put something else than was handed over, each once; that counts as
+        applied from now on, so that the next forward clears it."""
+        replaced = [p for p, wrapper in self._handed if p.grad is None or p.grad is not wrapper()]
+        if replaced:
+            ids = set(map(id, replaced))
+            self._handed = [(p, wrapper) for p, wrapper in self._handed if id(p) not in ids]
+            self._left += [(p, weakref.ref(p.grad), p.grad._version) for p in replaced if p.grad is not None]
+        return replaced
 
     def take_back(self) -> None:
         """Put ordinary tensors back into ``.grad``, except where this rank has only a part of the gradient, or none."""
-        if self.is_readable:
+        if not self._has_parts:
             self._replace(_same, keeps_empty=True)
         self.note_left()
 
@@ -226,6 +232,12 @@ class PassGradients(Terms):
         left."""
         return any(p.grad is not None and p.grad is noted() for p, noted, _ in self._left)
 
+    def has_changed_applied(self) -> bool:
+        """Whether the loop has changed a gradient since it was applied, or has put another in its place."""
+        left = self.left_ids
+        there = (p for p in self._applied.values() if p.grad is not None and id(p) not in left)
+        return any(type(p.grad) is not AppliedGradient for p in there)
+
     def is_released(self, parameter: Tensor | None) -> bool:
         """Whether the memory of the last backward's gradient of ``parameter`` was released."""
         return id(parameter) in self._released
@@ -233,7 +245,7 @@ class PassGradients(Terms):
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Within it ``.grad`` are ordinary tensors; what this rank has only in part is handed over again afterwards."""
-        parts = not self.is_readable
+        parts = self._has_parts
         if parts:
             self._replace(_same, keeps_empty=True)
         try:
@@ -265,10 +277,11 @@ class PassGradients(Terms):
         self._cleared = []
 
     @torch.no_grad()
-    def note_zero_grad(self, *, set_to_none: bool) -> None:
-        """``zero_grad()`` is going to clear or zero all gradients; zeros belong where a forward has cleared some."""
+    def note_zero_grad(self, *, set_to_none: bool, restores: bool) -> None:
+        """``zero_grad()`` is going to clear or zero all gradients; zeros belong where a forward has cleared some, too,
+        if it ``restores`` them."""
         self._replace(None if set_to_none else _or_zeros)
-        for parameter in [] if set_to_none else self._cleared:
+        for parameter in self._cleared if restores and not set_to_none else ():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._cleared = []
