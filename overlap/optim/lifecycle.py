@@ -196,7 +196,7 @@ class UpdateLifecycle:
         self.check(Event.ZERO_GRAD)
         self.veto.clear()
         is_before_backward = self.phase in (Phase.FORWARD, Phase.STEPPED)
-        self.gradients.note_zero_grad(set_to_none=set_to_none or not is_before_backward)
+        self.gradients.note_zero_grad(set_to_none=set_to_none, restores=is_before_backward)
         self._move(Event.ZERO_GRAD)
         if self.phase is Phase.IDLE:
             self.gradients.forget()
@@ -261,16 +261,19 @@ class UpdateLifecycle:
                 "every parameter"
             )
 
-    def check_once(self) -> None:
-        """Raises: TrainingLoopError: nothing is there to apply but what ``step()`` has applied already."""
-        is_over = self.phase is Phase.STEPPED and self.form.outcome is not Phase.STEPPED
-        if is_over and self.gradients.has_left():
+    def check_once(self, *, is_all: bool = True) -> None:
+        """Raises: TrainingLoopError: nothing is there to apply but what has been applied already, or the loop has
+        changed that since, so that plain DDP would apply it again; ``is_all``: nothing else is to be applied."""
+        if self.phase is not Phase.STEPPED:
+            return
+        is_over = is_all and self.form.outcome is not Phase.STEPPED
+        if (is_over and self.gradients.has_left()) or self.gradients.has_changed_applied():
             self._refuse(APPLIED_TWICE)
 
     def _refuse_replaced(self) -> None:
         """Raises: TrainingLoopError: between an update in backward and ``step()`` the loop has put something else into
-        ``.grad``, or ``None``."""
-        if self.phase is Phase.APPLIED and (replaced := self.gradients.replaced()):
+        ``.grad``, or ``None``; once."""
+        if self.phase is Phase.APPLIED and (replaced := self.gradients.take_replaced()):
             raise self._error_for(replaced[0], Attempt.WRITE, others=and_others(replaced))
 
     def _error_for(self, parameter: Tensor | None, attempt: Attempt, others: str = "") -> TrainingLoopError:

@@ -126,9 +126,9 @@ class RegisteredUpdates:
         ]
         for lifecycle in lifecycles:
             lifecycle.check_reduced(pending)
-        if not pending and all(lifecycle.phase is Phase.STEPPED for lifecycle in lifecycles):
-            for lifecycle in lifecycles:
-                lifecycle.check_once()
+        is_all = not pending and all(lifecycle.phase is Phase.STEPPED for lifecycle in lifecycles)
+        for lifecycle in lifecycles:
+            lifecycle.check_once(is_all=is_all)
         return pending
 
     def _check_registered(self) -> None:
