@@ -69,4 +69,9 @@ def settle(optimizer: Any) -> None:
 
 
 def gradients(ddp: Any) -> Iterator[torch.Tensor]:
-    return (p.grad for p in ddp.parameters() if p.grad is not None)
+    """Those that have values; a gradient that was released is a stand-in without."""
+    return (p.grad for p in ddp.parameters() if has_gradient(p))
+
+
+def has_gradient(parameter: Any) -> bool:
+    return getattr(parameter.grad, "plain", parameter.grad) is not None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from harness import assert_parity, plain_step, run_ranks, train
 from harness.models import CASES, MLP, UNUSED_ON_SOME_RANKS, Case
+from overlap import TrainingLoopError
 
 STEPS = 6
 
@@ -20,7 +21,7 @@ def _step(ddp: Any, optimizer: Any, batch: Any, loss_of: Any, *, form: str) -> T
     """The loop without ``zero_grad``; looks whether there is anything to release, and whether it has gone."""
     loss: Tensor = loss_of(ddp, batch)
     loss.backward()
-    assert not list(gradients(ddp)), "reading .grad after backward gives None"
+    assert not list(gradients(ddp)), "after backward no gradient has values"
     assert storages(ddp) and held_bytes(ddp) == 0
     if "automatic" not in form:
         optimizer.step()
@@ -108,20 +109,29 @@ def test_buckets_are_released_while_backward_runs(form: str) -> None:
 
 
 def _collected(rank: int, world_size: int) -> None:
+    """Also between backward and step(), where gradients are read-only."""
     import gc
     import weakref
 
-    ddp = wrapped()
-    optimizer = registered("interleaved", ddp, release_gradients=True)
-    for step in range(3):
-        ddp(*MLP.batch(step, rank).inputs).square().mean().backward()
-        optimizer.step()
-    parameter, release = weakref.ref(next(ddp.parameters())), weakref.ref(release_of(ddp))
-    del ddp, optimizer
-    gc.collect()
-    assert release() is None and parameter() is None
-    torch.distributed.barrier()
+    for form in FORMS:
+        for options in ({}, {"release_gradients": True}):
+            ddp = wrapped()
+            optimizer = registered(form, ddp, **options)
+            for step in range(3):
+                if step and "automatic" not in form:
+                    optimizer.step()
+                ddp(*MLP.batch(step, rank).inputs).square().mean().backward()
+            settle(optimizer)
+            parameter = weakref.ref(next(ddp.parameters()))
+            kept = next(ddp.parameters()).grad if options else None  # Without, it would be a view of DDP's bucket.
+            del ddp, optimizer
+            gc.collect()
+            assert parameter() is None, f"{form}, {options}"
+            if kept is not None:
+                with pytest.raises(TrainingLoopError, match="of a model that no longer exists"):
+                    kept.sum()
+            torch.distributed.barrier()
 
 
-def test_a_model_that_releases_gradients_is_collected() -> None:
+def test_a_model_is_collected_whatever_its_gradients_are() -> None:
     run_ranks(_collected, 2)

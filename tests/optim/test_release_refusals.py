@@ -174,7 +174,8 @@ def test_what_a_stage_keeps_is_an_error(when: int) -> None:
 
 
 def _kept_by_a_loop(rank: int, world_size: int, form: str) -> None:
-    for keep in (lambda p: p.grad, lambda p: p.grad.view(-1), lambda p: p.grad.detach()[:2]):
+    keeps: list[Callable[[Any], Any]] = [lambda p: p.grad, lambda p: p.grad.view(-1), lambda p: p.grad.detach()[:2]]
+    for keep in keeps[:1] if form == "zero" else keeps:  # Of a part there are no views.
         ddp = wrapped()
         optimizer = registered(form, ddp, release_gradients=True)
         _trains(ddp, optimizer, rank)
@@ -184,7 +185,7 @@ def _kept_by_a_loop(rank: int, world_size: int, form: str) -> None:
         optimizer.zero_grad()  # The backward is thrown away, what was kept of it is not.
         with pytest.raises(TrainingLoopError, match=r"the gradient of 2\.(weight|bias) cannot be released"):
             _backward(ddp, 4, rank)
-        assert bool(torch.isfinite(kept).all())
+        assert form == "zero" or bool(torch.isfinite(kept).all())
         del kept
         optimizer.step()
         _trains(ddp, optimizer, rank, start=5)
@@ -248,9 +249,9 @@ def _scales(ddp: Any, optimizer: Any, rank: int) -> None:
 
 REFUSED: dict[Loop, str] = {
     _steps_twice: "was called again for a backward whose gradients have been applied",
-    _adds_after_step: r"was changed after .*step\(\) had applied it",
-    _adds_before_step: "was changed after backward, but the update had been made in backward",
-    _sets_before_step: "was changed after backward, but the update had been made in backward",
+    _adds_after_step: "was released in backward, so it can neither be read nor changed",
+    _adds_before_step: "a second backward began before .* and adds to the gradient of 0.weight",
+    _sets_before_step: r"the gradient of 0.weight \(and 9 others\) was released in backward",
     _second_backward: "a second backward began before step",
     _discards: "would discard this backward",
     _scales: "GradScaler decides after backward whether to step",

@@ -110,7 +110,7 @@ def _unfrozen_after_wrapping(rank: int, world_size: int) -> None:
     chain(AllReduce(), Step(optimizer)).register(ddp)
     ddp.module[0].requires_grad_(True)  # DDP does not reduce it, so the ranks would part here.
     ddp(*MLP.batch(0, rank).inputs).sum().backward()
-    with pytest.raises(TrainingLoopError, match=r"not reduced over ranks \(0\.weight and 1 others"):
+    with pytest.raises(TrainingLoopError, match=r"not reduced over ranks \(0\.weight \(and 1 other\)\)"):
         optimizer.step()
 
 

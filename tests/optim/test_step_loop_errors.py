@@ -46,7 +46,7 @@ def _cleared_before_step(rank: int, world_size: int) -> None:
     with pytest.raises(TrainingLoopError, match=r"zero_grad\(\) between backward and .*deferred=True"):
         optimizer.zero_grad()
     ddp.zero_grad()  # Plain DDP would skip this update.
-    with pytest.raises(TrainingLoopError, match="changed after backward"):
+    with pytest.raises(TrainingLoopError, match=r"0.weight \(and 9 others\) cannot be changed after backward"):
         optimizer.step()
     optimizer.step()  # Told once; the update stands, and the loop goes on.
     _backward(ddp, 1, rank)
@@ -100,20 +100,6 @@ def _backward_again(rank: int, world_size: int) -> None:
 
 def test_a_second_backward_through_one_graph_is_an_error() -> None:
     run_ranks(_backward_again, 2)
-
-
-def _clipped_late(rank: int, world_size: int) -> None:
-    ddp, optimizer = _overlapped()
-    _backward(ddp, 0, rank)
-    optimizer.step()
-    _backward(ddp, 1, rank)
-    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
-    with pytest.raises(TrainingLoopError, match=r"8\.bias .*changed after backward.*deferred=True"):
-        optimizer.step()
-
-
-def test_gradients_that_change_after_they_were_applied_are_an_error() -> None:
-    run_ranks(_clipped_late, 2)
 
 
 def _missed_parameters(rank: int, world_size: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from harness import assert_parity, overlapped_step, run_ranks, train, wrap
 from harness.models import MLP, UNUSED, Case
 from overlap import AllReduce, Bucket, OverlappedOptimizer, Stage, Step, TrainingLoopError, chain
-from overlap.optim.pass_gradients import PassGradients
+from overlap.optim.applied import PassGradients
 
 
 class _Uneven(Stage):

@@ -55,7 +55,8 @@ def _rest_averaged(rank: int, world_size: int) -> None:
     ddp, _ = _ddp_with_three_in_backward()
     mean_squared_error(ddp, batch).backward()
     candidate, expected = (
-        {name: parameter.grad for name, parameter in model.module.named_parameters()} for model in (ddp, reference)
+        {name: parameter.grad.clone() for name, parameter in model.module.named_parameters()}
+        for model in (ddp, reference)
     )
     assert_parity(candidate, expected, what="averaged gradients of all")
 
