@@ -68,8 +68,8 @@ class Terms:
 class _OutlivedTerms(Terms):
     def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
         raise TrainingLoopError(
-            "a gradient of a model that no longer exists, or whose registration was removed, cannot be changed; nor can "
-            "it be read if it was released, or is the mean over ranks in part only: keep a .clone() of a gradient"
+            "a gradient of a model that no longer exists, or whose registration was removed, cannot be changed; nor "
+            "can it be read if it was released, or is the mean over ranks in part only: keep a .clone() of a gradient"
         )
 
 

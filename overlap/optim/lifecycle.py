@@ -288,6 +288,8 @@ class UpdateLifecycle:
             # Raised before DDP has seen a gradient of this backward, which it would wait for in the next forward.
             self.phase = Phase.FAILED
             self.note_unfinished()
+        elif attempt is Attempt.ACCUMULATE and self.phase is Phase.STEPPED and form.outcome is not Phase.STEPPED:
+            text = REFUSED_ATTEMPTS["accumulate applied"]
         elif self.has_parts and attempt in _OF_PARTS:
             text = REFUSED_ATTEMPTS["part"]
         else:

@@ -135,6 +135,8 @@ REFUSED_ATTEMPTS: Mapping[str, str] = {
     "accumulate part": "a second backward began before {step}, and adds to the gradient of {name}, of which this rank "
     "has only its part of the mean: call {step} after each synchronized backward, run all but the last under "
     "ddp.no_sync(), or use {edits}",
+    "accumulate applied": "a backward adds to the gradient of {name}, which has been applied: call zero_grad() after "
+    "{step}, or run a forward of the model first",
     "send": "the gradient of {name} cannot be sent by a collective: it is the mean over ranks, and its update was made "
     "in backward. Send a .clone(), or use {edits}",
     "unscale": SCALED_IN_BACKWARD,

@@ -13,7 +13,6 @@ from release_cases import (
     ADAMW,
     FORMS,
     SGD,
-    gradients,
     has_gradient,
     held_bytes,
     registered,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -110,9 +113,6 @@ def test_buckets_are_released_while_backward_runs(form: str) -> None:
 
 def _collected(rank: int, world_size: int) -> None:
     """Also between backward and step(), where gradients are read-only."""
-    import gc
-    import weakref
-
     for form in FORMS:
         for options in ({}, {"release_gradients": True}):
             ddp = wrapped()
@@ -125,7 +125,11 @@ def _collected(rank: int, world_size: int) -> None:
             parameter = weakref.ref(next(ddp.parameters()))
             kept = next(ddp.parameters()).grad if options else None  # Without, it would be a view of DDP's bucket.
             del ddp, optimizer
-            gc.collect()
+            for _ in range(100):  # The worker may be at the end of the last backward.
+                gc.collect()
+                if parameter() is None:
+                    break
+                time.sleep(0.05)
             assert parameter() is None, f"{form}, {options}"
             if kept is not None:
                 with pytest.raises(TrainingLoopError, match="of a model that no longer exists"):

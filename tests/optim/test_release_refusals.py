@@ -249,7 +249,7 @@ def _scales(ddp: Any, optimizer: Any, rank: int) -> None:
 
 REFUSED: dict[Loop, str] = {
     _steps_twice: "was called again for a backward whose gradients have been applied",
-    _adds_after_step: "was released in backward, so it can neither be read nor changed",
+    _adds_after_step: "a backward adds to the gradient of 0.weight, which has been applied: call zero_grad",
     _adds_before_step: "a second backward began before .* and adds to the gradient of 0.weight",
     _sets_before_step: r"the gradient of 0.weight \(and 9 others\) was released in backward",
     _second_backward: "a second backward began before step",

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap import CollectiveError, TrainingLoopError
+from overlap._torch.read_only import AppliedGradient
 
 _SYNCHRONIZING = ("backward", "no_sync", "step_with_closure")  # Under no_sync, where a forward before it was not.
 _BUCKET_CAP_MB = 80 / 2**20
@@ -68,6 +69,7 @@ class Run:
         self.registration: Any = None
         self.steps = 0
         self.errors: list[str] = []
+        self.kept: list[tuple[Tensor, Tensor]] = []
         self.make(Call("register", "same"))
 
     def make(self, call: Call) -> str | None:
@@ -81,7 +83,7 @@ class Run:
             self.errors.append(outcome)
         self.oracle.follow(call, outcome, batch)
         if self.form.releases and outcome == "ok" and call.name in _SYNCHRONIZING:
-            self.oracle.note_released({place for place, p in enumerate(self.parameters) if p.grad is None})
+            self.oracle.note_released({place for place, p in enumerate(self.parameters) if _values(p) is None})
         if self.oracle.loss is None:
             self.loss = None
         self.form.settle(self.optimizer)
@@ -193,6 +195,14 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = call.argument
 
+    def _decay(self, call: Call, batch: tuple[Tensor, Tensor]) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.mul_(0.9)
+
+    def _keep(self, call: Call, batch: tuple[Tensor, Tensor]) -> None:
+        self.kept = [(p.grad, p.grad.clone()) for p in self.parameters if p.grad is not None]
+
     def _evaluate(self, call: Call, batch: tuple[Tensor, Tensor]) -> None:
         with torch.no_grad():
             loss_of(self.ddp, batch)
@@ -219,13 +229,20 @@ class Run:
         if self.oracle.is_unknown:
             return None
         where = f"after {call!r}, in phase {self.oracle.phase},"
-        for (name, ours), theirs in zip(self.ddp.module.named_parameters(), self.oracle.parameters, strict=True):
+        if any(not _shows(gradient, values) for gradient, values in self.kept):
+            return f"{where} a gradient that the loop has kept has other values"
+        for place, (name, ours) in enumerate(self.ddp.module.named_parameters()):
+            theirs = self.oracle.parameters[place]
             if not torch.equal(ours, theirs):
                 return f"{where} {name} is {_short(ours)}, but of plain DDP {_short(theirs)}"
             if self.form.releases and self.oracle.has_garbage:
                 continue  # What a backward had released before it failed is gone.
-            if (ours.grad is None) != (theirs.grad is None):
-                return f"{where} the gradient of {name} is {_short(ours.grad)}, but of plain DDP {_short(theirs.grad)}"
+            if isinstance(ours.grad, AppliedGradient) != (place in self.oracle.handed):
+                return f"{where} the gradient of {name} is{' not' * (place in self.oracle.handed)} read-only"
+            if self.oracle.hides(place) and _can_be_read(ours.grad):
+                return f"{where} the gradient of {name} can be read"
+            if (_values(ours) is None) != (theirs.grad is None):
+                return f"{where} the gradient of {name} is {ours.grad}, but of plain DDP {_short(theirs.grad)}"
             if ours.grad is None or theirs.grad is None or not self._compares_gradients:
                 continue
             if not torch.equal(ours.grad, theirs.grad):
@@ -240,6 +257,23 @@ class Run:
         return (
             None if _is_equal(ours, theirs) else f"{where} the optimizer's state is {ours}, but of plain DDP {theirs}"
         )
+
+
+def _values(parameter: Tensor) -> Tensor | None:
+    """Its gradient; ``None`` where that was released, too."""
+    return parameter.grad.plain if isinstance(parameter.grad, AppliedGradient) else parameter.grad
+
+
+def _can_be_read(gradient: Any) -> bool:
+    try:
+        gradient.sum()
+    except TrainingLoopError:
+        return False
+    return True
+
+
+def _shows(gradient: Tensor, values: Tensor) -> bool:
+    return _can_be_read(gradient) and torch.equal(gradient, values)
 
 
 def _short(tensor: Tensor | None) -> str:

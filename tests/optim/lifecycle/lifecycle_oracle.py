@@ -36,11 +36,16 @@ class Oracle:
         self.parameters = list(ddp.parameters())
         self.phase = "off"
         self.marks: dict[int, str] = {}
-        """Of parameters whose gradient was applied: what became of it since: as left, edited, gone, replaced."""
+        """What became of each gradient that was applied: as left; replaced before ``step()``, which the loop
+        has not been told; changed in place after it (own); another tensor or none (new)."""
+        self.handed: set[int] = set()
+        """Parameters whose ``.grad`` is read-only."""
         self.means: set[int] = set()
         """Parameters whose ``.grad`` is what the last backward left, perhaps edited."""
         self.lr_then: float | None = None
-        """With which backward has made the update, if the loop has not been told of another one since."""
+        """With which backward has made the update, if the loop has not been told of a change since."""
+        self.has_decayed = False
+        """The loop has changed parameters since the last backward."""
         self.cleared: set[int] = set()
         """Parameters whose gradient a forward has cleared since the last backward."""
         self.released: set[int] = set()
@@ -122,7 +127,25 @@ class Oracle:
         return OK
 
     def _expect_forward(self, call: Call) -> frozenset[str]:
-        return REFUSED if self._forward_meets_edit() else OK
+        return REFUSED if self._meets_replaced() else OK
+
+    def _expect_edit(self, call: Call) -> frozenset[str]:
+        return OK if self.handed.isdisjoint(chosen(call)) else REFUSED
+
+    _expect_data_edit = _expect_edit
+
+    def _expect_inert_clip(self, call: Call) -> frozenset[str]:
+        return REFUSED if self.handed else OK
+
+    def _expect_own_gradient(self, call: Call) -> frozenset[str]:
+        return REFUSED if call.argument in self.handed else OK
+
+    def _expect_ddp_zero_grad(self, call: Call) -> frozenset[str]:
+        return REFUSED if self.phase == "applied" and self.handed and not call.argument else OK
+
+    def hides(self, place: int) -> bool:
+        """Whether the gradient cannot even be read."""
+        return place in self.handed and (place in self.released or not self.form.has_whole_gradients)
 
     def _expect_backward(self, call: Call) -> frozenset[str]:
         return REFUSED if self._is_second_backward() else OK
@@ -131,31 +154,40 @@ class Oracle:
 
     def _is_second_backward(self) -> bool:
         """Whether a backward would add to what was applied, or to what is not the mean everywhere."""
-        return self.phase in ("applied", "failed") or (self.phase == "reduced" and not self.form.adds_up)
+        return self.phase in ("applied", "failed") or self._adds_to_parts()
+
+    def _adds_to_parts(self) -> bool:
+        """Whether a backward would add to parts, which is refused before DDP sees a gradient, and changes nothing."""
+        return self.phase == "reduced" and not self.form.adds_up
 
     def _expect_failing_backward(self, call: Call) -> frozenset[str]:
         return REFUSED if self._is_second_backward() else FAILED
 
     def _expect_no_sync(self, call: Call) -> frozenset[str]:
-        if self._forward_meets_edit():
+        if self._meets_replaced():
             return REFUSED
         is_second = self.phase != "failed" and self._is_second_backward()
         return REFUSED if self.synchronizes_next and is_second else OK
 
     def _expect_incomplete_backward(self, call: Call) -> frozenset[str]:
-        return self._expect_forward(call)
+        return REFUSED if self._adds_to_parts() else self._expect_forward(call)
 
     def _expect_step(self, call: Call) -> frozenset[str]:
         if self.phase == "off":
             return OK
         if self.form.refuses_step or self.phase in ("failed", "incomplete"):
             return REFUSED
-        if self._step_meets_edit() or self._step_meets_other_lr() or self._local() or self._is_step_again():
+        if self._meets_replaced() or self._meets_change() or self._local() or self._is_step_again():
             return REFUSED
         return OK
 
     def _is_step_again(self) -> bool:
-        """Whether all that is there has been applied already; an ordinary optimizer would apply it again."""
+        """Whether all that is there has been applied already, or has been changed since; an ordinary optimizer would
+        apply it again."""
+        if self.phase == "stepped" and any(
+            mark in ("own", "new") and self.parameters[place].grad is not None for place, mark in self.marks.items()
+        ):
+            return True
         is_there = bool(self.released) or any(self.parameters[place].grad is not None for place in self.marks)
         clears = self.form.clears and not self.form.is_automatic
         return self.phase == "stepped" and clears and is_there and not self._pending()
@@ -170,7 +202,7 @@ class Oracle:
     def _expect_step_with_closure(self, call: Call) -> frozenset[str]:
         if self.phase == "off" or not self.form.refuses_step:
             is_second = self.phase != "failed" and self._is_second_backward()
-            return REFUSED if self._forward_meets_edit() or is_second else OK
+            return REFUSED if self._meets_replaced() or is_second else OK
         return REFUSED
 
     def _expect_zero_grad(self, call: Call) -> frozenset[str]:
@@ -179,30 +211,17 @@ class Oracle:
     def _expect_load(self, call: Call) -> frozenset[str]:
         return REFUSED if self.phase == "applied" else OK
 
-    def _forward_meets_edit(self) -> bool:
-        if self.phase == "applied":
-            return any(mark != "as left" for mark in self.marks.values())
-        if self.phase == "stepped":
-            # An edit that raises no version is looked for where backward has made the update, until step().
-            edited = ("edited", "hidden") if self.form.is_automatic else ("edited",)
-            # Where a gradient was given back, nobody can tell whether another was added to it.
-            return any(
-                (mark in edited or (mark == "replaced" and place in self.released)) and self._is_nonzero(place)
-                for place, mark in self.marks.items()
-            )
-        return False
+    def _meets_replaced(self) -> bool:
+        return self.phase == "applied" and "replaced" in self.marks.values()
 
     def _lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _step_meets_other_lr(self) -> bool:
-        return self.phase == "applied" and self.lr_then not in (None, self._lr())
-
-    def _step_meets_edit(self) -> bool:
-        if self.phase == "applied":
-            return any(mark != "as left" for mark in self.marks.values())
-        changed = ("edited", "replaced", "hidden") if self.form.is_automatic else ("edited", "replaced")
-        return any(mark in changed and self._is_nonzero(place) for place, mark in self.marks.items())
+    def _meets_change(self) -> bool:
+        """Whether the update in backward has used another learning rate, or other parameters."""
+        if self.phase != "applied" or self.lr_then is None:
+            return False
+        return self.lr_then != self._lr() or self.has_decayed
 
     def _local(self) -> set[int]:
         """Parameters with a gradient that ``step()`` would apply, but that is not the mean over ranks."""
@@ -239,8 +258,8 @@ class Oracle:
 
     def _begin_forward(self) -> bool:
         """What a forward does to gradients; false where it is refused, and the loop can go on."""
-        if self._forward_meets_edit():
-            self._take_edits_for_applied()
+        if self._meets_replaced():
+            self._take_replaced_for_applied()
             return False
         if self.phase == "failed":
             self._clear(range(len(self.parameters)))
@@ -248,11 +267,11 @@ class Oracle:
             self.cleared = set()
             self._forget()
         elif self.phase in ("applied", "stepped"):
-            as_left = {place for place, mark in self.marks.items() if mark in ("as left", "hidden")}
+            as_left = {place for place, mark in self.marks.items() if mark == "as left"} | self.handed
             self.cleared |= {place for place in as_left if self.parameters[place].grad is not None}
             self._clear(as_left)
             self.means -= set(self.marks)
-            self.marks = {}
+            self.marks, self.handed = {}, set()
         # What the loop has cleared by itself is no mean any more, and if that is all, the backward is discarded.
         self.means = {place for place in self.means if self.parameters[place].grad is not None}
         if self.phase == "reduced" and not self.means:
@@ -262,9 +281,9 @@ class Oracle:
             self._forget()
         return True
 
-    def _take_edits_for_applied(self) -> None:
-        """The loop was told once that its edits are lost."""
-        self.marks = dict.fromkeys(self.marks, "as left")
+    def _take_replaced_for_applied(self) -> None:
+        """The loop was told once that what it has put there is lost."""
+        self.marks = {place: "as left" if mark == "replaced" else mark for place, mark in self.marks.items()}
 
     def _skipped_backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         self._backward(call, outcome, batch)
@@ -272,6 +291,9 @@ class Oracle:
     def _backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         assert self.loss is not None
         is_noticed = self.synchronizes_next
+        if is_noticed and self._adds_to_parts():
+            self.loss = None  # DDP goes on waiting for gradients.
+            return
         if not is_noticed:
             self._note_added_everywhere()
         self.loss.backward()
@@ -287,6 +309,8 @@ class Oracle:
             return
         places = range(len(self.parameters))
         self.means = set(places)
+        self.handed = set() if self.form.has_whole_gradients else set(places)
+        self.has_decayed = False
         if call.name == "skipped_backward":
             self.phase = "reduced"
             return
@@ -295,9 +319,11 @@ class Oracle:
         self.lr_then = self._lr()
         in_step = "reduced" if self.form.is_deferred else "applied"
         self.phase = "stepped" if self.form.is_automatic else in_step
+        if self.phase != "reduced":
+            self.handed |= set(self.marks)
 
     def note_released(self, gone: set[int]) -> None:
-        """``.grad`` of these is gone after a backward, which need not release what others may have seen before."""
+        """``.grad`` of these has no values after a backward, which need not release what others may have seen."""
         if released := gone & {place for place, mark in self.marks.items() if mark == "as left"}:
             self.released = released
             self.cleared |= released
@@ -305,6 +331,9 @@ class Oracle:
 
     def _failing_backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         assert self.loss is not None
+        if self._adds_to_parts():
+            self.loss = None
+            return
         self.loss.backward()
         self.loss, self.synchronizes_next = None, False
         is_on_its_way = not self._is_second_backward() and call.argument == "last"
@@ -328,6 +357,9 @@ class Oracle:
     def _incomplete_backward(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         if not self._begin_forward():
             return
+        if self._adds_to_parts():
+            self.loss, self.synchronizes_next = None, True
+            return
         loss_of(self.ddp, batch, is_partial=True).backward()
         self.loss, self.has_ended = None, True
         is_refused = self._is_second_backward()
@@ -337,9 +369,9 @@ class Oracle:
 
     def _step(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         if outcome != "ok":
-            if not self.form.refuses_step and self.phase in ("applied", "stepped") and self._step_meets_edit():
-                self._take_edits_for_applied()
-            elif not self.form.refuses_step and self._step_meets_other_lr():
+            if self._meets_replaced():
+                self._take_replaced_for_applied()
+            elif self._meets_change():
                 self.lr_then = None  # It was told once.
             return
         pending = self._to_update()
@@ -347,8 +379,11 @@ class Oracle:
         if self.phase == "off" and not self.form.has_whole_gradients:
             self.loss = None  # What was gathered is written to all parameters, if nothing was updated, too.
         self._end_step()
-        if self.phase not in ("off", "idle") and self.form.clears:
+        if self.phase in ("reduced", "applied") and self.form.clears:
             self.marks |= dict.fromkeys((place for place in pending if place in self.means), "as left")
+            there = {place for place, parameter in enumerate(self.parameters) if parameter.grad is not None}
+            self.marks |= dict.fromkeys(there & set(self.marks), "as left")
+            self.handed = self.handed & self.released if self.form.has_whole_gradients else self.means & there
         if self.phase in ("reduced", "applied") or (self.phase != "off" and self.marks):
             self.phase = "stepped"
 
@@ -376,12 +411,13 @@ class Oracle:
     def _step_with_closure(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         if self.phase != "off" and self.form.refuses_step:
             return
-        if self._forward_meets_edit():
+        if self._meets_replaced():
             self._forward(call, outcome, batch)
             return
         self._forward(call, outcome, batch)
+        is_refused = self._is_second_backward()
         self._backward(call, outcome, batch)
-        if self.phase != "failed":
+        if not is_refused:
             self._step(call, outcome, batch)
 
     def _zero_grad(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
@@ -403,32 +439,47 @@ class Oracle:
 
     def _ddp_zero_grad(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         for place, parameter in enumerate(self.parameters):
-            if parameter.grad is not None and (call.argument or parameter.grad.any() or self.phase == "stepped"):
-                self._note_change(place, "gone" if call.argument else "edited")
-        self.ddp.zero_grad(call.argument)
+            if outcome != "ok" and place in self.handed:
+                return
+            if parameter.grad is None and place in self.handed and not call.argument:
+                parameter.grad = torch.zeros_like(parameter)  # It was released.
+            if parameter.grad is not None or place in self.handed:
+                self._note_change(place, is_in_place=not call.argument)
+            if parameter.grad is not None:
+                parameter.grad = None if call.argument else parameter.grad.zero_()
         self.has_garbage = self.has_own = False
 
     def _edit(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         for place in chosen(call):
+            if place in self.handed:
+                return
             gradient = self.parameters[place].grad
-            if gradient is not None and gradient.any():
-                self._note_change(place, "edited")
+            if gradient is not None:
+                self._note_change(place, is_in_place=True)
                 gradient.mul_(0.5)
 
     def _data_edit(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        """Raises no version, so that what ``step()`` has left is still taken for it."""
         for place in chosen(call):
+            if place in self.handed:
+                return
             gradient = self.parameters[place].grad
-            if gradient is not None and gradient.any():
-                self._note_change(place, "hidden" if self.marks.get(place) == "as left" else "edited")
+            if gradient is not None:
                 gradient.data.mul_(0.5)
 
     def _inert_clip(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
-        """Changes nothing, but has the library compare. After ``step()`` zeros that are written are the loop's own."""
-        for place, mark in self.marks.items():
-            writes_zeros = self.phase == "stepped" and mark == "as left" and not self._is_nonzero(place)
-            self.marks[place] = "edited" if mark == "hidden" or writes_zeros else mark
+        """Changes no value, but is an edit like any other."""
+        if any(map(self.hides, range(len(self.parameters)))):
+            return  # The norm cannot be read.
+        for place, parameter in enumerate(self.parameters):
+            if place in self.handed:
+                return
+            if parameter.grad is not None:
+                self._note_change(place, is_in_place=True)
 
     def _own_gradient(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        if outcome != "ok":
+            return
         self._note_added(call.argument)
         (self.parameters[call.argument] * 0.1).sum().backward()
 
@@ -438,12 +489,17 @@ class Oracle:
 
     def _note_added(self, place: int) -> None:
         """Autograd adds to a gradient in place, or makes a new one."""
-        self._note_change(place, "replaced" if self.parameters[place].grad is None else "edited")
+        self._note_change(place, is_in_place=self.parameters[place].grad is not None)
 
-    def _note_change(self, place: int, mark: str) -> None:
-        if place not in self.marks or (self.marks[place] == "replaced" and mark == "edited"):
-            return
-        self.marks[place] = mark
+    def _note_change(self, place: int, *, is_in_place: bool) -> None:
+        """The loop changes ``.grad``, or puts something else there."""
+        if place in self.handed:
+            self.handed.remove(place)
+            mark = "replaced" if self.phase == "applied" else "new"
+        else:
+            mark = "own" if is_in_place else "new"
+        if self.marks.get(place) == "as left" or (self.marks.get(place) == "own" and mark == "new"):
+            self.marks[place] = mark
 
     def _save(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         self.saved = copy.deepcopy(self.optimizer.state_dict()), self.steps
@@ -457,6 +513,16 @@ class Oracle:
         for group in self.optimizer.param_groups:
             group["lr"] = call.argument
 
+    def _decay(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        self.has_decayed = True
+        self.loss = None
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.mul_(0.9)
+
+    def _keep(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
+        pass
+
     def _evaluate(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         with torch.no_grad():
             loss_of(self.ddp, batch)
@@ -464,7 +530,7 @@ class Oracle:
     def _remove(self, call: Call, outcome: str, batch: tuple[Tensor, Tensor]) -> None:
         if self.phase == "failed":
             self._clear(range(len(self.parameters)))
-        self._clear(place for place, mark in self.marks.items() if mark != "replaced")
+        self._clear({place for place, mark in self.marks.items() if mark in ("as left", "own")} | self.handed)
         self.has_garbage = False
         self.cleared = set()
         self._forget()
@@ -476,7 +542,7 @@ class Oracle:
     # Gradients and the update.
 
     def _forget(self) -> None:
-        self.marks, self.means, self.released = {}, set(), set()
+        self.marks, self.means, self.released, self.handed = {}, set(), set(), set()
 
     def _clear(self, places: Iterable[int]) -> None:
         for place in places:

@@ -13,16 +13,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from lifecycle_calls import draw, parse
 from lifecycle_driver import Player
 from lifecycle_forms import FORMS
 
 from harness import run_ranks
+from overlap.optim.applied import PassGradients
 from overlap.optim.lifecycle import UpdateLifecycle
-from overlap.optim.pass_gradients import PassGradients
 from overlap.optim.phases import TRANSITIONS, Event, Phase, Refusal
-from overlap.optim.update_marks import UpdateMarks
 
 Patches = Callable[[], list[Any]]
 _LIMIT = int(os.environ.get("OVERLAP_MUTANT_SEQUENCES", "60"))
@@ -51,10 +49,14 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
+def _never(*args: Any, **kwargs: Any) -> bool:
+    return False
+
+
 _REFUSED = Refusal("a mutant refuses this", then=Phase.FAILED)
 
 INTERLEAVED, DEFERRED, SUBSET, AUTOMATIC = "step_interleaved", "step_deferred", "step_subset", "step_automatic"
-LOCAL = "local_before_start"
+LOCAL, SHARDED, SHARDED_AUTOMATIC = "local_before_start", "zero_interleaved", "zero_automatic"
 
 _LOCAL_AFTER_A_STEP = "forward backward step no_sync zero_grad:T own_gradient:1 step"
 _FAILING_STEP = "forward backward failing_step step"
@@ -149,6 +151,8 @@ UNOBSERVABLE: dict[tuple[Event, Phase], str] = {
 }
 
 _on_remove, _on_step, _on_backward = UpdateLifecycle.on_remove, UpdateLifecycle.on_step, UpdateLifecycle.on_backward
+_check_step = UpdateLifecycle.check_step
+_hand_over, _note_zero_grad = PassGradients.hand_over, PassGradients.note_zero_grad
 
 
 def _step_notes_nothing(self: UpdateLifecycle, updated: Any = ()) -> None:
@@ -175,36 +179,68 @@ def _zero_grad_remembers(self: UpdateLifecycle, *, set_to_none: bool = True) -> 
     self._move(Event.ZERO_GRAD)
 
 
-def _sees_no_new_tensor(self: PassGradients, parameter: Any) -> bool:
-    return False
-
-
-def _takes_no_versions(self: UpdateLifecycle, outcome: Phase | None = None) -> None:
-    self.phase = outcome or self.outcome
-
-
-def _step_takes_no_versions(self: UpdateLifecycle, updated: Any = ()) -> None:
-    _on_step(self, updated)
-    self.gradients.note_values(are_there=False)
-
-
 def _skips_nothing(self: UpdateLifecycle, *, is_replay: bool, outcome: Phase | None = None) -> None:
     _on_backward(self, is_replay=is_replay)
 
 
-def _never_samples(passes: int) -> bool:
-    return False
+def _hands_over_parts_to_be_read(self: PassGradients, *, parts: bool = False, allows_unscaling: bool = False) -> None:
+    _hand_over(self, parts=parts, allows_unscaling=allows_unscaling)
+    for parameter in self._reduced.values():
+        if parameter.grad is not None:
+            parameter.grad.is_readable = True  # type: ignore[attr-defined]
 
 
-def _never_the_same(tensors: Any) -> Any:
-    return [torch.randint(2**60, ()) for _ in tensors]
+def _compares_no_versions(self: PassGradients) -> list[Any]:
+    return [parameter for parameter, noted, _ in self._left if parameter.grad is noted()]
+
+
+def _tells_again(self: PassGradients) -> list[Any]:
+    return [parameter for parameter, wrapper in self._handed if parameter.grad is not wrapper()]
+
+
+def _compares_again(self: UpdateLifecycle) -> None:
+    used = self._used
+    try:
+        _check_step(self)
+    finally:
+        self._used = used
+
+
+def _leaves_none(self: PassGradients, *, set_to_none: bool, restores: bool) -> None:
+    _note_zero_grad(self, set_to_none=set_to_none or not restores, restores=restores)
 
 
 METHODS: dict[str, Mutant] = {
     "check_reduced dropped": Mutant(DEFERRED, _method("check_reduced"), 0),
     "check_step dropped": Mutant(INTERLEAVED, _method("check_step"), "forward backward edit:1 step"),
-    "edits not refused": Mutant(INTERLEAVED, _method("_refuse_edits"), "forward backward edit:1 step"),
-    "edits not refused, automatic": Mutant(AUTOMATIC, _method("_refuse_edits"), "forward backward edit:1 forward"),
+    "gradients not handed over": Mutant(INTERLEAVED, _method("hand_over"), "forward backward edit:1 step"),
+    "gradients not handed over, automatic": Mutant(AUTOMATIC, _method("hand_over"), "forward backward edit:1 forward"),
+    "parts not handed over": Mutant(SHARDED, _method("hand_over"), "forward skipped_backward edit:1 step"),
+    "parts that can be read": Mutant(SHARDED, _method("hand_over", _hands_over_parts_to_be_read), "forward backward"),
+    "writes let pass": Mutant(INTERLEAVED, _method("refuse"), "forward backward edit:1 step"),
+    "writes through .data let pass": Mutant(INTERLEAVED, _method("refuse"), "forward backward data_edit:1 step"),
+    "gradients that stay read-only after step()": Mutant(
+        INTERLEAVED, _method("take_back", PassGradients.note_left), "forward backward step edit:1 forward"
+    ),
+    "what the loop put in their place not seen": Mutant(
+        INTERLEAVED, _method("_refuse_replaced"), "forward backward ddp_zero_grad:T step"
+    ),
+    "what the loop put in their place told again": Mutant(
+        INTERLEAVED, _method("take_replaced", _tells_again), "forward backward ddp_zero_grad:T step step"
+    ),
+    "a change after step() left out of the next one": Mutant(
+        SHARDED_AUTOMATIC,
+        _method("has_changed_applied", _never),
+        "forward backward ddp_zero_grad:T own_gradient:1 step",
+    ),
+    "a gradient that the loop keeps used again": Mutant(
+        INTERLEAVED,
+        lambda: [mock.patch("overlap.optim.applied._REFERENCES", mock.ANY)],
+        "forward backward keep step",
+    ),
+    "None left where a discarded part is set to zero": Mutant(
+        "zero_deferred", _method("note_zero_grad", _leaves_none), "forward backward zero_grad:F"
+    ),
     "what was updated in backward not noted": Mutant(INTERLEAVED, _method("note_applied"), 1),
     "what was updated in step() not noted": Mutant(DEFERRED, _method("on_step", _step_notes_nothing), 0),
     "what came in a bucket not noted": Mutant(DEFERRED, _method("note_reduced"), 0),
@@ -212,12 +248,7 @@ METHODS: dict[str, Mutant] = {
         DEFERRED, _method("on_update_failure"), "forward backward failing_step step"
     ),
     "a failure not noted": Mutant(INTERLEAVED, _method("on_failure"), "forward failing_backward:first forward"),
-    "versions not taken after backward": Mutant(
-        INTERLEAVED, _method("on_reduced", _takes_no_versions), "forward backward edit:1 step"
-    ),
-    "versions not taken after step()": Mutant(
-        DEFERRED, _method("on_step", _step_takes_no_versions), "forward backward step edit:1 forward"
-    ),
+    "what step() has left not noted": Mutant(DEFERRED, _method("note_left"), "forward backward step forward"),
     "what was applied not cleared in forward": Mutant(
         INTERLEAVED, _method("clear_applied", _clears_on_zero_grad_alone), "forward backward step forward"
     ),
@@ -226,10 +257,8 @@ METHODS: dict[str, Mutant] = {
         _method("clear_applied", _clears_what_is_new),
         "forward backward step ddp_zero_grad:T own_gradient:1 forward",
     ),
-    "a new gradient taken for an edit": Mutant(
-        INTERLEAVED,
-        _method("holds_new_tensor", _sees_no_new_tensor),
-        "forward backward step ddp_zero_grad:T own_gradient:1 forward",
+    "what the loop set to zero cleared in forward": Mutant(
+        INTERLEAVED, _method("_as_left", _compares_no_versions), "forward backward step ddp_zero_grad:F forward"
     ),
     "gradients of a failed backward kept": Mutant(
         INTERLEAVED, _method("clear_all"), "forward failing_backward:first forward"
@@ -244,18 +273,16 @@ METHODS: dict[str, Mutant] = {
     ),
     "a learning rate changed before step() let pass": Mutant(
         INTERLEAVED,
-        lambda: [mock.patch.object(UpdateMarks, "refuse_changes", _nothing)],
+        lambda: [mock.patch("overlap.optim.applied._values", return_value={})],
         "forward backward set_lr:0.02 step",
     ),
-    "edits through .data not looked for": Mutant(
+    "parameters changed before step() let pass": Mutant(
         INTERLEAVED,
-        lambda: [mock.patch("overlap.optim.pass_gradients.is_sampled", _never_samples)],
-        "forward backward data_edit:1 step",
+        lambda: [mock.patch("overlap.optim.applied.versions", lambda tensors: [0 for _ in tensors])],
+        "forward backward decay step",
     ),
-    "a clip that changes nothing taken for an edit": Mutant(
-        INTERLEAVED,
-        lambda: [mock.patch("overlap.optim.gradient_versions.fingerprints", _never_the_same)],
-        "forward backward inert_clip step",
+    "a change before step() told again": Mutant(
+        INTERLEAVED, _method("check_step", _compares_again), "forward backward set_lr:0.02 step step"
     ),
     "zeros set after a forward forgotten": Mutant(
         INTERLEAVED, _method("note_zero_grad"), "forward backward step forward zero_grad:F backward"
