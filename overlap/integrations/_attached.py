@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError
@@ -22,10 +24,20 @@ with needs("accelerate"):
 __all__ = ["Attached", "attach", "check_kind"]
 
 _ATTACHED = "_overlap_attached"
+_SCALES = "mixed_precision='fp16' decides after backward whether to step"
 
 
-def attach(accelerator: Accelerator, model: nn.Module, accelerated: Sequence[Any], recipe: Recipe) -> Run:
+def attach(
+    accelerator: Accelerator, model: nn.Module, accelerated: Sequence[Any], recipe: Recipe, *, late: str = ""
+) -> Run:
     """Carry out ``recipe`` on what ``accelerator.prepare`` has returned; its optimizers then step what is registered.
+
+    Args:
+        accelerator: of several processes.
+        model: prepared.
+        accelerated: its prepared optimizers.
+        recipe: what to register.
+        late: as of :class:`Run`; a scaler's is known here.
 
     Raises:
         ConfigurationError: as :func:`overlap.integrations.accelerate.prepare`.
@@ -33,7 +45,8 @@ def attach(accelerator: Accelerator, model: nn.Module, accelerated: Sequence[Any
     check_kind(accelerator)
     attached = Attached.to(accelerator)
     attached.detach_freed(also=accelerated)
-    run = Run(recipe, model, [unwrapped(one) for one in accelerated])
+    late = late or (_SCALES if accelerator.scaler is not None else "")
+    run = Run(recipe, model, [unwrapped(one) for one in accelerated], late=late)
     try:
         _check_run(accelerator, run)
     except ConfigurationError:
@@ -108,7 +121,10 @@ class Attached:
                         f", or leave it out and clip in the chain, clip_grad_norm={max_norm}",
                     )
             if not any(run.sharded and run.updates for run in runs):
-                return clip(wanted, max_norm, norm_type)
+                if not any(run.makes_updates_in_backward for run in runs):
+                    return clip(wanted, max_norm, norm_type)
+                gradients = [parameter.grad for parameter in wanted if parameter.grad is not None]
+                return get_total_norm(gradients, norm_type)  # Gradients are read-only.
             if len(runs) > 1 or len(runs[0].optimizers) > 1:
                 raise ConfigurationError("clip_grad_norm_ of several divided optimizers: use ClipGradNorm in the chain")
             zero = runs[0].sharded[0]
@@ -131,13 +147,16 @@ class Attached:
         @wraps(clip)
         def clip_grad_value_(parameters: Any, clip_value: float) -> Any:
             wanted = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            for run in self.runs:
-                if run.has_any(wanted):
-                    run.refuse_in_backward(
-                        f"clip_grad_value_(..., {clip_value}) comes after backward",
-                        f", or bucket.buffer.clamp_(-{clip_value}, {clip_value}) in a function after the reducer",
-                    )
-            return clip(wanted, clip_value)
+            runs = [run for run in self.runs if run.has_any(wanted)]
+            for run in runs:
+                run.refuse_in_backward(
+                    f"clip_grad_value_(..., {clip_value}) comes after backward",
+                    f", or bucket.buffer.clamp_(-{clip_value}, {clip_value}) in a function after the reducer",
+                )
+            with ExitStack() as opened:
+                for run in runs:
+                    opened.enter_context(run.parts_opened())
+                return clip(wanted, clip_value)
 
         return clip_grad_value_
 
@@ -207,7 +226,7 @@ def _step_that_tells_of_skips(outer: Any) -> Callable[..., None]:
 
 def _check_run(accelerator: Accelerator, run: Run) -> None:
     if accelerator.scaler is not None:
-        run.refuse_in_backward("mixed_precision='fp16' decides after backward whether to step", ", or 'bf16'")
+        run.refuse_in_backward(_SCALES, ", or 'bf16'")
     if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch") and accelerator.gradient_accumulation_steps > 1:
         steps = accelerator.gradient_accumulation_steps
         run.refuse_in_backward(f"sync_each_batch=True reduces each batch, and steps every {steps} batches")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +20,15 @@ from overlap.optim import LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.phases import Form, Phase
 from overlap.optim.proxy import OptimizerProxy
+from overlap.optim.update_stage import UpdateStage
 from overlap.resume import TrainState
 
 __all__ = ["ChainFor", "LocalSGDFor", "Recipe", "Run"]
 
 ChainFor = Stage | Callable[..., Stage]
 LocalSGDFor = Callable[[DistributedDataParallel, Any], LocalSGD]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,12 +67,14 @@ class Run:
         recipe: what to register.
         model: in DDP.
         optimizers: the framework's, without wrappers.
+        late: what the framework does with gradients after backward, such as ``max_grad_norm=1.0 clips after backward``;
+            interleaved updates of the chain are then deferred. Empty: nothing.
 
     Raises:
         ConfigurationError: the recipe returned something else, or does not fit; and as registering does.
     """
 
-    def __init__(self, recipe: Recipe, model: Any, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, recipe: Recipe, model: Any, optimizers: Sequence[Optimizer], *, late: str = "") -> None:
         self.ddp = check_ddp(model)
         self.given = list(optimizers)
         self.optimizers: list[Any] = list(optimizers)
@@ -90,6 +97,8 @@ class Run:
                     f"chain is a function of the optimizer that returns a stage, such as {_EXAMPLES['chain']}; it "
                     f"returned {described(made)}"
                 )
+            if late:
+                _defer_updates(made, late)
             self.registration = chain(made).register(self.ddp)
         # What all ranks have alike is in the framework's own checkpoint; ranks of local SGD have little alike.
         omit = () if recipe.local_sgd is not None else ("model", "optimizer")
@@ -106,6 +115,16 @@ class Run:
         """The optimizers whose state is divided among the ranks."""
         return [one for one in self.optimizers if isinstance(one, ZeroRedundancyOptimizer)]
 
+    @contextmanager
+    def parts_opened(self) -> Iterator[None]:
+        """Within it the framework may change gradients element by element also where a rank has a part of the mean;
+        not under ``Join``, where ranks without inputs would not."""
+        with ExitStack() as opened:
+            for zero in self.sharded:
+                if zero.stage is not None and not zero.is_joining:
+                    opened.enter_context(zero.stage.lifecycle.gradients.opened())
+            yield
+
     def has_any(self, parameters: Sequence[Tensor]) -> bool:
         """Whether one of ``parameters`` is the model's."""
         own = set(map(id, self.ddp.parameters()))
@@ -116,6 +135,17 @@ class Run:
         """The updates in the chain."""
         stages = [] if self.registration is None else walk(self.registration.stage)
         return [stage for stage in stages if stage.role is Role.UPDATE and _form_of(stage) is not None]
+
+    @property
+    def makes_updates_in_backward(self) -> bool:
+        """Whether an update in the chain is made in backward, so that its gradients are read-only after it."""
+        return any((form := _form_of(one)) is not None and form.outcome is not Phase.REDUCED for one in self.updates)
+
+    @property
+    def hides_gradients(self) -> bool:
+        """Whether the gradients of an update cannot be read: a rank has its part alone, or they are released."""
+        releases = any(isinstance(one, UpdateStage) and one.releases_gradients for one in self.updates)
+        return releases or bool(self.sharded and self.updates)
 
     def refuse_in_backward(self, what: str, instead: str = "") -> None:
         """Raises: ConfigurationError: an update is made in backward, and ``what`` comes after it."""
@@ -136,6 +166,15 @@ class Run:
         if self.registration is not None:
             self.registration.remove()
             self.registration = None
+
+
+def _defer_updates(stage: Stage, late: str) -> None:
+    """Have ``step()`` make the updates in ``stage``, where that was not ruled out: gradients are used ``late``."""
+    for update in walk(stage):
+        if isinstance(update, UpdateStage) and not update.is_deferred:
+            update.defer()
+            if update.is_deferred:
+                _logger.info("%s: the update of the chain is %r", late, update)
 
 
 def _form_of(stage: Stage) -> Form | None:

@@ -28,6 +28,9 @@ class OverlapMixin:
 
         OverlapTrainer(model, args, train_dataset=data, chain=lambda optimizer: chain(AllReduce(), Step(optimizer)))
 
+    Where the Trainer clips (``max_grad_norm`` is 1.0 by default) or scales (``fp16=True``), interleaved updates of the
+    chain are deferred; ``max_grad_norm=0`` and ``Step(optimizer, clip_grad_norm=1.0)`` clip in the chain.
+
     If stages have state, a checkpoint has an additional file for each rank, ``overlap-rank-0.pt``.
 
     Args:
@@ -39,8 +42,8 @@ class OverlapMixin:
         *args, **kwargs: the Trainer's.
 
     Raises:
-        ConfigurationError: an argument is something else; and in ``train()``, where the Trainer is to do something to
-            gradients that backward has applied already, such as clipping by ``max_grad_norm``.
+        ConfigurationError: an argument is something else; and in ``train()``, where the Trainer clips by
+            ``max_grad_norm`` or scales, and an update of the chain cannot be left to ``step()``.
     """
 
     optimizer: Any
@@ -86,9 +89,9 @@ class OverlapMixin:
         self.overlap_resume = checkpoint
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """What is logged; where each rank has its share of the mean alone, nothing."""
+        """The norm that is logged; none where gradients cannot be read."""
         run = self.overlap_run
-        if grad_norm is None and run is not None and run.sharded and run.updates:
+        if grad_norm is None and run is not None and run.hides_gradients:
             return None
         return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
 
@@ -104,11 +107,12 @@ class OverlapCallback(TrainerCallback):
         resume, trainer.overlap_resume = trainer.overlap_resume, None
         if trainer.overlap_recipe == Recipe():
             return
-        run = attach(trainer.accelerator, trainer.model_wrapped, [trainer.optimizer], trainer.overlap_recipe)
+        late = f"max_grad_norm={args.max_grad_norm} clips after backward" if args.max_grad_norm else ""
+        run = attach(trainer.accelerator, trainer.model_wrapped, [trainer.optimizer], trainer.overlap_recipe, late=late)
         trainer.overlap_run = run
-        if args.max_grad_norm:
+        if late:
             run.refuse_in_backward(
-                f"max_grad_norm={args.max_grad_norm} clips after backward",
+                late,
                 f", or give max_grad_norm=0 and clip in the chain, clip_grad_norm={args.max_grad_norm}",
             )
         if resume is not None:

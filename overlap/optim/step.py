@@ -114,6 +114,7 @@ class Step(UpdateStage):
         self.optimizer = plain if isinstance(plain, OverlappedOptimizer) else OverlappedOptimizer(plain)
         self._only = None if params is None else _by_id(params)
         check_params(self._only, self.optimizer, is_deferred=self.is_deferred)
+        self._may_defer = self._may_defer and self._only is None
         self._guard: torch.utils.hooks.RemovableHandle | None = None
         self._shares = Shares(self._updates, self.owns_gradient_of)
         self._late = LateUpdate()

@@ -81,6 +81,7 @@ class UpdateStage(Stage):
         self.release: GradientRelease | None = None
         """Gives the memory of gradients back, where this is registered; one for all updates of a model."""
         self.is_automatic = automatic
+        self._may_defer = deferred is not False and not (automatic or release_gradients)
         self.may_skip = False
         """Whether a stage before it may have an update left out."""
         self._adds_up = adds_up
@@ -128,6 +129,14 @@ class UpdateStage(Stage):
     @property
     def updates_after_backward(self) -> bool:
         return self.updates_in_step
+
+    def defer(self) -> None:
+        """Before this is registered: leave the update to ``step()`` after all, as with ``deferred=True``. Nothing
+        changes where that was ruled out: ``deferred=False``, ``automatic``, ``release_gradients``."""
+        if self._may_defer:
+            self.is_deferred = True
+            self._form = replace(self._form, outcome=Phase.REDUCED)
+            self.lifecycle.form = self._form
 
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         self.may_skip = False  # A stage that may skip says so when it is attached.

@@ -42,30 +42,23 @@ def _row(default: str | None = PLAIN, **others: str | Refused | None) -> dict[st
     return {form: row[form] for form in FORMS if row.get(form) is not None}  # type: ignore[misc]
 
 
-_LATE_CLIP = Refused("clips after backward", "gradient_clip_val=0.05 clips after backward")
-_LATE_SCALER = Refused("decides after backward", "precision='16-mixed' decides after backward whether to step")
 _LATE_NORM = Refused("clips after backward", "clip_grad_norm_(..., 0.05) comes after backward")
 _LATE_VALUE = Refused("clips after backward", "clip_grad_value_(..., 0.01) comes after backward")
-_FP16 = Refused("decides after backward", "mixed_precision='fp16' decides after backward whether to step")
 _SYNC = Refused("steps every k batches", "sync_each_batch=True reduces each batch, and steps every 3 batches")
 _ADDS = Refused("`ZeroStep` cannot add backwards up", "a second backward began before")
-_MAX_NORM = Refused("clips after backward", "max_grad_norm=0.05 clips after backward")
 
 FRAMEWORKS: dict[str, dict[str, dict[str, str | Refused]]] = {
     "Lightning": {
         "`fit` with validation and a schedule": _row(),
         "`accumulate_grad_batches=3`": _row(),
-        "`gradient_clip_val`": _row(
-            interleaved=_LATE_CLIP,
-            zero=_LATE_CLIP,
-            zero_deferred=Refused("another norm on each rank: `clip_grad_norm` in the chain", "gradient_clip_val=0.05"),
-        ),
+        "`gradient_clip_val`": _row(zero=ROUNDED, zero_deferred=ROUNDED),
         "clipping in the chain": _row(None, deferred=PLAIN, zero_deferred=ROUNDED),
-        '`gradient_clip_val`, `gradient_clip_algorithm="value"`': _row(interleaved=_LATE_CLIP, zero=_LATE_CLIP),
+        '`gradient_clip_val`, `gradient_clip_algorithm="value"`': _row(),
         '`precision="bf16-mixed"`': _row(),
         '`precision="bf16-true"`': _row(),
         '`precision="64-true"`': _row(),
-        '`precision="16-mixed"`, with skipped updates': _row(interleaved=_LATE_SCALER, zero=_LATE_SCALER, reducer=None),
+        '`precision="16-mixed"`, with skipped updates': _row(reducer=None),
+        '`precision="16-mixed"`, `gradient_clip_val`': _row(zero=ROUNDED, zero_deferred=ROUNDED, reducer=None),
         "manual optimization": _row(),
         "two optimizers, manual: a GAN with `skip_update()`": _row(local=None),
         "two `fit` of one trainer": _row(),
@@ -86,8 +79,8 @@ FRAMEWORKS: dict[str, dict[str, dict[str, str | Refused]]] = {
         "`clip_grad_norm_`": _row(interleaved=_LATE_NORM, zero=_LATE_NORM, zero_deferred=ROUNDED),
         "`clip_grad_value_`": _row(interleaved=_LATE_VALUE, zero=_LATE_VALUE),
         '`mixed_precision="bf16"`': _row(),
-        '`mixed_precision="fp16"`, with skipped updates': _row(interleaved=_FP16, zero=_FP16),
-        '`mixed_precision="fp16"`, `clip_grad_norm_`': _row(interleaved=_FP16, zero=_FP16, zero_deferred=ROUNDED),
+        '`mixed_precision="fp16"`, with skipped updates': _row(),
+        '`mixed_precision="fp16"`, `clip_grad_norm_`': _row(zero=ROUNDED, zero_deferred=ROUNDED),
         "two models, one of them with a chain, and `clip_grad_norm_` of the other": _row(),
         "another model after `free_memory()`": _row(),
         "`save_state`, `load_state`": _row(SAME_RUN, powersgd=SAME_RUN),
@@ -99,7 +92,10 @@ FRAMEWORKS: dict[str, dict[str, dict[str, str | Refused]]] = {
     "HF Trainer": {
         "BERT, `max_grad_norm=0`": _row(),
         "GPT-2, `max_grad_norm=0`": _row(),
-        "`max_grad_norm`": _row(interleaved=_MAX_NORM, zero=_MAX_NORM, zero_deferred=ROUNDED),
+        "`max_grad_norm`": _row(zero=ROUNDED, zero_deferred=ROUNDED),
+        "`max_grad_norm` and `ddp_find_unused_parameters` as by default": _row(
+            zero=ROUNDED, zero_deferred=ROUNDED
+        ),
         "`gradient_accumulation_steps=3`": _row(),
         "`bf16=True`": _row(),
         "`gradient_checkpointing=True`": _row(),

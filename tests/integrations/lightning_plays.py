@@ -38,6 +38,7 @@ def play(feature: str, form: str, folder: str) -> Any:
         options["gradient_clip_val"] = CLIP if form == "plain" else None
         strategy = strategy_of(form, clip=CLIP) if form != "plain" else None
     elif "16-mixed" in feature and "bf16" not in feature:
+        options["gradient_clip_val"] = CLIP if "clip" in feature else None
         from lightning.pytorch.plugins import MixedPrecision
 
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=5)

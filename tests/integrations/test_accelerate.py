@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from harness import run_ranks
-from overlap import ConfigurationError, Join
+from overlap import AllReduce, ConfigurationError, Join, Step, chain
 from overlap.hooks.engine.registration import registration_of
 
 STEPS = 8
@@ -278,6 +279,42 @@ def test_a_state_saved_on_one_rank_alone_makes_no_rank_wait_and_is_refused_where
     assert first == ["loaded", "loaded"]
     assert second[0] == "loaded"
     assert "has overlap-rank-0.pt and lacks overlap-rank-1.pt: every rank saves" in second[1]
+
+
+def _defer(rank: int, world_size: int) -> list[str]:
+    prepare_rank(rank, world_size)
+    said: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("overlap.integrations._run")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    for options in ({}, {"deferred": False}, {"deferred": True}):
+        accelerator = _accelerator()
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+        try:
+            _prepare_with(accelerator, options)
+            said.append("prepared")
+        except ConfigurationError as error:
+            said.append(str(error))
+    return said
+
+
+def _prepare_with(accelerator: Any, options: dict[str, Any]) -> None:
+    from overlap.integrations.accelerate import prepare
+
+    model = model_of_two_buckets()
+    optimizer = optimizer_of("interleaved", model.parameters())
+    prepare(accelerator, model, optimizer, chain=lambda optimizer: chain(AllReduce(), Step(optimizer, **options)))
+
+
+def test_a_scaler_defers_an_update_unless_the_chain_rules_that_out() -> None:
+    for said in run_ranks(_defer, 2):
+        why = "mixed_precision='fp16' decides after backward whether to step"
+        assert said[:2] == [f"{why}: the update of the chain is Step(AdamW, deferred)", "prepared"]
+        assert said[2].startswith(f"{why}, but Step(AdamW, interleaved) has made the update in backward by then")
+        assert said[2].endswith("use Step(optimizer, deferred=True), or 'bf16'")
+        assert said[3:] == ["prepared"]
 
 
 def _remove(rank: int, world_size: int) -> None:

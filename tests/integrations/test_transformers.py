@@ -60,15 +60,15 @@ def _trainer(
         "learning_rate": 1e-2,
         "weight_decay": 0.1,
         "max_grad_norm": 0,
+        "ddp_find_unused_parameters": False,
         "save_strategy": "no",
         "logging_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
         **options,
     }
-    args = TrainingArguments(
-        folder, use_cpu=True, ddp_backend="gloo", ddp_find_unused_parameters=False, ddp_bucket_cap_mb=1, **arguments
-    )
+    arguments = {name: value for name, value in arguments.items() if value != "default"}
+    args = TrainingArguments(folder, use_cpu=True, ddp_backend="gloo", ddp_bucket_cap_mb=1, **arguments)
     assert args.world_size == 2
     model, data = _model(kind), _data(kind)
     if form == "plain":
@@ -92,6 +92,8 @@ def _play(feature: str, form: str, folder: str) -> Any:
     options: dict[str, Any] = {}
     if feature == "`max_grad_norm`":
         options["max_grad_norm"] = 0.05
+    elif feature.endswith("as by default"):
+        options |= {"max_grad_norm": "default", "ddp_find_unused_parameters": "default"}
     elif feature == "`gradient_accumulation_steps=3`":
         options["gradient_accumulation_steps"] = 3
     elif feature == "`bf16=True`":

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
 
+from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, OverlapError
 from overlap.integrations._run import ChainFor, LocalSGDFor, Recipe, Run
 from overlap.integrations.lightning.uneven import ClosureFirst, UnevenInputs
@@ -30,6 +33,9 @@ class OverlapStrategy(DDPStrategy):
         strategy = OverlapStrategy(chain=lambda optimizer: chain(AllReduce(), Step(optimizer)))
         Trainer(strategy=strategy, devices=2, accelerator="cpu").fit(module)
 
+    Where the trainer clips (``gradient_clip_val``) or scales (``precision="16-mixed"``), interleaved updates of the
+    chain are deferred.
+
     If stages have state, the trainer's checkpoint has that of each rank under ``"overlap"``; the rest of it is
     unchanged.
 
@@ -44,8 +50,8 @@ class OverlapStrategy(DDPStrategy):
         **options: of ``DDPStrategy`` and ``DistributedDataParallel``.
 
     Raises:
-        ConfigurationError: ``chain`` or ``local_sgd`` is something else; and in ``fit``, where the trainer is to do
-            something to gradients that backward has applied already.
+        ConfigurationError: ``chain`` or ``local_sgd`` is something else; and in ``fit``, where the trainer
+            clips or scales, and an update of the chain cannot be left to ``step()``.
     """
 
     strategy_name = "overlap"
@@ -73,9 +79,13 @@ class OverlapStrategy(DDPStrategy):
         self.optimizers: list[Any]
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._run = Run(self._recipe, self.model, self.optimizers)
-        _check(trainer, self._run, has_scaler=self._scaler is not None)
+        late = _late_in(trainer, has_scaler=self._scaler is not None)
+        self._run = Run(self._recipe, self.model, self.optimizers, late=next(iter(late), ""))
+        for what, instead in late.items():
+            self._run.refuse_in_backward(what, instead)
         self.optimizers = self._run.optimizers
+        if self._run.updates:
+            self.precision_plugin.clip_gradients = self._clip  # type: ignore[method-assign]
         self._uneven.reset()
 
     @property
@@ -87,7 +97,27 @@ class OverlapStrategy(DDPStrategy):
             with suppress(OverlapError):  # After a failure there is nothing to save.
                 self._run.state.freeze()
             self._run.remove()
+            vars(self.precision_plugin).pop("clip_gradients", None)
         super().teardown()
+
+    def _clip(
+        self,
+        optimizer: Any,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """``clip_gradients`` of the precision plugin, for optimizers that ``step()`` unscales, and divided ones."""
+        assert self._run is not None
+        if clip_val <= 0:
+            return
+        inner = unwrapped(optimizer)
+        if self._scaler is not None and getattr(inner, "_step_supports_amp_scaling", False):
+            self._scaler.unscale_(inner)
+        if gradient_clip_algorithm == GradClipAlgorithmType.NORM and any(inner is zero for zero in self._run.sharded):
+            inner.clip_grad_norm_(clip_val)
+            return
+        with self._run.parts_opened():
+            Precision.clip_gradients(self.precision_plugin, optimizer, clip_val, gradient_clip_algorithm)
 
     # Checkpoints.
 
@@ -181,21 +211,12 @@ class OverlapStrategy(DDPStrategy):
         return super().all_gather(*args, **kwargs)
 
 
-def _check(trainer: Trainer, run: Run, *, has_scaler: bool) -> None:
-    """Raises: ConfigurationError: the trainer would change gradients, or skip an update, too late or not rightly."""
-    clip = trainer.gradient_clip_val
+def _late_in(trainer: Trainer, *, has_scaler: bool) -> dict[str, str]:
+    """What the trainer does with gradients after backward, and what else a user can do than defer the update."""
+    late, clip = {}, trainer.gradient_clip_val
     if clip:
-        what = f"gradient_clip_val={clip} clips after backward"
-        run.refuse_in_backward(what, f", or leave gradient_clip_val out and clip in the chain, clip_grad_norm={clip}")
-        if run.sharded and run.updates and trainer.gradient_clip_algorithm != "value":
-            raise ConfigurationError(
-                f"{what}, where each rank has the mean of its own share only, so another norm: leave it out and "
-                f"use ZeroStep(zero, clip_grad_norm={clip})"
-            )
-        if has_scaler and any(getattr(one, "_step_supports_amp_scaling", False) for one in run.optimizers):
-            raise ConfigurationError(
-                f"{what}, but with precision='16-mixed' gradients are unscaled in step(): leave it out and clip in the "
-                f"chain, clip_grad_norm={clip}"
-            )
+        instead = f", or leave gradient_clip_val out and clip in the chain, clip_grad_norm={clip}"
+        late[f"gradient_clip_val={clip} clips after backward"] = instead
     if has_scaler:
-        run.refuse_in_backward("precision='16-mixed' decides after backward whether to step", ", or 'bf16-mixed'")
+        late["precision='16-mixed' decides after backward whether to step"] = ", or 'bf16-mixed'"
+    return late

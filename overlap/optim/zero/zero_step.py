@@ -165,6 +165,10 @@ class ZeroStep(UpdateStage):
         # Whether step() of other sharded updates of the chain issues collectives, too, in the order of the calls.
         self._is_in_step_with_others = False
 
+    def defer(self) -> None:
+        super().defer()
+        self._backward.is_deferred, self._in_step.updates_in_step = self.is_deferred, self.updates_in_step
+
     @property
     def stepped(self) -> Optimizer:
         return self.zero.optim
