@@ -59,6 +59,7 @@ class PassGradients(Terms):
         self._spare: dict[int, AppliedGradient] = {}
         # What step() left in .grad: parameters, gradients and their versions.
         self._left: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
+        self._is_replayed = False
         # Parameters whose gradients a forward has cleared.
         self._cleared: list[Tensor] = []
 
@@ -123,7 +124,11 @@ class PassGradients(Terms):
     def forget(self) -> None:
         """Reset: ``.grad`` no longer holds gradients of a backward that was reduced."""
         self._reduced, self._applied, self._released = {}, {}, set()
-        self._handed, self._left = [], []
+        self._handed, self._left, self._is_replayed = [], [], False
+
+    def note_replayed(self) -> None:
+        """The pass was a replay, after which ``Join`` puts the mean into ``.grad``: nothing there is the loop's."""
+        self._is_replayed = True
 
     def forget_cleared(self) -> None:
         """Forget the parameters without a gradient: the next one in ``.grad`` is not of a backward that was reduced."""
@@ -220,7 +225,7 @@ class PassGradients(Terms):
     def clear_applied(self) -> None:
         """Clear the gradients that were applied and are as they were left."""
         self._cleared += self._replace(None)
-        for parameter in self._as_left():
+        for parameter in self._applied.values() if self._is_replayed else self._as_left():
             parameter.grad = None
             self._cleared.append(parameter)
         self._left = []

@@ -170,6 +170,7 @@ class UpdateLifecycle:
         """All buckets are through and DDP has set ``.grad``; ``outcome`` is the pass's own where ``None``."""
         self.phase = outcome or self.outcome
         if self._is_replay:
+            self.gradients.note_replayed()
             return
         if self.has_parts or self.phase is not Phase.REDUCED:
             self.gradients.hand_over(parts=self.has_parts, allows_unscaling=self.phase is Phase.REDUCED)

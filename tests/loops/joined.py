@@ -132,3 +132,21 @@ def with_a_plain_model(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     if run.rank == 1:
         run.compare_models_only()
     yield loss.detach()
+
+
+@loop("Join, two epochs, without zero_grad()", optimizer=partial(optim.SGD, lr=0.1), steps=2 * _LONG)
+def epochs(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    followed = [optimizer] if hasattr(optimizer, "join_hook") else []
+    clears = run.is_plain or run.form.name in ("hook", "zero alone", "local")
+    batches = list(run.batches())
+    for epoch in (batches[:_LONG], batches[_LONG:]):
+        with TorchJoin([ddp]) if run.is_plain else Join([ddp, *followed]):
+            for x, y in epoch[: _SHORT if run.rank == 1 else None]:
+                if clears:
+                    optimizer.zero_grad()
+                loss = mse_loss(ddp(x), y)
+                loss.backward()
+                optimizer.step()
+    if run.rank == 1:
+        run.compare_models_only()
+    yield loss.detach()
