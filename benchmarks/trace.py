@@ -22,8 +22,9 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.launch import run_ranks
 from benchmarks.link import LinkError, ShapedLink, parse_bandwidth
-from overlap.demo.command import TRAIN_IMAGES, Settings, add_arguments
+from overlap.demo.command import add_arguments
 from overlap.demo.experiment import Digits, Run, batches_of_epoch, load_digits, process_group, start_runs
+from overlap.demo.settings import TRAIN_IMAGES, Settings
 from overlap.errors import ConfigurationError
 from overlap.timeline import Report, StepReport, Timeline, save_reports
 

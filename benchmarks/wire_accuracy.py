@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from overlap.demo.command import Settings
 from overlap.demo.experiment import (
     Digits,
     accuracy,
@@ -31,6 +30,7 @@ from overlap.demo.experiment import (
     start_run,
     train,
 )  # fmt: skip
+from overlap.demo.settings import Settings
 
 ROWS: dict[str, tuple[str, Settings]] = {
     "plain DDP": ("", Settings()),

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from harness import run_ranks
-from overlap.demo.command import TRAIN_IMAGES, Settings
 from overlap.demo.experiment import (
     Outcome,
     Parity,
@@ -26,6 +25,7 @@ from overlap.demo.experiment import (
     shard,
     train_and_compare,
 )  # fmt: skip
+from overlap.demo.settings import TRAIN_IMAGES, Settings
 from overlap.errors import ConfigurationError
 
 # As little as it takes to have a second step, with the buckets that DDP rebuilds after the first.

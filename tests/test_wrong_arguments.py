@@ -161,7 +161,7 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
     "Step, deferred by a name": (lambda of: Step(of.sgd, deferred="yes"), "deferred is True, False or None, got 'yes'"),
     "Step, a sharded optimizer": (
         lambda of: chain(AllReduce(), Step(of.zero)).register(DistributedDataParallel(of.model)),
-        "its step.. goes on to another optimizer",
+        r"use ZeroStep\(zero\)",
     ),
     "sharded, a number": (
         lambda of: ZeroRedundancyOptimizer(1.2, torch.optim.SGD, lr=0.1),

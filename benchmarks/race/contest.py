@@ -50,8 +50,8 @@ from overlap import (
     ZeroStep,
     chain,
 )  # fmt: skip
-from overlap.demo.command import TRAIN_IMAGES
 from overlap.demo.experiment import load_digits, shard
+from overlap.demo.settings import TRAIN_IMAGES
 
 __all__ = ["CONTESTANTS", "Plan", "Task", "load_task", "run_rank", "train"]
 

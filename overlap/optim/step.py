@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._checks import as_list, told
+from overlap._torch import classes
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks import Bucket, Role, Stage, StageContext
@@ -95,6 +96,10 @@ class Step(UpdateStage):
         release_gradients: bool = False,
     ) -> None:
         optimizer = unwrapped(optimizer)
+        if isinstance(optimizer, classes.ZeroRedundancyOptimizer):
+            raise ConfigurationError(
+                "Step updates on every rank alike; for a ZeroRedundancyOptimizer use ZeroStep(zero)"
+            )
         automatic = not isinstance(optimizer, OverlappedOptimizer)
         super().__init__(
             deferred=deferred,

@@ -93,9 +93,7 @@ FRAMEWORKS: dict[str, dict[str, dict[str, str | Refused]]] = {
         "BERT, `max_grad_norm=0`": _row(),
         "GPT-2, `max_grad_norm=0`": _row(),
         "`max_grad_norm`": _row(zero=ROUNDED, zero_deferred=ROUNDED),
-        "`max_grad_norm` and `ddp_find_unused_parameters` as by default": _row(
-            zero=ROUNDED, zero_deferred=ROUNDED
-        ),
+        "`max_grad_norm` and `ddp_find_unused_parameters` as by default": _row(zero=ROUNDED, zero_deferred=ROUNDED),
         "`gradient_accumulation_steps=3`": _row(),
         "`bf16=True`": _row(),
         "`gradient_checkpointing=True`": _row(),

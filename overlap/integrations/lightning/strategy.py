@@ -97,7 +97,7 @@ class OverlapStrategy(DDPStrategy):
             with suppress(OverlapError):  # After a failure there is nothing to save.
                 self._run.state.freeze()
             self._run.remove()
-            vars(self.precision_plugin).pop("clip_gradients", None)
+            self.precision_plugin.__dict__.pop("clip_gradients", None)
         super().teardown()
 
     def _clip(
