@@ -85,7 +85,7 @@ class OverlapStrategy(DDPStrategy):
             self._run.refuse_in_backward(what, instead)
         self.optimizers = self._run.optimizers
         if self._run.updates:
-            self.precision_plugin.clip_gradients = self._clip  # type: ignore[method-assign]
+            self.precision_plugin.clip_gradients = self._clip
         self._uneven.reset()
 
     @property
