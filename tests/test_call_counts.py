@@ -1,0 +1,61 @@
+"""How many Python calls a step makes into the package, counted on all threads of a rank. Time varies; counts do not."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import overlap
+from harness import run_ranks, wrap
+from overlap import AllReduce, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep, chain
+
+_PACKAGE = str(Path(overlap.__file__).parent)
+_WARM_UP, _COUNTED = 4, 3
+
+# At most so many calls a step of ten layers of 192 x 192 in four buckets, on two ranks.
+MOST = {"AllReduce, Step": 897, "ZeroStep": 2273, "ZeroStep, gather in forward": 2492}
+
+
+def _registered(name: str, ddp: Any) -> Any:
+    if name == "AllReduce, Step":
+        optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=1e-3, fused=True))
+        chain(AllReduce(), Step(optimizer)).register(ddp)
+        return optimizer
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+    chain(ZeroStep(zero, gather="forward" if "forward" in name else "backward")).register(ddp)
+    return zero
+
+
+def _counts(rank: int, world_size: int, name: str) -> list[int]:
+    counts: list[int] = []
+    calls = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
+            calls += 1
+
+    threading.setprofile(profile)  # Of the worker's thread, which starts with the registration.
+    sys.setprofile(profile)
+    ddp = wrap(torch.nn.Sequential(*[torch.nn.Linear(192, 192) for _ in range(10)]), bucket_cap_mb=0.4)
+    optimizer = _registered(name, ddp)
+    x = torch.randn(4, 192)
+    for _ in range(_WARM_UP + _COUNTED):
+        calls = 0
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        if hasattr(optimizer, "wait"):
+            optimizer.wait()
+        counts.append(calls)
+    sys.setprofile(None)
+    threading.setprofile(None)
+    return counts[_WARM_UP:]
+
+
+def test_a_step_makes_few_calls() -> None:
+    found = {name: max(max(counts) for counts in run_ranks(_counts, 2, name)) for name in MOST}
+    assert all(found[name] <= most for name, most in MOST.items()), found
