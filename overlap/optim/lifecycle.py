@@ -287,7 +287,6 @@ class UpdateLifecycle:
         elif self.has_parts and self.phase is Phase.REDUCED and attempt is Attempt.ACCUMULATE:
             text = REFUSED_ATTEMPTS["accumulate part"]
             # Raised before DDP has seen a gradient of this backward, which it would wait for in the next forward.
-            self.phase = Phase.FAILED
             self.note_unfinished()
         elif attempt is Attempt.ACCUMULATE and self.phase is Phase.STEPPED and form.outcome is not Phase.STEPPED:
             text = REFUSED_ATTEMPTS["accumulate applied"]
