@@ -201,7 +201,10 @@ class Run:
                 parameter.mul_(0.9)
 
     def _keep(self, call: Call, batch: tuple[Tensor, Tensor]) -> None:
-        self.kept = [(p.grad, p.grad.clone()) for p in self.parameters if p.grad is not None]
+        pairs = list(zip(self.parameters, self.oracle.parameters, strict=True))
+        for parameter in self.parameters:
+            _ = None if parameter.grad is None else parameter.grad.clone()  # Refused where it cannot be read.
+        self.kept = [(p.grad, q.grad) for p, q in pairs if p.grad is not None and q.grad is not None]
 
     def _evaluate(self, call: Call, batch: tuple[Tensor, Tensor]) -> None:
         with torch.no_grad():
@@ -229,8 +232,8 @@ class Run:
         if self.oracle.is_unknown:
             return None
         where = f"after {call!r}, in phase {self.oracle.phase},"
-        if any(not _shows(gradient, values) for gradient, values in self.kept):
-            return f"{where} a gradient that the loop has kept has other values"
+        if any(not _shows(gradient, theirs) for gradient, theirs in self.kept):
+            return f"{where} a gradient that the loop has kept has other values than plain DDP's"
         for place, (name, ours) in enumerate(self.ddp.module.named_parameters()):
             theirs = self.oracle.parameters[place]
             if not torch.equal(ours, theirs):
