@@ -165,8 +165,11 @@ class SubsetStepper:
             with self._lock:
                 self._step(self._split(parameters), parameters, gradients, arguments)
 
-    def finish(self, **arguments: Any) -> None:
+    def finish(self, **arguments: Any) -> dict[int, dict[str, Any]]:
         """The step ends: write back what its parts have written, once.
+
+        Returns:
+            What was written to groups, by the place of each.
 
         Raises:
             UnsupportedError: as :meth:`step`.
@@ -181,6 +184,7 @@ class SubsetStepper:
                 target = vars(self._optimizer) if place is None else groups[place]
                 target.update(values)
             self._written = {}
+            return {place: values for place, values in written.items() if place is not None}
 
     @torch.no_grad()
     def _step(

@@ -120,8 +120,9 @@ class LocalOptimizer:
 
     def finish(self) -> None:
         """End a step: the groups, as its parts have left them, are then the same on all ranks."""
-        self._stepper.finish(**self.step_arguments)
-        copy_options(self.optim.param_groups, self.param_groups)
+        # Not all options: the loop may have changed others since the step began, for the next one.
+        for place, values in self._stepper.finish(**self.step_arguments).items():
+            self.param_groups[place].update(values)
 
     @torch.no_grad()
     def make_state(self) -> None:
