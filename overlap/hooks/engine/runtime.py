@@ -144,6 +144,8 @@ class Runtime:
 
     def close(self) -> None:
         """Detach the stages, end the thread and close its connections."""
+        if self._phase is _Phase.UNFINISHED:
+            self._forget_unfinished_backward()  # For plain DDP, or for the next registration.
         for stage in self._attached:
             stage.detach()
         self._attached.clear()

@@ -61,6 +61,8 @@ class Oracle:
         self.loss: Tensor | None = None
         self.synchronizes_next = False
         """DDP waits for gradients: the next backward synchronizes, under ``no_sync``, too."""
+        self.is_unfinished = False
+        """A backward was refused before DDP saw a gradient; the next forward has DDP forget it."""
         self.steps = 0
         """That the loop has made; counted for local SGD."""
         self.saved = copy.deepcopy(optimizer.state_dict()), 0
@@ -86,7 +88,8 @@ class Oracle:
         if name in ("zero_grad", "ddp_zero_grad") and self.form.releases and self.has_garbage:
             return bool(call.argument)  # Which gradients are there to be set to zero is not known.
         if name == "own_gradient":
-            return not self.synchronizes_next  # DDP would take it for the backward that it waits for.
+            # DDP would take it for the backward that it waits for.
+            return not (self.synchronizes_next or self.is_unfinished)
         if name == "save":
             return not self.is_unknown
         if name in ("remove", "register"):
@@ -256,11 +259,16 @@ class Oracle:
             self.loss = loss_of(self.ddp.module if self._is_alone else self.ddp, batch)
             self.synchronizes_next = not self._is_alone or bool(self.form.in_backward)
 
+    def _leave_unfinished(self) -> None:
+        self.loss, self.synchronizes_next, self.is_unfinished = None, False, True
+        self.ddp.reducer._reset_state()
+
     def _begin_forward(self) -> bool:
         """What a forward does to gradients; false where it is refused, and the loop can go on."""
         if self._meets_replaced():
             self._take_replaced_for_applied()
             return False
+        self.is_unfinished = False
         if self.phase == "failed":
             self._clear(range(len(self.parameters)))
             self.has_garbage = self.has_own = False
@@ -292,7 +300,7 @@ class Oracle:
         assert self.loss is not None
         is_noticed = self.synchronizes_next
         if is_noticed and self._adds_to_parts():
-            self.loss = None  # DDP goes on waiting for gradients.
+            self._leave_unfinished()
             return
         if not is_noticed:
             self._note_added_everywhere()
@@ -358,7 +366,7 @@ class Oracle:
         if not self._begin_forward():
             return
         if self._adds_to_parts():
-            self.loss, self.synchronizes_next = None, True
+            self._leave_unfinished()
             return
         loss_of(self.ddp, batch, is_partial=True).backward()
         self.loss, self.has_ended = None, True
@@ -383,7 +391,8 @@ class Oracle:
             self.marks |= dict.fromkeys((place for place in pending if place in self.means), "as left")
             there = {place for place, parameter in enumerate(self.parameters) if parameter.grad is not None}
             self.marks |= dict.fromkeys(there & set(self.marks), "as left")
-            self.handed = self.handed & self.released if self.form.has_whole_gradients else self.means & there
+            parts = set() if self.form.has_whole_gradients else self.means & there
+            self.handed = self.handed & self.released | parts
         if self.phase in ("reduced", "applied") or (self.phase != "off" and self.marks):
             self.phase = "stepped"
 
