@@ -58,6 +58,10 @@ NEEDS = (
     ),
     Need("gradients that were changed", ("tensor._version",)),
     Need(
+        "gradients that are read-only",
+        ("torch.Tensor._make_wrapper_subclass", "torch._C._disabled_torch_function_impl"),
+    ),
+    Need(
         "process groups",
         ("group._get_backend", "group._get_sequence_number_for_group", "c10d._world.pg_map"),
     ),
@@ -126,7 +130,6 @@ NEEDS = (
             "torch._foreach_add_",
             "torch._foreach_neg_",
             "torch._utils._flatten_dense_tensors",
-            "torch.utils._foreach_utils._group_tensors_by_device_and_dtype",
         ),
     ),
     Need("gathers in the next forward", ("module._parameters", "module._compiled_call_impl")),

@@ -208,8 +208,11 @@ class JoinSession:
         Raises:
             TrainingLoopError: gradients were edited since backward, which ranks without inputs do not do.
         """
-        if not self._has_joined and not getattr(optimizer, "steps_alone", False):
-            self.gradients.take_back(each for group in optimizer.param_groups for each in group["params"])
+        if not self._has_joined:
+            # A step of this rank alone is not replayed: its gradients go back as they are.
+            is_alone = getattr(optimizer, "steps_alone", False)
+            parameters = (each for group in optimizer.param_groups for each in group["params"])
+            self.gradients.take_back(None if is_alone else parameters)
         self.on_event(adapter, self._told, begins_iteration=begins_iteration)
 
     def on_backward(self, adapter: JoinableAdapter) -> None:

@@ -10,20 +10,19 @@ from overlap._torch.needs import NEEDS, Need, missing_names
 
 MODULES = [path for path in Path(overlap._torch.__file__).parent.glob("*.py") if path.name != "needs.py"]
 # Looked for in objects that are made elsewhere, or by name, and done without: by torch.compile, by LR schedulers,
-# by DDP for parameters to ignore, by a backend for its timeout, by Lightning, in operators and boxes, by Python.
+# by DDP for parameters to ignore, by a backend for its timeout, by Lightning, in operators, by Python.
 _ELSEWHERE = {
+    "_amp_foreach_non_finite_check_and_unscale_",
     "_c10d_functional",
-    "_c10d_functional_autograd",
     "_ddp_ignored",
     "_FabricOptimizer",
+    "_foreach_zero_",
     "_getframe",
     "_opt_called",
     "_orig_mod",
     "_overlap_only_watches",
     "_schema",
-    "_sleep",
     "_timeout",
-    "_type",
     "_wrapped_by_lr_sched",
 }
 

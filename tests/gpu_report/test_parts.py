@@ -84,8 +84,9 @@ def test_peaks_are_in_megabytes_however_small() -> None:
 def test_synchronizations_are_counted_chain_by_chain(tmp_path: Path) -> None:
     (rows,) = play("waits", tmp_path).tables.values()
     assert [row["chain"] for row in rows] == ["plain DDP", "AllReduce, Step"]
-    # Fused AdamW reads its step counts on a CPU.
-    assert all(row["values read"] > 0 for row in rows)
+    plain, chained = (row["values read"] for row in rows)
+    # Fused AdamW reads its step counts on a CPU; a chain reads nothing besides.
+    assert plain > 0 and chained <= plain
 
 
 def test_the_timeline_has_its_figures_a_trace_and_a_picture(tmp_path: Path) -> None:
