@@ -281,8 +281,7 @@ class UpdateLifecycle:
         """The error for an attempt to use a gradient that was handed over."""
         form = self.form
         name = "a parameter" if parameter is None else self.names.get(parameter, "a parameter")
-        if self.gradients.is_released(parameter) and attempt is not Attempt.ACCUMULATE:
-            attempt = Attempt.READ
+        if self.gradients.is_released(parameter) and attempt not in (Attempt.ACCUMULATE, Attempt.UNSCALE):
             text = REFUSED_ATTEMPTS["released"]
         elif self.has_parts and self.phase is Phase.REDUCED and attempt is Attempt.ACCUMULATE:
             text = REFUSED_ATTEMPTS["accumulate part"]

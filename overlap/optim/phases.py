@@ -128,6 +128,8 @@ REFUSED_ATTEMPTS: Mapping[str, str] = {
     "part": "the gradient of {name} is the mean over ranks only where this rank owns it, so it can neither be read nor "
     "changed after backward: use {edits}, which has the whole mean on every rank, for any reads and edits, and {clip} "
     "to clip",
+    "read": "the gradient of {name} can no longer be read: it was released, or this rank had only a part of it; keep a "
+    ".clone() of a gradient that is needed later",
     "released": "the gradient of {name} was released in backward, so it can neither be read nor changed: use "
     "release_gradients=False to read it, {edits} for edits of gradients, and {clip} to clip",
     "accumulate": "a second backward began before {step}, and adds to the gradient of {name}, whose update was made in "
