@@ -57,8 +57,10 @@ class PassGradients(Terms):
         self._handed: list[tuple[Tensor, weakref.ref[AppliedGradient]]] = []
         # By id of the parameter, those that are not handed over: to make one takes longer.
         self._spare: dict[int, AppliedGradient] = {}
-        # What step() left in .grad: parameters, gradients and their versions.
+        # What step() left in .grad: parameters, gradients and their versions; and the views of DDP's buckets that some
+        # of those gradients stand for.
         self._left: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
+        self._views: list[tuple[Tensor, weakref.ref[Tensor], Tensor]] = []
         self._is_replayed = False
         # Parameters whose gradients a forward has cleared.
         self._cleared: list[Tensor] = []
@@ -124,7 +126,7 @@ class PassGradients(Terms):
     def forget(self) -> None:
         """Reset: ``.grad`` no longer holds gradients of a backward that was reduced."""
         self._reduced, self._applied, self._released = {}, {}, set()
-        self._handed, self._left, self._is_replayed = [], [], False
+        self._handed, self._left, self._views, self._is_replayed = [], [], [], False
 
     def note_replayed(self) -> None:
         """The pass was a replay, after which ``Join`` puts the mean into ``.grad``: nothing there is the loop's."""
@@ -199,15 +201,30 @@ class PassGradients(Terms):
         return replaced
 
     def note_left(self) -> None:
-        """Note the gradients that were applied as they are now; the next forward clears them if they still are."""
+        """Note the gradients that were applied as they are now; the next forward clears them if they still are.
+
+        Views of a bucket of DDP's share one version counter, so that an edit of one would count for all. So until then
+        other views take their place, each with a counter of its own.
+        """
         pairs = [
             (parameter, gradient)
             for parameter in self._applied.values()
             if (gradient := parameter.grad) is not None and type(gradient) is not AppliedGradient
         ]
         pairs = [(parameter, gradient) for parameter, gradient in pairs if self._owns(parameter)]
+        for place, (parameter, gradient) in enumerate(pairs):
+            if gradient._is_view():
+                parameter.grad = alone = gradient.data
+                self._views.append((parameter, weakref.ref(alone), gradient))
+                pairs[place] = parameter, alone
         noted = versions(gradient for _, gradient in pairs)
         self._left = [(p, weakref.ref(gradient), version) for (p, gradient), version in zip(pairs, noted, strict=True)]
+
+    def _put_views_back(self) -> None:
+        for parameter, alone, view in self._views:
+            if parameter.grad is not None and parameter.grad is alone():
+                parameter.grad = view
+        self._views = []
 
     def _as_left(self) -> list[Tensor]:
         """Parameters whose gradients are still what :meth:`note_left` noted."""
@@ -228,6 +245,7 @@ class PassGradients(Terms):
         for parameter in self._applied.values() if self._is_replayed else self._as_left():
             parameter.grad = None
             self._cleared.append(parameter)
+        self._put_views_back()
         self._left = []
         self._reduced = {key: parameter for key, parameter in self._reduced.items() if key not in self._applied}
         self._applied = {}
@@ -277,6 +295,7 @@ class PassGradients(Terms):
             parameter.grad = None
         for parameter in (p for p, noted, _ in self._left if p.grad is noted()):
             parameter.grad = None
+        self._put_views_back()
         self._spare = {}
         self.forget()
         self._cleared = []
@@ -286,6 +305,7 @@ class PassGradients(Terms):
         """``zero_grad()`` is going to clear or zero all gradients; zeros belong where a forward has cleared some, too,
         if it ``restores`` them."""
         self._replace(None if set_to_none else _or_zeros)
+        self._put_views_back()
         for parameter in self._cleared if restores and not set_to_none else ():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

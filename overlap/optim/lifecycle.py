@@ -182,8 +182,7 @@ class UpdateLifecycle:
         if self.phase in (Phase.REDUCED, Phase.APPLIED):
             self.gradients.note_applied(p for p in updated if self.gradients.has_reduced(p))
             self.gradients.take_back()
-            if self.has_parts and not self._is_replay:
-                self.gradients.hand_over(parts=True)
+            self.gradients.allows_unscaling = False
         self._used = None
         self.veto.clear()
         self._move(Event.STEP)
@@ -283,7 +282,7 @@ class UpdateLifecycle:
         name = "a parameter" if parameter is None else self.names.get(parameter, "a parameter")
         if self.gradients.is_released(parameter) and attempt not in (Attempt.ACCUMULATE, Attempt.UNSCALE):
             text = REFUSED_ATTEMPTS["released"]
-        elif self.has_parts and self.phase is Phase.REDUCED and attempt is Attempt.ACCUMULATE:
+        elif self.has_parts and self.phase in (Phase.REDUCED, Phase.FAILED) and attempt is Attempt.ACCUMULATE:
             text = REFUSED_ATTEMPTS["accumulate part"]
             # Raised before DDP has seen a gradient of this backward, which it would wait for in the next forward.
             self.note_unfinished()

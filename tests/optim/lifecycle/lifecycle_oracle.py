@@ -160,8 +160,8 @@ class Oracle:
         return self.phase in ("applied", "failed") or self._adds_to_parts()
 
     def _adds_to_parts(self) -> bool:
-        """Whether a backward would add to parts, which is refused before DDP sees a gradient, and changes nothing."""
-        return self.phase == "reduced" and not self.form.adds_up
+        """Whether a backward would add to what is read-only; refused before DDP sees a gradient, it changes nothing."""
+        return self.phase in ("reduced", "failed") and not self.form.adds_up and bool(self.handed)
 
     def _expect_failing_backward(self, call: Call) -> frozenset[str]:
         return REFUSED if self._is_second_backward() else FAILED
@@ -173,7 +173,7 @@ class Oracle:
         return REFUSED if self.synchronizes_next and is_second else OK
 
     def _expect_incomplete_backward(self, call: Call) -> frozenset[str]:
-        return REFUSED if self._adds_to_parts() else self._expect_forward(call)
+        return REFUSED if self.phase == "reduced" and self._adds_to_parts() else self._expect_forward(call)
 
     def _expect_step(self, call: Call) -> frozenset[str]:
         if self.phase == "off":
@@ -391,8 +391,8 @@ class Oracle:
             self.marks |= dict.fromkeys((place for place in pending if place in self.means), "as left")
             there = {place for place, parameter in enumerate(self.parameters) if parameter.grad is not None}
             self.marks |= dict.fromkeys(there & set(self.marks), "as left")
-            parts = set() if self.form.has_whole_gradients else self.means & there
-            self.handed = self.handed & self.released | parts
+            if self.form.has_whole_gradients:
+                self.handed &= self.released
         if self.phase in ("reduced", "applied") or (self.phase != "off" and self.marks):
             self.phase = "stepped"
 

@@ -44,10 +44,11 @@ LOOPS = (
     ("step_subset", "forward backward edit:0 forward forward step forward backward step"),
     ("step_interleaved", "forward backward forward step backward step forward backward step"),
     # What gradients are after an update in backward.
-    ("step_interleaved", "forward backward keep edit:all step edit:1 forward backward step"),
+    ("step_interleaved", "forward backward keep edit:all step forward backward step edit:1 forward"),
     ("step_interleaved", "forward backward ddp_zero_grad:T own_gradient:1 step step forward backward step"),
     ("step_interleaved", "forward backward decay step step ddp_zero_grad:F forward backward step"),
-    ("step_automatic", "forward backward keep ddp_zero_grad:F own_gradient:1 forward backward"),
+    ("step_automatic", "forward backward ddp_zero_grad:F own_gradient:1 forward backward"),
+    ("step_released", "forward backward step edit:1 forward backward step edit:1 forward backward step"),
     ("step_released", "forward backward step own_gradient:1 edit:1 zero_grad:F forward backward step"),
     ("zero_interleaved", "forward backward edit:1 step data_edit:1 own_gradient:2 forward backward step"),
     ("zero_deferred", "forward backward edit:1 forward backward zero_grad:F forward backward step"),

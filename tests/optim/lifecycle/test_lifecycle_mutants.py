@@ -212,7 +212,7 @@ def _leaves_none(self: PassGradients, *, set_to_none: bool, restores: bool) -> N
 
 METHODS: dict[str, Mutant] = {
     "check_reduced dropped": Mutant(DEFERRED, _method("check_reduced"), 0),
-    "check_step dropped": Mutant(INTERLEAVED, _method("check_step"), "forward backward edit:1 step"),
+    "check_step dropped": Mutant(INTERLEAVED, _method("check_step"), "forward backward set_lr:0.02 step"),
     "gradients not handed over": Mutant(INTERLEAVED, _method("hand_over"), "forward backward edit:1 step"),
     "gradients not handed over, automatic": Mutant(AUTOMATIC, _method("hand_over"), "forward backward edit:1 forward"),
     "parts not handed over": Mutant(SHARDED, _method("hand_over"), "forward skipped_backward edit:1 step"),
