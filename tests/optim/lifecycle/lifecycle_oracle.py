@@ -334,6 +334,7 @@ class Oracle:
         """``.grad`` of these has no values after a backward, which need not release what others may have seen."""
         if released := gone & {place for place, mark in self.marks.items() if mark == "as left"}:
             self.released = released
+            self.handed |= released  # Until the next forward.
             self.cleared |= released
             self._clear(released)
 
