@@ -245,7 +245,8 @@ class PassGradients(Terms):
         for parameter in self._applied.values() if self._is_replayed else self._as_left():
             parameter.grad = None
             self._cleared.append(parameter)
-        self._put_views_back()
+        if self._views:
+            self._put_views_back()
         self._left = []
         self._reduced = {key: parameter for key, parameter in self._reduced.items() if key not in self._applied}
         self._applied = {}
