@@ -84,7 +84,7 @@ class OverlapStrategy(DDPStrategy):
         for what, instead in late.items():
             self._run.refuse_in_backward(what, instead)
         self.optimizers = self._run.optimizers
-        if self._run.updates:
+        if self._run.updates or self._run.is_local:
             self.precision_plugin.clip_gradients = self._clip
         self._uneven.reset()
 
