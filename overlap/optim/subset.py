@@ -67,6 +67,7 @@ _CONTAINERS = (list, dict, set)
 _MISSING = object()
 _NONE: dict[str, Any] = {}
 _is_fused = operator.methodcaller("get", "fused")
+_grad_of = operator.attrgetter("grad")
 
 _Split = list[tuple[int, dict[str, Any]]]
 """The places of groups, with the entries of each that list its parameters."""
@@ -330,7 +331,7 @@ def step_whole(optimizer: Optimizer, **arguments: Any) -> None:
 @contextmanager
 def grads_replaced(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
     """Let ``.grad`` of ``parameters`` be ``gradients``, and put back what was there."""
-    before = [parameter.grad for parameter in parameters]
+    before = list(map(_grad_of, parameters))
     try:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from step_loops import Counting, NoScheduler, SignSGD
 from tools.check_optimizer import check
 from torch import nn
@@ -20,6 +21,7 @@ from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
     ConfigurationError,
+    Join,
     OptimizerHookState,
     OverlappedOptimizer,
     PeerError,
@@ -438,6 +440,27 @@ def _two_models(rank: int, world_size: int) -> None:
 
 def test_the_backwards_of_two_models_are_one_step_of_their_optimizer() -> None:
     run_ranks(_two_models, 2)
+
+
+def _joined(rank: int, world_size: int) -> None:
+    """Rank 1 has two inputs more; rank 0 makes those updates in the backwards that it replays."""
+    for name, build in FORMS.items():
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer = build(ddp, Counting)
+        with Join([ddp, optimizer]):
+            for step in range(3 + 2 * rank):
+                if "alone" in name:
+                    optimizer.zero_grad()
+                mean_squared_error(ddp, MLP.batch(step, rank)).backward()
+                optimizer.step()
+        options: list[Any] = [None] * world_size
+        dist.all_gather_object(options, _options(optimizer))
+        assert [group["step"] for group in options[1]] == [5] * 3, name
+        assert options[0] == options[1], name
+
+
+def test_counts_of_steps_are_the_same_on_a_rank_that_has_left_a_join() -> None:
+    run_ranks(_joined, 2)
 
 
 def _resumed(rank: int, world_size: int) -> None:

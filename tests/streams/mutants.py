@@ -140,7 +140,7 @@ MUTANTS: dict[str, Mutant] = {
         "on the default stream, sharded",
     ),
     "an update launches where it likes": Mutant(
-        f"{_OPTIM}.subset:ordered_after_gradients", "_is_known(optimizer)", "True", "on the default stream"
+        f"{_OPTIM}.subset:ordered_after_gradients", "runs_on_current_stream(optimizer)", "True", "on the default stream"
     ),
     # Gradients that are released.
     "a released bucket is not held for the stages' stream": _without(
