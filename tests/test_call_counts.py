@@ -16,8 +16,9 @@ from overlap import AllReduce, OverlappedOptimizer, Step, ZeroRedundancyOptimize
 _PACKAGE = str(Path(overlap.__file__).parent)
 _WARM_UP, _COUNTED = 4, 3
 
-# At most so many calls a step of ten layers of 192 x 192 in four buckets, on two ranks.
-MOST = {"AllReduce, Step": 897, "ZeroStep": 2273, "ZeroStep, gather in forward": 2492}
+# At most so many calls a step of ten layers of 192 x 192 in four buckets, on two ranks. A few vary: whether the worker
+# still has something when the loop asks.
+MOST = {"AllReduce, Step": 904, "ZeroStep": 2256, "ZeroStep, gather in forward": 2476}
 
 
 def _registered(name: str, ddp: Any) -> Any:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from harness.functions import add_noise, clip_value, scale
@@ -95,11 +96,22 @@ def _overflows(game: Game) -> None:
 
 
 def _edits(game: Game) -> None:
-    """The loop scales gradients by hand, and clips them as ``ZeroRedundancyOptimizer`` does."""
+    """The loop scales gradients by hand where each rank has them whole, and clips them."""
+    (optimizer,) = game.optimizers
+    clip = getattr(optimizer, "clip_grad_norm_", functools.partial(clip_grad_norm_, list(game.ddp.parameters())))
     for number in range(4):
         game.loss().backward()
         for parameter in game.ddp.parameters():
             parameter.grad.mul_(0.5)
+        if number % 2:
+            clip(0.1)
+        game.update()
+
+
+def _clips(game: Game) -> None:
+    """The loop clips the parts that each rank has."""
+    for number in range(4):
+        game.loss().backward()
         if number % 2:
             game.optimizers[0].clip_grad_norm_(0.1)
         game.update()
@@ -200,7 +212,9 @@ UPDATES: dict[str, Scenario] = {
     "overflows, sharded, wires": Scenario(
         build=_zero(deferred=True, reduce_wire=Int8()), loop=_overflows, as_on_host=False
     ),
-    "edits, sharded": Scenario(build=_zero(deferred=True), loop=_edits, as_on_host=False),
+    "edits": Scenario(build=_step(deferred=True), loop=_edits, as_on_host=False),
+    "edits, sharded": Scenario(build=_zero(AllReduce, deferred=True), loop=_edits, as_on_host=False),
+    "clips, sharded": Scenario(build=_zero(deferred=True), loop=_clips, as_on_host=False),
     "unused, clipped": Scenario(build=_step(clip_grad_norm=1e6), plain=_adamw, **_UNUSED),
     "unused, sharded, clipped": Scenario(build=_zero(clip_grad_norm=1e6), plain=_adamw, **_UNUSED),
 }

@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from overlap._torch.read_only import AppliedGradient
+
 if TYPE_CHECKING:
     from .detector import Detector
 
@@ -29,6 +31,8 @@ class OperatorMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(each, AppliedGradient) for each in types):
+            return NotImplemented  # It comes here again with the tensors inside.
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self._detector.called(func, args, kwargs, result)
