@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.functions import centralize, clip_value, scale
+from bucket_functions import centralize, clip_value, scale
 from overlap import (
     AllReduce,
     BFloat16,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
-from harness.functions import add_noise, scale
+from bucket_functions import add_noise, scale
 from overlap import (
     AllGather,
     AllReduce,

@@ -23,8 +23,8 @@ from release_cases import (
 )
 
 import overlap
+from bucket_functions import centralize, clip_value, scale
 from harness import assert_parity, run_ranks
-from harness.functions import centralize, clip_value, scale
 from harness.models import BATCH_NORM, MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
 from overlap import (
     AllReduce,

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from bucket_functions import centralize, clip_value, scale
 from harness import assert_parity, overlapped_step, run_threads, train, wrap
-from harness.functions import centralize, clip_value, scale
 from harness.models import Batch
 from overlap import AllReduce, OverlappedOptimizer, Step, chain, route
 from overlap.hooks import by_ndim

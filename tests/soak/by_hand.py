@@ -12,8 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
+from bucket_functions import centralize, clip_value, scale
 from harness import third_party
-from harness.functions import centralize, clip_value, scale
 from overlap import hooks, optim
 
 from .networks import Net

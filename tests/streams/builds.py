@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.functions import add_noise
+from bucket_functions import add_noise
 from harness.streams import active
 from overlap import (
     AllReduce,

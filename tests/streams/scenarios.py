@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from harness.functions import centralize, clip_value, scale
+from bucket_functions import centralize, clip_value, scale
 from overlap import (
     AllGather,
     AllReduce,

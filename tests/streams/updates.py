@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from harness.functions import add_noise, clip_value, scale
+from bucket_functions import add_noise, clip_value, scale
 from overlap import (
     AllReduce,
     ClipGradNorm,

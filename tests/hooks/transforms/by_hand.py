@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bucket_functions import centralize as centralized
+from bucket_functions import clip_value as clipped
+from bucket_functions import scale as scaled
 from harness import Record, overlapped_step, train, wrap
-from harness.functions import centralize as centralized
-from harness.functions import clip_value as clipped
-from harness.functions import scale as scaled
 from harness.models import Batch, Case
 from overlap import (
     AllReduce,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import overlap
+from bucket_functions import centralize, clip_value, scale
 from harness import assert_parity, overlapped_step, run_ranks, train, wrap
-from harness.functions import centralize, clip_value, scale
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,

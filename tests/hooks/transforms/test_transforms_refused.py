@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import overlap
+from bucket_functions import scale
 from harness import assert_parity, run_ranks, wrap
-from harness.functions import scale
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
