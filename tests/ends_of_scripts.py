@@ -21,7 +21,6 @@ import torch._dynamo
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.communicators import on_simulated_device
 from overlap import (
     AllReduce,
     DQuantType,
@@ -200,27 +199,6 @@ def _quantized(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def _one_rank_raises(rank: int) -> None:
-    training = _Training()
-    if rank == 0:
-        raise RuntimeError("on purpose")
-    for _ in range(20):
-        training.backward()
-        training.zero.step()
-
-
-def _on_device(loop: Loop) -> Loop:
-    """The same with communicators of a device's, which only their owner ends."""
-
-    def run(rank: int) -> None:
-        global device  # Until the script ends.
-        device = on_simulated_device()
-        device.__enter__()
-        loop(rank)
-
-    return run
-
-
 ENDS: dict[str, tuple[Loop, int]] = {
     "destroy_process_group": (_destroy, 0),
     "destroy_process_group, gathered in backward": (_gathered_in_backward, 0),
@@ -245,13 +223,6 @@ ENDS: dict[str, tuple[Loop, int]] = {
     "an average in flight": (_average_in_flight, 0),
     "an average in flight, destroy_process_group": (_average_in_flight_and_destroy, 0),
     "auto_quantize": (_quantized, 0),
-    "device, destroy_process_group": (_on_device(_destroy), 0),
-    "device, nothing": (_on_device(_nothing), 0),
-    "device, kept in a cycle": (_on_device(_kept_by_a_cycle), 0),
-    "device, remove, destroy_process_group": (_on_device(_remove_and_destroy), 0),
-    "device, an exception": (_on_device(_raise), _RAISED),
-    "device, an exception in backward": (_on_device(_raise_in_backward), _RAISED),
-    "device, an exception on one rank": (_on_device(_one_rank_raises), _RAISED),
 }
 
 

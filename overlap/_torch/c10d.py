@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -12,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 # The package exports these at run time, but not to type checkers.
-from torch._C._distributed_c10d import AllgatherOptions, Backend, GradBucket, PrefixStore, Store
+from torch._C._distributed_c10d import Backend, GradBucket, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 __all__ = [
-    "AllgatherOptions",
     "Channel",
     "GradBucket",
     "GroupChannel",
@@ -148,14 +146,6 @@ class Channel(Protocol):
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
     ) -> Sequence[dist.Work]: ...
 
-    def abort(self) -> threading.Thread | None:
-        """Abandon what is in flight; returns the thread that does it, if it takes one."""
-        ...
-
-    def close(self) -> None:
-        """Give back what the channel is made of; nothing is in flight, or it may block until that is so."""
-        ...
-
 
 class GroupChannel:
     """A process group, used through PyTorch's public functions."""
@@ -192,9 +182,3 @@ class GroupChannel:
             for tensor, peer in messages
         ]
         return list(dist.batch_isend_irecv(operations)) if operations else []
-
-    def abort(self) -> None:
-        """Does nothing: the group is the user's."""
-
-    def close(self) -> None:
-        """Does nothing: the group is the user's."""

@@ -24,7 +24,6 @@ __all__ = [
     "hold",
     "host_buffer",
     "is_capturing",
-    "new_event",
     "new_stream",
     "on_stream",
     "recorded_event",
@@ -150,14 +149,11 @@ def on_stream(stream: Any) -> AbstractContextManager[Any]:
     return _streams.on_stream(stream)
 
 
-def new_event(device: torch.device, *, is_timed: bool = False) -> Any:
-    """An event of ``device``, which has streams; with ``is_timed`` one that tells when it was reached."""
-    return _streams.new_event(device, is_timed=is_timed)
-
-
 def recorded_event(device: torch.device, *, is_timed: bool = False) -> Any:
-    """An event recorded on the current stream: it is there when the stream has done what is queued so far."""
-    event = new_event(device, is_timed=is_timed)
+    """An event recorded on the current stream: it is there when the stream has done what is queued so far.
+
+    With ``is_timed`` it says when that was."""
+    event = _streams.new_event(device, is_timed=is_timed)
     event.record(_streams.current_stream(device))
     return event
 

@@ -256,7 +256,3 @@ class GlooChannel:
         """
         backend, self._backend = self._backend, None
         return _start_abort([backend], [*self._in_flight, *self._waiter.unfinished()])
-
-    def close(self) -> None:
-        """As :meth:`abort`."""
-        self.abort()

@@ -71,18 +71,6 @@ NEEDS = (
         ("backend._get_sequence_number_for_group", "backend.options._devices"),
     ),
     Need(
-        "communicators of its own, on NCCL",
-        (
-            "group._allgather_base",
-            "group._reduce_scatter_base",
-            "group._start_coalescing",
-            "group._end_coalescing",
-            "group._set_default_backend",
-            "group._register_backend",
-            "group._set_group_desc",
-        ),
-    ),
-    Need(
         "Join",
         (
             "ddp._join_config",

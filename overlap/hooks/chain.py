@@ -52,9 +52,9 @@ class Chain(Stage):
                 raise
             bucket = stage.passed(bucket)
 
-    def register(self, ddp: DistributedDataParallel, *, own_communicators: bool = True) -> Registration:
+    def register(self, ddp: DistributedDataParallel) -> Registration:
         """Run this chain on the gradients of ``ddp``; see :func:`overlap.register`."""
-        return register(ddp, self, own_communicators=own_communicators)
+        return register(ddp, self)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each stage on this rank, by its place in the chain."""

@@ -77,8 +77,6 @@ class StageContext:
     """The model itself; ``None`` where only a hook is registered."""
     is_joining: Callable[[], bool] = lambda: False
     """Whether the model is inside of a ``Join``, overlap's or PyTorch's; not known where only a hook is registered."""
-    look_for_failures: Callable[[], None] = lambda: None
-    """Raises ``CollectiveError`` where this rank has been told that another one has failed, once; does not wait."""
     tell: Callable[[BaseException], None] = lambda error: None
     """Tells the other ranks of an error in the training loop between two passes, for which this one may not go on."""
     note_unfinished: Callable[[], None] = lambda: None

@@ -102,7 +102,6 @@ class FailureStore:
         self._rank, self._size = group.rank(), group.size()
         self._timeout_s = group_timeout(group, torch.device("cpu")).total_seconds()
         self._group = weakref.ref(group)
-        self._compared: list[str] = []
 
     def release(self) -> None:
         """Take note that this rank reads nothing here any more; see [Note: keys left behind]."""
@@ -112,7 +111,7 @@ class FailureStore:
     def _leave(self, store: Store) -> None:
         def keys() -> Iterator[str]:
             yield from (f"failure/{place}" for place in range(1, store.add("failures", 0) + 1))
-            yield from ("failures", *(f"stopped/{rank}" for rank in range(self._size)), *self._compared)
+            yield from ("failures", *(f"stopped/{rank}" for rank in range(self._size)))
 
         leave(store, size=self._size, keys=keys())
 
@@ -240,27 +239,6 @@ class FailureStore:
 
     def _first(self) -> str | None:
         return self._store.within(_PATIENCE_S, lambda store: peek(store, "failure/1"))
-
-    def agree(self, signature: str) -> str | None:
-        """Compare ``signature`` with rank 0's: ``None`` where they are equal, else rank 0's.
-
-        Raises:
-            CollectiveError: the store does not answer within the group's timeout.
-        """
-        reference = self.of_rank_0("signature", signature)
-        return None if reference == signature else reference
-
-    def of_rank_0(self, what: str, value: str) -> str:
-        """The ``value`` that rank 0 gives here.
-
-        Raises:
-            CollectiveError: the store does not answer within the group's timeout.
-        """
-        self._compared.append(what)
-        if self._rank == 0:
-            self._store.within(self._timeout_s, lambda store: store.set(what, value))
-            return value
-        return self._store.within(self._timeout_s, lambda store: store.get(what)).decode()
 
 
 def _word(board: BoundedStore, rank: int) -> str | None:

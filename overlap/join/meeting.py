@@ -94,15 +94,18 @@ class Meeting:
         self._failures.release()
         release(self._group, self._prefix, partial(_leave, self._size))
 
-    def come(self) -> None:
-        """Wait until all ranks have come. A second call does nothing, and so does one where there are no other ranks.
+    def come(self, value: Any = None) -> list[Any]:
+        """Wait until all ranks have come, each with a ``value`` that JSON can hold; returns that of every rank.
+
+        A second call does nothing, and so does one where there are no other ranks: there is only this rank's value.
 
         Raises:
             PeerError: another rank has raised before; the message has its number and its error.
             CollectiveError: another rank comes for another purpose, or did not come within the group's timeout.
         """
         if self._phase is _Phase.APART and _has_peers(self._group):
-            self.exchange(None)
+            return self.exchange(value)
+        return [value]
 
     def exchange(self, value: Any) -> list[Any]:
         """:meth:`come` with a ``value`` that JSON can hold; returns that of every rank, in the order of ranks."""

@@ -183,7 +183,6 @@ class UpdateStage(Stage):
         self.lifecycle.names = context.names or {}
         self.lifecycle.sees_forwards = context.names is not None
         self.lifecycle.is_joining = context.is_joining
-        self.lifecycle.look_for_failures = context.look_for_failures
         self.lifecycle.tell = context.tell
         self.lifecycle.note_unfinished = context.note_unfinished
 

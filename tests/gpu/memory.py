@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -113,42 +112,8 @@ def _offload(rank: int, world_size: int, device: torch.device) -> dict[str, Any]
     return peaks
 
 
-def _communicators(rank: int, world_size: int, device: torch.device) -> dict[str, int]:
-    """What the first steps of a registration take of the device, on the group's communicator and on one of its own."""
-    x = torch.randn(16, _WIDTH, device=device)
-    taken = {}
-    for whose, own in {"on the group's": False, "on its own": True}.items():
-        ddp = _ddp(device)
-        optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.01))
-        for _ in range(2):
-            ddp.zero_grad()
-            ddp(x).square().mean().backward()
-        before = _bytes_taken(world_size, device)
-        registered = chained(AllReduce(), Step(optimizer)).register(ddp, own_communicators=own)
-        for _ in range(2):
-            ddp.zero_grad()
-            ddp(x).square().mean().backward()
-            optimizer.step()
-        taken[whose] = _bytes_taken(world_size, device) - before
-        registered.remove()
-    if device.type == "cuda":
-        assert taken["on its own"] < 2 * 2**30, taken
-    return taken
-
-
-def _bytes_taken(world_size: int, device: torch.device) -> int:
-    """Of the device by a rank, not by PyTorch's allocator alone; 0 on the CPU, where nobody knows it."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    dist.barrier()
-    free, total = torch.cuda.mem_get_info(device)
-    return (total - free) // -(-world_size // torch.cuda.device_count())
-
-
 def memory_checks() -> list[Check]:
     return [
         Check(name="memory: updates in backward", topic="memory", run=UpdatesAddLittle()),
         Check(name="memory: offloaded activations", topic="memory", run=_offload, ranks=1),
-        Check(name="memory: communicators", topic="memory", run=_communicators),
     ]

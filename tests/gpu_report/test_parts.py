@@ -188,4 +188,4 @@ def test_tests_that_are_marked_for_gpus_are_counted(tmp_path: Path, monkeypatch:
 
 def test_a_file_that_only_writes_of_the_mark_is_not_among_the_tests_for_gpus() -> None:
     names = {path.name for path in tests._files()}
-    assert "test_nccl_failure.py" in names and "test_parts.py" not in names
+    assert "test_cuda.py" in names and "test_parts.py" not in names

@@ -85,7 +85,7 @@ MUTANTS: dict[str, Mutant] = {
         f"{_ENGINE}.runtime:Runtime.background",
         "executor.begin()",
         "getattr(executor, '_stream', None) or executor.begin()",
-        _FORWARD,
+        "sharded, deferred, in the next forward",
     ),
     "nobody waits for what is run at once": _without(f"{_ENGINE}.executors:StreamExecutor.join", _JOIN, "local"),
     "a replay ends before its stages": _without(
@@ -105,12 +105,6 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a hook's future is not waited for": Mutant(
         "hooks.collectives:FutureResult.finish", "self._future.wait()", "self._future.value()", "a hook, no update"
-    ),
-    "a private communicator's work is not waited for": _without(
-        "_torch.communicators:CommunicatorChannel.wait",
-        "self._communicators.wait(work)",
-        "all-reduce, interleaved",
-        in_ranks=True,
     ),
     # Gathers that ride into the next forward, averages that ride beside steps.
     "background work records no event": _without(

@@ -59,12 +59,6 @@ class GroupChannels:
     def open(self) -> None:
         pass
 
-    def failure(self) -> CollectiveError | None:
-        return None
-
-    def raise_failure(self) -> None:
-        pass
-
     def fail(self, error: BaseException) -> None:
         pass
 
@@ -72,9 +66,6 @@ class GroupChannels:
         pass
 
     def abort(self) -> None:
-        pass
-
-    def close(self) -> None:
         pass
 
     def settle(self) -> None:
@@ -94,8 +85,8 @@ class PrivateChannels:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._channels: dict[dist.ProcessGroup, Channel] = {}
-        self._left: list[Channel] = []
+        self._channels: dict[dist.ProcessGroup, GlooChannel] = {}
+        self._left: list[GlooChannel] = []
         self._tags = itertools.count()
         self._closing: list[threading.Thread] = []
         # Where ranks have met, under which key, and what they have written there.
@@ -158,20 +149,10 @@ class PrivateChannels:
         """Connect to the other ranks of the model's group now, unless connected."""
         self.of(None)
 
-    def failure(self) -> CollectiveError | None:
-        """What has made collectives fail, where this rank has learnt of it without waiting for one."""
-        return None
-
-    def raise_failure(self) -> None:
-        """Raise :meth:`failure` where there is one, and be ready to begin anew; called outside of a backward."""
-        if (error := self.failure()) is not None:
-            self.fail(error)
-            self.settle()
-            raise error
-
     def fail(self, error: BaseException) -> None:
         """Report ``error`` to the other ranks, then close the connections, so that nobody waits for a timeout."""
-        if self._is_to_be_told(error):
+        # A failure that another rank caused is reported by that rank, or shows where the connections close.
+        if not isinstance(error, CollectiveError):
             with contextlib.suppress(Exception):
                 self.open()  # If the last pass failed too, the ranks have not connected again yet.
             if self.failures is not None:
@@ -187,10 +168,6 @@ class PrivateChannels:
         if self.failures is not None:
             self.failures.report(error)
             self._leave()
-
-    def _is_to_be_told(self, error: BaseException) -> bool:
-        # A failure that another rank caused is reported by that rank, or shows where the connections close.
-        return not isinstance(error, CollectiveError)
 
     def abort(self) -> None:
         """Abandon what is in flight; the other ranks see their connections close. The next use connects again."""
@@ -214,24 +191,18 @@ class PrivateChannels:
 
     def _close_left(self) -> None:
         while self._left:
-            if (closing := self._left.pop().abort()) is not None:
-                self._closing.append(closing)
-
-    def close(self) -> None:
-        """Close the connections; nothing is in flight any more."""
-        self.abort()
+            self._closing.append(self._left.pop().abort())
 
     def forget_done(self) -> None:
         """Let go of the tensors of collectives that are done; called where collectives are issued."""
         for channel in self._channels.values():
-            if isinstance(channel, GlooChannel):
-                channel.forget_done()
+            channel.forget_done()
 
     def settle(self) -> None:
         """Wait until nothing that was aborted can still write to its tensors, before they are used again.
 
         An operation that has received its data still adds it up, which takes moments. One that waits for data will
-        receive none, since its connections are closed; on accelerators it may take longer, so the wait is bounded.
+        receive none, since its connections are closed. The wait is bounded all the same.
         """
         deadline_s = time.monotonic() + _SETTLING_S
         while self._closing:

@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 
 from overlap._checks import refuse_capture
-from overlap._torch.communicators import can_have_communicator
 from overlap._torch.device import current_stream, has_streams, on_stream, stream_of
 from overlap._torch.gloo import has_lost_connection
 from overlap.errors import CollectiveError, PeerError
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
-from overlap.hooks.engine.device_channels import DeviceChannels
 from overlap.hooks.engine.observer import Observer
 from overlap.join.failures import FailureStore, loss_on, losses_named
 
@@ -60,22 +58,8 @@ class Executor:
         """Make what the caller does next wait for what has run in the scope so far."""
 
     def launch(self, operation: Operation) -> None:
-        """Start ``operation``; returns at once.
-
-        Raises:
-            CollectiveError: it cannot be started, since another rank has failed.
-        """
-        try:
-            operation.launch(self.channels)
-        except Exception as raised:
-            if (error := self.explained(raised)) is raised:
-                raise
-            raise error from raised
-
-    def explained(self, error: Exception) -> Exception:
-        """``error``, with which a collective could not be launched, or another rank's failure that it is due to."""
-        failure = self.channels.failure() if isinstance(error, RuntimeError) else None
-        return error if failure is None or type(error) is type(failure) else failure
+        """Start ``operation``; returns at once."""
+        operation.launch(self.channels)
 
 
 class HostExecutor(Executor):
@@ -110,7 +94,21 @@ class HostExecutor(Executor):
     def leave(self, operation: Operation) -> None:
         """Does nothing: another rank may not come. The connections are closed, which ends what is in flight."""
 
+    def launch(self, operation: Operation) -> None:
+        """Start ``operation``; returns at once.
+
+        Raises:
+            CollectiveError: it cannot be started, since another rank has failed.
+        """
+        try:
+            super().launch(operation)
+        except Exception as raised:
+            if (error := self.explained(raised)) is raised:
+                raise
+            raise error from raised
+
     def explained(self, error: Exception) -> Exception:
+        """``error``, with which a collective could not be launched, or another rank's failure that it is due to."""
         if not isinstance(error, RuntimeError):
             return error
         failures = self.channels.failures
@@ -140,12 +138,12 @@ class StreamExecutor(Executor):
 
     [Note: one stream]
 
-    All stages of a model run on one stream, in the order in which the scheduler calls them, and so wait for each other
-    without events. Nothing comes too late by that. Collectives of one communicator run in the order of their launch,
+    All that runs for a model runs on one stream, in the order in which it is called, and so pieces wait for each other
+    without events. Nothing comes too late by that. Collectives of one group run in the order of their launch,
     and the scheduler waits for them in that order, for each only when the next one has been launched: while the stream
     waits for one or works on its result, the network has the next. What a stage allocates belongs to the stream, and a
-    work keeps its tensors alive until it is waited for; bucket buffers and parameters outlive the pass. What runs
-    between passes has a stream of its own, since a bucket must not wait for it. More in ``docs/notes/streams.md``.
+    work keeps its tensors alive until it is waited for; bucket buffers and parameters outlive the pass. More in
+    ``docs/notes/streams.md``.
 
     Args:
         channels: what carries the collectives.
@@ -191,7 +189,7 @@ def executor_for(group: dist.ProcessGroup, device: torch.device) -> Executor:
 
 
 class Executors:
-    """Where what belongs to one model runs: all in one place on the host, on streams on an accelerator.
+    """Where what belongs to one model runs: all in one place on the host, on a side stream on an accelerator.
 
     [Note: the first pass]
 
@@ -201,35 +199,26 @@ class Executors:
     the next forward.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, own_communicators: bool = True) -> None:
-        self.channels: GroupChannels | PrivateChannels
-        self._for_stages: Executor
-        self._between_passes: Executor
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.channels: GroupChannels | PrivateChannels = GroupChannels(group)
+        self._aside: Executor
         self._for_caller: Executor
         if has_streams(device):
-            is_private = own_communicators and can_have_communicator(group, device)
-            self.channels = DeviceChannels(group, device) if is_private else GroupChannels(group)
-            self._for_stages = StreamExecutor(self.channels, device)
-            self._between_passes = StreamExecutor(self.channels, device)
-            self._for_caller = Executor(self.channels)
+            self._aside, self._for_caller = StreamExecutor(self.channels, device), Executor(self.channels)
         else:
-            self.channels = PrivateChannels(group) if PrivateChannels.can_serve(group) else GroupChannels(group)
-            self._for_stages = self._between_passes = self._for_caller = HostExecutor(self.channels)
+            if PrivateChannels.can_serve(group):
+                self.channels = PrivateChannels(group)
+            self._aside = self._for_caller = HostExecutor(self.channels)
 
-    def of_pass(self, step: int) -> Executor:
-        """For the stages of backward pass number ``step``. See [Note: the first pass]."""
-        return self._for_caller if step == 0 else self._for_stages
-
-    def between_passes(self, step: int) -> Executor:
-        """For what is begun between passes and belongs to pass number ``step``; -1 where it belongs to none."""
-        return self._for_caller if step == 0 else self._between_passes
+    def of(self, step: int) -> Executor:
+        """For what belongs to backward pass number ``step``, or to none (-1). See [Note: the first pass]."""
+        return self._for_caller if step == 0 else self._aside
 
     @property
     def observer(self) -> Observer | None:
         """Is told of everything that runs, if set."""
-        return self._for_stages.observer
+        return self._aside.observer
 
     @observer.setter
     def observer(self, observer: Observer | None) -> None:
-        for executor in (self._for_stages, self._between_passes, self._for_caller):
-            executor.observer = observer
+        self._aside.observer = self._for_caller.observer = observer

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap._checks import check_ddp, check_flag, told
+from overlap._checks import check_ddp, told
 from overlap._torch import ddp as ddp_state
 from overlap._torch.autograd import without_saved_context
 from overlap._torch.c10d import GradBucket
@@ -200,22 +200,17 @@ def register(
     ddp: DistributedDataParallel,
     stage: Stage | Callable[..., Any],
     state: Any = None,
-    *,
-    own_communicators: bool = True,
 ) -> Registration:
     """Run ``stage`` on the gradients of ``ddp``, in place of DDP's own all-reduce.
 
     Every rank of the model's process group must call this, before a backward and in the same order with its other
     collective calls. On CPU tensors with Gloo it opens separate connections to the ranks of the group; on an
-    accelerator with NCCL it makes a communicator at the first collective on a group.
+    accelerator stages use the group itself.
 
     Args:
         ddp: the wrapped model, or what ``torch.compile`` returned for it.
         stage: a stage or chain, a function of a bucket, or a hook ``(state, bucket) -> Future[Tensor]``.
         state: the first argument of a hook; ``None`` for a stage.
-        own_communicators: on accelerators: whether collectives of stages have communicators of their own, as far as the
-            backend is NCCL. They let a rank's failure reach the others, and DDP's buffers do not wait behind them; each
-            takes some of the device's memory, as much as the group's own. ``False``: the groups themselves are used.
 
     Returns:
         The registration. It lasts as long as the model and need not be kept.
@@ -232,7 +227,7 @@ def register(
     """
     ddp = check_ddp(ddp, error=RegistrationError)
     with Meeting(ddp.process_group, "register a chain") as meeting:
-        return _register(ddp, stage, state, meeting, own_communicators=own_communicators)
+        return _register(ddp, stage, state, meeting)
 
 
 def _register(
@@ -240,10 +235,7 @@ def _register(
     stage: Stage | Callable[..., Any],
     state: Any,
     meeting: Meeting,
-    *,
-    own_communicators: bool,
 ) -> Registration:
-    check_flag("own_communicators", own_communicators)
     made = stage_from(stage, state)
     if state is not None and not is_hook(stage):
         raise ConfigurationError(f"a stage keeps its own state, but register was given {told(state)} for {made!r}")
@@ -271,11 +263,9 @@ def _register(
         if (model := alive()) is not None:
             ddp_state.forget_unfinished_backward(model)
 
-    runtime = Runtime(
-        made, context, forget_unfinished_backward=forget_unfinished_backward, own_communicators=own_communicators
-    )
+    runtime = Runtime(made, context, forget_unfinished_backward=forget_unfinished_backward)
     try:
-        runtime.open(before_connecting=meeting.come)
+        runtime.open(meeting)
     except BaseException:
         runtime.close()
         raise

@@ -24,20 +24,19 @@ from overlap.hooks.cut import BucketCut
 from overlap.hooks.engine.background import Item, run_and_wait, run_items
 from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardPass, BucketFuture
 from overlap.hooks.engine.channels import PrivateChannels
-from overlap.hooks.engine.device_channels import DeviceChannels
-from overlap.hooks.engine.division import Division
 from overlap.hooks.engine.executors import Executor, Executors
 from overlap.hooks.engine.known_buckets import KnownBuckets
 from overlap.hooks.engine.memory_format import MemoryFormats
 from overlap.hooks.engine.nothing_to_hide import has_nothing_to_hide
 from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.regrouping import Regrouping
-from overlap.hooks.engine.same_registration import difference
+from overlap.hooks.engine.same_registration import Division, description, difference
 from overlap.hooks.engine.worker import Worker
 from overlap.hooks.places import check_pass, check_places
 from overlap.hooks.stage import Stage, walk, with_contexts
 from overlap.join import gradient_divisor
 from overlap.join.failures import was_told
+from overlap.join.meeting import Meeting
 
 __all__ = ["NO_LAST_BUCKET", "Runtime"]
 
@@ -81,7 +80,6 @@ class Runtime:
         context: StageContext,
         *,
         forget_unfinished_backward: Callable[[], None] = lambda: None,
-        own_communicators: bool = True,
     ) -> None:
         self.stage = stage
         self._phase = _Phase.NEW
@@ -89,12 +87,11 @@ class Runtime:
         self._watched = -1
         self._cut = BucketCut()
         self._watchers: list[BucketWatcher] = []
-        self.executors = Executors(context.group, context.device, own_communicators=own_communicators)
+        self.executors = Executors(context.group, context.device)
         channels = self.executors.channels
         self._context = replace(
             context,
             background=self.background,
-            look_for_failures=channels.raise_failure,
             tell=self.tell,
             note_unfinished=lambda: self._note_end(_Phase.UNFINISHED),
             cut=self._cut,
@@ -111,18 +108,16 @@ class Runtime:
         # The parameters of each bucket of this pass.
         self._buckets: list[tuple[str, ...]] = []
         self._worker: Worker | None = None
-        if isinstance(channels, DeviceChannels):
-            weakref.finalize(self, channels.close)
-        elif isinstance(channels, PrivateChannels):
+        if isinstance(channels, PrivateChannels):
             self._worker = Worker(f"overlap-{id(self):x}", abandon=channels.abort, group=context.group)
             self._stop_worker = weakref.finalize(self, self._worker.stop)
 
-    def open(self, *, before_connecting: Callable[[], None] = lambda: None) -> None:
-        """Attach the stages, connect to the other ranks and check that they run the same stages.
+    def open(self, meeting: Meeting | None = None) -> None:
+        """Attach the stages, check in a ``meeting`` that all ranks run the same ones, and connect to the other ranks.
 
         Raises:
             ConfigurationError: a stage refuses the model.
-            CollectiveError: another rank did not connect in time, or registered something else.
+            CollectiveError: another rank did not come in time, or registers something else.
         """
         check_places(self.stage.sequence)
         for stage, context in with_contexts(self.stage, self._context):
@@ -131,16 +126,12 @@ class Runtime:
         for stage in self._attached:
             stage.check_together(self.stage.sequence)
         self.division = Division.of(self.stage.sequence, self._context.names)
+        if meeting is not None:
+            described = meeting.come(description(self.stage, self._context, self.division))
+            if (reason := difference(described, self._context)) is not None:
+                raise CollectiveError(reason)
         self._phase = _Phase.READY
-        before_connecting()
-        channels = self.executors.channels
-        channels.open()
-        if (failures := channels.failures) is None:
-            return
-        if (reason := difference(failures, self.stage, self._context, self.division)) is not None:
-            error = CollectiveError(reason)
-            failures.report(error)
-            raise error
+        self.executors.channels.open()
 
     def close(self) -> None:
         """Detach the stages, end the thread and close its connections."""
@@ -152,7 +143,7 @@ class Runtime:
         self._watchers.clear()
         self._known.forget()
         if self._worker is None:
-            self.executors.channels.close()
+            self.executors.channels.abort()
             return
         # After the jobs of a backward that ended before all buckets had come: they use the connections, too.
         self._worker.stop(self.executors.channels.abort)
@@ -188,11 +179,9 @@ class Runtime:
 
         Raises:
             UnsupportedError: a CUDA graph is being captured.
-            CollectiveError: another rank has failed since the last backward, or the device does not get on.
             TrainingLoopError: a stage refuses what the loop has done.
         """
         self._refuse_capture()
-        self.executors.channels.raise_failure()
         is_unfinished = self._phase is _Phase.UNFINISHED
         if self._has_failed:
             self._phase = _Phase.READY
@@ -274,7 +263,7 @@ class Runtime:
 
         Called on the training thread between backward passes, at the same place on every rank.
         """
-        executor = self.executors.between_passes(items[0].step if items else -1)
+        executor = self.executors.of(items[0].step if items else -1)
         executor.begin()
 
         def job() -> None:
@@ -299,7 +288,7 @@ class Runtime:
             stale = self._pass
             self._submit(lambda: stale.fail(RuntimeError("a new backward began before all buckets had come")))
             stale.wait()
-        executor = self.executors.of_pass(self._steps)
+        executor = self.executors.of(self._steps)
         begun = BackwardPass(
             self._steps,
             self.stage,
@@ -346,8 +335,6 @@ class Runtime:
 
     def _finish(self, finished: BackwardPass) -> None:
         """Called on the training thread when DDP has set the gradients; raises the error of a failed pass."""
-        if (failure := self.executors.channels.failure()) is not None:
-            finished.fail(failure)
         error = self._end(finished)
         if error is not None:
             raise error

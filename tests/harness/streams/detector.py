@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from overlap._torch.communicators import communicators_replaced
 from overlap._torch.device import streams_replaced
 
 from .allocator import Allocator
@@ -60,7 +59,6 @@ def detecting() -> Iterator[Detector]:
     """
     from .modes import FunctionMode, OperatorMode
     from .simulated import SimulatedStreams, futures_of_hooks
-    from .worlds import StreamCommunicators
 
     global _active
     assert _active is None, "one detector at a time"
@@ -68,7 +66,6 @@ def detecting() -> Iterator[Detector]:
     functions = FunctionMode(detector)
     with contextlib.ExitStack() as stack:
         stack.enter_context(streams_replaced(SimulatedStreams(detector)))
-        stack.enter_context(communicators_replaced(StreamCommunicators()))
         # Objects cross the device's memory on their way to other ranks.
         stack.enter_context(
             mock.patch.object(distributed_c10d, "_get_object_coll_device", return_value=detector.device)

@@ -96,12 +96,10 @@ class StreamGroup(dist.ProcessGroup):
         rank: this rank.
         size: how many there are.
         values: the backend that moves the data, with the methods of ``dist.ProcessGroupGloo``.
-        has_peers: whether the other ranks are processes, so that they can have communicators of their own.
     """
 
-    def __init__(self, rank: int, size: int, values: Any, *, has_peers: bool = True) -> None:
+    def __init__(self, rank: int, size: int, values: Any) -> None:
         super().__init__(rank, size)
-        self.has_peers = has_peers
         self._size = size
         self._values = values
         self._stream: tuple[Detector, Stream] | None = None

@@ -1,4 +1,4 @@
-"""Where a simulated group's values come from: other ranks, or this process itself; and communicators of the library."""
+"""Where a simulated group's values come from: other ranks, or this process itself."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from overlap._torch.communicators import Communicators
-
 from .group import STREAMS_BACKEND, StreamGroup, StreamWork
 
-__all__ = ["StreamCommunicators", "one_process"]
+__all__ = ["one_process"]
 
 _ONE_PROCESS = "simulated-streams-in-one-process"
 
@@ -27,22 +24,6 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> StreamGroup
 
 
 dist.Backend.register_backend(STREAMS_BACKEND, _create, devices=["cpu"])
-
-
-class StreamCommunicators(Communicators):
-    """Each another simulated group of the same ranks, with a stream of its own."""
-
-    def can_make(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        return isinstance(group, StreamGroup) and group.has_peers
-
-    def make(self, group: dist.ProcessGroup, store: Any, device: torch.device) -> Any:
-        return _create(store, group.rank(), group.size(), timedelta(seconds=20))
-
-    def wait(self, work: Any) -> None:
-        work.wait()
-
-    def check(self, made: Any) -> None:
-        pass
 
 
 class _EqualRanks:
@@ -97,7 +78,7 @@ def one_process(size: int) -> Iterator[None]:
     """Within it this process is rank 0 of ``size`` ranks that all have its data: the default group."""
 
     def create(*_: Any) -> StreamGroup:
-        return StreamGroup(0, size, _EqualRanks(size), has_peers=False)
+        return StreamGroup(0, size, _EqualRanks(size))
 
     dist.Backend.register_backend(_ONE_PROCESS, create, devices=["cpu"])
     with tempfile.TemporaryDirectory() as folder:

@@ -175,7 +175,7 @@ def test_all_stages_of_a_model_run_on_one_stream_after_the_first_pass() -> None:
     _with_streams(_stages_share_a_stream)
 
 
-def _no_bucket_waits_for_work_between_passes(streams: _Recorded) -> None:
+def _work_between_passes_is_on_the_stages_stream(streams: _Recorded) -> None:
     between, ddp = _Between(), _model()
     chain(AllReduce(), between).register(ddp)
     _backward(ddp, 0)
@@ -184,15 +184,15 @@ def _no_bucket_waits_for_work_between_passes(streams: _Recorded) -> None:
     for step in range(1, 4):
         streams.log.clear()
         _backward(ddp, step)
-        assert streams.log[-1] == "2 waits for 0" and set(streams.log[:-1]) == {"1 waits for 0"}
+        assert set(streams.log) == {"1 waits for 0"}
         streams.log.clear()
         between.completion.wait()
-        assert streams.log == ["0 waits for an event of 2"]
-    assert between.seen == {"2"}
+        assert streams.log == ["0 waits for an event of 1"]
+    assert between.seen == {"1"}
 
 
-def test_work_between_passes_has_a_stream_of_its_own() -> None:
-    _with_streams(_no_bucket_waits_for_work_between_passes)
+def test_work_between_passes_runs_on_the_stream_of_the_stages() -> None:
+    _with_streams(_work_between_passes_is_on_the_stages_stream)
 
 
 def _failures_leave_nothing_behind(streams: _Recorded) -> None:
@@ -202,7 +202,7 @@ def _failures_leave_nothing_behind(streams: _Recorded) -> None:
     between.is_failing = True
     _backward(ddp, 1)
     # The tensors that it used may now be freed or changed.
-    assert streams.log[-1] == "0 waits for 2"
+    assert streams.log[-1] == "0 waits for 1"
     with pytest.raises(RuntimeError, match="as it was told"):
         between.completion.wait()
 
@@ -213,7 +213,7 @@ def _failures_leave_nothing_behind(streams: _Recorded) -> None:
     executor = executor_for(ddp.process_group, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="as it was told"):
         run_now([Item(index=0)], fail, executor)
-    assert streams.log[-1] == "0 waits for 3"
+    assert streams.log[-1] == "0 waits for 2"
 
 
 def test_the_training_stream_waits_for_what_failed_between_passes() -> None:
@@ -229,7 +229,7 @@ def _memory_is_kept_without_a_wait(streams: _Recorded) -> None:
         zero.step()
     for parameter in ddp.parameters():
         # Once for each stream that has gathered it, however often it did.
-        assert [name for tensor, name in streams.held if tensor is parameter] == ["0", "2"]
+        assert [name for tensor, name in streams.held if tensor is parameter] == ["0", "1"]
 
     ddp = _model()
     local = LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=2, start_step=0, overlap=True)
@@ -238,7 +238,7 @@ def _memory_is_kept_without_a_wait(streams: _Recorded) -> None:
         _backward(ddp, step)
         local.step()
     held = {(name, tensor.numel()) for tensor, name in streams.held}
-    assert held == {("3", sum(parameter.numel() for parameter in ddp.parameters()))}, held
+    assert held == {("2", sum(parameter.numel() for parameter in ddp.parameters()))}, held
 
 
 def test_what_rides_between_passes_may_be_dropped() -> None:

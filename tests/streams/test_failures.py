@@ -1,18 +1,15 @@
-"""What a failure leaves behind, on a communicator of the stages' own and on the model's group."""
+"""What a failure leaves behind in the buckets."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from harness import run_ranks
 from harness.streams import STREAMS_BACKEND, detecting
 from overlap import Bucket, Stage, chain
-from overlap._torch.communicators import Communicators, communicators_replaced
 from overlap.hooks import all_reduce
 
 from .model import Net, batch, wrapped
@@ -31,12 +28,10 @@ class _Raises(Stage):
         bucket.buffer.div_(bucket.divisor)
 
 
-def _reads_what_a_failure_left(rank: int, world_size: int, is_private: bool) -> None:
+def _reads_what_a_failure_left(rank: int, world_size: int) -> None:
     ddp = wrapped(Net)
     batches = [batch(step, rank) for step in range(6)]  # Made before: it is the device's.
-    # PyTorch's own can make none for this group.
-    communicators: Any = contextlib.nullcontext() if is_private else communicators_replaced(Communicators())
-    with detecting() as detector, communicators:
+    with detecting() as detector:
         chain(_Raises(3)).register(ddp)
         norms: list[Tensor] = []
         for step in range(6):
@@ -56,6 +51,5 @@ def _loss(ddp: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("is_private", [True, False], ids=["own communicator", "the group itself"])
-def test_what_a_failure_leaves_in_the_buckets_can_be_read(is_private: bool) -> None:
-    run_ranks(_reads_what_a_failure_left, 2, is_private, backend=STREAMS_BACKEND)
+def test_what_a_failure_leaves_in_the_buckets_can_be_read() -> None:
+    run_ranks(_reads_what_a_failure_left, 2, backend=STREAMS_BACKEND)
