@@ -18,9 +18,11 @@ __all__ = [
     "data_parallel_parameters",
     "forget_unfinished_backward",
     "has_foreign_hook",
+    "has_one_bucket",
     "is_to_rebuild",
     "refusal",
     "registered_hook",
+    "trained_parameters",
 ]
 
 
@@ -36,6 +38,22 @@ def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor,
         for name, parameter in ddp.module.named_parameters()
         if not hasattr(parameter, "_ddp_ignored")
     }
+
+
+def trained_parameters(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+    """Those of :func:`data_parallel_parameters` that are not frozen."""
+    return [parameter for parameter in data_parallel_parameters(ddp) if parameter.requires_grad]
+
+
+def has_one_bucket(ddp: DistributedDataParallel) -> bool:
+    """Whether all gradients of ``ddp`` fit into one bucket, as far as DDP's options say.
+
+    Private in all but name: the size that DDP was given, and whether it was given one: otherwise its first bucket is
+    smaller than the others."""
+    trained = trained_parameters(ddp)
+    nbytes = sum(parameter.nbytes for parameter in trained)
+    fits = not ddp.bucket_bytes_cap_default and nbytes <= ddp.bucket_bytes_cap
+    return len(trained) == 1 or (fits and len({parameter.dtype for parameter in trained}) == 1)
 
 
 def has_foreign_hook(ddp: DistributedDataParallel, ours: type) -> str | None:

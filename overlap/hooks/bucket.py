@@ -48,9 +48,6 @@ class Bucket:
     is_replay: bool = False
     """Whether this rank has run out of inputs and takes part outside of any backward: with zeros, or once with what it
     had accumulated under ``no_sync``."""
-    is_late: bool = False
-    """Whether it goes on after its first collective only when all buckets of the pass have come, so that an update may
-    be made once for all. See [Note: nothing to hide]."""
     is_mean: bool = False
     """Whether ``buffer`` holds the mean over ranks; else it holds this rank's own gradients, and in a replay zeros."""
     owned: tuple[Tensor | None, ...] | None = None

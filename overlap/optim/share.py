@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
 from overlap.hooks import Bucket
 
-__all__ = ["LateUpdate", "Share", "Shares"]
-
-Pairs = tuple[list[Tensor], list[Tensor]]
-"""Parameters, and the gradient of each."""
+__all__ = ["Share", "Shares"]
 
 
 class Share:
@@ -70,30 +67,3 @@ class Shares:
     def forget(self) -> None:
         """Let go of the parameters."""
         self._shares.clear()
-
-
-class LateUpdate:
-    """Collects the buckets of a late pass, to update them at once. See [Note: nothing to hide]."""
-
-    def __init__(self) -> None:
-        self._pairs: list[Pairs] = []
-        self._buckets: int | None = None
-
-    def clear(self) -> None:
-        """A pass begins."""
-        self._pairs = []
-        self._buckets = None
-
-    def with_all(self, bucket: Bucket, parameters: list[Tensor], gradients: list[Tensor]) -> Pairs | None:
-        """The parameters and gradients of the whole pass, when ``bucket`` is the last of it to come here."""
-        self._pairs.append((parameters, gradients))
-        if bucket.is_last:
-            self._buckets = bucket.index + 1
-        if len(self._pairs) != self._buckets:
-            return None
-        pairs, self._pairs = self._pairs, []
-        return _joined([parameters for parameters, _ in pairs]), _joined([gradients for _, gradients in pairs])
-
-
-def _joined(lists: Sequence[list[Tensor]]) -> list[Tensor]:
-    return lists[0] if len(lists) == 1 else [tensor for each in lists for tensor in each]

@@ -20,7 +20,7 @@ from overlap.optim.deferred import DeferredUpdate
 from overlap.optim.functional import FunctionalOptimizer
 from overlap.optim.overlapped import OverlappedOptimizer
 from overlap.optim.phases import Phase
-from overlap.optim.share import LateUpdate, Share, Shares
+from overlap.optim.share import Share, Shares
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.step_checks import check_coverage, check_in_backward, check_params, instead_of_step
 from overlap.optim.step_guard import StepGuard, check_one_model, guarded_by
@@ -122,7 +122,6 @@ class Step(UpdateStage):
         self._may_defer = self._may_defer and self._only is None
         self._guard: torch.utils.hooks.RemovableHandle | None = None
         self._shares = Shares(self._updates, self.owns_gradient_of)
-        self._late = LateUpdate()
         self._finds_unused: bool | None = None
         self._deferred = DeferredUpdate(self.optimizer, self.lifecycle, clipping=self.clipping, is_automatic=automatic)
 
@@ -200,7 +199,6 @@ class Step(UpdateStage):
         super().before_backward(is_replay=is_replay)
         self.optimizer.begin_backward(self)
         self._deferred.clear()
-        self._late.clear()
 
     async def __call__(self, bucket: Bucket) -> None:
         if bucket.is_replay and not bucket.is_mean:
@@ -223,12 +221,6 @@ class Step(UpdateStage):
             parameters, gradients = list(compress(parameters, used)), list(compress(gradients, used))
         if self.lifecycle.leaves_update:
             return
-        if not (bucket.is_late and self._ends_chain):
-            self._apply(parameters, gradients)
-        elif (everything := self._late.with_all(bucket, parameters, gradients)) is not None:
-            self._apply(*everything)
-
-    def _apply(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         veto = self.lifecycle.veto
         if not veto.stops:
             with veto.passed_to(self.stepped):

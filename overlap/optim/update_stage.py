@@ -85,7 +85,6 @@ class UpdateStage(Stage):
         self.may_skip = False
         """Whether a stage before it may have an update left out."""
         self._adds_up = adds_up
-        self._ends_chain = False
         self._transforms: Sequence[Stage] = ()
         self.context: StageContext | None = None
         """Where this is registered."""
@@ -140,7 +139,6 @@ class UpdateStage(Stage):
 
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         self.may_skip = False  # A stage that may skip says so when it is attached.
-        self._ends_chain = not after
         self._transforms = [stage for stage in before if stage.role is Role.TRANSFORM]
         self._form = without_adding_up(replace(self._form, adds_up=self._adds_up), before)
         self.lifecycle.form = self._form

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from overlap.hooks.engine.nothing_to_hide import has_nothing_to_hide
+from overlap.hooks.engine.executors import is_small
 from overlap.optim.zero.gather_parts import least_part_bytes, parts_by_need
 from overlap.plan.buckets import cut
 from overlap.plan.candidates import METHODS, Candidate, Method
@@ -82,7 +82,7 @@ def schedule_of(
         # DDP copies what is in the buckets back, when all are through.
         end_ms=copies_ms + (profile.update_ms if is_after else 0.0),
         has_stages=not is_after or method.reducer is not None,
-        is_late=has_nothing_to_hide(profile.gradient_bytes, is_only_bucket=len(layout) == 1),
+        is_inline=is_small(profile.gradient_bytes, has_one_bucket=len(layout) == 1),
         rates=Rates(
             compute_beside_link=link.compute_rate,
             link_beside_compute=link.send_rate,

@@ -68,8 +68,8 @@ class Schedule:
     """What the training thread computes after backward, such as the optimizer's step."""
     has_stages: bool = True
     """Whether stages run; else DDP sends each bucket as it comes."""
-    is_late: bool = False
-    """Whether all of it runs on autograd's thread. See [Note: nothing to hide]."""
+    is_inline: bool = False
+    """Whether stages run on autograd's thread. See [Note: small models]."""
     rates: Rates = field(default_factory=Rates)
 
 
@@ -80,7 +80,7 @@ def step_ms(schedule: Schedule) -> float:
     arrivals = [[Signal() for _ in schedule.buckets] for _ in range(_STEPS)]
     through = [Signal() for _ in range(_STEPS)]
     clock.start(_training(clock, schedule, arrivals, through, ends_ms))
-    if schedule.has_stages and not schedule.is_late:
+    if schedule.has_stages and not schedule.is_inline:
         clock.start(_worker(clock, schedule, arrivals, through))
     clock.run()
     assert len(ends_ms) == _STEPS, "a schedule that stands still"
@@ -98,8 +98,8 @@ def _training(
         yield from _forward(schedule, gathers)
         if not schedule.has_stages:
             yield from _plain_backward(clock, schedule)
-        elif schedule.is_late:
-            yield from _late_backward(clock, schedule)
+        elif schedule.is_inline:
+            yield from _inline_backward(clock, schedule)
         else:
             yield from _computed(schedule, lambda bucket, arrived=arrivals[step]: clock.set(arrived[bucket]))
             yield through[step]
@@ -136,10 +136,10 @@ def _plain_backward(clock: Clock, schedule: Schedule) -> Process:
     yield from sent
 
 
-def _late_backward(clock: Clock, schedule: Schedule) -> Process:
+def _inline_backward(clock: Clock, schedule: Schedule) -> Process:
     done_ms = 0.0
     flights: dict[int, Signal] = {}
-    order = worker_order([len(bucket.hops) for bucket in schedule.buckets], is_late=True)
+    order = worker_order([len(bucket.hops) for bucket in schedule.buckets])
     for bucket, moves in zip(schedule.buckets, order, strict=True):
         yield Run(COMPUTE, bucket.ready_ms - done_ms)
         done_ms = max(done_ms, bucket.ready_ms)
@@ -172,15 +172,14 @@ def _moved(
             flights[place] = clock.send(hop.link_ms)
 
 
-def worker_order(hops: Sequence[int], *, is_late: bool = False) -> list[list[tuple[int, int]]]:
+def worker_order(hops: Sequence[int]) -> list[list[tuple[int, int]]]:
     """For the arrival of each bucket, which bucket is advanced to which of its collectives.
 
     Args:
         hops: how many collectives each bucket has; to advance to that number is to finish.
-        is_late: whether the pass is late.
     """
     moves: list[list[tuple[int, int]]] = []
-    wavefront = Wavefront(is_late=is_late)
+    wavefront = Wavefront()
     for place, count in enumerate(hops):
         moves.append([])
         task: Any = _Noted(place, count, moves)

@@ -64,8 +64,9 @@ class Form:
     """Options of DDP that it needs."""
     topics: frozenset[str] | None = None
     """The topics whose loops it plays; ``None``: all."""
-    is_late: bool = False
-    """Whether passes are late, as they are of models as small as the corpus has them where nobody asks otherwise."""
+    is_inline: bool = False
+    """Whether stages run on autograd's thread, as those of models as small as the corpus has them do where nobody asks
+    otherwise."""
 
 
 def _replicated(**options: Any) -> Callable[[Run, Any, Any], Any]:
@@ -203,10 +204,10 @@ FORMS: tuple[Form, ...] = (
         **_ZERO,
     ),
     Form(
-        name="zero late",
-        made="`ZeroStep(zero)` in late passes, which make one exchange and one update of all small buckets",
+        name="zero inline",
+        made="`ZeroStep(zero)` on autograd's thread, as for any model as small as these",
         build=_sharded(),
-        is_late=True,
+        is_inline=True,
         topics=_SOME,
         **_ZERO,
     ),
@@ -256,7 +257,7 @@ def forms_of(topic: str) -> tuple[Form, ...]:
 AUTOMATIC = ("automatic", "hook")
 """Backward does everything, and the loop calls no ``step()``."""
 INTERLEAVED = ("interleaved", "chained", "released")
-ZERO_INTERLEAVED = ("zero", "zero chained", "zero forward", "zero released", "zero late", "zero parameter")
+ZERO_INTERLEAVED = ("zero", "zero chained", "zero forward", "zero released", "zero inline", "zero parameter")
 STEPPED = (*INTERLEAVED, *ZERO_INTERLEAVED)
 """The update is made in backward, and the loop calls ``step()``."""
 CLIPS_ITSELF = ("clipped", "clipped in chain", "zero clipped")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from overlap.hooks.engine.nothing_to_hide import limit_replaced
+from overlap.hooks.engine.executors import limit_replaced
 
 if TYPE_CHECKING:
     from .corpus import Loop
@@ -181,7 +181,7 @@ def play(loop: Loop, form: Form) -> list[Record]:
     """Plays ``loop`` with ``form`` from fixed seeds, and returns what there was at every yield and at the end."""
     torch.manual_seed(0)
     run = Run(loop, form)
-    with limit_replaced(_SMALL_BYTES) if form.is_late else nullcontext():
+    with limit_replaced(_SMALL_BYTES) if form.is_inline else nullcontext():
         ddp = run.wrap(loop.model())
         optimizer = run.optimizer(ddp)
         torch.manual_seed(1)

@@ -72,10 +72,6 @@ def test_the_order_is_that_of_the_engines_note() -> None:
     assert third == [(2, 0), (1, 1), (0, 2), (2, 1), (1, 2), (2, 2)]
 
 
-def test_a_late_pass_launches_first_and_goes_on_when_the_last_has_come() -> None:
-    assert worker_order([1, 1], is_late=True) == [[(0, 0)], [(1, 0), (0, 1), (1, 1)]]
-
-
 def test_two_collectives_a_bucket_by_hand() -> None:
     """Ready at 2 and 4. a1 3-7, worked 7-8 by the worker after it has launched b1 (it waits for a1 first as b came)."""
     schedule = Schedule(
@@ -130,13 +126,13 @@ def test_threads_that_share_a_core_and_a_link_that_takes_from_it() -> None:
     assert step_ms(behind) == pytest.approx(15)
 
 
-def test_a_late_pass_computes_on_the_training_thread() -> None:
+def test_an_inline_pass_computes_on_the_training_thread() -> None:
     schedule = Schedule(
-        forward_ms=0, backward_ms=4, buckets=(one_hop(1, 2, compute_ms=3, after_ms=1), one_hop(4, 2)), is_late=True
+        forward_ms=0, backward_ms=4, buckets=(one_hop(1, 2, compute_ms=3, after_ms=1), one_hop(4, 2)), is_inline=True
     )
     # Code 1-4, sent 4-6; backward's other 3 ms to 7, b sent 7-9; a's code 7-8; done at 9.
     assert step_ms(schedule) == pytest.approx(9)
-    assert step_ms(dataclasses.replace(schedule, is_late=False)) < 9
+    assert step_ms(dataclasses.replace(schedule, is_inline=False)) < 9
 
 
 @settings(max_examples=60, deadline=None)

@@ -47,20 +47,19 @@ def play_schedules(count: int, seed: int = 0) -> None:
     rng = random.Random(seed)
     for _ in range(count):
         plans = ["".join(rng.choices("123||", k=rng.randrange(6))) for _ in range(rng.randint(1, 10))]
-        is_late = rng.random() < 0.3
         failing = rng.randrange(len(plans)) if rng.random() < 0.2 else None
         if failing is not None:
             cut = rng.randint(0, len(plans[failing]))
             plans[failing] = plans[failing][:cut] + "!" + plans[failing][cut:]
-        _check_schedule(plans, is_late, failing)
+        _check_schedule(plans, failing)
 
 
-def _check_schedule(plans: list[str], is_late: bool, failing: int | None) -> None:
-    what = f"{plans=}, {is_late=}"
+def _check_schedule(plans: list[str], failing: int | None) -> None:
+    what = f"{plans=}"
     logs = []
     for _ in range(2):  # Two ranks.
         log: list[tuple[int, str]] = []
-        wavefront = Wavefront(is_late=is_late)
+        wavefront = Wavefront()
         try:
             for name, plan in enumerate(plans):
                 wavefront.arrive(_Scheduled(name, plan, log), is_last=name == len(plans) - 1)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness import assert_parity
 from overlap import ZeroRedundancyOptimizer
-from overlap.hooks.engine.nothing_to_hide import limit_replaced
+from overlap.hooks.engine.executors import limit_replaced
 
 from .program import Program
 from .rounding import check_rounded
@@ -28,7 +28,7 @@ _SUMMED, _SUMMED_IN_BF16 = {"rtol": 2e-4, "atol": 2e-5}, {"rtol": 3e-2, "atol": 
 
 def play(program: Program) -> Outcome:
     """What became of a program on this rank."""
-    with warnings.catch_warnings(action="ignore"), limit_replaced(2**20 if program.is_late else 0):
+    with warnings.catch_warnings(action="ignore"), limit_replaced(2**20 if program.is_inline else 0):
         return check_rounded(program) if program.is_rounded else _check_same(program)
 
 

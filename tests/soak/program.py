@@ -53,8 +53,8 @@ class Program:
     clips: str = ""
     """What the loop does between backward and ``step()``."""
     has_closure: bool = False
-    is_late: bool = False
-    """Whether passes are late, as those of models as small as these are."""
+    is_inline: bool = False
+    """Whether stages run on autograd's thread, as those of models as small as these do."""
     averages: int = 0
     """Steps of each rank alone from one average of local SGD to the next."""
     spoils: int = -1
@@ -76,7 +76,7 @@ class Program:
             "step()" if self.is_stepped else "no step()",
             *["closure"] * self.has_closure,
             *([self.clips] if self.clips else []),
-            *["late passes"] * self.is_late,
+            *["inline"] * self.is_inline,
             *([f"averages every {self.averages} steps"] if self.averages else []),
             *([f"the loss of step {self.spoils} is not finite"] if self.spoils >= 0 else []),
         ]

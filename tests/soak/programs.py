@@ -120,7 +120,7 @@ def _exact(rng: random.Random, seed: int) -> Program:
         "micro_batches": 1 if "static_graph" in ddp else rng.choice((1, 1, 1, 2, 3)),
         "zero_grad": rng.choice(("before", "after", "to zero", "model", "left out")),
         "scheduler": rng.choice(SCHEDULERS),
-        "is_late": rng.random() < 0.4,
+        "is_inline": rng.random() < 0.4,
     }
     if form == "hook":
         ddp.pop("static_graph", None)  # Of several dtypes, a hook that DDP calls cannot tell the last bucket.
@@ -225,7 +225,7 @@ def _rounded(rng: random.Random, seed: int) -> Program:
         steps=rng.randint(3, 6),
         micro_batches=1 if "static_graph" in ddp else rng.choice((1, 1, 2)),
         zero_grad=rng.choice(("before", "after", "to zero", "model")),
-        is_late=rng.random() < 0.4,
+        is_inline=rng.random() < 0.4,
         promise=promise,
     )
 

@@ -52,7 +52,6 @@ class BackwardPass:
         stage: what runs.
         executor: where it runs.
         divisor: of all its buckets.
-        is_late: whether buckets go on only when the last has come.
         watchers: are told when a bucket comes, and when it is through.
     """
 
@@ -63,21 +62,18 @@ class BackwardPass:
         executor: Executor,
         *,
         divisor: int,
-        is_late: bool = False,
         watchers: Sequence[BucketWatcher] = (),
     ) -> None:
         self.step = step
         self.divisor = divisor
         """Of all buckets: who takes part does not change within a pass."""
-        self.is_late = is_late
-        """Whether the buckets go on only when the last has come. See [Note: nothing to hide]."""
         self.regrouping: Regrouping | None = None
         """Reduces the pass in other buckets than DDP's; ``None``: in DDP's."""
         self.error: BaseException | None = None
         self._stage = stage
         self.executor = executor
         self._watchers = watchers
-        self._wavefront = Wavefront(is_late=is_late)
+        self._wavefront = Wavefront()
         self._starts_early = stage.starts_on_autograd_thread
         self._labels = [(stage, repr(stage)) for stage in stage.sequence]
         self._unfinished: dict[int, tuple[BucketFuture, torch.Tensor]] = {}

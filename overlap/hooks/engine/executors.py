@@ -1,17 +1,28 @@
-"""Where a stage's code runs, and what it means there to wait for a collective."""
+"""Where a stage's code runs, and what it means there to wait for a collective.
+
+[Note: small models]
+
+A worker thread lets the stages of one bucket run while autograd computes the next. That takes a hand-over from thread
+to thread for each bucket, and the interpreter's lock goes to and fro. Where a model is so small that all of it takes
+less time than that, or has a single bucket, which comes when nothing is left to compute, its stages run on autograd's
+thread, in the same order. The limit is the size of DDP's first bucket, which is sent at once anyhow.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from overlap._checks import refuse_capture
+from overlap._torch.ddp import has_one_bucket, trained_parameters
 from overlap._torch.device import current_stream, has_streams, on_stream, stream_of
 from overlap._torch.gloo import has_lost_connection
 from overlap.errors import CollectiveError, PeerError
@@ -20,14 +31,46 @@ from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
 from overlap.hooks.engine.observer import Observer
 from overlap.join.failures import FailureStore, loss_on, losses_named
 
-__all__ = ["Executor", "Executors", "HostExecutor", "StreamExecutor", "executor_for"]
+__all__ = [
+    "Executor",
+    "Executors",
+    "HostExecutor",
+    "StreamExecutor",
+    "executor_for",
+    "is_small",
+    "limit_replaced",
+    "runs_inline",
+]
 
 # Others wait for what runs here, while what the training stream computes meanwhile has time: a message leaves earlier
 # if it need not be encoded behind the blocks of a large kernel. FSDP2's streams of copies have the same.
 _PRIORITY = -1
 
+_small_bytes = 2**20
+
 # How long a thread waits for a collective before it checks whether another rank has reported a failure.
 _PATIENCE = timedelta(seconds=1)
+
+
+@contextlib.contextmanager
+def limit_replaced(limit_bytes: int) -> Iterator[None]:
+    """Within it a model of at most so many bytes is small; with 0 none is."""
+    global _small_bytes
+    before, _small_bytes = _small_bytes, limit_bytes
+    try:
+        yield
+    finally:
+        _small_bytes = before
+
+
+def is_small(trained_bytes: int, *, has_one_bucket: bool) -> bool:
+    """Whether a model with so many bytes of trainable parameters is small. See [Note: small models]."""
+    return _small_bytes > 0 and (has_one_bucket or trained_bytes <= _small_bytes)
+
+
+def runs_inline(ddp: DistributedDataParallel) -> bool:
+    """Whether stages of this model on CPU tensors run on autograd's thread."""
+    return is_small(sum(parameter.nbytes for parameter in trained_parameters(ddp)), has_one_bucket=has_one_bucket(ddp))
 
 
 class Executor:

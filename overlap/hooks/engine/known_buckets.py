@@ -64,7 +64,7 @@ class KnownBuckets:
         self._known.clear()
 
     def bucket(
-        self, raw: GradBucket, *, divisor: int, step: int, is_replay: bool, is_late: bool, keeps_views: bool
+        self, raw: GradBucket, *, divisor: int, step: int, is_replay: bool, keeps_views: bool
     ) -> tuple[Bucket, KnownBucket]:
         """``raw`` as stages see it, and what is known of it; views of its memory are kept where ``keeps_views``."""
         index = raw.index()
@@ -78,7 +78,6 @@ class KnownBuckets:
             divisor=divisor,
             step=step,
             is_replay=is_replay,
-            is_late=is_late,
             raw=raw,
             fqns=known.fqns,
             # DDP has other buckets after the first pass and in each replay, and these would keep their memory.

@@ -24,10 +24,9 @@ from overlap.hooks.cut import BucketCut
 from overlap.hooks.engine.background import Item, run_and_wait, run_items
 from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardPass, BucketFuture
 from overlap.hooks.engine.channels import PrivateChannels
-from overlap.hooks.engine.executors import Executor, Executors
+from overlap.hooks.engine.executors import Executor, Executors, runs_inline
 from overlap.hooks.engine.known_buckets import KnownBuckets
 from overlap.hooks.engine.memory_format import MemoryFormats
-from overlap.hooks.engine.nothing_to_hide import has_nothing_to_hide
 from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.regrouping import Regrouping
 from overlap.hooks.engine.same_registration import Division, description, difference
@@ -70,8 +69,8 @@ class Runtime:
     """Runs one stage for one model.
 
     On CPU tensors with Gloo a worker thread runs the stage over separate connections, so that waiting does not hold up
-    autograd. On accelerators, and with other backends, it runs on autograd's thread, where the order of collectives is
-    the program's own.
+    autograd. For a small model (see [Note: small models]), on accelerators, and with other backends, it runs on
+    autograd's thread, where the order of collectives is the program's own.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class Runtime:
         )
         self._pass: BackwardPass | None = None
         self._steps = 0
-        self._model_bytes = sum(parameter.nbytes for parameter in context.names or ())
         self._attached: list[Stage] = []
         self.division = Division()
         """Which update has which parameters."""
@@ -108,9 +106,11 @@ class Runtime:
         # The parameters of each bucket of this pass.
         self._buckets: list[tuple[str, ...]] = []
         self._worker: Worker | None = None
-        if isinstance(channels, PrivateChannels):
+        model = None if context.ddp is None else context.ddp()
+        if isinstance(channels, PrivateChannels) and (model is None or not runs_inline(model)):
             self._worker = Worker(f"overlap-{id(self):x}", abandon=channels.abort, group=context.group)
-            self._stop_worker = weakref.finalize(self, self._worker.stop)
+        self._end = weakref.finalize(self, channels.abort if self._worker is None else self._worker.stop)
+        self._end.atexit = False
 
     def open(self, meeting: Meeting | None = None) -> None:
         """Attach the stages, check in a ``meeting`` that all ranks run the same ones, and connect to the other ranks.
@@ -142,12 +142,12 @@ class Runtime:
         self._attached.clear()
         self._watchers.clear()
         self._known.forget()
+        self._end.detach()
         if self._worker is None:
             self.executors.channels.abort()
-            return
-        # After the jobs of a backward that ended before all buckets had come: they use the connections, too.
-        self._worker.stop(self.executors.channels.abort)
-        self._stop_worker.detach()
+        else:
+            # After the jobs of a backward that ended before all buckets had come: they use the connections, too.
+            self._worker.stop(self.executors.channels.abort)
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks of an error outside of a backward; the next pass connects again.
@@ -202,7 +202,8 @@ class Runtime:
         first ``step()``, say. Under Join ranks without inputs go there without a forward.
         """
         model = None if self._context.ddp is None else self._context.ddp()
-        if self._worker is None or self._steps != 1 or model is None or not is_to_rebuild(model):
+        has_own_channels = isinstance(self.executors.channels, PrivateChannels)
+        if not has_own_channels or self._steps != 1 or model is None or not is_to_rebuild(model):
             return
         if not self._context.is_joining():
             run_and_wait(self.background, [Item(index=0)], self._meet, self._context.device)
@@ -217,7 +218,7 @@ class Runtime:
         graph = backward_id()
         is_replay = graph == -1
         if self._pass is None or raw.index() == 0:
-            self._pass = self._begin(is_replay=is_replay, is_only_bucket=raw.is_last())
+            self._pass = self._begin(is_replay=is_replay)
         current = self._pass
         if not is_replay and graph != self._watched:
             self._watched = graph
@@ -227,7 +228,6 @@ class Runtime:
             divisor=current.divisor,
             step=current.step,
             is_replay=is_replay,
-            is_late=current.is_late,
             keeps_views=not self._watchers,
         )
         self._buckets.append(self._cut.keys_of(bucket))
@@ -242,10 +242,7 @@ class Runtime:
             refusal = self._formats.refusal(bucket)
             known.has_right_format = refusal is None and self._formats.has_checked(bucket)
         task = current.admit(bucket, future)
-        if task is not None and current.is_late:
-            with by_default(self._context.device):
-                current.drive(task, is_last=bucket.is_last, refusal=refusal)
-        elif task is not None:
+        if task is not None:
             self._submit(lambda: current.drive(task, is_last=bucket.is_last, refusal=refusal))
         if bucket.is_last and is_replay:
             current.wait()
@@ -280,10 +277,10 @@ class Runtime:
         if self._worker is not None:
             self._worker.submit(job)
         else:
-            with by_default(self._context.device):
+            with by_default(self._context.device), without_saved_context():
                 job()
 
-    def _begin(self, *, is_replay: bool, is_only_bucket: bool) -> BackwardPass:
+    def _begin(self, *, is_replay: bool) -> BackwardPass:
         if self._pass is not None:
             stale = self._pass
             self._submit(lambda: stale.fail(RuntimeError("a new backward began before all buckets had come")))
@@ -294,7 +291,6 @@ class Runtime:
             self.stage,
             executor,
             divisor=gradient_divisor(self._context.group),
-            is_late=self._is_late(is_only_bucket),
             watchers=() if is_replay else self._watchers,
         )
         self._steps += 1
@@ -314,15 +310,6 @@ class Runtime:
             begun.fail(error)
         return begun
 
-    def _is_late(self, is_only_bucket: bool) -> bool:
-        """Whether the pass that begins is late; the worker is idle then. See [Note: nothing to hide]."""
-        if self._worker is None or self._context.names is None or self._cut.wanted is not None or self._watchers:
-            return False
-        if not has_nothing_to_hide(self._model_bytes, is_only_bucket=is_only_bucket):
-            return False
-        self._worker.wait_until_idle()
-        return True
-
     def _refuse_capture(self) -> None:
         refuse_capture(repr(self.stage), _INSTEAD_OF_CAPTURE, self._context.device)
 
@@ -335,16 +322,16 @@ class Runtime:
 
     def _finish(self, finished: BackwardPass) -> None:
         """Called on the training thread when DDP has set the gradients; raises the error of a failed pass."""
-        error = self._end(finished)
+        error = self._conclude(finished)
         if error is not None:
             raise error
 
     def _finish_unheard(self, finished: BackwardPass) -> None:
         """Called in place of :meth:`_finish` where backward raises what another model's pass has failed with."""
         if self._pass is finished:
-            self._end(finished)
+            self._conclude(finished)
 
-    def _end(self, finished: BackwardPass) -> BaseException | None:
+    def _conclude(self, finished: BackwardPass) -> BaseException | None:
         """Tell every stage that the pass is over; the error with which it ended, or else a stage's own."""
         self._pass = None
         error = finished.error
@@ -393,5 +380,5 @@ class Runtime:
 
         self._submit(end)
         is_over.wait()
-        self._end(abandoned)
+        self._conclude(abandoned)
         self._note_end(_Phase.UNFINISHED)

@@ -18,8 +18,7 @@ collectives per bucket (a1, a2, b1, ...) and three buckets the order is
 
 so a bucket's second collective is launched after the next bucket's first, while that one is still in flight. What was
 launched first is waited for first: at the end of a pass c1 is waited for before b2, so that the code between c1 and c2
-runs while b2 is in flight. In a late pass the older ones stand still until the last has come; see
-[Note: nothing to hide].
+runs while b2 is in flight.
 """
 
 from __future__ import annotations
@@ -30,14 +29,9 @@ __all__ = ["Wavefront"]
 
 
 class Wavefront:
-    """The order in which the buckets of one backward pass advance. See [Note: one order of collectives].
+    """The order in which the buckets of one backward pass advance. See [Note: one order of collectives]."""
 
-    Args:
-        is_late: whether older buckets stand still until the last has come.
-    """
-
-    def __init__(self, *, is_late: bool = False) -> None:
-        self._is_late = is_late
+    def __init__(self) -> None:
         self._active: list[Task] = []
 
     @property
@@ -47,23 +41,11 @@ class Wavefront:
 
     def arrive(self, task: Task, *, is_last: bool) -> None:
         """Add the next bucket and advance the older ones; after the last one, advance all until they are done."""
-        if self._is_late:
-            self._active.append(task)
-            task.advance()
-        else:
-            self._arrive(task)
-        if is_last:
-            self._drain()
-
-    def _arrive(self, task: Task) -> None:
         older = [other for other in self._active if not other.awaits_whole_pass]
         waiting = [other for other in self._active if other.awaits_whole_pass]
         self._active = [*waiting, task, *older]
         self._advance([task, *older])
-
-    def _drain(self) -> None:
-        self._active = [task for task in self._active if not task.is_done]
-        while self._active:
+        while is_last and self._active:
             moving = [task for task in self._active if not task.awaits_whole_pass]
             self._advance(moving or list(self._active))
 

@@ -10,7 +10,6 @@ from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.veto import Veto
 from overlap.optim.zero.bucket_shards import BucketShards, ShardsByBucket
 from overlap.optim.zero.exchange import Exchange, Gather
-from overlap.optim.zero.late_buckets import LateBuckets
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.sharded_gradients import FiniteVote
 from overlap.optim.zero.sharding import Shard, flatten, raise_versions_of
@@ -60,8 +59,6 @@ class BackwardUpdate:
         self.shards = ShardsByBucket([zero.ownership], before_new=zero.exchange.workspace.trim)
         self.used = UsedShards()
         self._vote = FiniteVote()
-        self.late = LateBuckets()
-        """Those of a late pass, which are exchanged and updated as one."""
         # Of the last backward: its buckets in their order, and what is to be applied to the shards of each.
         self.gathers: list[Gather] = []
         self._held: dict[int, Pairs] = {}
@@ -71,7 +68,6 @@ class BackwardUpdate:
     def begin(self) -> None:
         """A backward begins."""
         self.gathers, self._held, self._whole = [], {}, {}
-        self.late.clear()
         self._vote.begin()
 
     async def run(self, bucket: Bucket) -> None:

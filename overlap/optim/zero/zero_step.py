@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from overlap._checks import check_flag, described, is_one_of, told
 from overlap._torch.optimizer import mark_stepped, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, Role, Stage, StageContext, whole_pass
+from overlap.hooks import Bucket, Role, Stage, StageContext
 from overlap.hooks.transforms.clip import Clipping
 from overlap.hooks.wires import Wire, redistribute
 from overlap.join.active import active_join
@@ -277,24 +277,7 @@ class ZeroStep(UpdateStage):
         self._wires.begin(None if self.context is None else self.context.names)
 
     async def __call__(self, bucket: Bucket) -> None:
-        bucket = in_elements(bucket)
-        if not self._waits_for_others(bucket):
-            await self._backward.run(bucket)
-            return
-        self._backward.late.add(bucket)
-        await whole_pass()
-        for together in self._backward.late.take():  # The first to go on does it for all.
-            await self._backward.run(together.bucket)
-            if not bucket.is_mean:
-                together.put_back()
-
-    def _waits_for_others(self, bucket: Bucket) -> bool:
-        """Whether the buckets of a late pass are exchanged and updated as one: what travels through a wire would be
-        rounded otherwise, and what a stage after this one waits for must be there when this bucket is through."""
-        if not bucket.is_late or (bucket.index == 0 and bucket.is_last):
-            return False
-        is_simple = self._ends_chain and self._wires.memory is None
-        return is_simple and not (self.is_deferred or self.lifecycle.leaves_update)
+        await self._backward.run(in_elements(bucket))
 
     def after_backward(self, *, failed: bool) -> str | None:
         self._wires.settle(failed=failed)

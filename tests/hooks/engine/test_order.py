@@ -81,7 +81,7 @@ def _delayed_backwards(rank: int, world_size: int, seeds: int) -> int:
     return stage.checked
 
 
-@pytest.mark.parametrize("small_model_bytes", [0, 2**20], ids=["", "late"])
+@pytest.mark.parametrize("small_model_bytes", [0, 2**20], ids=["worker", "inline"])
 @pytest.mark.parametrize(("world_size", "seeds"), [(2, SEEDS), (3, SEEDS // 2)])
 def test_collectives_pair_up_under_random_delays(world_size: int, seeds: int, small_model_bytes: int) -> None:
     env = {"OVERLAP_SMALL_MODEL_BYTES": str(small_model_bytes)}

@@ -32,9 +32,9 @@ class Bucket:
         self._log.append(self.name + self._current)
 
 
-def _run(plans: list[list[str]], *, is_late: bool = False) -> list[str]:
+def _run(plans: list[list[str]]) -> list[str]:
     log: list[str] = []
-    wavefront = Wavefront(is_late=is_late)
+    wavefront = Wavefront()
     for index, plan in enumerate(plans):
         wavefront.arrive(Bucket("abcdefgh"[index], plan, log), is_last=index == len(plans) - 1)
     assert not wavefront.active
@@ -49,11 +49,6 @@ def test_the_order_that_the_note_promises() -> None:
 def test_what_was_launched_first_is_waited_for_first() -> None:
     log = _run([["1", "2", "3"]] * 3)
     assert log == ["a1", "b1", "a2", "c1", "b2", "a3", "c2", "b3", "a.", "c3", "b.", "c."]
-
-
-def test_in_a_late_pass_older_buckets_stand_still_until_the_last_has_come() -> None:
-    log = _run([["1", "2"], [], ["1", "2"]], is_late=True)
-    assert log == ["a1", "b.", "c1", "a2", "c2", "a.", "c."]
 
 
 def test_a_bucket_without_collectives_is_done_at_once() -> None:

@@ -17,7 +17,7 @@ from overlap._torch.autograd import issue_without_saved_context, without_saved_c
 # Versions that keep nothing there in backward, or never let go of it.
 pytestmark = pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch cannot take it away")
 
-LATE, ON_A_WORKER = str(2**20), "0"
+INLINE, ON_A_WORKER = str(2**20), "0"
 STEPS = 8
 
 
@@ -48,7 +48,7 @@ def _chain(rank: int, world_size: int) -> None:
     assert _held(ddp, rank, _observed(ddp)) == 0
 
 
-@pytest.mark.parametrize("limit_bytes", [LATE, ON_A_WORKER])
+@pytest.mark.parametrize("limit_bytes", [INLINE, ON_A_WORKER])
 def test_works_of_a_chain_hold_nothing(limit_bytes: str) -> None:
     run_ranks(_chain, 2, env={"OVERLAP_SMALL_MODEL_BYTES": limit_bytes})
 

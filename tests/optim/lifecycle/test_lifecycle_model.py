@@ -13,8 +13,8 @@ from harness import run_ranks
 
 SEQUENCES = int(os.environ.get("OVERLAP_SEQUENCES", "25"))
 """For each form."""
-IN_LATE_PASSES = ("step_interleaved", "step_automatic", "step_subset", "zero_gather_in_forward")
-"""Forms whose update is made elsewhere where there is nothing to hide."""
+INLINE = ("step_interleaved", "step_automatic", "step_subset", "zero_gather_in_forward")
+"""Forms that are played on autograd's thread, too, as those of small models."""
 FIRST_SEED = int(os.environ.get("OVERLAP_FIRST_SEED", "0"))
 
 
@@ -27,11 +27,11 @@ def test_random_loops_equal_plain_ddp(form: Form) -> None:
 
 
 @pytest.mark.timeout(180 + SEQUENCES)
-@pytest.mark.parametrize("form", [form for form in FORMS if form.name in IN_LATE_PASSES], ids=str)
-def test_random_loops_of_late_passes_equal_plain_ddp(form: Form) -> None:
+@pytest.mark.parametrize("form", [form for form in FORMS if form.name in INLINE], ids=str)
+def test_random_loops_of_inline_passes_equal_plain_ddp(form: Form) -> None:
     seeds = range(FIRST_SEED, FIRST_SEED + SEQUENCES // 2)
-    late = {"OVERLAP_SMALL_MODEL_BYTES": str(2**20)}
-    result = run_ranks(search, 2, form, seeds, timeout_s=120 + SEQUENCES, env=late)[0]
+    inline = {"OVERLAP_SMALL_MODEL_BYTES": str(2**20)}
+    result = run_ranks(search, 2, form, seeds, timeout_s=120 + SEQUENCES, env=inline)[0]
     print(f"{form}: {result}")
 
 

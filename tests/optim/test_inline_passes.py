@@ -1,0 +1,207 @@
+"""Small models: stages on autograd's thread, without a worker, and the same parameters bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import assert_parity, overlapped_step, run_ranks, train, wrap
+from harness.models import MLP, mean_squared_error
+from overlap import (
+    AllReduce,
+    Bucket,
+    OverlappedOptimizer,
+    PeerError,
+    Stage,
+    Step,
+    TrainingLoopError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+)
+from overlap.hooks.engine.executors import HostExecutor, is_small, limit_replaced, runs_inline
+from overlap.hooks.engine.registration import registration_of
+
+INLINE = {"OVERLAP_SMALL_MODEL_BYTES": str(2**20)}
+STEPS = 6
+
+make_adamw = functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+
+
+def _replicated(ddp: Any, **form: Any) -> Any:
+    optimizer = OverlappedOptimizer(make_adamw(ddp.parameters()))
+    chain(AllReduce(), Step(optimizer, **form)).register(ddp)
+    return optimizer
+
+
+def _sharded(ddp: Any, **form: Any) -> Any:
+    zero = ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.AdamW, lr=0.05, weight_decay=0.1, overlap_with_ddp=True
+    )
+    chain(ZeroStep(zero, **form)).register(ddp)
+    return zero
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "interleaved": _replicated,
+    "deferred": functools.partial(_replicated, deferred=True),
+    "sharded": _sharded,
+    "sharded, gather in forward": functools.partial(_sharded, gather="forward"),
+}
+
+
+def _trained(ddp: Any, optimizer: Any, batches: Any) -> dict[str, Any]:
+    """The losses of all steps, and the parameters at the end."""
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(overlapped_step(ddp, optimizer, batch, mean_squared_error).detach())
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.wait()
+    return {"losses": losses, **{name: value.detach().clone() for name, value in ddp.module.named_parameters()}}
+
+
+def _threads_of(ddp: Any) -> list[str]:
+    registration = registration_of(ddp)
+    assert registration is not None
+    return [one.name for one in threading.enumerate() if one.name == f"overlap-{id(registration.runtime):x}"]
+
+
+def _equals_plain_ddp(rank: int, world_size: int, name: str, bucket_view: bool) -> None:
+    options = {**MLP.ddp_options(), "gradient_as_bucket_view": bucket_view}
+    batches = MLP.batches(rank, steps=STEPS)
+    ddp = wrap(MLP.model(), **options)
+    reference = _trained(ddp, make_adamw(ddp.parameters()), batches)
+    ddp = wrap(MLP.model(), **options)
+    optimizer = FORMS[name](ddp)
+    assert _threads_of(ddp) == []
+    assert_parity(_trained(ddp, optimizer, batches), reference, what=name)
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_an_inline_pass_equals_plain_ddp(name: str, bucket_view: bool) -> None:
+    run_ranks(_equals_plain_ddp, 2, name, bucket_view, env=INLINE)
+
+
+class _Uneven(Stage):
+    """The all-reduce, to which one rank comes late."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    async def __call__(self, bucket: Bucket) -> None:
+        if self.rank and bucket.is_last:
+            time.sleep(0.01)
+        await AllReduce()(bucket)
+
+
+def _without_waiting(rank: int, world_size: int) -> bool:
+    batches = MLP.batches(rank, steps=STEPS)
+    records = []
+    for is_faulty in (False, True):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer = OverlappedOptimizer(make_adamw(ddp.parameters()))
+        chain(_Uneven(rank), Step(optimizer)).register(ddp)
+        with mock.patch.object(HostExecutor, "wait", return_value=None) if is_faulty else mock.MagicMock():
+            try:
+                records.append(train(ddp, optimizer, batches, step_fn=overlapped_step))
+            except TrainingLoopError:  # What came after the update was taken for an edit.
+                assert is_faulty
+                return True
+    try:
+        assert_parity(records[1], records[0], what="without waiting")
+    except AssertionError:
+        return True
+    return False
+
+
+def test_an_inline_pass_waits_for_its_collectives() -> None:
+    assert any(run_ranks(_without_waiting, 2, env=INLINE)), "the check above must be able to fail"
+
+
+class _Fails(AllReduce):
+    """The mean; raises in one bucket of one step."""
+
+    def __init__(self, *, is_failing: bool) -> None:
+        self.is_failing = is_failing
+
+    async def __call__(self, bucket: Bucket) -> None:
+        if self.is_failing and (bucket.step, bucket.index) == (2, 1):
+            raise ValueError("the dog ate it")
+        await super().__call__(bucket)
+
+
+def _goes_on_after_a_failure(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    chain(_Fails(is_failing=rank == 1)).register(ddp)
+    for step in range(6):
+        loss = mean_squared_error(ddp, MLP.batch(step, rank))
+        if step == 2:
+            with pytest.raises(ValueError if rank == 1 else PeerError, match="the dog ate it"):
+                loss.backward()
+        else:
+            loss.backward()
+        ddp.zero_grad()
+
+
+def test_a_failure_reaches_the_other_ranks_and_leaves_the_model_usable() -> None:
+    run_ranks(_goes_on_after_a_failure, 2, env=INLINE)
+
+
+def _model(*widths: int, dtype: torch.dtype = torch.float32, **options: Any) -> DistributedDataParallel:
+    layers = [torch.nn.Linear(width, width, bias=False) for width in widths]
+    return DistributedDataParallel(torch.nn.Sequential(*layers[:-1], layers[-1].to(dtype)), **options)
+
+
+def _which(rank: int, world_size: int) -> None:
+    with limit_replaced(1000):
+        assert is_small(1000, has_one_bucket=False)
+        assert not is_small(1001, has_one_bucket=False)
+        assert is_small(10**9, has_one_bucket=True), "no bucket could ride beside it"
+    with limit_replaced(0):
+        assert not is_small(1, has_one_bucket=True)
+    assert runs_inline(_model(256, 256))
+    assert not runs_inline(_model(512, 512))
+    assert runs_inline(_model(1024))
+    assert runs_inline(_model(512, 512, bucket_cap_mb=4))
+    assert not runs_inline(_model(512, 512, bucket_cap_mb=1))
+    assert not runs_inline(_model(512, 512, dtype=torch.bfloat16, bucket_cap_mb=4))
+    frozen = _model(512, 512)
+    frozen.module[0].requires_grad_(False)
+    assert runs_inline(frozen)
+
+
+def test_which_models_are_small() -> None:
+    run_ranks(_which, 2, env=INLINE)
+
+
+def _under_autocast(rank: int, world_size: int) -> None:
+    losses: dict[str, list[torch.Tensor]] = {}
+    for way in ("plain", "overlapped"):
+        ddp = wrap(MLP.model())
+        # Its step multiplies matrices, which autocast would do in bfloat16.
+        optimizer: Any = torch.optim.Adafactor(ddp.parameters(), lr=0.05)
+        if way == "overlapped":
+            optimizer = OverlappedOptimizer(optimizer)
+            chain(AllReduce(), Step(optimizer)).register(ddp)
+        for step in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                ddp(*MLP.batch(step, rank).inputs).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses[way] = [parameter.detach().clone() for parameter in ddp.parameters()]
+    assert_parity(losses["overlapped"], losses["plain"], what="Adafactor")
+
+
+@pytest.mark.parametrize("env", [{}, INLINE], ids=["worker", "inline"])
+def test_a_backward_under_autocast_does_not_have_the_update_under_it(env: dict[str, str]) -> None:
+    run_ranks(_under_autocast, 2, env=env)
