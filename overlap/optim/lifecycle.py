@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from overlap._torch.read_only import Attempt
-from overlap.errors import CollectiveError, TrainingLoopError
+from overlap.errors import TrainingLoopError
 from overlap.optim.applied import PassGradients, UsedValues, and_others
 from overlap.optim.phases import (
     ADDED_TO_APPLIED,
@@ -88,8 +88,6 @@ class UpdateLifecycle:
         """Whether :meth:`on_forward` is called; a hook that is registered with DDP itself is not told of forwards."""
         self.is_joining: Callable[[], bool] = lambda: False
         """Whether ranks that have run out of inputs make the updates of others as they are reduced."""
-        self.look_for_failures: Callable[[], None] = lambda: None
-        """Raises what another rank has told since backward."""
         self.tell: Callable[[BaseException], None] = lambda error: None
         """Tells the other ranks of a refusal: they would wait for this one."""
         self.note_unfinished: Callable[[], None] = lambda: None
@@ -235,13 +233,8 @@ class UpdateLifecycle:
 
     def check_step(self) -> None:
         """Raises: TrainingLoopError: ``step()`` cannot be called now, or the loop has changed a gradient, parameter or
-        hyperparameter that the update used. CollectiveError: another rank has failed."""
+        hyperparameter that the update used."""
         self.check(Event.STEP)
-        try:
-            self.look_for_failures()
-        except CollectiveError:
-            self.on_failure()
-            raise
         self._refuse_replaced()
         used, self._used = self._used, None  # Report each change only once.
         if used is not None and self.phase is Phase.APPLIED:

@@ -219,8 +219,10 @@ class Step(UpdateStage):
             used = await used_on_any_rank(bucket, parameters, self._finds_unused)
             self.lifecycle.gradients.note_unused(compress(parameters, map(operator.not_, used)))
             parameters, gradients = list(compress(parameters, used)), list(compress(gradients, used))
-        if self.lifecycle.leaves_update:
-            return
+        if not self.lifecycle.leaves_update:
+            self._apply(parameters, gradients)
+
+    def _apply(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         veto = self.lifecycle.veto
         if not veto.stops:
             with veto.passed_to(self.stepped):
