@@ -42,12 +42,14 @@ def bucket_gradients(bucket: GradBucket) -> list[Tensor]:
     DDP's own views of the buffer are contiguous, so they show the wrong elements. So do those of complex gradients,
     which the buffer holds as pairs of real numbers: the views count in complex numbers and then select real ones.
     """
-    buffer, parameters = bucket.buffer(), bucket.parameters()
+    buffer, parameters, views = bucket.buffer(), bucket.parameters(), bucket.gradients()
+    if buffer.dtype == views[0].dtype and [one.stride() for one in parameters] == [one.stride() for one in views]:
+        return views
     is_in_pairs = parameters[0].is_complex() and not buffer.is_complex()
     flat = torch.view_as_complex(buffer.view(-1, 2)) if is_in_pairs else buffer
     return [
         _as_filled(flat, parameter, view, int(view.storage_offset() - buffer.storage_offset()))
-        for parameter, view in zip(parameters, bucket.gradients(), strict=True)
+        for parameter, view in zip(parameters, views, strict=True)
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -56,8 +56,6 @@ class Bucket:
     that parameter. ``None`` in place of all: of all parameters."""
     raw: GradBucket | None = None
     """DDP's own object, for stages that pass it to a hook; ``None`` where the buffer is not DDP's."""
-    gradients_of: Callable[[GradBucket], tuple[Tensor, ...]] | None = None
-    """Gives ``gradients`` for ``raw``, where they are the same views in every pass."""
     fqns: tuple[str, ...] | None = None
     """What ``names`` returns; ``None`` where they are not known."""
     views: tuple[tuple[torch.Size, tuple[int, ...], int], ...] | None = None
@@ -67,7 +65,7 @@ class Bucket:
     def gradients(self) -> tuple[Tensor, ...]:
         """Views of ``buffer``, one for each of ``parameters``, with its shape and strides."""
         if self.raw is not None:
-            return tuple(bucket_gradients(self.raw)) if self.gradients_of is None else self.gradients_of(self.raw)
+            return tuple(bucket_gradients(self.raw))
         assert self.views is not None, "a bucket without DDP's object is made by with_buffer"
         start = int(self.buffer.storage_offset())
         return tuple(self.buffer.as_strided(size, stride, start + offset) for size, stride, offset in self.views)

@@ -116,20 +116,6 @@ def test_a_model_turned_contiguous_is_refused_until_ddp_is_built_anew_and_exact_
     run_ranks(_convert_while_training, 2, (torch.channels_last, torch.contiguous_format), False)
 
 
-def _convert_before_registering(rank: int, world_size: int) -> None:
-    for stage_of in (_stepped, _zero):
-        ddp = wrap(CONTIGUOUS.model(), bucket_cap_mb=BUCKET_CAP_MB)
-        ddp.to(memory_format=torch.channels_last)
-        optimizer, stage = stage_of(ddp)
-        _register(ddp, stage)
-        with pytest.raises(TrainingLoopError, match="build DistributedDataParallel anew"):
-            _run(ddp, optimizer, CONTIGUOUS.batches(rank, steps=1))
-
-
-def test_a_model_turned_channels_last_between_ddp_and_registering_is_refused() -> None:
-    run_ranks(_convert_before_registering, 2)
-
-
 def _convert_without_a_stage(rank: int, world_size: int) -> None:
     # DDP's own, of the strides in its buckets.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import is_to_rebuild
 from overlap._torch.device import future_for
 from overlap.errors import CollectiveError, TrainingLoopError
+from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.context import BucketWatcher, StageContext
 from overlap.hooks.cut import BucketCut
@@ -25,8 +27,6 @@ from overlap.hooks.engine.background import Item, run_and_wait, run_items
 from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardPass, BucketFuture
 from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.executors import Executor, Executors, runs_inline
-from overlap.hooks.engine.known_buckets import KnownBuckets
-from overlap.hooks.engine.memory_format import MemoryFormats
 from overlap.hooks.engine.observer import Subject
 from overlap.hooks.engine.regrouping import Regrouping
 from overlap.hooks.engine.same_registration import Division, description, difference
@@ -45,6 +45,17 @@ NO_LAST_BUCKET = (
 )
 
 T = TypeVar("T", bound=Subject)
+
+
+class _KnownBucket(NamedTuple):
+    """What is the same of one of DDP's buckets in every pass, unless the model or DDP's buckets change."""
+
+    parameters: tuple[torch.Tensor, ...]
+    strides: list[tuple[int, ...]]
+    fqns: tuple[str, ...] | None
+    refusal: str | None
+    """Why stages must not use it."""
+
 
 _INSTEAD_OF_CAPTURE = (
     "capture the model alone, by torch.cuda.make_graphed_callables before DistributedDataParallel wraps it or "
@@ -101,8 +112,10 @@ class Runtime:
         self._attached: list[Stage] = []
         self.division = Division()
         """Which update has which parameters."""
-        self._formats = MemoryFormats(context.names or ())
-        self._known = KnownBuckets(context.names, context.group)
+        # By the bucket's place in the pass.
+        self._known: dict[int, _KnownBucket] = {}
+        # As the parameters were at registration or, registered as a hook, when their gradients first came.
+        self._strides = {id(parameter): parameter.stride() for parameter in context.names or ()}
         # The parameters of each bucket of this pass.
         self._buckets: list[tuple[str, ...]] = []
         self._worker: Worker | None = None
@@ -141,7 +154,7 @@ class Runtime:
             stage.detach()
         self._attached.clear()
         self._watchers.clear()
-        self._known.forget()
+        self._known.clear()
         self._end.detach()
         if self._worker is None:
             self.executors.channels.abort()
@@ -223,12 +236,18 @@ class Runtime:
         if not is_replay and graph != self._watched:
             self._watched = graph
             if_abandoned(lambda: self._abandon(current))
-        bucket, known = self._known.bucket(
-            raw,
+        known = self._known_bucket(raw)
+        bucket = Bucket(
+            index=raw.index(),
+            is_last=raw.is_last(),
+            buffer=raw.buffer(),
+            parameters=known.parameters,
+            group=self._context.group,
             divisor=current.divisor,
             step=current.step,
             is_replay=is_replay,
-            keeps_views=not self._watchers,
+            raw=raw,
+            fqns=known.fqns,
         )
         self._buckets.append(self._cut.keys_of(bucket))
         future: BucketFuture = future_for(self._context.device)
@@ -237,10 +256,7 @@ class Runtime:
         current.executor.begin()
         if bucket.is_last and not is_replay:
             after_backward(lambda: self._finish(current), if_dropped=lambda: self._finish_unheard(current))
-        refusal = None
-        if not (is_replay or known.has_right_format):
-            refusal = self._formats.refusal(bucket)
-            known.has_right_format = refusal is None and self._formats.has_checked(bucket)
+        refusal = None if known.refusal is None or is_replay else TrainingLoopError(known.refusal)
         task = current.admit(bucket, future)
         if task is not None:
             self._submit(lambda: current.drive(task, is_last=bucket.is_last, refusal=refusal))
@@ -248,6 +264,32 @@ class Runtime:
             current.wait()
             self._finish(current)
         return future
+
+    def _known_bucket(self, raw: GradBucket) -> _KnownBucket:
+        """What is the same of a bucket in every pass; found anew where its parameters are others, or lie otherwise."""
+        parameters = raw.parameters()
+        strides = [parameter.stride() for parameter in parameters]
+        known = self._known.get(raw.index())
+        # The length comes with the strides.
+        if known is None or strides != known.strides or not all(map(operator.is_, parameters, known.parameters)):
+            names = self._context.names
+            fqns = None if names is None else tuple(names.get(parameter, "unknown") for parameter in parameters)
+            refusal = next(filter(None, map(self._refusal, parameters, fqns or [None] * len(parameters))), None)
+            known = self._known[raw.index()] = _KnownBucket(tuple(parameters), strides, fqns, refusal)
+        return known
+
+    def _refusal(self, parameter: torch.Tensor, name: str | None) -> str | None:
+        """The error where ``parameter`` had other strides when DDP laid out its buckets, which are still so."""
+        before, now = self._strides.setdefault(id(parameter), parameter.stride()), parameter.stride()
+        # The stride of a dimension of one element does not matter.
+        if all(length == 1 or one == other for length, one, other in zip(parameter.shape, before, now, strict=True)):
+            return None
+        what = name or f"a parameter of shape {tuple(parameter.shape)}"
+        return (
+            f"{what} has strides {now}, but had {before} when the model was registered, and DistributedDataParallel "
+            "still lays out its gradient in that way: after model.to(memory_format=...) build DistributedDataParallel "
+            "anew and register again"
+        )
 
     def background(
         self,

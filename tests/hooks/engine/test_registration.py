@@ -182,6 +182,7 @@ def _hook_on_a_static_graph_of_two_dtypes(rank: int, world_size: int, hook: str)
     ddp = wrap(ddp.module, find_unused_parameters=True)
     ddp.register_comm_hook(None, _HOOKS_OF_DDP[hook](ddp))
     for _ in range(3):
+        ddp.zero_grad()
         ddp(torch.ones(2, 16)).sum().backward()
         ddp.zero_grad()
 
