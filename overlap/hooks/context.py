@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap.hooks.collectives import Operation
-from overlap.hooks.cut import BucketCut
 
 if TYPE_CHECKING:
     from overlap.hooks.bucket import Bucket
@@ -81,9 +80,6 @@ class StageContext:
     """Tells the other ranks of an error in the training loop between two passes, for which this one may not go on."""
     note_unfinished: Callable[[], None] = lambda: None
     """Has DDP forget the backward that it has prepared, before the next forward: it ended with an error."""
-    cut: BucketCut | None = None
-    """How gradients are cut into buckets, for reducers whose rounding depends on it; never ``None`` in
-    :meth:`Stage.attach` of a registered stage."""
     watch: Callable[[BucketWatcher], object] = lambda watcher: None
     """Has a :class:`BucketWatcher` be told of buckets from now on, until the registration is removed."""
     background: Background | None = None

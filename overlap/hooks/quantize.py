@@ -117,8 +117,8 @@ class Quantize(Stage):
     def state_dict(self) -> dict[str, Any]:
         """A snapshot of this rank's own state; empty before the first pass.
 
-        ``error`` by parameter's name, the rounding's ``generator``, the ``buckets`` of the last pass, in which a run
-        that resumes reduces its first one, and the ``rank`` and number of ``ranks`` that it belongs to.
+        ``error`` by parameter's name, the rounding's ``generator``, and the ``rank`` and number of ``ranks`` that it
+        belongs to.
         """
         return self._memory.state_dict()
 

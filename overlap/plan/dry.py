@@ -19,7 +19,6 @@ from torch import Tensor
 from overlap._torch.device import has_streams, synchronize
 from overlap.hooks import Bucket, Stage, StageContext
 from overlap.hooks.collectives import Operation
-from overlap.hooks.cut import BucketCut
 from overlap.plan.candidates import Method
 from overlap.plan.profile import ParameterTimes
 
@@ -74,9 +73,7 @@ def dry_run(
     names = {
         parameter: name for bucket in buckets for parameter, name in zip(bucket.parameters, bucket.names, strict=True)
     }
-    stage.attach(
-        StageContext(group=group, device=device, names=names, finds_unused=False, cut=BucketCut(), background=_nothing)
-    )
+    stage.attach(StageContext(group=group, device=device, names=names, finds_unused=False, background=_nothing))
     found = []
     try:
         for _ in range(runs):

@@ -45,8 +45,8 @@ def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, A
 
     It holds the model, the optimizers (of a ``ZeroRedundancyOptimizer`` this rank's share; of a ``LocalSGD`` the round,
     the outer optimizer and a pending average), and the state of the registered stages, nested ones included: error
-    feedback, factors, counters, generators, and the buckets that the next pass is to be reduced in. Gradients, learning
-    rate schedulers, ``GradScaler``, the position in the data and PyTorch's own generators are not in it.
+    feedback, factors, counters and generators. Gradients, learning rate schedulers, ``GradScaler``, the position in the
+    data and PyTorch's own generators are not in it.
 
     It is a snapshot in CPU memory, of tensors and plain values: ``torch.load(..., weights_only=True)`` loads it.
 

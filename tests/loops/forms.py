@@ -162,7 +162,7 @@ _VIEWS = {"gradient_as_bucket_view": True}
 CLIPS_AT = 0.05
 """The largest norm in the forms that clip by themselves."""
 _CLIPPING = frozenset({"clipping"})
-# Of forms that differ from another one only in when memory is there, or in how many buckets are exchanged at once.
+# Of forms that differ from another one only in when memory is there, or in the thread that stages run on.
 _SOME = frozenset({"plain", "accumulation", "gradients", "schedules", "resuming", "joined"})
 _ZERO: dict[str, Any] = {"state": _consolidated, "has_whole_state": False}
 

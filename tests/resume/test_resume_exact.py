@@ -1,4 +1,8 @@
-"""A run that is saved in the middle and goes on in new processes ends with the same bits as one that never stopped."""
+"""A run that is saved in the middle and goes on in new processes ends with the same bits as one that never stopped.
+
+Where DDP keeps the buckets that it begins with, as with ``find_unused_parameters=True``. Otherwise it cuts them anew
+after its first pass, and what is rounded by bucket ends as in a run whose ``DistributedDataParallel`` is built anew.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 from harness import assert_parity, run_ranks, wrap
@@ -32,6 +37,7 @@ from overlap import (
     route,
 )
 from overlap.hooks import PostLocal, PostLocalSGDState
+from overlap.hooks.engine.registration import registration_of
 from overlap.optim import Average, PeriodicModelAverager
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -103,6 +109,9 @@ FORMS: dict[str, Build] = {
     "LocalSGD, update in backward": _local_in_backward,
 }
 
+CUT_ANEW = ("LocalSGD, update in backward",)
+"""Not offered with ``find_unused_parameters``; it reduces no bucket after the resume."""
+
 REDUCERS: dict[str, Callable[[], Any]] = {
     "Quantize": lambda: Quantize(bits=8),
     "Quantize, feedback": lambda: Quantize(bits=4, error_feedback=True),
@@ -121,8 +130,9 @@ REDUCERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _made(case: Case, form: str, reducer: str, **model: Any) -> tuple[Any, Any]:
-    ddp = wrap(case.model(**model), **case.ddp_options())
+def _made(case: Case, form: str, reducer: str, *, keeps_buckets: bool = True, **model: Any) -> tuple[Any, Any]:
+    keeps_buckets = keeps_buckets and form not in CUT_ANEW
+    ddp = wrap(case.model(**model), **{**case.ddp_options(), "find_unused_parameters": keeps_buckets})
     return ddp, FORMS[form](ddp, {**REDUCERS, **TWO_LEVELS}[reducer]())
 
 
@@ -142,8 +152,6 @@ def _train(case: Case, rank: int, ddp: Any, optimizer: Any, steps: range) -> Non
 
 
 def overlap_stages(ddp: Any) -> tuple[Any, ...]:
-    from overlap.hooks.engine.registration import registration_of
-
     registration = registration_of(ddp)
     assert registration is not None
     return registration.stage.sequence
@@ -162,10 +170,18 @@ def _uninterrupted(rank: int, world_size: int, case: Case, runs: list[tuple[str,
         torch.save(overlap.state_dict(ddp, optimizer), _file(folder, f"{form}-{reducer}-end", rank))
 
 
-def _resumed(rank: int, world_size: int, case: Case, runs: list[tuple[str, str]], folder: Path, at: int) -> None:
+def _resumed(
+    rank: int,
+    world_size: int,
+    case: Case,
+    runs: list[tuple[str, str]],
+    folder: Path,
+    at: int,
+    keeps_buckets: bool = True,
+) -> None:
     failures = []
     for form, reducer in runs:
-        ddp, optimizer = _made(case, form, reducer, seed=7)
+        ddp, optimizer = _made(case, form, reducer, keeps_buckets=keeps_buckets, seed=7)
         overlap.load_state_dict(ddp, optimizer, torch.load(_file(folder, f"{form}-{reducer}", rank), weights_only=True))
         _train(case, rank, ddp, optimizer, range(at, STEPS))
         end = torch.load(_file(folder, f"{form}-{reducer}-end", rank), weights_only=True)
@@ -209,3 +225,25 @@ def test_a_state_from_before_the_first_step_resumes_bit_for_bit(tmp_path: Path) 
     runs = [("Step", "Quantize, feedback"), ("ZeroStep", "PowerSGD"), ("LocalSGD, outer", "PowerSGD")]
     run_ranks(_uninterrupted, 2, BATCH_NORM, runs, tmp_path, 0)
     run_ranks(_resumed, 2, BATCH_NORM, runs, tmp_path, 0)
+
+
+def _wrapped_anew(rank: int, world_size: int, runs: list[tuple[str, str]], folder: Path) -> None:
+    """Goes on with the stages and the optimizer that it has, in a new DistributedDataParallel."""
+    for form, reducer in runs:
+        ddp, optimizer = _made(BATCH_NORM, form, reducer, keeps_buckets=False)
+        _train(BATCH_NORM, rank, ddp, optimizer, range(4))
+        torch.save(overlap.state_dict(ddp, optimizer), _file(folder, f"{form}-{reducer}", rank))
+        registration = registration_of(ddp)
+        assert registration is not None
+        stage = registration.stage
+        registration.remove()
+        ddp = DistributedDataParallel(ddp.module, **BATCH_NORM.ddp_options())
+        overlap.register(ddp, stage)
+        _train(BATCH_NORM, rank, ddp, optimizer, range(4, STEPS))
+        torch.save(overlap.state_dict(ddp, optimizer), _file(folder, f"{form}-{reducer}-end", rank))
+
+
+def test_a_run_whose_buckets_are_cut_anew_resumes_as_one_whose_ddp_is_built_anew(tmp_path: Path) -> None:
+    runs = [("Step", "Quantize, feedback"), ("Step", "PowerSGD"), ("ZeroStep, gathered in forward", "Hierarchical")]
+    run_ranks(_wrapped_anew, 2, runs, tmp_path)
+    run_ranks(_resumed, 2, BATCH_NORM, runs, tmp_path, 4, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import io
 import pickle
@@ -36,6 +37,8 @@ from overlap import (
 from overlap.hooks import PostLocalSGDState
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
+# DDP keeps the buckets that it begins with, and so does what is rounded by bucket.
+KEPT = dataclasses.replace(MLP, find_unused_parameters=True)
 
 
 def _feedback() -> Quantize:
@@ -43,7 +46,7 @@ def _feedback() -> Quantize:
 
 
 def _overlapped(rank: int, *, steps: int = 3, reducer: Any = None, parameters: Any = list, **step: Any) -> Any:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    ddp = wrap(KEPT.model(), **KEPT.ddp_options())
     optimizer = OverlappedOptimizer(ADAMW(parameters(ddp.parameters())))
     chain(_feedback() if reducer is None else reducer, Step(optimizer, **step)).register(ddp)
     _train(rank, ddp, optimizer, range(steps))
@@ -51,7 +54,7 @@ def _overlapped(rank: int, *, steps: int = 3, reducer: Any = None, parameters: A
 
 
 def _zero(rank: int, *, steps: int = 3, **options: Any) -> Any:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    ddp = wrap(KEPT.model(), **KEPT.ddp_options())
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=0.01, **options)
     chain(_feedback(), ZeroStep(zero, gather="forward")).register(ddp)
     _train(rank, ddp, zero, range(steps))
@@ -151,7 +154,7 @@ def _reversed(rank: int, world_size: int) -> None:
     ddp, optimizer = _overlapped(rank)
     other, its = _overlapped(rank, steps=0, parameters=lambda found: list(found)[::-1])
     overlap.load_state_dict(other, its, overlap.state_dict(ddp, optimizer))
-    plain = wrap(MLP.model(), **MLP.ddp_options())
+    plain = wrap(KEPT.model(), **KEPT.ddp_options())
     adamw = ADAMW(plain.parameters())
     overlap.register(plain, _feedback())
     state = overlap.state_dict(ddp, optimizer)

@@ -76,7 +76,7 @@ class Form:
     join: str | None = None
     has_stages: bool = True
     is_ours: bool = True
-    saves_buckets: bool = False  # Its sums have one order before and after a resume, with three ranks and more, too.
+    rounds_by_bucket: bool = False
 
     def made(self, *, is_other: bool = False) -> Built:
         ddp = DistributedDataParallel(MLP.model(), **MLP.ddp_options())
@@ -125,8 +125,8 @@ _ALL = (
     Form(name="ZeroStep, gathered in backward", build=_zero),
     Form(name="ZeroStep, gathered in forward", build=functools.partial(_zero, gather="forward")),
     Form(name="ZeroStep, gathered in step", build=functools.partial(_zero, deferred=True)),
-    Form(name="PowerSGD", build=functools.partial(_step, reducer=_powersgd), saves_buckets=True),
-    Form(name="Quantize", build=functools.partial(_step, reducer=_quantize), saves_buckets=True),
+    Form(name="PowerSGD", build=functools.partial(_step, reducer=_powersgd), rounds_by_bucket=True),
+    Form(name="Quantize", build=functools.partial(_step, reducer=_quantize), rounds_by_bucket=True),
     Form(name="LocalSGD", build=_local),
     Form(name="LocalSGD, overlapped", build=functools.partial(_local, overlap=True)),
     Form(name="Join, known", build=_step, join="known"),

@@ -99,10 +99,10 @@ class References:
     def end(self, form: Form, ranks: int, resumes_from: int | None) -> Path:
         """The folder with the end of every rank.
 
-        Three or more ranks are summed in an order that depends on DDP's buckets, which are cut anew after the first
-        step. Where the form does not save them, the reference is a run that was ended and resumed, too.
+        DDP cuts its buckets anew after the first step. How some forms round depends on them, and so does the order in
+        which three or more ranks are summed. There the reference is a run that was ended and resumed, too.
         """
-        at = None if form.saves_buckets or ranks == 2 else resumes_from
+        at = resumes_from if form.rounds_by_bucket or ranks > 2 else None
         folder = self._folder / f"{form.name}-{ranks}-{at}".replace(" ", "_").replace(",", "")
         if (folder / "made").exists():
             return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
@@ -16,10 +15,9 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.context import BucketWatcher
 from overlap.hooks.engine.executors import Executor
-from overlap.hooks.engine.regrouping import Regrouping
 from overlap.hooks.engine.task import Task
 from overlap.hooks.engine.wavefront import Wavefront
-from overlap.hooks.stage import Role, Stage
+from overlap.hooks.stage import Stage
 
 __all__ = ["AbandonedBackwardError", "BackwardPass", "BucketFuture"]
 
@@ -67,8 +65,6 @@ class BackwardPass:
         self.step = step
         self.divisor = divisor
         """Of all buckets: who takes part does not change within a pass."""
-        self.regrouping: Regrouping | None = None
-        """Reduces the pass in other buckets than DDP's; ``None``: in DDP's."""
         self.error: BaseException | None = None
         self._stage = stage
         self.executor = executor
@@ -139,13 +135,9 @@ class BackwardPass:
 
     def _parts(self, bucket: Bucket) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
         """The label and the coroutine of each stage of the chain."""
-        stages = self._labels
-        if self.regrouping is None:
-            yield from _run_each(stages, bucket)
-            return
-        first = next(place for place, (stage, _) in enumerate(stages) if stage.role is not Role.TRANSFORM)
-        yield from _run_each(stages[:first], bucket)
-        yield stages[first][1], self.regrouping.run(bucket, functools.partial(_run_each, stages[first:]))
+        for stage, label in self._labels:
+            yield label, _run(stage, bucket)
+            bucket = stage.passed(bucket)
 
     def _complete(self, bucket: Bucket) -> None:
         with self._lock:
@@ -157,14 +149,6 @@ class BackwardPass:
                 watcher.through(bucket)
         finally:
             future.set_result(bucket.buffer)
-
-
-def _run_each(
-    stages: Sequence[tuple[Stage, str]], bucket: Bucket
-) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
-    for stage, label in stages:
-        yield label, _run(stage, bucket)
-        bucket = stage.passed(bucket)
 
 
 async def _run(stage: Stage, bucket: Bucket) -> None:

@@ -22,13 +22,11 @@ from overlap.errors import CollectiveError, TrainingLoopError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.context import BucketWatcher, StageContext
-from overlap.hooks.cut import BucketCut
 from overlap.hooks.engine.background import Item, run_and_wait, run_items
 from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardPass, BucketFuture
 from overlap.hooks.engine.channels import PrivateChannels
-from overlap.hooks.engine.executors import Executor, Executors, runs_inline
+from overlap.hooks.engine.executors import Executors, runs_inline
 from overlap.hooks.engine.observer import Subject
-from overlap.hooks.engine.regrouping import Regrouping
 from overlap.hooks.engine.same_registration import Division, description, difference
 from overlap.hooks.engine.worker import Worker
 from overlap.hooks.places import check_pass, check_places
@@ -95,7 +93,6 @@ class Runtime:
         self._phase = _Phase.NEW
         self._forget_unfinished_backward = forget_unfinished_backward
         self._watched = -1
-        self._cut = BucketCut()
         self._watchers: list[BucketWatcher] = []
         self.executors = Executors(context.group, context.device)
         channels = self.executors.channels
@@ -104,7 +101,6 @@ class Runtime:
             background=self.background,
             tell=self.tell,
             note_unfinished=lambda: self._note_end(_Phase.UNFINISHED),
-            cut=self._cut,
             watch=self._watchers.append,
         )
         self._pass: BackwardPass | None = None
@@ -116,8 +112,6 @@ class Runtime:
         self._known: dict[int, _KnownBucket] = {}
         # As the parameters were at registration or, registered as a hook, when their gradients first came.
         self._strides = {id(parameter): parameter.stride() for parameter in context.names or ()}
-        # The parameters of each bucket of this pass.
-        self._buckets: list[tuple[str, ...]] = []
         self._worker: Worker | None = None
         model = None if context.ddp is None else context.ddp()
         if isinstance(channels, PrivateChannels) and (model is None or not runs_inline(model)):
@@ -249,7 +243,6 @@ class Runtime:
             raw=raw,
             fqns=known.fqns,
         )
-        self._buckets.append(self._cut.keys_of(bucket))
         future: BucketFuture = future_for(self._context.device)
         if (observer := self.executors.observer) is not None:
             observer.arrived(bucket)
@@ -336,14 +329,12 @@ class Runtime:
             watchers=() if is_replay else self._watchers,
         )
         self._steps += 1
-        self._buckets.clear()
         try:
             self._refuse_capture()  # Registered as a hook, it is not called before forwards.
             if self._phase is _Phase.NEW:  # Registered as a hook: the model was not known before its first bucket.
                 self.open()
             if self.division.is_of_several:  # The loop may have added parameters to an optimizer.
                 self.division = Division.of(self.stage.sequence, self._context.names)
-            begun.regrouping = self._regrouping(executor)
             for stage in walk(self.stage):
                 stage.before_backward(is_replay=is_replay)
             check_pass(self.stage.sequence)
@@ -354,13 +345,6 @@ class Runtime:
 
     def _refuse_capture(self) -> None:
         refuse_capture(repr(self.stage), _INSTEAD_OF_CAPTURE, self._context.device)
-
-    def _regrouping(self, executor: Executor) -> Regrouping | None:
-        wanted = self._cut.wanted
-        # A hook's code runs when its bucket comes.
-        if wanted is None or self.stage.starts_on_autograd_thread:
-            return None
-        return Regrouping(wanted, self._cut, executor)
 
     def _finish(self, finished: BackwardPass) -> None:
         """Called on the training thread when DDP has set the gradients; raises the error of a failed pass."""
@@ -377,9 +361,6 @@ class Runtime:
         """Tell every stage that the pass is over; the error with which it ended, or else a stage's own."""
         self._pass = None
         error = finished.error
-        if error is None:
-            own = tuple(self._buckets)
-            self._cut.note(own if finished.regrouping is None else finished.regrouping.used(own))
         for watcher in self._watchers:
             watcher.over(failed=error is not None)
         for stage in walk(self.stage):

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from overlap._torch.device import has_streams, hold
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.cut import BucketCut, SavedCut
 from overlap.hooks.finite import all_finite
 from overlap.hooks.stage import StageContext
 from overlap.hooks.wires import RoundingGenerator, Wire
@@ -76,12 +76,11 @@ class Memory:
         self._generator: RoundingGenerator | None = None
         # As it was loaded.
         self._generator_state: Tensor | None = None
-        self._numbering = BucketCut()
+        self._numbers: Any = WeakIdKeyDictionary()
         self._context: StageContext | None = None
         self._saved_by: tuple[int, int] | None = None
         # Loaded for parameters whose gradients have not come yet.
         self._unclaimed: set[str] = set()
-        self._cut = SavedCut()
 
     def attach(self, context: StageContext) -> None:
         """Serve the model of ``context``; numbering starts anew.
@@ -95,18 +94,19 @@ class Memory:
                 "remove() that registration first, or make one PowerSGD for each model"
             )
         self._check(context)
-        self._numbering = context.cut or BucketCut()
+        self._numbers = WeakIdKeyDictionary()
         self._context = context
-        self._cut.attach(context.cut)
 
     def detach(self) -> None:
         """Stop serving the model, so that another one can be attached."""
         self._context = None
-        self._cut.detach()
 
     def keys_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the slots of the bucket's parameters."""
-        return self._numbering.keys_of(bucket)
+        if bucket.fqns is not None:
+            return bucket.fqns
+        numbers = self._numbers
+        return tuple(numbers.setdefault(parameter, str(len(numbers))) for parameter in bucket.parameters)
 
     def slots_of(self, keys: tuple[str, ...]) -> list[Slot]:
         """The slots of parameters, made where there are none."""
@@ -168,7 +168,6 @@ class Memory:
             steps=self.steps,
             numel=(self.statistics.numel_before, self.statistics.numel_after),
             saved_by=(group.rank(), group.size()) if group is not None else self._saved_by,
-            buckets=self._cut.state(),
             generator=self._generator_state if self._generator is None else self._generator.state(),
         ).pack()
 
@@ -194,7 +193,6 @@ class Memory:
         self.statistics = Statistics(*loaded.numel)
         self._generator, self._generator_state = None, loaded.generator
         self._unclaimed = set(self.slots)
-        self._cut.load(loaded.buckets)
 
     def _check(self, context: StageContext) -> None:
         """Raises: ConfigurationError: what was loaded is another rank's or another model's."""
@@ -355,8 +353,6 @@ class Snapshot:
     """Elements before and after compression."""
     saved_by: tuple[int, int] | None
     """Rank and number of ranks."""
-    buckets: list[list[str]] | None
-    """The buckets of the last pass, in which a run that resumes reduces its first one."""
     generator: Tensor | None
     """State of the generator that rounds stochastically."""
 
@@ -373,7 +369,6 @@ class Snapshot:
             "bucket_factors": _cloned(self.bucket_factors),
             "is_left": self.is_left,
             "numel": list(self.numel),
-            "buckets": self.buckets,
             "generator": None if self.generator is None else self.generator.clone(),
         }
 
@@ -396,7 +391,6 @@ class Snapshot:
             steps=int(state["steps"]),
             numel=(int(state["numel"][0]), int(state["numel"][1])),
             saved_by=None if rank is None or ranks is None else (int(rank), int(ranks)),
-            buckets=state["buckets"],
             generator=state["generator"],
         )
 

@@ -1,4 +1,4 @@
-"""What a stage that sends through wires remembers on its rank: errors, the rounding's generator, the buckets."""
+"""What a stage that sends through wires remembers on its rank: errors and the rounding's generator."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from torch import Tensor
 
 from overlap.errors import ConfigurationError
 from overlap.hooks.context import StageContext
-from overlap.hooks.cut import SavedCut
 from overlap.hooks.stage import Stage
 from overlap.hooks.wires.feedback import ErrorFeedback, RoundingGenerator, check_errors
 from overlap.hooks.wires.wire import Wire
 
 __all__ = ["WireMemory"]
 
-_KEYS = {"error", "generator", "buckets", "rank", "ranks"}
+_KEYS = {"error", "generator", "rank", "ranks"}
 
 
 class WireMemory:
@@ -37,7 +36,6 @@ class WireMemory:
         self._generator = RoundingGenerator([*stochastic, *wires][0])
         self._saved_by: tuple[int, int] | None = None
         self._context: StageContext | None = None
-        self._cut = SavedCut()
 
     def attach(self, context: StageContext) -> None:
         """Serve the model of ``context``.
@@ -47,7 +45,6 @@ class WireMemory:
         """
         self._check(context, self._saved_by, {} if self.feedback is None else self.feedback.errors)
         self._context = context
-        self._cut.attach(context.cut)
 
     def detach(self) -> None:
         """Stop serving the model; what is remembered stays."""
@@ -55,7 +52,6 @@ class WireMemory:
         if self._context is not None and has_own:
             self._saved_by = _place(self._context)
         self._context = None
-        self._cut.detach()
 
     def begin(self) -> None:
         """A pass begins."""
@@ -74,16 +70,14 @@ class WireMemory:
     def state_dict(self) -> dict[str, Any]:
         """A snapshot of this rank's memory; empty before the first pass.
 
-        ``error`` by parameter's name, the rounding's ``generator``, the ``buckets`` of the last pass, in which a run
-        that resumes reduces its first one, and the ``rank`` and number of ``ranks`` that it belongs to.
+        ``error`` by parameter's name, the rounding's ``generator``, and the ``rank`` and number of ``ranks`` that it
+        belongs to.
         """
         state: dict[str, Any] = {}
         if self.feedback is not None:
             state["error"] = self.feedback.state_dict()
         if (generator := self._generator.state()) is not None:
             state["generator"] = generator
-        if (buckets := self._cut.state()) is not None:
-            state["buckets"] = buckets
         saved_by = self._saved_by if self._context is None else _place(self._context)
         if state and saved_by is not None:
             state["rank"], state["ranks"] = saved_by
@@ -110,7 +104,6 @@ class WireMemory:
         if self.feedback is not None:
             self.feedback.load_state_dict(errors)
         self._generator.load(state_dict.get("generator"))
-        self._cut.load(state_dict.get("buckets"))
 
     def _check(self, context: StageContext, saved_by: tuple[int, int] | None, errors: Mapping[str, Tensor]) -> None:
         here = _place(context)

@@ -344,8 +344,8 @@ class ZeroStep(UpdateStage):
     def state_dict(self) -> dict[str, Any]:
         """A snapshot of what the wires need on this rank; empty without wires and before the first pass.
 
-        ``error`` by parameter's name, the rounding's ``generator``, the ``buckets`` of the last pass, and the ``rank``
-        and number of ``ranks`` that it belongs to. True weights are in the optimizer's state, as ``master_param``.
+        ``error`` by parameter's name, the rounding's ``generator``, and the ``rank`` and number of ``ranks`` that it
+        belongs to. True weights are in the optimizer's state, as ``master_param``.
         """
         self.wait()
         return {} if self._wires.memory is None else self._wires.memory.state_dict()
