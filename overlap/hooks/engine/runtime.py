@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from overlap._checks import refuse_capture
 from overlap._torch.autograd import after_backward, backward_id, by_default, if_abandoned, without_saved_context
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import is_to_rebuild
 from overlap._torch.device import future_for
-from overlap.errors import CollectiveError, TrainingLoopError
+from overlap._torch.fingerprint import fingerprint
+from overlap.errors import CollectiveError, ConfigurationError, TrainingLoopError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.context import BucketWatcher, StageContext
@@ -27,10 +31,9 @@ from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardP
 from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.executors import Executors, runs_inline
 from overlap.hooks.engine.observer import Subject
-from overlap.hooks.engine.same_registration import Division, description, difference
 from overlap.hooks.engine.worker import Worker
 from overlap.hooks.places import check_pass, check_places
-from overlap.hooks.stage import Stage, walk, with_contexts
+from overlap.hooks.stage import Role, Stage, walk, with_contexts
 from overlap.join import gradient_divisor
 from overlap.join.failures import was_told
 from overlap.join.meeting import Meeting
@@ -46,9 +49,9 @@ T = TypeVar("T", bound=Subject)
 
 
 class _KnownBucket(NamedTuple):
-    """What is the same of one of DDP's buckets in every pass, unless the model or DDP's buckets change."""
+    """One of DDP's buckets, as it is in every pass unless the model or DDP's buckets change."""
 
-    parameters: tuple[torch.Tensor, ...]
+    parameters: tuple[Tensor, ...]
     strides: list[tuple[int, ...]]
     fqns: tuple[str, ...] | None
     refusal: str | None
@@ -134,8 +137,8 @@ class Runtime:
             stage.check_together(self.stage.sequence)
         self.division = Division.of(self.stage.sequence, self._context.names)
         if meeting is not None:
-            described = meeting.come(description(self.stage, self._context, self.division))
-            if (reason := difference(described, self._context)) is not None:
+            described = meeting.come(_description(self.stage, self._context, self.division))
+            if (reason := _difference(described, self._context)) is not None:
                 raise CollectiveError(reason)
         self._phase = _Phase.READY
         self.executors.channels.open()
@@ -259,7 +262,7 @@ class Runtime:
         return future
 
     def _known_bucket(self, raw: GradBucket) -> _KnownBucket:
-        """What is the same of a bucket in every pass; found anew where its parameters are others, or lie otherwise."""
+        """The bucket as noted in an earlier pass; noted anew if its parameters or their strides have changed."""
         parameters = raw.parameters()
         strides = [parameter.stride() for parameter in parameters]
         known = self._known.get(raw.index())
@@ -271,7 +274,7 @@ class Runtime:
             known = self._known[raw.index()] = _KnownBucket(tuple(parameters), strides, fqns, refusal)
         return known
 
-    def _refusal(self, parameter: torch.Tensor, name: str | None) -> str | None:
+    def _refusal(self, parameter: Tensor, name: str | None) -> str | None:
         """The error where ``parameter`` had other strides when DDP laid out its buckets, which are still so."""
         before, now = self._strides.setdefault(id(parameter), parameter.stride()), parameter.stride()
         # The stride of a dimension of one element does not matter.
@@ -405,3 +408,129 @@ class Runtime:
         is_over.wait()
         self._conclude(abandoned)
         self._note_end(_Phase.UNFINISHED)
+
+
+@dataclass(frozen=True)
+class Division:
+    """The parameters of each update of a chain, and those that none has, which keep their averaged ``.grad``."""
+
+    shares: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """The text of each update and the names of its parameters."""
+    rest: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(stages: Sequence[Stage], names: Mapping[Tensor, str] | None) -> Division:
+        """How ``stages`` divide the parameters of a model, by name.
+
+        Raises:
+            ConfigurationError: two updates have a parameter in common.
+        """
+        updates = [stage for stage in stages if stage.role is Role.UPDATE]
+        holders: dict[int, Stage] = {}
+        shares = []
+        for update in updates:
+            mine = [parameter for parameter in update.updated if names is None or parameter in names]
+            for parameter in mine:
+                if (other := holders.setdefault(id(parameter), update)) is not update:
+                    raise ConfigurationError(
+                        f"{_name(parameter, names)} is a parameter of both {other!r} and {update!r}, which would both "
+                        "update it: give each optimizer parameters of its own"
+                    )
+            shares.append((repr(update), tuple(_name(parameter, names) for parameter in mine)))
+        rest = [name for parameter, name in (names or {}).items() if id(parameter) not in holders] if updates else []
+        return Division(tuple(shares), tuple(rest))
+
+    @property
+    def is_of_several(self) -> bool:
+        """Whether there is more than one update."""
+        return len(self.shares) > 1
+
+    @property
+    def signature(self) -> str:
+        """The part that must be the same on every rank, as text."""
+        if not str(self):
+            return ""
+        return f"{self} ({hashlib.sha256(repr((self.shares, self.rest)).encode()).hexdigest()[:8]})"
+
+    def __str__(self) -> str:
+        """The plan in words; nothing where one update has all parameters."""
+        if not (self.is_of_several or self.rest):
+            return ""
+        shares = [f"{update} updates {_listed(names)}" for update, names in self.shares]
+        return "; ".join(["", *shares, *([f"no update has {_listed(self.rest)}"] if self.rest else [])])
+
+
+def _name(parameter: Tensor, names: Mapping[Tensor, str] | None) -> str:
+    return f"a parameter of shape {tuple(parameter.shape)}" if names is None else names[parameter]
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:4])
+    return f"{len(names)} parameters ({shown}{', ...' if len(names) > 4 else ''})" if len(names) != 1 else shown
+
+
+class _Registered(NamedTuple):
+    layout: str
+    fingerprints: Sequence[str]
+    """Of each rank."""
+
+
+_registered: weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Registered]] = weakref.WeakKeyDictionary()
+
+
+def _description(stage: Stage, context: StageContext, division: Division) -> list[str]:
+    """The text that must be the same on every rank, and a fingerprint of the parameters; for :func:`_difference`."""
+    signature = f"{stage.signature} for {context.model_in_words}{division.signature}"
+    return [signature, fingerprint(context.names or ())]
+
+
+def _difference(described: Sequence[Sequence[str]], context: StageContext) -> str | None:
+    """How a rank's registration differs from rank 0's, as far as that can be known; the same text on every rank.
+
+    [Note: models of one layout]
+
+    Signatures say nothing of two models that differ only in their values: a generator's two copies, say. DDP has made
+    these equal on all ranks, so values tell one model from another. They may differ between ranks all the same, under
+    local SGD for one, and that is no mistake. So it is an error only where a rank registers what rank 0 registered at
+    another place.
+
+    Args:
+        described: the :func:`_description` of each rank.
+        context: of this registration.
+    """
+    signatures, fingerprints = zip(*described, strict=True)
+    for rank, signature in enumerate(signatures):
+        if signature != signatures[0]:
+            return (
+                f"rank {rank} registers {signature}, but rank 0 registers {signatures[0]}; "
+                "every rank must run the same stages for the same model"
+            )
+    if not context.names:
+        return None
+    layout, past = context.model_in_words, _registered.setdefault(context.group, [])
+    past.append(_Registered(layout, fingerprints))
+    alike = [each.fingerprints for each in past if each.layout == layout]
+    for rank in range(len(fingerprints)):
+        if (places := _other_place([each[rank] for each in alike], [each[0] for each in alike])) is not None:
+            return (
+                f"rank {rank} registers as number {places[0]} of {layout} what rank 0 registers as number {places[1]}; "
+                "register models in the same order on every rank"
+            )
+    return None
+
+
+def _other_place(own: Sequence[str], of_rank_0: Sequence[str]) -> tuple[int, int] | None:
+    """The places, counted from 1, at which a rank and rank 0 have registered one model, the last of them now.
+
+    Args:
+        own: the fingerprints of what the rank has registered so far, in order.
+        of_rank_0: those of rank 0.
+    """
+    if own[-1] == of_rank_0[-1]:
+        return None
+    for place, (mine, theirs) in enumerate(zip(own[:-1], of_rank_0[:-1], strict=True), start=1):
+        if mine != theirs and theirs == own[-1]:
+            return len(own), place
+        if mine != theirs and mine == of_rank_0[-1]:
+            return place, len(own)
+    return None
