@@ -43,9 +43,9 @@ def bucket_gradients(bucket: GradBucket) -> list[Tensor]:
     which the buffer holds as pairs of real numbers: the views count in complex numbers and then select real ones.
     """
     buffer, parameters, views = bucket.buffer(), bucket.parameters(), bucket.gradients()
-    if buffer.dtype == views[0].dtype and [one.stride() for one in parameters] == [one.stride() for one in views]:
-        return views
     is_in_pairs = parameters[0].is_complex() and not buffer.is_complex()
+    if not is_in_pairs and [one.stride() for one in parameters] == [one.stride() for one in views]:
+        return views
     flat = torch.view_as_complex(buffer.view(-1, 2)) if is_in_pairs else buffer
     return [
         _as_filled(flat, parameter, view, int(view.storage_offset() - buffer.storage_offset()))

@@ -37,6 +37,8 @@ from . import by_hand
 from .by_hand import ADAMW, ADAMW_OPTIONS
 
 COUNTS = (5, 3)
+# DDP keeps the buckets that it begins with, and so does what is rounded by bucket.
+KEPT_BUCKETS = {**MLP.ddp_options(), "find_unused_parameters": True}
 
 
 def _transforms() -> tuple[list[Any], list[Any]]:
@@ -105,7 +107,7 @@ def _run(ddp: Any, reports: list[Any]) -> Any:
 
 def _saved(rank: int, world_size: int, folder: Path) -> None:
     reports: list[Any] = []
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    ddp = wrap(MLP.model(), **KEPT_BUCKETS)
     optimizer = _run(ddp, reports)
     for step in range(6):
         if step == 3:
@@ -117,7 +119,7 @@ def _saved(rank: int, world_size: int, folder: Path) -> None:
 
 def _resumed(rank: int, world_size: int, folder: Path) -> None:
     reports: list[Any] = []
-    ddp = wrap(MLP.model(seed=5), **MLP.ddp_options())
+    ddp = wrap(MLP.model(seed=5), **KEPT_BUCKETS)
     optimizer = _run(ddp, reports)
     overlap.load_state_dict(ddp, optimizer, torch.load(folder / f"{rank}.pt", weights_only=True))
     for step in range(3, 6):
