@@ -136,7 +136,7 @@ class PostLocal(Stage):
 
     @property
     def signature(self) -> str:
-        return f"PostLocal({self.inner.signature}, from step {self._state.start_localSGD_iter})"
+        return f"PostLocal({self.inner.signature}, from step {told(self._state.start_localSGD_iter)})"
 
     def attach(self, context: StageContext) -> None:
         self._whole = context.group
@@ -187,7 +187,7 @@ class PostLocal(Stage):
         return {"inner": {}, **redistribute_parts({"inner": self.inner}, states, rank=rank, ranks=ranks)}
 
     def __repr__(self) -> str:
-        return f"PostLocal({self.inner!r}, from step {self._state.start_localSGD_iter})"
+        return f"PostLocal({self.inner!r}, from step {told(self._state.start_localSGD_iter)})"
 
 
 def _checked(state: Any) -> PostLocalSGDState:

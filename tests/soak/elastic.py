@@ -30,7 +30,7 @@ def folder_of(folder: Path, name: str) -> Path:
 
 def train(rank: int, ranks: int, folder: Path, failure: str = "none") -> None:
     """Resumes every form at the latest step that there is of all forms, and trains to the end."""
-    made = {name: FORMS[name].made() for name in NAMES}
+    made = {name: FORMS[name].made(keeps_buckets=FORMS[name].rounds_by_bucket) for name in NAMES}
     begin = min(checkpoints.latest_step(folder_of(folder, name), ranks) or 0 for name in NAMES)
     for name, built in made.items():
         if begin:

@@ -48,7 +48,8 @@ RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def _started(form: str, **model: Any) -> tuple[Any, Any, Any]:
     of_stage, options = RESUMED[form]
-    ddp = wrap(MLP.model(**model), **MLP.ddp_options())
+    # Its rounding depends on the buckets, which DDP keeps from its first pass on where it looks for unused parameters.
+    ddp = wrap(MLP.model(**model), **MLP.ddp_options() | {"find_unused_parameters": True})
     return ddp, *made(ddp, form=of_stage, **options)[:2]
 
 
