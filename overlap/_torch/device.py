@@ -28,6 +28,8 @@ __all__ = [
     "on_stream",
     "recorded_event",
     "resize_storage",
+    "storage_key",
+    "storage_uses",
     "stream_of",
     "streams_replaced",
     "synchronize",
@@ -175,6 +177,19 @@ def resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
     had got it; what other streams do with it must be done by then, or told with :func:`hold`.
     """
     _streams.resize_storage(storage, nbytes)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identifies the storage of ``tensor`` among those that exist. Private: the address of its owner."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many tensors, in Python, C++ or saved for a backward, use ``storage``; a Python reference to itself counts.
+
+    Private: there is no public way to ask (CUDA graph trees do the same).
+    """
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def future_for(device: torch.device) -> torch.futures.Future[Any]:

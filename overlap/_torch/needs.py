@@ -123,7 +123,7 @@ NEEDS = (
     Need("gathers in the next forward", ("module._parameters", "module._compiled_call_impl")),
     Need(
         "memory that is given back",
-        ("storage._cdata", "torch._C._storage_Use_Count", "tensor._use_count"),
+        ("storage._cdata", "torch._C._storage_Use_Count"),
     ),
     Need(
         "labels in profiles",

@@ -21,15 +21,15 @@ __all__ = ["Background", "BucketWatcher", "StageContext"]
 
 
 class BucketWatcher(Protocol):
-    """Is told what becomes of DDP's own buckets, other than those of a replay, whose memory is given up anyway."""
+    """Follows DDP's own buckets, other than those of a replay, whose memory is given up anyway."""
 
-    def arrived(self, bucket: Bucket, future: torch.futures.Future[torch.Tensor]) -> None:
-        """All gradients of ``bucket`` are there; on the thread of backward. DDP gets the bucket back by ``future``.
-        When this returns for the last bucket, DDP may look at the memory of all."""
+    def arrived(self, bucket: Bucket) -> Bucket:
+        """All gradients of ``bucket`` are there; on the thread of backward. Returns the bucket that stages are given.
+        When this returns for the last bucket, DDP may use the memory of all."""
 
     def through(self, bucket: Bucket) -> None:
         """Its last stage is done; on the thread that runs stages and, on accelerators, with their stream current.
-        ``bucket`` is the object that arrived; stages were given copies of it."""
+        ``bucket`` is the object that arrived."""
 
     def over(self, *, failed: bool) -> None:
         """Backward is over and DDP has set ``.grad``; on the training thread, before stages are told."""

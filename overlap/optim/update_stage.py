@@ -17,9 +17,9 @@ from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopEr
 from overlap.hooks import Role, Stage, StageContext
 from overlap.hooks.transforms.clip import Clipping, check_norm_type
 from overlap.optim.grad_scaler import skips_by_itself
-from overlap.optim.gradient_release import GradientRelease, check_releasable
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.phases import Form, Phase
+from overlap.optim.release import GradientRelease, check_releasable
 from overlap.optim.skipping import SkippedUpdates
 
 __all__ = ["UpdateStage", "check_unscaled", "without_adding_up"]

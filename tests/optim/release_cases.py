@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from harness.models import MLP, Case
 from overlap import AllReduce, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.stage import walk
-from overlap.optim.gradient_release import GradientRelease
+from overlap.optim.release import GradientRelease
 from overlap.optim.update_stage import UpdateStage
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -42,6 +43,16 @@ def storages(ddp: Any) -> list[torch.UntypedStorage]:
 def held_bytes(ddp: Any) -> int:
     """The memory of DDP's buckets."""
     return sum(storage.nbytes() for storage in storages(ddp))
+
+
+def is_released(ddp: Any) -> bool:
+    """Whether DDP's buckets have no memory, once the backend drops the tensors of collectives that are done."""
+    release, deadline_s = release_of(ddp), time.monotonic() + 5
+    while held_bytes(ddp) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+        with release._lock:
+            release._empty_done()  # As the next forward does.
+    return held_bytes(ddp) == 0
 
 
 def wrapped(case: Case = MLP, **options: Any) -> Any:

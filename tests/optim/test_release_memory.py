@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from release_cases import SGD, registered, release_of, settle
+from release_cases import SGD, is_released, registered, settle
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,7 +36,7 @@ def _peak(form: str, width: int, **options: Any) -> int:
         settle(optimizer)
     whole = meter.peak_bytes()
     if options:
-        assert all(memory.is_empty for memory in release_of(ddp)._memories.values())
+        assert is_released(ddp)
     return whole
 
 

@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from release_cases import ADAMW, FORMS, SGD, gradients, held_bytes, registered, release_of, settle, storages, wrapped
+from release_cases import (
+    ADAMW,
+    FORMS,
+    SGD,
+    gradients,
+    held_bytes,
+    is_released,
+    registered,
+    release_of,
+    settle,
+    storages,
+    wrapped,
+)
 from torch import Tensor
 
 from harness import assert_parity, plain_step, run_ranks, train
@@ -25,7 +37,7 @@ def _step(ddp: Any, optimizer: Any, batch: Any, loss_of: Any, *, form: str) -> T
     loss: Tensor = loss_of(ddp, batch)
     loss.backward()
     assert not list(gradients(ddp)), "after backward no gradient has values"
-    assert storages(ddp) and held_bytes(ddp) == 0
+    assert storages(ddp) and is_released(ddp)
     if "automatic" not in form:
         optimizer.step()
     settle(optimizer)
@@ -76,12 +88,12 @@ def _memory_in_backward(rank: int, world_size: int, form: str) -> tuple[int, int
     release, most = release_of(ddp), 0
     arrived = release.arrived
 
-    def watched(bucket: Any, future: Any) -> None:
+    def watched(bucket: Any) -> Any:
         nonlocal most
         if not bucket.is_last:
             settle_worker(ddp)
             most = max(most, held_bytes(ddp))
-        arrived(bucket, future)
+        return arrived(bucket)
 
     release.arrived = watched  # type: ignore[method-assign]
     for step in range(4):

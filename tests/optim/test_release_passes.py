@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from release_cases import STEPPED, held_bytes, registered, release_of, settle, storages, wrapped
+from release_cases import STEPPED, is_released, registered, release_of, settle, storages, wrapped
 
 from harness import assert_parity, run_ranks
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
-from overlap.optim.gradient_release import GradientRelease
+from overlap.optim.release import GradientRelease
 
 
 def _loss(ddp: Any, step: int, rank: int, case: Case = MLP) -> torch.Tensor:
@@ -33,7 +33,7 @@ def _local_gradients(rank: int, world_size: int, form: str, case: Case) -> None:
         for step in range(start, start + 2):
             with ddp.no_sync():
                 _loss(ddp, step, rank, case).backward()
-            assert held_bytes(ddp) == 0, "gradients under no_sync are not in the buckets"
+            assert is_released(ddp), "gradients under no_sync are not in the buckets"
             assert any(parameter.grad is not None for parameter in ddp.parameters())
         _train(ddp, optimizer, rank, range(start + 2, start + 3), case)
 
@@ -80,7 +80,7 @@ def _synchronized_after_all(rank: int, world_size: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             found.append([parameter.detach().clone() for parameter in ddp.parameters()])
-        assert held_bytes(ddp) == 0, name
+        assert is_released(ddp), name
         assert_parity(found[1], found[0], what=name)
 
 
@@ -96,9 +96,10 @@ def _second_pass(rank: int, world_size: int, form: str) -> None:
     filled: list[int] = []
     arrived = GradientRelease.arrived
 
-    def watched(self: GradientRelease, *arguments: Any) -> None:
-        arrived(self, *arguments)
+    def watched(self: GradientRelease, bucket: Any) -> Any:
+        given = arrived(self, bucket)
         filled.append(first.nbytes())
+        return given
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GradientRelease, "arrived", watched)

@@ -138,11 +138,11 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # Gradients that are released.
     "a released bucket is not held for the stages' stream": _without(
-        f"{_OPTIM}.gradient_release:GradientRelease._empty_if_done", "hold(bucket.buffer)", "released", _FREED
+        f"{_OPTIM}.release:GradientRelease.through", "hold(bucket.buffer)", "released", _FREED
     ),
     "a bucket is written before it has memory": _without(
-        f"{_OPTIM}.gradient_release:GradientRelease.gradient_comes",
-        "memory.wait_until_filled()",
+        f"{_OPTIM}.release:GradientRelease.before_gradient",
+        "memory.wait_until_allocated()",
         "released, on two streams",
     ),
     # What the host reads late.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,15 +77,14 @@ class BackwardPass:
 
     def admit(self, bucket: Bucket, future: BucketFuture) -> Task | None:
         """Accept a bucket, on the training thread; ``None`` if the pass has failed and nothing more is to run."""
+        given = bucket
         for watcher in self._watchers:
-            watcher.arrived(bucket, future)
+            given = watcher.arrived(given)
         with self._lock:
             if self.error is not None:
                 future.set_result(bucket.buffer)
                 return None
             self._unfinished[bucket.index] = (future, bucket.buffer)
-        # Whoever keeps the bucket that it was given can then be told from this pass, which needs it to the end.
-        given = replace(bucket) if self._watchers else bucket
         task = Task(bucket, self._parts(given), self.executor, lambda: self._complete(bucket))
         if self._starts_early:
             with by_default(bucket.buffer.device):

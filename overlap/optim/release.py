@@ -1,0 +1,374 @@
+"""Releasing the memory of gradients while backward runs.
+
+[Note: gradient release]
+
+A gradient is needed from the moment it is made until its bucket is updated. DDP keeps the memory of all its buckets all
+the time, and ``.grad`` are views of it (``gradient_as_bucket_view=True``). A released bucket goes through this:
+
+1. *Empty*, between passes: its storage has no memory, and ``.grad`` of its parameters is ``None``.
+2. A tensor hook of each parameter runs before autograd sets ``.grad``, and so before DDP copies into the bucket. The
+   first one allocates the storage. Where DDP looks for unused parameters, it writes their zeros at the first gradient
+   of all, and so does the hook allocate all storages.
+3. When the bucket's last stage is done and all of its parameters are updated, the storage is emptied again.
+4. DDP's finalization makes views of every bucket, and reads no value: where ``.grad`` is ``None`` it sets a view, and
+   nothing is copied from the hook's result, which is the bucket itself. So when the last bucket arrives, all storages
+   are allocated once more until backward is over. On a CPU memory that is not touched takes nothing. Elsewhere it takes
+   blocks, when the activations are gone.
+5. When backward is over, ``.grad`` is cleared and everything is emptied.
+
+A backward under ``no_sync`` does not touch the buckets: its gradients have memory of their own, and no storage is
+allocated. After its first pass DDP builds other buckets; the former ones, which it has dropped, stay empty.
+
+Reading freed memory would crash, so a storage is emptied only if its use count is that of DDP's own tensors. For that,
+nobody is given a tensor of DDP's: stages get a bucket with a tensor of its own on the storage, and ``.grad`` is
+replaced by one wherever it stays. What somebody keeps then adds to the count, and the memory stays until it is dropped.
+A backend may keep a tensor for a moment after its collective is done, which is no fault: the bucket is emptied at the
+next event (another bucket, the end of backward, the next forward). A storage that is still in use when its bucket
+arrives again, and has been for a second when that backward is over, is an error.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from overlap._torch.c10d import bucket_gradients
+from overlap._torch.ddp import backward_may_synchronize
+from overlap._torch.device import (
+    current_stream,
+    has_streams,
+    hold,
+    recorded_event,
+    resize_storage,
+    storage_key,
+    storage_uses,
+)
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.hooks import Bucket, StageContext
+
+__all__ = ["GradientRelease", "check_releasable"]
+
+# Of a storage, beside DDP's views: DDP's tensor of the whole bucket, and this module's reference to the storage.
+_OWN_USES = 2
+_PATIENCE_S = 1.0
+
+
+def check_releasable(context: StageContext, stage: object) -> None:
+    """Raises: ConfigurationError, UnsupportedError: the gradients of this model cannot be released."""
+    ddp = None if context.ddp is None else context.ddp()
+    if context.names is None or ddp is None:
+        raise ConfigurationError(
+            f"{stage!r} has to know the model's parameters, which a hook registered with ddp.register_comm_hook does "
+            "not: use chain(...).register(ddp), or release_gradients=False"
+        )
+    if not ddp.gradient_as_bucket_view:
+        raise ConfigurationError(
+            f"{stage!r}: this DistributedDataParallel copies all gradients out of its buckets at the end of backward, "
+            "so all would be in memory again; build it with gradient_as_bucket_view=True, or use "
+            "release_gradients=False"
+        )
+    for parameter, name in context.names.items():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise UnsupportedError(
+                f"{stage!r}: {name} is {parameter.dtype}, and DDP has the gradient in its bucket as pairs of real "
+                "numbers, by views that cannot be distinguished from others: use release_gradients=False"
+            )
+
+
+class _Memory:
+    """The storage of one of DDP's buckets."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        assert bucket.raw is not None, "a bucket that arrives is DDP's"
+        self.key = storage_key(bucket.buffer)
+        self.parameters = bucket.parameters
+        self.is_done = False
+        """Whether all of the bucket is updated, so that nothing needs its values until the next pass."""
+        self._is_excused = False
+        self._in_use_since_s: float | None = None
+        self._storage = bucket.buffer.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        start = int(bucket.buffer.storage_offset())
+        views = bucket_gradients(bucket.raw)
+        self._layout = tuple((view.size(), view.stride(), int(view.storage_offset()) - start) for view in views)
+        # From DDP's first finalization on, it has a second view for each parameter, of the hook's result.
+        self._is_finalized = False
+        self._allocation: tuple[Any, Any] | None = None
+
+    def lend(self, bucket: Bucket) -> Bucket:
+        """``bucket`` for the stages: its buffer counts as a use of the storage while anything keeps it."""
+        self._note_use(self.detach_gradients())
+        return replace(bucket, buffer=bucket.buffer.data, raw=None, views=self._layout)
+
+    def detach_gradients(self) -> int:
+        """Replace each ``.grad`` in the storage, which may be DDP's view, by a tensor that counts; returns how many."""
+        gradients = self._gradients()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient.data
+        return len(gradients)
+
+    def clear_gradients(self) -> None:
+        for parameter, _ in self._gradients():
+            parameter.grad = None
+
+    def _gradients(self) -> list[tuple[Tensor, Tensor]]:
+        pairs = ((parameter, parameter.grad) for parameter in self.parameters)
+        return [(p, gradient) for p, gradient in pairs if gradient is not None and storage_key(gradient) == self.key]
+
+    def finalize(self, *, failed: bool) -> None:
+        """Backward is over. After a failure it is not known whether DDP has finalized, until the next pass is over, and
+        the exception refers to buckets for as long as it exists, which nobody is blamed for."""
+        self._is_finalized = not failed
+        self._is_excused |= failed
+        self._note_use(self.detach_gradients())
+
+    def _note_use(self, gradients: int) -> None:
+        """Note whether more than so many ``.grad`` and DDP's own tensors use the storage."""
+        if not self._is_finalized:
+            self._in_use_since_s = None
+        elif self._uses == gradients:
+            self._in_use_since_s, self._is_excused = None, False
+        elif self._in_use_since_s is None:
+            self._in_use_since_s = time.monotonic()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether something uses the storage for longer than a backend may."""
+        if self._in_use_since_s is None or self._is_excused:
+            return False
+        return time.monotonic() - self._in_use_since_s > _PATIENCE_S
+
+    @property
+    def _uses(self) -> int:
+        """How many tensors use the storage beside DDP's own."""
+        return storage_uses(self._storage) - _OWN_USES - len(self.parameters) * (1 + self._is_finalized)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether only DDP's own tensors use the storage."""
+        return self._uses == 0
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether DDP has built other buckets: then it has no view, though a result of the last pass may be left."""
+        return storage_uses(self._storage) <= _OWN_USES
+
+    @property
+    def is_empty(self) -> bool:
+        return self._storage.nbytes() < self._nbytes
+
+    def allocate(self) -> None:
+        """Allocate the storage on the current stream, uninitialized."""
+        resize_storage(self._storage, self._nbytes)
+        if has_streams(self._storage.device):
+            self._allocation = current_stream(self._storage.device), recorded_event(self._storage.device)
+
+    def wait_until_allocated(self) -> None:
+        """Let the current stream wait if another allocated the storage, which may still use what was there before."""
+        if self._allocation is not None and (current := current_stream(self._storage.device)) != self._allocation[0]:
+            current.wait_event(self._allocation[1])
+
+    def empty(self) -> None:
+        resize_storage(self._storage, 0)
+        self._allocation = None
+
+    def empty_if_idle(self) -> bool:
+        if is_idle := self.is_idle:
+            self.empty()
+        return is_idle
+
+
+class _Pass(enum.Enum):
+    """The state of a model's buckets."""
+
+    NONE = "none"
+    """Since the last pass there was no forward whose backward synchronizes."""
+    DUE = "due"
+    """The next gradient may be the first of a pass."""
+    RUNNING = "running"
+    """Buckets arrive; each is emptied when it is updated."""
+    ENDING = "ending"
+    """The last bucket has arrived: all are allocated until backward is over."""
+
+
+class GradientRelease:
+    """Releases the buckets of one model. See [Note: gradient release]. It is the ``BucketWatcher`` of the model.
+
+    Args:
+        context: of the stage that registers it.
+        is_applied: whether the last backward's gradient of a parameter has been applied, and may go.
+        was_unused: whether no rank has used a parameter in that backward.
+    """
+
+    def __init__(
+        self, context: StageContext, *, is_applied: Callable[[Tensor], bool], was_unused: Callable[[Tensor], bool]
+    ) -> None:
+        self.released: list[Tensor] = []
+        """The parameters whose gradients of the last backward were released."""
+        assert context.ddp is not None, "see check_releasable"
+        self._ddp = context.ddp
+        self._names = context.names or {}
+        self._finds_unused = bool(context.finds_unused)
+        self._is_applied = is_applied
+        self._was_unused = was_unused
+        # Between autograd's thread and the one that runs stages.
+        self._lock = threading.Lock()
+        self._memories: dict[int, _Memory] = {}  # By storage.
+        self._by_parameter: dict[int, _Memory] = {}
+        self._pass = _Pass.NONE
+        self._in_use: Tensor | None = None
+        self._hooks: list[Any] = []
+        self._without_hook = list(self._names)
+        self.before_forward()
+        context.watch(self)
+
+    def before_forward(self) -> None:
+        """A forward begins, whose parameters get gradients, also those that were frozen before."""
+        ddp = self._ddp()
+        if self._pass is _Pass.NONE and ddp is not None and ddp.require_backward_grad_sync:
+            self._pass = _Pass.DUE
+        with self._lock:
+            self._empty_done()
+        alive = weakref.ref(self)
+        for parameter in [parameter for parameter in self._without_hook if parameter.requires_grad]:
+            self._hooks.append(parameter.register_hook(_before_gradient(id(parameter), alive)))
+        self._without_hook = [parameter for parameter in self._without_hook if not parameter.requires_grad]
+
+    def before_gradient(self, parameter: int) -> None:
+        """The gradient of the parameter with this ``id`` is about to be written."""
+        if self._pass is _Pass.NONE and not self._may_synchronize:
+            return
+        is_first = self._pass in (_Pass.NONE, _Pass.DUE)
+        if is_first:
+            self._pass = _Pass.RUNNING
+        memory = self._by_parameter.get(parameter)
+        if is_first and self._finds_unused:
+            with self._lock:
+                self._allocate(list(self._memories.values()))
+        elif memory is not None and memory.is_empty:
+            with self._lock:
+                self._allocate([memory])
+        if memory is not None:
+            memory.wait_until_allocated()
+
+    @property
+    def _may_synchronize(self) -> bool:
+        """For a backward without a forward that was noted: ``ddp.forward(...)`` may have been called."""
+        ddp = self._ddp()
+        return ddp is None or backward_may_synchronize(ddp)
+
+    def arrived(self, bucket: Bucket) -> Bucket:
+        with self._lock:
+            if bucket.index == 0:
+                self._begin(_Pass.RUNNING)
+            if not bucket.buffer.is_sparse:  # Otherwise the pass is going to fail.
+                bucket = self._memory_of(bucket).lend(bucket)
+            if bucket.is_last:
+                self._pass = _Pass.ENDING
+                self._allocate(list(self._memories.values()))
+        return bucket
+
+    def _begin(self, state: _Pass) -> None:
+        self._pass, self.released, self._in_use = state, [], None
+        for memory in self._memories.values():
+            memory.is_done = False
+
+    def _memory_of(self, bucket: Bucket) -> _Memory:
+        memory = self._memories.get(storage_key(bucket.buffer))
+        if memory is None:
+            for parameter in bucket.parameters:
+                if (former := self._by_parameter.get(id(parameter))) is not None:
+                    self._memories.pop(former.key, None)
+            memory = _Memory(bucket)
+            self._memories[memory.key] = memory
+            self._by_parameter.update((id(parameter), memory) for parameter in bucket.parameters)
+        return memory
+
+    def through(self, bucket: Bucket) -> None:
+        if bucket.buffer.is_sparse:
+            return
+        memory = self._by_parameter[id(bucket.parameters[0])]
+        with self._lock:
+            if all(self._may_go(parameter, memory) for parameter in memory.parameters):
+                memory.clear_gradients()
+                memory.is_done = True
+                hold(bucket.buffer)
+            if self._pass is not _Pass.ENDING:
+                self._empty_done()
+            elif memory.is_done and not has_streams(bucket.buffer.device) and memory.empty_if_idle():
+                memory.allocate()
+
+    def _may_go(self, parameter: Tensor, memory: _Memory) -> bool:
+        if self._is_applied(parameter):
+            return True
+        gradient = parameter.grad
+        if gradient is None:
+            return self._was_unused(parameter)  # If another rank has used it, DDP is going to set the mean.
+        return storage_key(gradient) != memory.key
+
+    def over(self, *, failed: bool) -> None:
+        with self._lock:
+            for memory in self._memories.values():
+                memory.finalize(failed=failed)
+            if failed:
+                self._restore()
+                return
+            self._pass = _Pass.NONE
+            for memory in [memory for memory in self._memories.values() if memory.is_done]:
+                memory.clear_gradients()
+                self.released += [parameter for parameter in memory.parameters if self._is_applied(parameter)]
+                if not memory.empty_if_idle() and memory.is_kept:
+                    self._in_use = memory.parameters[0]
+
+    def _empty_done(self) -> None:
+        """Empty the buckets that are done, unless they are in use; DDP finalizes none of them now."""
+        for memory in self._memories.values():
+            if memory.is_done and not memory.is_empty and self._pass is not _Pass.ENDING:
+                memory.empty_if_idle()
+
+    def refuse_use_elsewhere(self) -> None:
+        """Raises: TrainingLoopError: a gradient was kept, so that its memory cannot be released; once."""
+        parameter, self._in_use = self._in_use, None
+        if parameter is not None:
+            raise TrainingLoopError(
+                f"the gradient of {self._names.get(parameter, 'a parameter')} cannot be released, because something "
+                "else refers to it, or to its bucket, and would read freed memory; the update has been made. Keep "
+                "copies (.clone()) of gradients and buckets, or use release_gradients=False"
+            )
+
+    def remove(self) -> None:
+        """Allocate every bucket again, for the model trains on without release."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._without_hook = [], []
+        with self._lock:
+            self._restore()
+            self._memories, self._by_parameter = {}, {}
+
+    def _restore(self) -> None:
+        self._begin(_Pass.DUE)
+        self._allocate(list(self._memories.values()))
+
+    def _allocate(self, memories: list[_Memory]) -> None:
+        for memory in memories:
+            if memory.is_empty and memory.is_dropped:
+                self._memories.pop(memory.key, None)
+            elif memory.is_empty:
+                memory.allocate()
+
+
+def _before_gradient(parameter: int, alive: weakref.ref[GradientRelease]) -> Callable[[Tensor], None]:
+    """A tensor hook. It holds no reference: a cycle through autograd's hooks could never be collected."""
+
+    def hook(gradient: Tensor) -> None:
+        if (release := alive()) is not None:
+            release.before_gradient(parameter)
+
+    return hook
