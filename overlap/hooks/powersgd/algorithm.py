@@ -33,6 +33,7 @@ errors in a factor that becomes the basis are not lost gradients: any basis will
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -160,13 +161,16 @@ class PowerIteration:
                 found = before.get(self.keys[place]) if self.config.warm_start else None
                 if found is not None:
                     _check_factor(found, length, self.keys[place])
-                    targets.append(target[: len(found)])
-                    sources.append(hold(found)[:rank].view(targets[-1].shape))
-                if found is None or len(found) < rank:
+                if found is None or len(found) != rank:
                     if fresh is None:
                         step = None if self.config.warm_start else self.step
                         fresh = self._random(rank, length, step=step) * length**-0.5
                     target.copy_(fresh.view(target.shape))
+                    if found is None:
+                        continue
+                    target, found = target[: len(found)], found[:rank]
+                targets.append(target)
+                sources.append(hold(found).view(target.shape))
         copy_all(targets, sources)
         return factors
 
@@ -219,9 +223,11 @@ class PowerIteration:
 
     def _decompress(self, own: tuple[Factors, Factors], mean: tuple[Factors, Factors], is_finite: _Finite) -> None:
         """Output = P Q^T of the mean factors; residual = M - P Q^T of this rank's own."""
-        factors = (each.of_batches for each in (*own, *mean))
-        for index, (matrices, own_p, own_q, p, q) in enumerate(zip(self.matrices, *factors, strict=True)):
-            matrices.decompress((own_p, own_q), (p, q), None if is_finite is None else is_finite[index])
+        own_factors = zip(own[0].of_batches, own[1].of_batches, strict=True)
+        mean_factors = zip(mean[0].of_batches, mean[1].of_batches, strict=True)
+        verdicts = itertools.repeat(None) if is_finite is None else is_finite
+        for matrices, of_own, of_mean, verdict in zip(self.matrices, own_factors, mean_factors, verdicts, strict=False):
+            matrices.decompress(of_own, of_mean, verdict)
 
     async def _mean(self, factors: Factors, *, with_exact: bool = False) -> Factors:
         """The mean of factors over ranks; ``factors`` become this rank's part in it, times the divisor.

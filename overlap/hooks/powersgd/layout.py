@@ -103,17 +103,13 @@ class Factors:
     def __init__(self, layout: FactorLayout, flat: Tensor) -> None:
         self.layout = layout
         self.flat = flat
-        self.of_batches = _views(flat, layout.of_batches)
+        self.of_batches = [flat.narrow(0, offset, math.prod(shape)).view(shape) for offset, shape in layout.of_batches]
         """Of each batch of matrices, ``(count, rank, length)``."""
 
     @property
     def alike(self) -> list[Tensor]:
         """All factors of one rank and length, ``(count, rank, length)``."""
-        return _views(self.flat, self.layout.alike)
-
-
-def _views(flat: Tensor, views: Iterable[_View]) -> list[Tensor]:
-    return [flat.narrow(0, offset, math.prod(shape)).view(shape) for offset, shape in views]
+        return [self.flat.narrow(0, offset, math.prod(shape)).view(shape) for offset, shape in self.layout.alike]
 
 
 @dataclass(frozen=True)
@@ -179,6 +175,8 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 class Matrices:
     """The matrices M = gradient + residual of one batch, and their products.
 
+    One matrix too large for a CPU's caches is taken in blocks of rows: its memory is read once, not twice.
+
     Args:
         batch: their shape.
         gradients: to compress; overwritten with the output.
@@ -192,55 +190,54 @@ class Matrices:
         self._gradients = [_as_matrix(gradient) for gradient in gradients]
         self._residuals = None if residuals is None else [_as_matrix(residual) for residual in residuals]
         self._dtype = dtype
-        # Whether the residual is yet to be added to the gradient, in place.
-        self._is_pending = residuals is not None and gradients[0].dtype == dtype
-        self._is_alone = len(gradients) == 1 and gradients[0].dtype == dtype
-        numel = batch.rows * batch.cols
-        is_large = self._is_alone and numel > _BLOCK_NUMEL and not has_streams(gradients[0].device)
-        self._block_rows = max(1, _BLOCK_NUMEL // batch.cols) if is_large else batch.rows
-        self._summed_rows = _SUMMED_ROWS if is_large else batch.rows
-        self._finished_rows = _FINISHED_ROWS if is_large else batch.rows
+        first, numel = self._gradients[0], batch.rows * batch.cols
+        self._is_in_place = first.dtype == dtype
+        # Whether residuals are yet to be added to the gradients.
+        self._is_pending = self._is_in_place and residuals is not None
+        self._is_alone = self._is_in_place and len(gradients) == 1
+        self._is_large = self._is_alone and numel > _BLOCK_NUMEL and not has_streams(first.device)
 
     def times(self, q: Tensor, *, out: Tensor) -> None:
         """P = M Q: left factors ``(count, rank, rows)`` from right ones ``(count, rank, cols)``."""
-        if not self._is_alone:
+        if not self._is_large:
             torch.bmm(q, self._load().mT, out=out)
             return
-        columns = out[0].split(self._block_rows, dim=1)
-        for (matrix, residual), column in zip(self._summands(self._block_rows), columns, strict=True):
+        block_rows = max(1, _BLOCK_NUMEL // q.shape[2])
+        columns = out[0].split(block_rows, dim=1)
+        for (matrix, residual), column in zip(self._summands(block_rows), columns, strict=True):
             if residual is not None:
                 matrix.add_(residual)
             torch.mm(q[0], matrix.t(), out=column)
 
     def transposed_times(self, p: Tensor, *, out: Tensor) -> None:
         """Q = M^T P: right factors ``(count, rank, cols)`` from left ones ``(count, rank, rows)``."""
-        if not self._is_alone:
+        if not self._is_large:
             torch.bmm(p, self._load(), out=out)
             return
-        columns = p[0].split(self._summed_rows, dim=1)
+        columns = p[0].split(_SUMMED_ROWS, dim=1)
         total = out[0].zero_()
-        for (matrix, residual), column in zip(self._summands(self._summed_rows), columns, strict=True):
+        for (matrix, residual), column in zip(self._summands(_SUMMED_ROWS), columns, strict=True):
             if residual is not None:
                 matrix.add_(residual)
             total.addmm_(column, matrix)
 
     def _summands(self, rows: int) -> Iterable[tuple[Tensor, Tensor | None]]:
-        """The one matrix in blocks of ``rows``, and its residual's unless that has been added already."""
+        """The one matrix in blocks of ``rows``, and the residual's unless that has been added already."""
         is_pending, self._is_pending = self._is_pending, False
         residuals = self._residuals[0].split(rows) if is_pending and self._residuals else itertools.repeat(None)
         return zip(self._gradients[0].split(rows), residuals, strict=False)
 
     def _load(self) -> Tensor:
         """M, ``(count, rows, cols)``: a copy, unless one matrix is alone."""
-        if self._gradients[0].dtype != self._dtype:
-            matrices = torch.stack(self._gradients).to(self._dtype)
-            if self._residuals is not None:
-                add_all(matrices.unbind(), self._residuals)
-            return matrices
         if self._is_pending and self._residuals is not None:
             self._is_pending = False
             add_all(self._gradients, self._residuals)
-        return self._gradients[0][None] if self._is_alone else torch.stack(self._gradients)
+        if self._is_alone:
+            return self._gradients[0][None]
+        matrices = torch.stack(self._gradients).to(self._dtype)
+        if self._residuals is not None and not self._is_in_place:
+            add_all(matrices.unbind(), self._residuals)
+        return matrices
 
     def decompress(self, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor], is_finite: Tensor | None) -> None:
         """Write P Q^T of the ``mean`` factors to the gradients and M - P Q^T of this rank's ``own`` to the residuals.
@@ -248,13 +245,16 @@ class Matrices:
         ``is_finite``, shape ``(count,)``, tells which matrices were finite on all ranks; the others come out as NaN
         and keep their residuals. ``None``: all of them.
         """
-        if is_finite is None and self._is_alone:
+        if self._is_large and is_finite is None:
             self._decompress_blocks(own, mean)
             return
         matrices = self._load()
         if self._residuals is not None:
-            matrices.baddbmm_(own[0].mT, own[1], alpha=-1)
-            _write_residuals(self._residuals, matrices.unbind(), is_finite)
+            if self._is_alone and is_finite is None and self._residuals[0].dtype == self._dtype:
+                torch.baddbmm(matrices, own[0].mT, own[1], alpha=-1, out=self._residuals[0][None])
+            else:
+                matrices.baddbmm_(own[0].mT, own[1], alpha=-1)
+                _write_residuals(self._residuals, matrices.unbind(), is_finite)
         output = torch.bmm(mean[0].mT, mean[1], out=matrices)
         if is_finite is not None:
             output.masked_fill_(~is_finite[:, None, None], torch.nan)
@@ -262,16 +262,15 @@ class Matrices:
             copy_all(self._gradients, output.unbind())
 
     def _decompress_blocks(self, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor]) -> None:
-        rows, (own_q, mean_q) = self._finished_rows, (own[1][0], mean[1][0])
-        residuals = itertools.repeat(None) if self._residuals is None else self._residuals[0].split(rows)
-        own_rows, mean_rows = (p[0].t().split(rows) for p in (own[0], mean[0]))
-        blocks = zip(self._gradients[0].split(rows), own_rows, mean_rows, residuals, strict=False)
+        own_rows, mean_rows = own[0][0].t().split(_FINISHED_ROWS), mean[0][0].t().split(_FINISHED_ROWS)
+        residuals = itertools.repeat(None) if self._residuals is None else self._residuals[0].split(_FINISHED_ROWS)
+        blocks = zip(self._gradients[0].split(_FINISHED_ROWS), own_rows, mean_rows, residuals, strict=False)
         for matrix, own_p, mean_p, residual in blocks:
             if residual is not None and residual.dtype == matrix.dtype:
-                torch.addmm(matrix, own_p, own_q, alpha=-1, out=residual)
+                torch.addmm(matrix, own_p, own[1][0], alpha=-1, out=residual)
             elif residual is not None:
-                residual.copy_(within_range(torch.addmm(matrix, own_p, own_q, alpha=-1), residual.dtype))
-            torch.mm(mean_p, mean_q, out=matrix)
+                residual.copy_(within_range(torch.addmm(matrix, own_p, own[1][0], alpha=-1), residual.dtype))
+            torch.mm(mean_p, mean[1][0], out=matrix)
 
 
 def _write_residuals(residuals: Sequence[Tensor], found: Sequence[Tensor], is_finite: Tensor | None) -> None:
