@@ -64,7 +64,7 @@ __all__ = [
 _GRAM_SCHMIDT_RANK = 2
 
 _Finite = list[Tensor] | None
-"""Of each batch, which of its matrices are finite on all ranks, shape ``(count,)``; ``None``: all of all."""
+"""Of each batch, which of its matrices are finite on all ranks, shape ``(count,)``; ``None``: all matrices are."""
 
 
 class PowerIteration:
@@ -257,7 +257,7 @@ class PowerIteration:
             return flat
         sent[numel:].mul_(factor)
         if dtype != self.dtype:
-            # What rounding to the bucket's dtype loses is not sent, so it has to stay in the residual.
+            # Rounding errors of the bucket's dtype are not sent, so they have to stay in the residual.
             flat.copy_(sent[:numel]).mul_(self.bucket.divisor)
         await all_reduce(sent, group=self.bucket.group)
         self.sent_numel += sent.numel()
@@ -326,7 +326,7 @@ class PowerIteration:
         return Factors(layout, torch.empty(layout.numel, dtype=self.dtype, device=self.bucket.buffer.device))
 
     def _by_shape(self, factor: Tensor, place: int, layout: FactorLayout) -> Tensor:
-        """A factor with columns in the order of the gradient's shape, as memory has them."""
+        """A factor with columns in the order of the gradient's shape, the order in which factors are kept."""
         gradient = self.bucket.gradients[place]
         return factor if layout.is_left or gradient.ndim == 2 else columns_by_shape(factor, gradient)
 
