@@ -189,7 +189,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the host looks whether factors are finite": _waiting(
         "hooks.powersgd.algorithm:PowerIteration._zero_non_finite",
-        "not has_streams(flat.device) and ",
+        "not has_streams(factors.flat.device) and ",
         "",
         "factors, interleaved",
     ),
