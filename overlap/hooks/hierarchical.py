@@ -10,12 +10,12 @@ all rows are equally long, so that the ranks of a machine issue the same collect
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from overlap._checks import check_whole_number
@@ -23,15 +23,13 @@ from overlap._torch.c10d import group_timeout
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.adapters import HookStage, stage_from
-from overlap.hooks.allreduce import AllGather, AllReduce
+from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cast import Cast
 from overlap.hooks.collectives import all_gather, reduce_scatter
 from overlap.hooks.context import StageContext
-from overlap.hooks.machines import Machines, members_of
-from overlap.hooks.post_local_sgd import PostLocal
+from overlap.hooks.post_local_sgd import PostLocal, check_is_whole_job, own_subgroup, ranks_by_machine
 from overlap.hooks.powersgd import PowerSGD
-from overlap.hooks.quantize import Quantize
 from overlap.hooks.route import Route
 from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.stage import Role, Stage, walk
@@ -39,6 +37,8 @@ from overlap.hooks.stage import Role, Stage, walk
 __all__ = ["Hierarchical"]
 
 _PLACE = "place"
+_Views = tuple[tuple[torch.Size, tuple[int, ...], int], ...]
+"""As :attr:`Bucket.views`: size, stride and offset in a flat tensor."""
 
 
 class Hierarchical(Stage):
@@ -66,9 +66,9 @@ class Hierarchical(Stage):
         machine_size: ranks on each machine, which are consecutive in the model's process group; where ``None``, ranks
             with one host name are on one machine.
 
-    Issues, per bucket of ``N`` elements: within the machine a reduce-scatter and an all-gather, in which a rank sends
-    ``2 N (L-1)/L`` elements; between machines what ``outer`` issues for ``N/L`` elements. When it is registered without
-    ``machine_size``, a gather of host names; before the first pass, the collectives of making groups. Changes:
+    Communication, per bucket of ``N`` elements: within the machine a reduce-scatter and an all-gather, in which a rank
+    sends ``2 N (L-1)/L`` elements; between machines what ``outer`` issues for ``N/L`` elements. When it is registered
+    without ``machine_size``, a gather of host names; before the first pass, the collectives of making groups. Changes:
     ``bucket.buffer``. Memory: a copy of the bucket.
 
     Raises:
@@ -89,9 +89,12 @@ class Hierarchical(Stage):
         self._dtype = _dtype_of(self.inner)
         _check_outer(self.outer)
         self._context: StageContext | None = None
-        self._members: list[list[int]] = []
+        self._machines: list[list[int]] = []
         """The ranks of each machine."""
-        self._machines: Machines | None = None
+        self._inside: dist.ProcessGroup | None = None
+        """The ranks of this machine; ``None`` before the first pass, and on one machine."""
+        self._between: dist.ProcessGroup | None = None
+        """The ranks in the same place on every machine."""
         self._saved_by: Mapping[str, Any] | None = None
 
     @property
@@ -101,57 +104,65 @@ class Hierarchical(Stage):
     def attach(self, context: StageContext) -> None:
         if self._context is not None:
             raise RegistrationError(f"{self!r} is registered with a model already; give each model one of its own")
-        members = members_of(context.group, size=self.machine_size)
-        self._check_place(self._saved_by, _place(context, len(members[0])))
-        if members != self._members:
-            self._members, self._machines = members, None
+        machines = _machines_of(context.group, size=self.machine_size)
+        self._check_place(self._saved_by, _place(context, len(machines[0])))
+        if machines != self._machines:
+            self._machines, self._inside, self._between = machines, None, None
         self._context = context
 
     def context_of(self, child: Stage, context: StageContext) -> StageContext:
         """For ``outer``, with the shapes of the parts in place of the parameters."""
         if child is not self.outer or context.names is None:
             return context
-        parts = {_part_of(parameter, self._rows): name for parameter, name in context.names.items()}
+        parts = {}
+        for parameter, name in context.names.items():
+            numel = parameter.numel() * (2 if parameter.is_complex() else 1)
+            parts[torch.empty(_part_numel(numel, self._rows), device="meta")] = name
         return replace(context, names=parts)
 
     def detach(self) -> None:
-        if self._context is not None and not all(map(_is_without_memory, walk(self.outer))):
-            self._saved_by = _place(self._context, self._rows)
+        if self._context is not None:
+            self._saved_by = _place(self._context, self._rows) if self.outer.state_dict() else None
         self._context = None
 
     def before_backward(self, *, is_replay: bool) -> None:
         # Here and not at registration, where ranks have not been found to have the same stages yet.
-        if self._machines is None and len(self._members) > 1:
+        if self._inside is None and len(self._machines) > 1:
             assert self._context is not None, "a stage is attached before its first pass"
             timeout = group_timeout(self._context.group, self._context.device)
-            self._machines = Machines.connect(self._members, timeout=timeout)
+            self._inside = own_subgroup(self._machines, timeout=timeout)
+            self._between = own_subgroup([list(ranks) for ranks in zip(*self._machines, strict=True)], timeout=timeout)
 
     @property
     def _rows(self) -> int:
         """Ranks on each machine."""
-        return len(self._members[0])
+        return len(self._machines[0])
 
     async def __call__(self, bucket: Bucket) -> None:
         assert self._context is not None, "a stage is attached before its first pass"
-        machines = self._machines
-        if machines is None or bucket.group.size() != self._context.group.size() or bucket.buffer.numel() == 0:
+        inside, between, ranks = self._inside, self._between, self._context.group.size()
+        if inside is None or between is None or bucket.group.size() != ranks or bucket.buffer.numel() == 0:
             await self.inner(bucket)
             return
         buffer = torch.view_as_real(bucket.buffer).view(-1) if bucket.buffer.is_complex() else bucket.buffer
-        layout = _Rows.of(bucket, self._rows)
-        # As in DDP, each rank divides before the sum.
-        rows = layout.pack(buffer.mul_(1 / bucket.divisor), dtype=self._dtype or buffer.dtype)
-        own = rows[machines.inside.rank()]
+        whole = bucket.with_buffer(bucket.buffer).views
+        assert whole is not None, "with_buffer makes them"
+        parts, numel = _parts_of(whole, self._rows)
+        row_numel = round_up(numel, segment_multiple(buffer.device))  # See [Note: segments].
+        rows = torch.zeros(self._rows, row_numel, dtype=self._dtype or buffer.dtype, device=buffer.device)
+        in_bucket, in_rows = _same_elements(buffer, whole, rows, parts)
+        buffer.mul_(1 / bucket.divisor)  # As in DDP, each rank divides before the sum.
+        copy_all(in_rows, in_bucket)
+        own = rows[inside.rank()]
         if self._rows > 1:
-            await reduce_scatter(own, rows.view(-1), group=machines.inside)
-        part = own[: layout.numel].to(buffer.dtype)
-        between = replace(bucket, buffer=part, raw=None, views=layout.views, group=machines.between, divisor=1)
-        await self.outer(between)
-        if part.dtype != own.dtype:
-            own[: layout.numel].copy_(part)
+            await reduce_scatter(own, rows.view(-1), group=inside)
+        own_part = own[:numel].to(buffer.dtype)
+        await self.outer(replace(bucket, buffer=own_part, raw=None, views=parts, group=between, divisor=1))
+        if own_part.dtype != own.dtype:
+            own[:numel].copy_(own_part)
         if self._rows > 1:
-            await all_gather(rows.view(-1), own, group=machines.inside)
-        layout.unpack(rows, buffer)
+            await all_gather(rows.view(-1), own, group=inside)
+        copy_all(in_bucket, in_rows)
         # Other ranks of the machine may have a part that is not finite.
         for stage in walk(self.outer):
             stage.note_result(buffer)
@@ -211,7 +222,7 @@ class Hierarchical(Stage):
     @property
     def signature(self) -> str:
         size = f", machine_size={self.machine_size}"
-        machines = f" on {len(self._members)} machines of {self._rows}" if self._members else ""
+        machines = f" on {len(self._machines)} machines of {self._rows}" if self._machines else ""
         return f"Hierarchical({self.inner.signature}, {self.outer.signature}{size}){machines}"
 
     def __repr__(self) -> str:
@@ -228,11 +239,6 @@ def _place(context: StageContext, rows: int) -> dict[str, Any]:
     }
     rank, ranks = context.group.rank(), context.group.size()
     return {"rank": rank, "ranks": ranks, "machine_size": rows, "strides": unusual}
-
-
-def _part_of(parameter: Tensor, rows: int) -> Tensor:
-    """A tensor of the shape of a part of ``parameter``, without memory."""
-    return torch.empty(_part_numel(parameter, rows), device="meta")
 
 
 def _dtype_of(inner: Stage) -> torch.dtype | None:
@@ -273,66 +279,57 @@ def _check_outer(outer: Stage) -> None:
             )
 
 
-def _is_without_memory(stage: Stage) -> bool:
-    if isinstance(stage, Quantize):
-        return not (stage.error_feedback or stage.wire.is_stochastic)
-    return isinstance(stage, AllReduce | AllGather | Cast)
+def _part_numel(numel: int, rows: int) -> int:
+    """How many of ``numel`` elements are in each of ``rows`` rows."""
+    return -(-numel // rows)
 
 
-def _part_numel(parameter: Tensor, rows: int) -> int:
-    """How many real numbers of ``parameter`` are in each of ``rows`` rows."""
-    return -(-parameter.numel() * (2 if parameter.is_complex() else 1) // rows)
+def _parts_of(whole: _Views, rows: int) -> tuple[_Views, int]:
+    """Where the part of each parameter is in a row, given where the parameter is in the bucket; and their elements."""
+    parts, end = [], 0
+    for size, _, _ in whole:
+        part = _part_numel(size.numel(), rows)
+        parts.append((torch.Size([part]), (1,), end))
+        end += part
+    return tuple(parts), end
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """See [Note: one part of every parameter]."""
+def _same_elements(flat: Tensor, whole: _Views, rows: Tensor, parts: _Views) -> tuple[list[Tensor], list[Tensor]]:
+    """Views of the same elements in the flat bucket and in the rows; see [Note: one part of every parameter]."""
+    in_flat, in_rows = [], []
+    for (size, _, start), ((part,), _, column) in zip(whole, parts, strict=True):
+        full, rest = divmod(size.numel(), part) if part else (0, 0)
+        if full:
+            in_flat.append(flat[start : start + full * part].view(full, part))
+            in_rows.append(rows[:full, column : column + part])
+        if rest:
+            in_flat.append(flat[start + full * part : start + size.numel()])
+            in_rows.append(rows[full, column : column + rest])
+    return in_flat, in_rows
 
-    count: int
-    extents: tuple[tuple[int, int], ...]
-    """Where each parameter begins in the bucket, and its real numbers."""
 
-    @classmethod
-    def of(cls, bucket: Bucket, count: int) -> _Rows:
-        views = bucket.with_buffer(bucket.buffer).views
-        assert views is not None, "with_buffer makes them"
-        return cls(count, tuple((offset, size.numel()) for size, _, offset in views))
+def _machines_of(group: dist.ProcessGroup, *, size: int | None) -> list[list[int]]:
+    """The ranks of ``group`` on each machine, ``size`` of them; where ``None``, by host name.
 
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """The elements of each parameter in a row."""
-        return tuple(-(-numel // self.count) for _, numel in self.extents)
+    Communication: with ``size=None`` one gather of host names on ``group``.
 
-    @property
-    def numel(self) -> int:
-        """The elements of a row, without its padding at the end."""
-        return sum(self.parts)
-
-    @property
-    def views(self) -> tuple[tuple[torch.Size, tuple[int, ...], int], ...]:
-        """The parts of a row as :attr:`Bucket.views`."""
-        ends = itertools.accumulate(self.parts)
-        return tuple((torch.Size([part]), (1,), end - part) for part, end in zip(self.parts, ends, strict=True))
-
-    def pack(self, flat: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """The gradients of a bucket's buffer as rows, shape ``(count, n)``; see [Note: segments]."""
-        numel = round_up(self.numel, segment_multiple(flat.device))
-        is_full = self.count * numel == sum(numel for _, numel in self.extents)
-        rows = (torch.empty if is_full else torch.zeros)((self.count, numel), dtype=dtype, device=flat.device)
-        pairs = list(self._pairs(flat, rows))
-        copy_all([row for _, row in pairs], [own for own, _ in pairs])
-        return rows
-
-    def unpack(self, rows: Tensor, flat: Tensor) -> None:
-        """The inverse of :meth:`pack`."""
-        pairs = list(self._pairs(flat, rows))
-        copy_all([own for own, _ in pairs], [row for _, row in pairs])
-
-    def _pairs(self, flat: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of the same elements in both."""
-        for (start, numel), (_, _, column), part in zip(self.extents, self.views, self.parts, strict=True):
-            full, rest = divmod(numel, part) if part else (0, 0)
-            if full:
-                yield flat[start : start + full * part].view(full, part), rows[:full, column : column + part]
-            if rest:
-                yield flat[start + full * part : start + numel], rows[full, column : column + rest]
+    Raises:
+        ConfigurationError: ``group`` lacks ranks of the job, or machines have different numbers of ranks; on every rank
+            alike.
+    """
+    check_is_whole_job(group, remedy="train this model on the ranks of the whole job, or use AllReduce()")
+    if size is None:
+        machines = ranks_by_machine(group)
+        if len({len(ranks) for ranks in machines}) > 1:
+            raise ConfigurationError(
+                f"Hierarchical needs as many ranks on every machine, but the {len(machines)} machines have "
+                f"{', '.join(str(len(ranks)) for ranks in machines)}; start as many on each, or use AllReduce()"
+            )
+        return machines
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) % size:
+        raise ConfigurationError(
+            f"machine_size={size} does not divide the {len(ranks)} ranks of the model's process group: give the number "
+            "of ranks on each machine, which must be the same on all"
+        )
+    return [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]

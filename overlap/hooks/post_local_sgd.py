@@ -7,8 +7,10 @@ parameters, is in :mod:`overlap.optim`.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,12 +24,20 @@ from overlap.hooks.adapters import stage_from
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.context import StageContext
-from overlap.hooks.machines import check_is_whole_job, own_subgroup, ranks_by_machine
 from overlap.hooks.stage import Stage, redistribute_parts, redistributed
 from overlap.hooks.stage_hook import StageHook
 from overlap.join.active import refuse_sample_weights
+from overlap.join.group_collectives import of_all_ranks
 
-__all__ = ["PostLocal", "PostLocalSGDState", "check_subgroup", "machine_group", "post_localSGD_hook"]
+__all__ = [
+    "PostLocal",
+    "PostLocalSGDState",
+    "check_is_whole_job",
+    "check_subgroup",
+    "own_subgroup",
+    "post_localSGD_hook",
+    "ranks_by_machine",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -90,12 +100,19 @@ class PostLocalSGDState(classes.PostLocalSGDState):
     def group_of_pass(self) -> dist.ProcessGroup | None:
         """The ranks that the next local pass averages over; ``None`` if it averages nothing.
 
-        Issues, the first time without a ``subgroup``: the collectives of making a group, on every rank of the job.
+        Communication, the first time without a ``subgroup``: a gather of host names on ``process_group``, and the
+        collectives of making groups, on every rank of the job.
+
+        Raises:
+            ConfigurationError: ``process_group`` lacks ranks of the job, which must make groups together.
         """
         if not self.post_local_gradient_allreduce:
             return None
         if self.subgroup is None:
-            self.subgroup = machine_group(self.process_group)
+            own = self.process_group
+            whole: dist.ProcessGroup = dist.group.WORLD if own is None else own  # type: ignore[assignment]
+            check_is_whole_job(whole, remedy="make it yourself and pass it as the subgroup")
+            self.subgroup = own_subgroup(ranks_by_machine(whole), timeout=group_timeout(whole, torch.device("cpu")))
         return self.subgroup
 
 
@@ -107,8 +124,8 @@ class PostLocal(Stage):
         inner: the reducer, :class:`AllReduce` where ``None``.
         is_local: says whether the next backward pass is local; by default ``state`` counts passes.
 
-    Issues: what ``inner`` issues, on ``state.process_group`` (the model's where ``None``), then on the subgroup, or
-    nothing.
+    Communication: what ``inner`` issues, on ``state.process_group`` (the model's where ``None``), then on the
+    subgroup, or nothing.
 
     Raises:
         ConfigurationError: ``inner`` is not a reducer.
@@ -232,14 +249,28 @@ def check_subgroup(subgroup: object, group: dist.ProcessGroup | None = None) -> 
         raise ConfigurationError(f"ranks {strangers} of the subgroup are not in the model's process group")
 
 
-def machine_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The ranks of ``group`` (the default one where ``None``) that are on this machine, as a new group.
+def check_is_whole_job(group: dist.ProcessGroup, *, remedy: str) -> None:
+    """Raises: ConfigurationError: ``group`` lacks ranks of the job, which must make groups together."""
+    if group.size() != dist.get_world_size():
+        raise ConfigurationError(
+            "the group of a machine's ranks can only be made by all ranks of the job, and this process group has "
+            f"{group.size()} of {dist.get_world_size()}; {remedy}"
+        )
 
-    Issues, on every rank: one gather of host names on ``group``, and the collectives of making groups.
 
-    Raises:
-        ConfigurationError: ``group`` lacks ranks of the job, which must make groups together.
+def ranks_by_machine(group: dist.ProcessGroup) -> list[list[int]]:
+    """The ranks of ``group`` on each machine, in the order of the group; the same on every rank.
+
+    Communication: one gather of host names on ``group``.
     """
-    whole: dist.ProcessGroup = group if group is not None else dist.group.WORLD  # type: ignore[assignment]
-    check_is_whole_job(whole, remedy="make it yourself and pass it as the subgroup")
-    return own_subgroup(ranks_by_machine(whole), timeout=group_timeout(whole, torch.device("cpu")))
+    hosts = of_all_ranks(socket.gethostname(), group)
+    ranks = dist.get_process_group_ranks(group)
+    return [[rank for rank, other in zip(ranks, hosts, strict=True) if other == host] for host in dict.fromkeys(hosts)]
+
+
+def own_subgroup(members: list[list[int]], *, timeout: timedelta) -> dist.ProcessGroup:
+    """The group of those ``members`` that this rank is one of; all ranks of the job make all of the groups together."""
+    mine: dist.ProcessGroup | None
+    mine, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+    assert mine is not None, "every rank is in one of them"
+    return mine

@@ -58,7 +58,7 @@ class Route(Stage):
                 f"told; register it with overlap.register(ddp, ...)"
             )
         place_of = self._assigned(context.names)
-        _check_same(self.reducers, self._loaded, place_of)
+        self._check_same(self._loaded, place_of)
         self._place_of, self._is_attached = place_of, True
         self._expected = [0] * len(self.reducers)
         for parameter, name in context.names.items():
@@ -90,10 +90,10 @@ class Route(Stage):
                 raise ConfigurationError(f"{self!r} does not know the parameter {name}, which is new in the model")
             places.setdefault(self._place_of[name], []).append(place)
         for own in sorted(places):
-            is_whole = len(places) == 1
-            part = _Part(bucket, None) if is_whole else _Part.of(bucket, places[own])
-            await self._reduce(own, part.bucket)
-            part.put_back()
+            part, runs = (bucket, ()) if len(places) == 1 else _part_of(bucket, places[own])
+            await self._reduce(own, part)
+            if runs:
+                copy_all(runs, part.buffer.split([run.numel() for run in runs]))
 
     async def _reduce(self, own: int, bucket: Bucket) -> None:
         # Counted where the reducer begins: its other buckets of this pass have all begun before its last one.
@@ -130,20 +130,18 @@ class Route(Stage):
                 matched[rule] += 1
             used.add(found[0])
             place_of[name] = self.reducers.index(self.rules[found[0]])
-        for rule in self.rules:
-            if rule not in used and rule != _REST:
-                raise ConfigurationError(self._unused(rule, matched[rule], names))
+        for rule, count in matched.items():
+            if rule in used or rule == _REST:
+                continue
+            what = f"the rule {_shown_rule(rule)} of {self!r}"
+            if count:
+                raise ConfigurationError(
+                    f"{what} matches {count} parameters, and rules before it take all of them: the first rule that "
+                    "matches decides, so put it further to the front"
+                )
+            some = ", ".join([*list(names.values())[:5], *(["..."] if len(names) > 5 else [])])
+            raise ConfigurationError(f"{what} matches no parameter of the model; its parameters are {some}")
         return place_of
-
-    def _unused(self, rule: Rule, matched: int, names: Mapping[Tensor, str]) -> str:
-        what = f"the rule {_shown_rule(rule)} of {self!r}"
-        if matched:
-            return (
-                f"{what} matches {matched} parameters, and rules before it take all of them: the first rule that "
-                "matches decides, so put it further to the front"
-            )
-        some = ", ".join([*list(names.values())[:5], *(["..."] if len(names) > 5 else [])])
-        return f"{what} matches no parameter of the model; its parameters are {some}"
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each reducer on this rank, by its place, and the ``parameters`` that it is for."""
@@ -164,7 +162,7 @@ class Route(Stage):
             raise ConfigurationError(f"state of reducers {unknown} for the {len(self.reducers)} of {self!r}")
         loaded = state_dict.get(_PARAMETERS, {})
         if self._is_attached:
-            _check_same(self.reducers, loaded, self._place_of)
+            self._check_same(loaded, self._place_of)
         self._loaded = loaded
         for place, reducer in enumerate(self.reducers):
             reducer.load_state_dict(states.get(str(place), {}))
@@ -175,11 +173,22 @@ class Route(Stage):
         return redistribute_parts(parts, states, rank=rank, ranks=ranks)
 
     def _named(self) -> dict[str, list[str]]:
-        """The parameters of each reducer."""
+        """The parameters of each reducer, by its place."""
         named: dict[str, list[str]] = {str(place): [] for place in range(len(self.reducers))}
         for name, place in self._place_of.items():
             named[str(place)].append(name)
         return named
+
+    def _check_same(self, loaded: Mapping[str, Sequence[str]], place_of: Mapping[str, int]) -> None:
+        """Raises: ConfigurationError: a reducer had other parameters when its state was saved."""
+        for place, saved in loaded.items():
+            here = {name for name, own in place_of.items() if str(own) == place}
+            if other := sorted(set(saved) ^ here):
+                raise ConfigurationError(
+                    f"the state of {self.reducers[int(place)]!r} was saved with other rules or of another model: "
+                    f"{other[0]} {'was' if other[0] in saved else 'was not'} one of its parameters; use the rules of "
+                    "the run that was saved"
+                )
 
     @property
     def signature(self) -> str:
@@ -212,8 +221,8 @@ def route(rules: Mapping[Rule, Stage | Callable[..., Any]]) -> Route:
     Args:
         rules: reducers by rule, the first that matches first; ``"*": AllReduce()`` takes all that is left.
 
-    Issues: what the reducers issue. Changes: ``bucket.buffer``. Memory: a copy of those gradients in a bucket that do
-    not lie next to each other.
+    Communication: what the reducers issue. Changes: ``bucket.buffer``. Memory: a copy of those gradients in a bucket
+    that do not lie next to each other.
 
     Raises:
         ConfigurationError: there are no rules, or a value is not a reducer; when it is registered, a parameter has no
@@ -264,18 +273,6 @@ def _check_reducer(rule: Rule, reducer: Stage) -> None:
             )
 
 
-def _check_same(reducers: Sequence[Stage], loaded: Mapping[str, Sequence[str]], place_of: Mapping[str, int]) -> None:
-    """Raises: ConfigurationError: a reducer had other parameters when its state was saved."""
-    for place, saved in loaded.items():
-        here = {name for name, own in place_of.items() if str(own) == place}
-        if other := sorted(set(saved) ^ here):
-            raise ConfigurationError(
-                f"the state of {reducers[int(place)]!r} was saved with other rules or of another model: {other[0]} "
-                f"{'was' if other[0] in saved else 'was not'} one of its parameters; use the rules of the run that was "
-                "saved"
-            )
-
-
 @dataclass(frozen=True, kw_only=True)
 class _ByNdim:
     least: int
@@ -318,46 +315,32 @@ def _shown_rule(rule: Rule) -> str:
     return name
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """A bucket of some parameters of another one.
+def _part_of(whole: Bucket, places: Sequence[int]) -> tuple[Bucket, Sequence[Tensor]]:
+    """A bucket of the parameters of ``whole`` at ``places``, in ascending order; and the runs to copy it back to.
 
     Where their gradients lie in one run, it is a view of that run; where they lie in several, or where the run begins
     is no place to send from (see [Note: segments] in :mod:`overlap.hooks.segments`), a copy of them.
     """
-
-    bucket: Bucket
-    _runs: tuple[Tensor, ...] | None
-    """What was copied; ``None`` where nothing was."""
-
-    @classmethod
-    def of(cls, whole: Bucket, places: Sequence[int]) -> _Part:
-        """The parameters of ``whole`` at ``places``, in ascending order."""
-        views = whole.with_buffer(whole.buffer).views
-        assert views is not None, "with_buffer makes them"
-        starts: list[tuple[int, int]] = []
-        own, end = [], 0
-        for size, stride, offset in (views[place] for place in places):
-            own.append((size, stride, end))
-            numel = size.numel()
-            if numel and starts and sum(starts[-1]) == offset:
-                starts[-1] = (starts[-1][0], starts[-1][1] + numel)
-            elif numel:
-                starts.append((offset, numel))
-            end += numel
-        runs = tuple(whole.buffer.narrow(0, start, numel) for start, numel in starts)
-        is_copied = len(runs) > 1 or not all(map(can_be_sent, runs))
-        bucket = replace(
-            whole,
-            buffer=torch.cat(runs) if is_copied else runs[0] if runs else whole.buffer[:0],
-            parameters=tuple(whole.parameters[place] for place in places),
-            fqns=None if whole.fqns is None else tuple(whole.fqns[place] for place in places),
-            raw=None,
-            views=tuple(own),
-        )
-        return cls(bucket, runs if is_copied else None)
-
-    def put_back(self) -> None:
-        """Copy what the bucket holds to where it was taken from, unless it is there."""
-        if self._runs is not None:
-            copy_all(self._runs, self.bucket.buffer.split([run.numel() for run in self._runs]))
+    views = whole.with_buffer(whole.buffer).views
+    assert views is not None, "with_buffer makes them"
+    starts: list[tuple[int, int]] = []
+    own, end = [], 0
+    for size, stride, offset in (views[place] for place in places):
+        own.append((size, stride, end))
+        numel = size.numel()
+        if numel and starts and sum(starts[-1]) == offset:
+            starts[-1] = (starts[-1][0], starts[-1][1] + numel)
+        elif numel:
+            starts.append((offset, numel))
+        end += numel
+    runs = [whole.buffer.narrow(0, start, numel) for start, numel in starts]
+    is_copied = len(runs) > 1 or not all(map(can_be_sent, runs))
+    part = replace(
+        whole,
+        buffer=torch.cat(runs) if is_copied else runs[0] if runs else whole.buffer[:0],
+        parameters=tuple(whole.parameters[place] for place in places),
+        fqns=tuple(whole.names[place] for place in places),
+        raw=None,
+        views=tuple(own),
+    )
+    return part, runs if is_copied else ()

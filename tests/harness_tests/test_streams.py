@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from overlap._torch.device import (
     to_device,
     to_host,
 )
-from overlap.hooks.transforms.log import LateReads
+from overlap.hooks.transforms import log
 
 DEVICE = torch.device("cpu")
 
@@ -301,19 +302,20 @@ def test_a_wait_that_is_declared_and_never_happens_is_an_error() -> None:
         report.check(host_syncs=["overlap/optim"])
 
 
-def _reads_at_once() -> None:
-    reads: LateReads[None] = LateReads()
-    reads.send(None, torch.ones(1, device=DEVICE))
-    reads.read(waits=True)
+def _writes_at_once() -> None:
+    logger = log._Logger("gradients")
+    with mock.patch.object(log._logger, "isEnabledFor", return_value=True):
+        logger(0, {"weight": torch.ones((), device=DEVICE)})
+    logger.write_late(waits=True)
 
 
 def test_what_the_library_makes_the_host_wait_for_is_to_be_declared() -> None:
     report = _watched(lambda: torch.ones(1, device=DEVICE).item()).report
     report.check()
-    report = _watched(_reads_at_once).report
+    report = _watched(_writes_at_once).report
     with pytest.raises(AssertionError, match="the host waits"):
         report.check()
-    report.check(host_syncs=["overlap/hooks/transforms/log.py:read"])
+    report.check(host_syncs=["overlap/hooks/transforms/log.py:write_late"])
 
 
 def _ddp_alone(rank: int, world_size: int) -> None:

@@ -147,15 +147,15 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # What the host reads late.
     "norms are read before they are there": Mutant(
-        "hooks.transforms.log:LateReads.read", "not event.query()", "False", "norms written"
+        "hooks.transforms.log:_Logger.write_late", "not event.query()", "False", "norms written"
     ),
     "the last norms are read before they are there": _without(
-        "hooks.transforms.log:LateReads.read", "event.synchronize()", "norms written"
+        "hooks.transforms.log:_Logger.write_late", "event.synchronize()", "norms written"
     ),
     "an event before the copy": Mutant(
-        "hooks.transforms.log:LateReads.send",
-        "(about, to_host(values), recorded_event(values.device))",
-        "(about, *reversed((recorded_event(values.device), to_host(values))))",
+        "hooks.transforms.log:_Logger.__call__",
+        "to_host(values), recorded_event(values.device)",
+        "*reversed((recorded_event(values.device), to_host(values)))",
         "norms written",
     ),
     "a poll is read before it is there": _without(
@@ -189,7 +189,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the host looks whether factors are finite": _waiting(
         "hooks.powersgd.algorithm:PowerIteration._zero_non_finite",
-        "not has_streams(flat.device) and ",
+        "not has_streams(factors.flat.device) and ",
         "",
         "factors, interleaved",
     ),

@@ -1,7 +1,7 @@
-"""PowerSGD's arithmetic: how one bucket is compressed, sent and put together.
+"""PowerSGD's arithmetic: how one bucket is compressed, sent and decompressed.
 
 One step of subspace iteration on the mean over ranks of M = gradient + residual, without ever forming that mean
-(Vogels, Karimireddy, Jaggi, 2019)::
+(Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019, arXiv 1905.13727, Algorithms 1 and 2)::
 
     P = M Q               with the Q of the step before
     P = all-reduce(P)
@@ -10,9 +10,9 @@ One step of subspace iteration on the mean over ranks of M = gradient + residual
     Q = all-reduce(Q)
     output = P Q^T
 
-The alternating form, ACP-SGD (Zhang et al., 2023), computes only one of the two per step, with the other one,
+The alternating form, ACP-SGD (Zhang et al., ICDCS 2023), computes only one of the two per step, with the other one,
 orthogonalized, from the step before as the basis: one all-reduce instead of two. The code calls P left factors and Q
-right ones, and stores both with their directions in rows.
+right ones, and stores both transposed, ``(rank, length)``.
 
 [Note: the residual of a rank]
 
@@ -21,378 +21,336 @@ M, so with ``divisor * output`` the residuals add up over ranks to all that went
 rank's residual can grow by what the others do: it is at most its own M without the part in the basis. A rank that has
 joined goes on in the same way with a gradient of zero, until its residual is given away.
 
-[Note: what the wire leaves out of factors]
+[Note: the part of a rank]
 
-A rank's part in the sum is what the others decode of its messages, and for the part of the values that it owns, less
-what rounding the sum loses. These parts add up over ranks to the mean that all decode, exactly but for fp32's own
-rounding. So a rank's residual is its matrix minus the basis times *its part*: what the wire left out of coefficients
-stays in the residual together with what the basis left out, and comes again. Rounding errors in a factor that becomes
-the basis are not lost gradients: any basis will do, as long as all ranks have the same.
+With a wire, a rank's part in the sum is its factors less the rounding errors that it made, in its messages and in the
+sum of the values that it owns. These parts add up over ranks to the mean that all decode, but for fp32's own rounding.
+So a rank's residual is its matrix minus the basis times *its part*: what the wire left out of coefficients stays in the
+residual together with what the basis left out, and is sent later. Rounding to half precision is treated alike. Rounding
+errors in a factor that becomes the basis are not lost gradients: any basis will do, as long as all ranks have the same.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from overlap._torch.device import has_streams, hold
 from overlap._torch.foreach import copy_all
+from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
 from overlap.hooks.finite import all_finite
-from overlap.hooks.powersgd.layout import BucketLayout, FactorBatch, Matrices
-from overlap.hooks.wires import QuantizedSum, RoundingGenerator, Wire
+from overlap.hooks.powersgd.config import PowerSGDConfig
+from overlap.hooks.powersgd.layout import BucketLayout, FactorLayout, Factors, Matrices, columns_by_shape
+from overlap.hooks.powersgd.memory import Memory
+from overlap.hooks.wires import QuantizedSum, Wire
 
 __all__ = [
-    "Bases",
-    "Directions",
     "PowerIteration",
-    "WiredMean",
     "cholesky_qr",
     "gram_schmidt",
     "householder",
     "orthonormalize",
+    "random_directions",
 ]
 
-# Below these ranks the loop of Gram-Schmidt is fewer kernels than Cholesky-QR.
+# Up to this rank the loop of Gram-Schmidt is fewer kernels than Cholesky-QR.
 _GRAM_SCHMIDT_RANK = 2
 
+_Finite = list[Tensor] | None
+"""Of each batch, which of its matrices are finite on all ranks, shape ``(count,)``; ``None``: all matrices are."""
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+
 class PowerIteration:
-    """The compressed reduction of one bucket in one step."""
+    """The compressed reduction of one bucket in one step.
 
-    bucket: Bucket
-    layout: BucketLayout
-    matrices: Sequence[Matrices]
-    """Of each batch of the layout."""
-    bases: Bases
-    step: int
-    """Counted from the first compressed one."""
-    compute_dtype: torch.dtype
-    epsilon: float
-    """Added to the length that each direction of a basis is divided by."""
-    wired: WiredMean | None = None
-    """How the mean of factors is taken; ``None``: by an all-reduce in the bucket's dtype."""
+    Args:
+        bucket: its gradients become the output.
+        layout: of the bucket, with at least one matrix.
+        keys: of its parameters in ``memory``.
+        memory: residuals and factors of the step before, which become those of this one.
+        config: the options.
+        step: counted from the first compressed one.
+    """
 
-    async def both_factors(self) -> int:
-        """PowerSGD: reduce the bucket by two all-reduces; returns how many elements were sent."""
-        old_q = self._start(is_left=False)
-        self._begin()
-        p = await self._mean(self._multiply(old_q, is_left=True), is_left=True, with_exact=True)
-        p_finite = self._zero_non_finite(p, is_left=True)
-        self._orthogonalize(p, is_left=True)
-        own_q = self._multiply(p, is_left=False)
-        q = await self._mean(own_q, is_left=False, with_exact=False)
-        is_finite = _both(p_finite, self._zero_non_finite(q, is_left=False))
-        self._finish(own=(p, own_q), mean=(p, q), is_finite=is_finite)
-        self._keep(q, is_left=False, old=old_q, is_finite=is_finite)
-        return self._sent_numel(p, q)
+    def __init__(
+        self,
+        bucket: Bucket,
+        layout: BucketLayout,
+        keys: Sequence[str],
+        memory: Memory,
+        config: PowerSGDConfig,
+        *,
+        step: int,
+    ) -> None:
+        self.bucket = bucket
+        self.layout = layout
+        self.keys = keys
+        self.memory = memory
+        self.config = config
+        self.step = step
+        self.dtype = config.compute_dtype(bucket.buffer.dtype)
+        self.sent_numel = 0
+        """Elements sent so far, in the bucket's dtype."""
+        error_dtype = config.residual_dtype(bucket.buffer.dtype)
+        self.matrices = []
+        for batch in layout.batches:
+            gradients = [bucket.gradients[place] for place in batch.places]
+            residuals = None
+            if error_dtype is not None:
+                found = zip(batch.places, gradients, strict=True)
+                residuals = [memory.residual(keys[place], gradient, error_dtype) for place, gradient in found]
+            self.matrices.append(Matrices(batch, gradients, residuals, self.dtype))
 
-    async def one_factor(self, *, is_left: bool) -> int:
-        """ACP-SGD: reduce the bucket by one all-reduce, of P or of Q only; returns how many elements were sent."""
-        basis = self._start(is_left=not is_left)
-        self._orthogonalize(basis, is_left=not is_left)
-        self._begin()
-        own = self._multiply(basis, is_left=is_left)
-        mean = await self._mean(own, is_left=is_left, with_exact=True)
-        is_finite = self._zero_non_finite(mean, is_left=is_left)
-        if is_left:
-            self._finish(own=(own, basis), mean=(mean, basis), is_finite=is_finite)
-        else:
-            self._finish(own=(basis, own), mean=(basis, mean), is_finite=is_finite)
-        self._keep(mean, is_left=is_left, old=None, is_finite=is_finite)
-        return self._sent_numel(mean)
+    async def both_factors(self) -> None:
+        """PowerSGD: two all-reduces, of P and of Q."""
+        q_before = self._start(self.layout.right)
+        own_p = self._times(q_before)  # P = M Q
+        p = await self._mean(own_p, with_exact=True)
+        is_finite = self._zero_non_finite(p)
+        self._orthonormalize(p)
+        own_q = self._transposed_times(p)  # Q = M^T P
+        q = await self._mean(own_q)
+        is_finite = self._zero_non_finite(q, is_finite)
+        self._decompress((p, own_q), (p, q), is_finite)  # output = P Q^T
+        self._keep(q, is_finite, before=q_before)
 
-    def _start(self, *, is_left: bool) -> Tensor:
-        flat = self._empty(is_left=is_left)
-        self.bases.start(self.matrices, is_left=is_left, step=self.step, out=flat)
-        return flat
+    async def left_factors(self) -> None:
+        """ACP-SGD, every other step: one all-reduce, of P; the basis is the Q of the step before."""
+        q = self._start(self.layout.right)
+        self._orthonormalize(q)
+        own_p = self._times(q)  # P = M Q
+        p = await self._mean(own_p, with_exact=True)
+        is_finite = self._zero_non_finite(p)
+        self._decompress((own_p, q), (p, q), is_finite)  # output = P Q^T
+        self._keep(p, is_finite)
 
-    def _begin(self) -> None:
-        """M = gradient + residual."""
-        for each in self.matrices:
-            each.begin()
+    async def right_factors(self) -> None:
+        """ACP-SGD, the steps between: one all-reduce, of Q; the basis is the P of the step before."""
+        p = self._start(self.layout.left)
+        self._orthonormalize(p)
+        own_q = self._transposed_times(p)  # Q = M^T P
+        q = await self._mean(own_q, with_exact=True)
+        is_finite = self._zero_non_finite(q)
+        self._decompress((p, own_q), (p, q), is_finite)  # output = P Q^T
+        self._keep(q, is_finite)
 
-    def _multiply(self, basis: Tensor, *, is_left: bool) -> Tensor:
-        """P = M Q, or Q = M^T P, of this rank's matrices; ``is_left``: the result is P."""
-        flat = self._empty(is_left=is_left)
-        for each in self.matrices:
-            if is_left:
-                each.multiply(each.batch.right(basis), out=each.batch.left(flat))
-            else:
-                each.multiply_transposed(each.batch.left(basis), out=each.batch.right(flat))
-        return flat
+    def _start(self, layout: FactorLayout) -> Factors:
+        """The factors of the step before; random directions where there are none.
 
-    def _sent_numel(self, *sent: Tensor) -> int:
-        numels = [factors.numel() for factors in sent]
-        if self.wired is not None:
-            numels = [self.wired.sent_numel(numel, self.bucket) for numel in numels]
-        return sum(numels) + self.layout.exact_numel
+        Of a factor that was saved with another rank, the first directions, which are the leading ones, stay, and random
+        ones are appended.
 
-    async def _mean(self, factors: Tensor, *, is_left: bool, with_exact: bool) -> Tensor:
-        """The mean of the factors over ranks; changes ``factors`` to what was sent of them.
+        Raises:
+            ConfigurationError: a factor that was loaded has directions of another length.
+        """
+        factors = self._empty(layout)
+        before = self.memory.left if layout.is_left else self.memory.right
+        targets, sources = [], []
+        for batch, of_batch in zip(self.layout.batches, factors.of_batches, strict=True):
+            rank, length = of_batch.shape[1:]
+            fresh = None
+            for place, factor in zip(batch.places, of_batch.unbind(), strict=True):
+                target = self._by_shape(factor, place, layout)
+                found = before.get(self.keys[place]) if self.config.warm_start else None
+                if found is not None:
+                    _check_factor(found, length, self.keys[place])
+                if found is None or len(found) != rank:
+                    if fresh is None:
+                        step = None if self.config.warm_start else self.step
+                        fresh = self._random(rank, length, step=step) * length**-0.5
+                    target.copy_(fresh.view(target.shape))
+                    if found is None:
+                        continue
+                    target, found = target[: len(found)], found[:rank]
+                targets.append(target)
+                sources.append(hold(found).view(target.shape))
+        copy_all(targets, sources)
+        return factors
+
+    def _keep(self, mean: Factors, is_finite: _Finite, *, before: Factors | None = None) -> None:
+        """Keep the mean factors for the next step, those ``before`` (if given) of matrices that were not finite."""
+        if not self.config.warm_start:
+            return
+        # A copy: the factors would otherwise hold on to all that was sent with them.
+        kept = Factors(mean.layout, mean.flat.clone())
+        self._normalize(kept)
+        here, there = self.memory.left, self.memory.right
+        if not mean.layout.is_left:
+            here, there = there, here
+        for index, (batch, of_batch) in enumerate(zip(self.layout.batches, kept.of_batches, strict=True)):
+            if is_finite is not None and before is not None:
+                of_batch.copy_(torch.where(is_finite[index][:, None, None], of_batch, before.of_batches[index]))
+            for place, factor in zip(batch.places, of_batch.unbind(), strict=True):
+                here[self.keys[place]] = self._by_shape(factor, place, kept.layout).reshape(factor.shape)
+                there.pop(self.keys[place], None)
+
+    def _normalize(self, factors: Factors) -> None:
+        """Scale all directions to length 1, in place; draw anew those that are zero or rounding errors.
+
+        Products with such directions stay in the range of the gradient, in half precision too. A direction vanishes
+        when the gradient had a smaller rank than the factor; a random one will find what a later gradient has more.
+        """
+        tiny = 8 * torch.finfo(self.dtype).eps
+        for rows in factors.alike:
+            lengths = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+            is_there = lengths > tiny * lengths.amax(dim=1, keepdim=True)
+            if not has_streams(rows.device) and bool(is_there.all()):
+                rows.div_(lengths)
+                continue
+            _, rank, length = rows.shape
+            rows.copy_(torch.where(is_there, rows / lengths, self._random(rank, length) * length**-0.5))
+
+    def _times(self, q: Factors) -> Factors:
+        """P = M Q of this rank's matrices."""
+        p = self._empty(self.layout.left)
+        for matrices, right, left in zip(self.matrices, q.of_batches, p.of_batches, strict=True):
+            matrices.times(right, out=left)
+        return p
+
+    def _transposed_times(self, p: Factors) -> Factors:
+        """Q = M^T P of this rank's matrices."""
+        q = self._empty(self.layout.right)
+        for matrices, left, right in zip(self.matrices, p.of_batches, q.of_batches, strict=True):
+            matrices.transposed_times(left, out=right)
+        return q
+
+    def _decompress(self, own: tuple[Factors, Factors], mean: tuple[Factors, Factors], is_finite: _Finite) -> None:
+        """Output = P Q^T of the mean factors; residual = M - P Q^T of this rank's own."""
+        own_factors = zip(own[0].of_batches, own[1].of_batches, strict=True)
+        mean_factors = zip(mean[0].of_batches, mean[1].of_batches, strict=True)
+        verdicts = itertools.repeat(None) if is_finite is None else is_finite
+        for matrices, of_own, of_mean, verdict in zip(self.matrices, own_factors, mean_factors, verdicts, strict=False):
+            matrices.decompress(of_own, of_mean, verdict)
+
+    async def _mean(self, factors: Factors, *, with_exact: bool = False) -> Factors:
+        """The mean of factors over ranks; ``factors`` become this rank's part in it, times the divisor.
 
         ``with_exact``: the uncompressed gradients are reduced, too, in the same all-reduce unless factors have a wire.
         """
         exact = [self.bucket.gradients[place] for place in self.layout.exact] if with_exact else []
-        dtype = self.bucket.buffer.dtype
-        is_scaled = dtype == torch.float16
+        is_scaled = self.bucket.buffer.dtype == torch.float16
         if is_scaled:
-            self._scale_(factors, is_left=is_left, is_down=True)
-        if self.wired is not None:
-            await self._reduce(exact)
-            mean = await self.wired(factors, self.bucket)
-            if is_scaled:
-                self._scale_(factors, is_left=is_left, is_down=False)
-                self._scale_(mean, is_left=is_left, is_down=False)
-            return mean
+            self._scale_(factors, is_down=True)
+        if self.config.wire is None:
+            flat = await self._all_reduce(factors.flat, exact)
+        else:
+            await self._all_reduce(factors.flat[:0], exact)
+            flat = await self._sum_by(self.config.wire, factors.flat)
+        mean = Factors(factors.layout, flat)
         if is_scaled:
-            factors.mul_(1 / self.bucket.divisor)
-        sent = torch.cat([factors.to(dtype), *(gradient.reshape(-1) for gradient in exact)])
-        sent[factors.numel() if is_scaled else 0 :].mul_(1 / self.bucket.divisor)
-        if dtype != self.compute_dtype:
-            # What rounding to the bucket's dtype loses is not sent, so it has to stay in the residual.
-            factors.copy_(sent[: factors.numel()]).mul_(self.bucket.divisor)
-        if is_scaled:
-            self._scale_(factors, is_left=is_left, is_down=False)
-        await all_reduce(sent, group=self.bucket.group)
-        _put_back(sent[factors.numel() :], exact)
-        mean = sent[: factors.numel()].to(self.compute_dtype)
-        if is_scaled:
-            self._scale_(mean, is_left=is_left, is_down=False)
+            self._scale_(factors, is_down=False)
+            self._scale_(mean, is_down=False)
         return mean
 
-    async def _reduce(self, exact: Sequence[Tensor]) -> None:
-        """The mean of the uncompressed gradients, by an all-reduce of their own."""
-        if exact:
-            sent = torch.cat([gradient.reshape(-1) for gradient in exact]).mul_(1 / self.bucket.divisor)
-            await all_reduce(sent, group=self.bucket.group)
-            _put_back(sent, exact)
+    async def _all_reduce(self, flat: Tensor, exact: Sequence[Tensor]) -> Tensor:
+        """The mean of factors, and that of gradients, in place, by one all-reduce in the bucket's dtype."""
+        numel, dtype, factor = flat.numel(), self.bucket.buffer.dtype, 1 / self.bucket.divisor
+        sent = torch.cat([(flat * factor).to(dtype), *(gradient.reshape(-1) for gradient in exact)])
+        if sent.numel() == 0:
+            return flat
+        sent[numel:].mul_(factor)
+        if dtype != self.dtype:
+            # Rounding errors of the bucket's dtype are not sent, so they have to stay in the residual.
+            flat.copy_(sent[:numel]).mul_(self.bucket.divisor)
+        await all_reduce(sent, group=self.bucket.group)
+        self.sent_numel += sent.numel()
+        parts = sent[numel:].split([gradient.numel() for gradient in exact])
+        copy_all(exact, [part.view_as(gradient) for part, gradient in zip(parts, exact, strict=True)])
+        return sent[:numel].to(self.dtype)
 
-    def _scale_(self, factors: Tensor, *, is_left: bool, is_down: bool) -> None:
+    async def _sum_by(self, wire: Wire, flat: Tensor) -> Tensor:
+        """The mean of factors by messages of ``wire``, the same on every rank bit for bit."""
+        bucket = self.bucket
+        group, ranks = bucket.group, bucket.group.size()
+        generator = self.memory.rounding(wire).of(group.rank(), flat.device)
+        quantized_sum = QuantizedSum.of(flat.numel(), wire=wire, generator=generator, group=group)
+        values = flat.mul(1 / bucket.divisor).float()
+        errors, mean = values.clone(), torch.empty_like(values)
+        await quantized_sum(errors, out=mean)
+        flat.copy_(values.sub_(errors)).mul_(bucket.divisor)
+        sent_bytes = ranks * quantized_sum.codec.message_bytes
+        self.sent_numel += math.ceil(sent_bytes / bucket.buffer.dtype.itemsize) if ranks > 1 else flat.numel()
+        return mean.to(self.dtype)
+
+    def _scale_(self, factors: Factors, *, is_down: bool) -> None:
         """Scale factors for ``float16``, which holds no more than 65504, by powers of two, which round nothing.
 
         An element is a product with a direction of length 1, so it can be larger than all of the matrix by the root of
         that direction's number of elements, and no more. By that it is scaled. Outputs below the range of full
         precision can change by a few of the smallest steps of ``float16``, which are 6e-8.
         """
-        for each in self.matrices:
-            summed = each.batch.cols if is_left else each.batch.rows
+        for batch, of_batch in zip(self.layout.batches, factors.of_batches, strict=True):
+            summed = batch.cols if factors.layout.is_left else batch.rows
             exponent = math.ceil(math.log2(summed) / 2)
-            each.batch.factors(factors, is_left=is_left).mul_(2.0 ** (-exponent if is_down else exponent))
+            of_batch.mul_(2.0 ** (-exponent if is_down else exponent))
 
-    def _zero_non_finite(self, flat: Tensor, *, is_left: bool) -> list[Tensor] | None:
-        """Zero the factors of matrices that are not finite, and tell which are; ``None`` on a CPU if all are finite.
+    def _zero_non_finite(self, factors: Factors, before: _Finite = None) -> _Finite:
+        """Zero the factors of matrices that are not finite; returns which are, here and ``before``.
 
         A non-finite element makes its whole row of products non-finite. The factors are already the same on all ranks,
         and so is the answer. All that follows can work with zeros.
         """
-        if not has_streams(flat.device) and bool(all_finite(flat)):
-            return None
+        if not has_streams(factors.flat.device) and bool(all_finite(factors.flat)):
+            return before
         found = []
-        for each in self.matrices:
-            factors = each.batch.factors(flat, is_left=is_left)
-            is_finite = torch.isfinite(factors).flatten(1).all(dim=1)
-            factors.copy_(torch.where(is_finite[:, None, None], factors, 0.0))
+        for of_batch in factors.of_batches:
+            is_finite = torch.isfinite(of_batch).flatten(1).all(dim=1)
+            of_batch.copy_(torch.where(is_finite[:, None, None], of_batch, 0.0))
             found.append(is_finite)
-        return found
+        return found if before is None else [one & other for one, other in zip(found, before, strict=True)]
 
-    def _orthogonalize(self, flat: Tensor, *, is_left: bool) -> None:
-        for batch in self.layout.factors(is_left=is_left):
-            rows = batch.of(flat)
-            spare = functools.partial(
-                self.bases.directions.draw, batch.rank, batch.length, dtype=flat.dtype, device=flat.device
-            )
-            rows.copy_(orthonormalize(rows, spare, epsilon=self.epsilon))
+    def _orthonormalize(self, factors: Factors) -> None:
+        for rows in factors.alike:
+            spare = functools.partial(self._random, *rows.shape[1:])
+            rows.copy_(orthonormalize(rows, spare, epsilon=self.config.epsilon))
 
-    def _finish(
-        self, *, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor], is_finite: list[Tensor] | None
-    ) -> None:
-        """Output = P Q^T of the mean factors; residual = M - P Q^T of this rank's own."""
-        for place, each in enumerate(self.matrices):
-            each.finish(
-                (each.batch.left(own[0]), each.batch.right(own[1])),
-                (each.batch.left(mean[0]), each.batch.right(mean[1])),
-                None if is_finite is None else is_finite[place],
-            )
-
-    def _keep(self, mean: Tensor, *, is_left: bool, old: Tensor | None, is_finite: list[Tensor] | None) -> None:
-        batches = self.layout.factors(is_left=is_left)
-        self.bases.keep(self.matrices, mean, batches, is_left=is_left, old=old, is_finite=is_finite)
-
-    def _empty(self, *, is_left: bool) -> Tensor:
-        numel = self.layout.left_numel if is_left else self.layout.right_numel
-        return torch.empty(numel, dtype=self.compute_dtype, device=self.bucket.buffer.device)
-
-
-def _put_back(flat: Tensor, gradients: Sequence[Tensor]) -> None:
-    parts = flat.split([gradient.numel() for gradient in gradients])
-    copy_all(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
-
-
-def _both(first: list[Tensor] | None, second: list[Tensor] | None) -> list[Tensor] | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return [one & other for one, other in zip(first, second, strict=True)]
-
-
-class Directions:
-    """Random directions, the same on every rank: they follow from the seed, the shape and the step alone.
-
-    Those of a warm start do not depend on the step and are kept, one set per shape; the others are drawn at each step.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._kept: dict[tuple[object, ...], Tensor] = {}
-
-    def draw(
-        self, rank: int, length: int, *, dtype: torch.dtype, device: torch.device, step: int | None = None
-    ) -> Tensor:
-        """Rows of a random matrix, ``(rank, length)``."""
-        key = (rank, length, dtype, device)
-        if step is None and key in self._kept:
-            return hold(self._kept[key])
-        # Seeding a generator of its own leaves the user's alone, and on an accelerator it costs no synchronization.
-        generator = torch.Generator(device=device)
-        generator.manual_seed(_mix(self._seed, rank, length, 0 if step is None else step + 1))
-        drawn = torch.randn(rank, length, generator=generator, dtype=dtype, device=device)
+    def _random(self, rank: int, length: int, *, step: int | None = None) -> Tensor:
+        """Random directions ``(rank, length)``: of one ``step``, or the same in all steps."""
+        device, kept = self.bucket.buffer.device, self.memory.directions
+        key = (self.config.seed, rank, length, self.dtype, device)
+        if step is None and key in kept:
+            return hold(kept[key])
+        drawn = random_directions(rank, length, seed=self.config.seed, step=step, dtype=self.dtype, device=device)
         if step is None:
-            self._kept[key] = drawn
+            kept[key] = drawn
         return drawn
 
+    def _empty(self, layout: FactorLayout) -> Factors:
+        return Factors(layout, torch.empty(layout.numel, dtype=self.dtype, device=self.bucket.buffer.device))
 
-class Bases:
-    """Starts a pass from the factors that the pass before kept in its matrices' slots.
-
-    Without ``warm_start`` none are kept, and each pass starts from new random directions.
-    """
-
-    def __init__(self, *, seed: int, warm_start: bool) -> None:
-        self.directions = Directions(seed)
-        self._warm_start = warm_start
-
-    def start(self, matrices: Sequence[Matrices], *, is_left: bool, step: int, out: Tensor) -> None:
-        """Fill ``out``, the tensor of all left or all right factors.
-
-        Of a factor that was saved with another rank, the first directions, which are the leading ones, stay, and random
-        ones come behind them.
-
-        Raises:
-            ConfigurationError: a factor that was loaded has directions of another length.
-        """
-        for each in matrices:
-            batch = each.batch
-            length = batch.rows if is_left else batch.cols
-            fresh = None
-            for factor, slot in zip(batch.factors(out, is_left=is_left), each.factor_slots, strict=True):
-                old = slot.factor if slot.is_left == is_left and self._warm_start else None
-                kept = 0
-                if old is not None:
-                    slot.check_factor(old, length)
-                    kept = min(len(old), batch.rank)
-                    factor[:kept].copy_(hold(old)[:kept])
-                    if kept == batch.rank:
-                        continue
-                if fresh is None:
-                    fresh = length**-0.5 * self.directions.draw(
-                        batch.rank,
-                        length,
-                        dtype=out.dtype,
-                        device=out.device,
-                        step=None if self._warm_start else step,
-                    )
-                factor[kept:].copy_(fresh[kept:])
-
-    def keep(
-        self,
-        matrices: Sequence[Matrices],
-        mean: Tensor,
-        factor_batches: Sequence[FactorBatch],
-        *,
-        is_left: bool,
-        old: Tensor | None,
-        is_finite: Sequence[Tensor] | None,
-    ) -> None:
-        """Keep the mean factors for the next pass, ``old`` ones (if any) of matrices that were not finite.
-
-        ``old`` are the factors that this pass started from, if they are of the same side. ``is_finite`` tells for each
-        of ``matrices`` which were finite (``None``: all); in ``mean`` the factors of the others are zero.
-        """
-        if not self._warm_start:
-            return
-        # A copy: what is kept would otherwise hold on to all that was sent with it.
-        kept = self._normalize(mean.clone(), factor_batches)
-        for place, each in enumerate(matrices):
-            factors = each.batch.factors(kept, is_left=is_left)
-            if is_finite is not None and old is not None:
-                old_factors = each.batch.factors(old, is_left=is_left)
-                factors.copy_(torch.where(is_finite[place][:, None, None], factors, old_factors))
-            for slot, factor in zip(each.factor_slots, factors, strict=True):
-                slot.factor, slot.is_left = factor, is_left
-
-    def _normalize(self, flat: Tensor, factor_batches: Sequence[FactorBatch]) -> Tensor:
-        """Scale all directions to length 1, in place; draw anew those that are zero or rounding errors.
-
-        Products with such directions stay in the range of the gradient, in half precision too. A direction vanishes
-        when the gradient had a smaller rank than the factor; a random one will find what a later gradient has more.
-        """
-        tiny = 8 * torch.finfo(flat.dtype).eps
-        for batch in factor_batches:
-            rows = batch.of(flat)
-            lengths = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-            is_there = lengths > tiny * lengths.amax(dim=1, keepdim=True)
-            if not has_streams(flat.device) and bool(is_there.all()):
-                rows.div_(lengths)
-                continue
-            fresh = self.directions.draw(batch.rank, batch.length, dtype=flat.dtype, device=flat.device)
-            rows.copy_(torch.where(is_there, rows / lengths, fresh * batch.length**-0.5))
-        return flat
+    def _by_shape(self, factor: Tensor, place: int, layout: FactorLayout) -> Tensor:
+        """A factor with columns in the order of the gradient's shape, the order in which factors are kept."""
+        gradient = self.bucket.gradients[place]
+        return factor if layout.is_left or gradient.ndim == 2 else columns_by_shape(factor, gradient)
 
 
-def _mix(*numbers: int) -> int:
+def _check_factor(factor: Tensor, length: int, key: str) -> None:
+    """Raises: ConfigurationError: the directions of ``factor`` do not have ``length`` elements."""
+    if factor.ndim != 2 or factor.shape[1] != length:
+        raise ConfigurationError(
+            f"the factor of parameter {key} has shape {tuple(factor.shape)}, but here its directions have "
+            f"{length} elements: the state comes from another model; to go on with the residuals and new factors, "
+            "load it with state['factors'] = {}"
+        )
+
+
+def random_directions(
+    rank: int, length: int, *, seed: int, step: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Rows of a random matrix ``(rank, length)``, the same on every rank: they follow from the arguments alone."""
     mixed = 0
-    for number in numbers:
+    for number in (seed, rank, length, 0 if step is None else step + 1):
         mixed = (mixed * 6_364_136_223_846_793_005 + number + 1_442_695_040_888_963_407) % 2**63
-    return mixed
-
-
-@dataclass(frozen=True)
-class WiredMean:
-    """The mean of factors, by messages of ``wire`` and a gather of encoded sums."""
-
-    wire: Wire
-    generator: RoundingGenerator
-
-    async def __call__(self, factors: Tensor, bucket: Bucket) -> Tensor:
-        """The mean, the same on every rank bit for bit; changes ``factors`` to this rank's part, times the divisor."""
-        values = factors.mul(1 / bucket.divisor).float()
-        mean = torch.empty_like(values)
-        if bucket.group.size() > 1:
-            left_out = values.clone()
-            await self._sum(values.numel(), bucket)(left_out, out=mean)
-            values.sub_(left_out)
-        else:
-            mean.copy_(values)
-        factors.copy_(values).mul_(bucket.divisor)
-        return mean.to(factors.dtype)
-
-    def sent_numel(self, numel: int, bucket: Bucket) -> int:
-        """The elements of the bucket's dtype that ``numel`` values have the bytes of."""
-        if bucket.group.size() == 1:
-            return numel
-        message_bytes = self._sum(numel, bucket).codec.message_bytes
-        return math.ceil(bucket.group.size() * message_bytes / bucket.buffer.dtype.itemsize)
-
-    def _sum(self, numel: int, bucket: Bucket) -> QuantizedSum:
-        generator = self.generator.of(bucket.group.rank(), bucket.buffer.device)
-        return QuantizedSum.of(numel, wire=self.wire, generator=generator, group=bucket.group)
+    # Seeding a generator of its own leaves the user's alone, and on an accelerator it costs no synchronization.
+    generator = torch.Generator(device=device).manual_seed(mixed)
+    return torch.randn(rank, length, generator=generator, dtype=dtype, device=device)
 
 
 def orthonormalize(rows: Tensor, spare: Callable[[], Tensor], *, epsilon: float = 0.0) -> Tensor:

@@ -1,31 +1,29 @@
-"""A bucket as matrices: which gradients are compressed, where their factors lie, what is multiplied.
+"""Which gradients of a bucket are compressed, as which matrices, and where their factors are stored.
 
 [Note: layout of factors]
 
-A matrix M of n x m is approximated by P Q^T, with P the left factor and Q the right one. They are stored with their
-directions in rows, ``(rank, n)`` and ``(rank, m)``, because products with a matrix are then several times faster on a
-CPU than with directions in columns. Matrices of one shape form a :class:`MatrixBatch` and are multiplied by one kernel.
-Factors of one rank and length, of any matrices, form a :class:`FactorBatch` and are orthonormalized by one kernel. All
-left factors of a bucket lie in one flat tensor and all right ones in another, sorted so that each batch of either kind
-is one view ``(count, rank, length)`` of it. So what is sent never has to be put together from parts.
+A matrix M of n x m is approximated by P Q^T, with P the left factor and Q the right one. Both are stored transposed,
+``(rank, n)`` and ``(rank, m)``, because products with a matrix are then several times faster on a CPU. Matrices of one
+shape are a batch and are multiplied by one kernel. Factors of one rank and length, of any matrices, are orthonormalized
+by one kernel. All left factors of a bucket are stored in one flat tensor and all right ones in another, sorted so that
+either kind of batch is one view ``(count, rank, length)`` of it, and the flat tensor is sent as it is.
 
 A layout follows from shapes and options alone, so it is the same on every rank.
 
-[Note: where the gradient plus its residual lives]
+[Note: where the gradient plus its residual is computed]
 
-The matrix that is compressed, gradient plus residual, is computed in the gradient's own memory: the bucket is
-overwritten by the output in the end anyway, and the residual stays as it was until the step is known to be finite. So a
-matrix in the bucket's own precision takes no workspace at all. Where several of one shape are multiplied by one kernel,
-or where half precision is computed in ``float32``, a copy is made for each product and dropped before the stage waits
-for a collective: workspace never exceeds the bucket that is being compressed, however many buckets are in flight.
+M is computed in the gradient's own memory: the bucket is overwritten by the output in the end anyway, and the residual
+stays as it was until the step is known to be finite. So a matrix in the bucket's own precision takes no workspace at
+all. Where several of one shape are multiplied by one kernel, or where half precision is computed in ``float32``, a copy
+is made for each product and dropped before the stage waits for a collective: workspace never exceeds the bucket that is
+being compressed, however many buckets are in flight.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -35,22 +33,17 @@ from torch import Tensor
 
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import add_all, copy_all
-from overlap.hooks.bucket import Bucket
-from overlap.hooks.powersgd.memory import Memory, Slot, as_matrix, within_range
+from overlap.hooks.powersgd.memory import within_range
 
 __all__ = [
+    "Batch",
     "BucketLayout",
-    "Dtypes",
-    "FactorBatch",
+    "FactorLayout",
     "Factors",
-    "MatrixBatch",
     "Matrices",
-    "PerParameter",
-    "WholeBucket",
+    "columns_by_shape",
     "layout_of",
     "matrix_shape",
-    "pays",
-    "square_layout",
 ]
 
 # Elements of a block of rows that stays in a CPU's cache from one kernel to the next.
@@ -61,369 +54,226 @@ _SUMMED_ROWS = 16
 _FINISHED_ROWS = 32
 # On a CPU, copying larger matrices together takes longer than one more kernel.
 _CPU_BATCH_NUMEL = 16 * 1024
-# Left factors (count, rank, rows) and right ones (count, rank, cols), whose product approximates the matrices.
-Factors = tuple[Tensor, Tensor]
 
 
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int] | None:
-    """Rows and columns of a gradient as a matrix: the first dimension and all others; ``None`` for a vector.
-
-    >>> matrix_shape((64, 3, 7, 7))
-    (64, 147)
-    """
-    numel = math.prod(shape)
-    if len(shape) < 2 or numel == 0:
-        return None
-    return shape[0], numel // shape[0]
-
-
-def pays(rows: int, cols: int, rank: int, min_compression_rate: float) -> bool:
-    """Whether the factors of a matrix have fewer than ``1 / min_compression_rate`` of its elements."""
-    return (rows + cols) * rank * min_compression_rate < rows * cols
-
-
-@dataclass(frozen=True, kw_only=True)
-class MatrixBatch:
-    """Matrices of one shape, by their places in the bucket, and where their factors lie."""
+class Batch(NamedTuple):
+    """Matrices of one shape and the rank of their factors."""
 
     places: tuple[int, ...]
+    """Of their gradients in the bucket."""
     rows: int
     cols: int
     rank: int
-    left_offset: int
-    right_offset: int
 
-    def left(self, flat: Tensor) -> Tensor:
-        """Their left factors, ``(count, rank, rows)``, in the tensor of all left factors."""
-        return _cut(flat, self.left_offset, len(self.places), self.rank, self.rows)
 
-    def right(self, flat: Tensor) -> Tensor:
-        """Their right factors, ``(count, rank, cols)``, in the tensor of all right factors."""
-        return _cut(flat, self.right_offset, len(self.places), self.rank, self.cols)
-
-    def factors(self, flat: Tensor, *, is_left: bool) -> Tensor:
-        """Their left or their right factors in ``flat``."""
-        return self.left(flat) if is_left else self.right(flat)
+_View = tuple[int, tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
-class FactorBatch:
-    """Factors of one rank and length that lie side by side, whatever matrices they belong to."""
+class FactorLayout:
+    """Where the left or all right factors of a bucket are in their flat tensor: offsets and shapes of views."""
 
-    offset: int
-    count: int
-    rank: int
-    length: int
+    is_left: bool
+    of_batches: tuple[_View, ...]
+    """Of each batch of matrices."""
+    alike: tuple[_View, ...]
+    """Of all factors of one rank and length."""
+    numel: int
 
-    def of(self, flat: Tensor) -> Tensor:
-        """The factors, ``(count, rank, length)``."""
-        return _cut(flat, self.offset, self.count, self.rank, self.length)
+    @classmethod
+    def of(cls, batches: Sequence[Batch], *, is_left: bool) -> FactorLayout:
+        """The left or the right factors of ``batches``."""
+        shapes = [(len(batch.places), batch.rank, batch.rows if is_left else batch.cols) for batch in batches]
+        of_batches: dict[int, _View] = {}
+        alike: list[_View] = []
+        end = 0
+        by_length = sorted(range(len(shapes)), key=lambda index: shapes[index][1:])
+        for (rank, length), indices in groupby(by_length, key=lambda index: shapes[index][1:]):
+            start = end
+            for index in indices:
+                of_batches[index] = (end, shapes[index])
+                end += math.prod(shapes[index])
+            alike.append((start, ((end - start) // (rank * length), rank, length)))
+        return cls(is_left, tuple(of_batches[index] for index in range(len(shapes))), tuple(alike), end)
 
 
-@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """All left or all right factors of a bucket, views of ``flat``."""
+
+    def __init__(self, layout: FactorLayout, flat: Tensor) -> None:
+        self.layout = layout
+        self.flat = flat
+        self.of_batches = [flat.narrow(0, offset, math.prod(shape)).view(shape) for offset, shape in layout.of_batches]
+        """Of each batch of matrices, ``(count, rank, length)``."""
+
+    @property
+    def alike(self) -> list[Tensor]:
+        """All factors of one rank and length, ``(count, rank, length)``."""
+        return [self.flat.narrow(0, offset, math.prod(shape)).view(shape) for offset, shape in self.layout.alike]
+
+
+@dataclass(frozen=True)
 class BucketLayout:
     """What becomes of each gradient of a bucket."""
 
-    batches: tuple[MatrixBatch, ...]
-    left_factors: tuple[FactorBatch, ...]
-    right_factors: tuple[FactorBatch, ...]
+    batches: tuple[Batch, ...]
+    left: FactorLayout
+    right: FactorLayout
     exact: tuple[int, ...]
     """Places of the gradients that are reduced as they are."""
     exact_numel: int
     numel: int
     """Elements of the bucket."""
 
-    @property
-    def left_numel(self) -> int:
-        """Elements of all left factors."""
-        return sum(len(batch.places) * batch.rank * batch.rows for batch in self.batches)
-
-    @property
-    def right_numel(self) -> int:
-        """Elements of all right factors."""
-        return sum(len(batch.places) * batch.rank * batch.cols for batch in self.batches)
-
-    def factors(self, *, is_left: bool) -> tuple[FactorBatch, ...]:
-        """The batches of all left or of all right factors."""
-        return self.left_factors if is_left else self.right_factors
-
     def __str__(self) -> str:
         compressed = sum(len(batch.places) for batch in self.batches)
         return (
-            f"{self.numel} elements: {compressed} gradients as factors of {self.left_numel} + "
-            f"{self.right_numel}, {len(self.exact)} exact of {self.exact_numel}"
+            f"{self.numel} elements: {compressed} gradients as factors of {self.left.numel} + "
+            f"{self.right.numel}, {len(self.exact)} exact of {self.exact_numel}"
         )
 
 
 def layout_of(
-    shapes: Sequence[Sequence[int]],
-    *,
-    rank: int,
-    min_compression_rate: float,
-    batch_numel: float = math.inf,
+    shapes: Sequence[Sequence[int]], *, rank: int, min_compression_rate: float, device: torch.device
 ) -> BucketLayout:
-    """The layout of a bucket in which each gradient is a matrix of its own.
+    """The layout of a bucket of gradients of ``shapes``.
 
-    Args:
-        shapes: of its gradients.
-        rank: at most this many directions of each gradient.
-        min_compression_rate: see :func:`pays`.
-        batch_numel: matrices of more elements than this are batches of their own.
+    A gradient is compressed if its factors have fewer than ``1 / min_compression_rate`` of its elements.
     """
-    matrices = {
-        place: found
-        for place, shape in enumerate(shapes)
-        if (found := matrix_shape(shape)) is not None and pays(*found, rank, min_compression_rate)
-    }
-
-    def batch_key(place: int) -> tuple[int, int, int, int]:
-        rows, cols = matrices[place]
-        return rows, cols, min(rank, rows, cols), place if rows * cols > batch_numel else -1
-
-    alike = [tuple(places) for _, places in groupby(sorted(matrices, key=batch_key), key=batch_key)]
-    batches = _lay_out([(places, *batch_key(places[0])[:3]) for places in alike])
-    kept = tuple(place for place in range(len(shapes)) if place not in matrices)
+    batch_numel = math.inf if has_streams(device) else _CPU_BATCH_NUMEL
+    alike: dict[tuple[int, int, int], list[int]] = {}
+    exact = []
+    for place, shape in enumerate(shapes):
+        rows, cols = matrix_shape(shape)
+        if len(shape) > 1 and (rows + cols) * rank * min_compression_rate < rows * cols:
+            alone = place if rows * cols > batch_numel else -1
+            alike.setdefault((rows, cols, alone), []).append(place)
+        else:
+            exact.append(place)
+    batches = [
+        Batch(tuple(places), rows, cols, min(rank, rows, cols)) for (rows, cols, _), places in sorted(alike.items())
+    ]
     return BucketLayout(
-        batches=batches,
-        left_factors=_factor_batches(batches, lambda batch: (batch.left_offset, batch.rank, batch.rows)),
-        right_factors=_factor_batches(batches, lambda batch: (batch.right_offset, batch.rank, batch.cols)),
-        exact=kept,
-        exact_numel=sum(math.prod(shapes[place]) for place in kept),
+        batches=tuple(batches),
+        left=FactorLayout.of(batches, is_left=True),
+        right=FactorLayout.of(batches, is_left=False),
+        exact=tuple(exact),
+        exact_numel=sum(math.prod(shapes[place]) for place in exact),
         numel=sum(math.prod(shape) for shape in shapes),
     )
 
 
-def _lay_out(alike: Iterable[tuple[tuple[int, ...], int, int, int]]) -> tuple[MatrixBatch, ...]:
-    """Batches of ``(places, rows, cols, rank)`` with left factors sorted by rows and right ones by columns."""
-    shapes = list(alike)
-    right_offsets: dict[tuple[int, ...], int] = {}
-    end = 0
-    for places, _, cols, own_rank in sorted(shapes, key=lambda shape: (shape[2], shape[3], shape[1], shape[0])):
-        right_offsets[places] = end
-        end += len(places) * own_rank * cols
-    batches = []
-    end = 0
-    for places, rows, cols, own_rank in sorted(shapes, key=lambda shape: (shape[1], shape[3], shape[2], shape[0])):
-        batches.append(
-            MatrixBatch(
-                places=places,
-                rows=rows,
-                cols=cols,
-                rank=own_rank,
-                left_offset=end,
-                right_offset=right_offsets[places],
-            )
-        )
-        end += len(places) * own_rank * rows
-    return tuple(batches)
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a gradient as a matrix: its first dimension and all others.
+
+    >>> matrix_shape((64, 3, 7, 7))
+    (64, 147)
+    """
+    return math.prod(shape[:1]), math.prod(shape[1:])
 
 
-def _factor_batches(
-    batches: Sequence[MatrixBatch], key: Callable[[MatrixBatch], tuple[int, int, int]]
-) -> tuple[FactorBatch, ...]:
-    """Neighbours of one rank and length put together; ``key`` gives offset, rank and length."""
-    found = []
-    for (rank, length), members in groupby(sorted(batches, key=key), key=lambda batch: key(batch)[1:]):
-        alike = list(members)
-        found.append(FactorBatch(key(alike[0])[0], sum(len(batch.places) for batch in alike), rank, length))
-    return tuple(found)
+class Matrices:
+    """The matrices M = gradient + residual of one batch, and their products.
 
+    One matrix too large for a CPU's caches is taken in blocks of rows: its memory is read once, not twice.
 
-def _cut(flat: Tensor, offset: int, count: int, rank: int, length: int) -> Tensor:
-    return flat[offset : offset + count * rank * length].view(count, rank, length)
-
-
-def square_layout(numel: int, *, rank: int) -> BucketLayout:
-    """The layout of a bucket of ``numel`` elements as one square matrix."""
-    side = math.isqrt(max(numel - 1, 0)) + 1
-    own_rank = min(rank, side)
-    factors = (FactorBatch(0, 1, own_rank, side),)
-    return BucketLayout(
-        batches=(MatrixBatch(places=(0,), rows=side, cols=side, rank=own_rank, left_offset=0, right_offset=0),),
-        left_factors=factors,
-        right_factors=factors,
-        exact=(),
-        exact_numel=0,
-        numel=numel,
-    )
-
-
-class Dtypes(NamedTuple):
-    """What a bucket's products are computed in and its residuals kept in; ``None``: no error feedback."""
-
-    compute: torch.dtype
-    residual: torch.dtype | None
-
-
-class Matrices(ABC):
-    """The matrices M of one batch; ``factor_slots``, one per matrix, remember their factors."""
-
-    def __init__(self, batch: MatrixBatch, factor_slots: Sequence[Slot]) -> None:
-        self.batch = batch
-        self.factor_slots = factor_slots
-
-    def begin(self) -> None:  # noqa: B027 (most have nothing to prepare)
-        """Add the residual to the gradient where that is done in place; called once, before any product."""
-
-    @abstractmethod
-    def load(self) -> Tensor:
-        """Gradient plus residual, ``(count, rows, cols)``; may be overwritten from :meth:`finish` on."""
-
-    def multiply(self, right: Tensor, *, out: Tensor) -> None:
-        """P = M Q: left factors ``(count, rank, rows)`` from right ones ``(count, rank, cols)``."""
-        torch.bmm(right, self.load().mT, out=out)
-
-    def multiply_transposed(self, left: Tensor, *, out: Tensor) -> None:
-        """Q = M^T P: right factors ``(count, rank, cols)`` from left ones ``(count, rank, rows)``."""
-        torch.bmm(left, self.load(), out=out)
-
-    @abstractmethod
-    def finish(self, own: Factors, mean: Factors, is_finite: Tensor | None) -> None:
-        """Write ``mean`` into the gradients and what ``own`` leaves out into the residuals.
-
-        ``is_finite``, shape ``(count,)``, tells which matrices were finite on all ranks; the others come out as NaN
-        and keep their residuals. ``None``: all of them.
-        """
-
-
-class StackedMatrices(Matrices):
-    """Gradients of one shape; one alone, in the precision of the computation, needs no copy."""
-
-    def __init__(self, batch: MatrixBatch, gradients: Sequence[Tensor], slots: Sequence[Slot], dtypes: Dtypes) -> None:
-        super().__init__(batch, slots)
-        for slot, gradient in zip(slots, gradients, strict=True):
-            slot.arrange(gradient)
-        self._gradients = [as_matrix(gradient) for gradient in gradients]
-        self._compute_dtype = dtypes.compute
-        self._has_sum = gradients[0].dtype == dtypes.compute
-        self._is_new = [slot.residual is None for slot in slots]
-        residuals = residuals_like(gradients, slots, dtypes.residual)
-        self._residuals = None if residuals is None else [as_matrix(residual) for residual in residuals]
-
-    def begin(self) -> None:
-        if self._has_sum and self._residuals is not None and not all(self._is_new):
-            add_all(self._gradients, self._residuals)
-
-    def load(self) -> Tensor:
-        if self._has_sum:
-            return self._gradients[0][None] if len(self._gradients) == 1 else torch.stack(self._gradients)
-        matrices = torch.stack(self._gradients).to(self._compute_dtype)
-        if self._residuals is not None:
-            add_all(matrices.unbind(), self._residuals)
-        return matrices
-
-    def finish(self, own: Factors, mean: Factors, is_finite: Tensor | None) -> None:
-        matrices = self.load()
-        if self._residuals is not None:
-            first = self._residuals[0]
-            if is_finite is None and len(self._residuals) == 1 and first.dtype == matrices.dtype:
-                torch.baddbmm(matrices, own[0].mT, own[1], alpha=-1, out=first[None])
-            else:
-                matrices.baddbmm_(own[0].mT, own[1], alpha=-1)
-                keep_residuals(self._residuals, matrices.unbind(), is_finite)
-        output = torch.bmm(mean[0].mT, mean[1], out=matrices)
-        if is_finite is not None:
-            output.masked_fill_(~is_finite[:, None, None], torch.nan)
-        if output.data_ptr() != self._gradients[0].data_ptr():
-            copy_all(self._gradients, output.unbind())
-
-
-class LargeMatrix(StackedMatrices):
-    """One matrix too large for a CPU's caches, taken in blocks of rows: its memory is read once, not twice.
-
-    Its gradient has the dtype of the computation.
+    Args:
+        batch: their shape.
+        gradients: to compress; overwritten with the output.
+        residuals: shaped and strided as ``gradients``; ``None`` without error feedback.
+        dtype: to compute in.
     """
 
-    def __init__(self, batch: MatrixBatch, gradients: Sequence[Tensor], slots: Sequence[Slot], dtypes: Dtypes) -> None:
-        super().__init__(batch, gradients, slots, dtypes)
-        self._block_rows = max(1, _BLOCK_NUMEL // batch.cols)
-        self._has_begun = False
+    def __init__(
+        self, batch: Batch, gradients: Sequence[Tensor], residuals: Sequence[Tensor] | None, dtype: torch.dtype
+    ) -> None:
+        self._gradients = [_as_matrix(gradient) for gradient in gradients]
+        self._residuals = None if residuals is None else [_as_matrix(residual) for residual in residuals]
+        self._dtype = dtype
+        first, numel = self._gradients[0], batch.rows * batch.cols
+        self._is_in_place = first.dtype == dtype
+        # Whether residuals are yet to be added to the gradients.
+        self._is_pending = self._is_in_place and residuals is not None
+        self._is_alone = self._is_in_place and len(gradients) == 1
+        self._is_large = self._is_alone and numel > _BLOCK_NUMEL and not has_streams(first.device)
 
-    def begin(self) -> None:
-        """The residual is added with the first product."""
-
-    def multiply(self, right: Tensor, *, out: Tensor) -> None:
-        if self._residuals is None or self._has_begun or self._is_new[0]:
-            super().multiply(right, out=out)
+    def times(self, q: Tensor, *, out: Tensor) -> None:
+        """P = M Q: left factors ``(count, rank, rows)`` from right ones ``(count, rank, cols)``."""
+        if not self._is_large:
+            torch.bmm(q, self._load().mT, out=out)
             return
-        self._has_begun = True
-        columns = out[0].split(self._block_rows, dim=1)
-        for matrix, residual, column in zip(*self._split(self._block_rows), columns, strict=True):
-            torch.mm(right[0], matrix.add_(residual).t(), out=column)
+        block_rows = max(1, _BLOCK_NUMEL // q.shape[2])
+        columns = out[0].split(block_rows, dim=1)
+        for (matrix, residual), column in zip(self._summands(block_rows), columns, strict=True):
+            if residual is not None:
+                matrix.add_(residual)
+            torch.mm(q[0], matrix.t(), out=column)
 
-    def multiply_transposed(self, left: Tensor, *, out: Tensor) -> None:
-        begins = not (self._residuals is None or self._has_begun or self._is_new[0])
-        self._has_begun = True
-        residuals = self._residuals[0].split(_SUMMED_ROWS) if begins and self._residuals else itertools.repeat(None)
-        matrices, columns = self._gradients[0].split(_SUMMED_ROWS), left[0].split(_SUMMED_ROWS, dim=1)
+    def transposed_times(self, p: Tensor, *, out: Tensor) -> None:
+        """Q = M^T P: right factors ``(count, rank, cols)`` from left ones ``(count, rank, rows)``."""
+        if not self._is_large:
+            torch.bmm(p, self._load(), out=out)
+            return
+        columns = p[0].split(_SUMMED_ROWS, dim=1)
         total = out[0].zero_()
-        for matrix, column, residual in zip(matrices, columns, residuals, strict=False):
+        for (matrix, residual), column in zip(self._summands(_SUMMED_ROWS), columns, strict=True):
             if residual is not None:
                 matrix.add_(residual)
             total.addmm_(column, matrix)
 
-    def finish(self, own: Factors, mean: Factors, is_finite: Tensor | None) -> None:
-        if self._residuals is None or is_finite is not None:
-            super().finish(own, mean, is_finite)
+    def _summands(self, rows: int) -> Iterable[tuple[Tensor, Tensor | None]]:
+        """The one matrix in blocks of ``rows``, and the residual's unless that has been added already."""
+        is_pending, self._is_pending = self._is_pending, False
+        residuals = self._residuals[0].split(rows) if is_pending and self._residuals else itertools.repeat(None)
+        return zip(self._gradients[0].split(rows), residuals, strict=False)
+
+    def _load(self) -> Tensor:
+        """M, ``(count, rows, cols)``: a copy, unless one matrix is alone."""
+        if self._is_pending and self._residuals is not None:
+            self._is_pending = False
+            add_all(self._gradients, self._residuals)
+        if self._is_alone:
+            return self._gradients[0][None]
+        matrices = torch.stack(self._gradients).to(self._dtype)
+        if self._residuals is not None and not self._is_in_place:
+            add_all(matrices.unbind(), self._residuals)
+        return matrices
+
+    def decompress(self, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor], is_finite: Tensor | None) -> None:
+        """Write P Q^T of the ``mean`` factors to the gradients and M - P Q^T of this rank's ``own`` to the residuals.
+
+        ``is_finite``, shape ``(count,)``, tells which matrices were finite on all ranks; the others come out as NaN
+        and keep their residuals. ``None``: all of them.
+        """
+        if self._is_large and is_finite is None:
+            self._decompress_blocks(own, mean)
             return
-        parts = (factors[0].t().split(_FINISHED_ROWS) for factors in (own[0], mean[0]))
-        for matrix, residual, own_left, mean_left in zip(*self._split(_FINISHED_ROWS), *parts, strict=True):
-            if residual.dtype == matrix.dtype:
-                torch.addmm(matrix, own_left, own[1][0], alpha=-1, out=residual)
+        matrices = self._load()
+        if self._residuals is not None:
+            if self._is_alone and is_finite is None and self._residuals[0].dtype == self._dtype:
+                torch.baddbmm(matrices, own[0].mT, own[1], alpha=-1, out=self._residuals[0][None])
             else:
-                left_out = torch.addmm(matrix, own_left, own[1][0], alpha=-1)
-                residual.copy_(within_range(left_out, residual.dtype))
-            torch.mm(mean_left, mean[1][0], out=matrix)
-
-    def _split(self, rows: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        assert self._residuals is not None
-        return self._gradients[0].split(rows), self._residuals[0].split(rows)
-
-
-class _SquareMatrix(Matrices):
-    """The matrix of a whole bucket; its parameters' residuals are kept one by one, since buckets change."""
-
-    def __init__(
-        self, batch: MatrixBatch, factor_slot: Slot, bucket: Bucket, slots: Sequence[Slot], dtypes: Dtypes
-    ) -> None:
-        super().__init__(batch, [factor_slot])
-        self._bucket = bucket
-        self._compute_dtype = dtypes.compute
-        self._residuals = residuals_like(bucket.gradients, slots, dtypes.residual)
-
-    def load(self) -> Tensor:
-        buffer, side = self._bucket.buffer, self.batch.rows
-        flat = torch.zeros(side * side, dtype=self._compute_dtype, device=buffer.device)
-        flat[: buffer.numel()].copy_(buffer)
-        if self._residuals is not None:
-            add_all(self._parts(flat), self._residuals)
-        return flat.view(1, side, side)
-
-    def finish(self, own: Factors, mean: Factors, is_finite: Tensor | None) -> None:
-        matrix = self.load()
-        if self._residuals is not None:
-            matrix.baddbmm_(own[0].mT, own[1], alpha=-1)
-            parts = self._parts(matrix.view(-1))
-            keep_residuals(self._residuals, parts, None if is_finite is None else is_finite.expand(len(parts)))
-        output = torch.bmm(mean[0].mT, mean[1], out=matrix).view(-1)[: self._bucket.buffer.numel()]
+                matrices.baddbmm_(own[0].mT, own[1], alpha=-1)
+                _write_residuals(self._residuals, matrices.unbind(), is_finite)
+        output = torch.bmm(mean[0].mT, mean[1], out=matrices)
         if is_finite is not None:
-            output = torch.where(is_finite, output, torch.nan)
-        self._bucket.buffer.copy_(output)
+            output.masked_fill_(~is_finite[:, None, None], torch.nan)
+        if not self._is_alone:
+            copy_all(self._gradients, output.unbind())
 
-    def _parts(self, flat: Tensor) -> tuple[Tensor, ...]:
-        return self._bucket.with_buffer(flat[: self._bucket.buffer.numel()]).gradients
+    def _decompress_blocks(self, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor]) -> None:
+        own_rows, mean_rows = own[0][0].t().split(_FINISHED_ROWS), mean[0][0].t().split(_FINISHED_ROWS)
+        residuals = itertools.repeat(None) if self._residuals is None else self._residuals[0].split(_FINISHED_ROWS)
+        blocks = zip(self._gradients[0].split(_FINISHED_ROWS), own_rows, mean_rows, residuals, strict=False)
+        for matrix, own_p, mean_p, residual in blocks:
+            if residual is not None and residual.dtype == matrix.dtype:
+                torch.addmm(matrix, own_p, own[1][0], alpha=-1, out=residual)
+            elif residual is not None:
+                residual.copy_(within_range(torch.addmm(matrix, own_p, own[1][0], alpha=-1), residual.dtype))
+            torch.mm(mean_p, mean[1][0], out=matrix)
 
 
-def residuals_like(
-    gradients: Sequence[Tensor], slots: Sequence[Slot], dtype: torch.dtype | None
-) -> list[Tensor] | None:
-    """The residuals of gradients; ``None`` without error feedback."""
-    if dtype is None:
-        return None
-    return [slot.residual_like(gradient, dtype) for slot, gradient in zip(slots, gradients, strict=True)]
-
-
-def keep_residuals(residuals: Sequence[Tensor], found: Sequence[Tensor], is_finite: Tensor | None) -> None:
+def _write_residuals(residuals: Sequence[Tensor], found: Sequence[Tensor], is_finite: Tensor | None) -> None:
     """Overwrite the residuals of finite matrices, without asking on the host which ones are finite."""
     # Two gradients that cancel in the mean can leave more than half precision holds.
     found = [within_range(new, residuals[0].dtype) for new in found]
@@ -434,49 +284,25 @@ def keep_residuals(residuals: Sequence[Tensor], found: Sequence[Tensor], is_fini
         residual.copy_(torch.where(finite, new, residual))
 
 
-class PerParameter:
-    """How a bucket becomes matrices: each gradient is a matrix of its own."""
+def _as_matrix(gradient: Tensor) -> Tensor:
+    """A view ``(rows, cols)`` of a gradient of two or more dimensions, as it is stored in memory.
 
-    name = "PowerSGD"
-    """What the stage is called."""
-
-    def lay_out(self, bucket: Bucket, *, rank: int, min_compression_rate: float) -> BucketLayout:
-        """The layout of a bucket."""
-        return layout_of(
-            [gradient.shape for gradient in bucket.gradients],
-            rank=rank,
-            min_compression_rate=min_compression_rate,
-            batch_numel=math.inf if has_streams(bucket.buffer.device) else _CPU_BATCH_NUMEL,
-        )
-
-    def matrices(
-        self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...], memory: Memory, dtypes: Dtypes
-    ) -> list[Matrices]:
-        """The matrices of each batch of ``layout``; ``keys`` are what ``memory`` calls the bucket's parameters."""
-        slots = memory.slots_of(keys)
-        found: list[Matrices] = []
-        for batch in layout.batches:
-            gradients = [bucket.gradients[place] for place in batch.places]
-            first = gradients[0]
-            is_large = not has_streams(first.device) and first.numel() > _BLOCK_NUMEL and len(gradients) == 1
-            kind = LargeMatrix if is_large and first.dtype == dtypes.compute else StackedMatrices
-            found.append(kind(batch, gradients, [slots[place] for place in batch.places], dtypes))
-        return found
+    In memory formats such as channels-last the columns of a row are in another order than in the shape, which is the
+    same on all ranks and changes no product.
+    """
+    if gradient.ndim == 2:
+        return gradient
+    rows, cols = matrix_shape(gradient.shape)
+    return gradient.as_strided((rows, cols), (cols, 1))
 
 
-class WholeBucket(PerParameter):
-    """A whole bucket is one matrix."""
+def columns_by_shape(factor: Tensor, gradient: Tensor) -> Tensor:
+    """A right factor ``(rank, cols)`` of ``gradient``, with its columns in the order of the gradient's shape.
 
-    name = "PowerSGD, whole buckets"
-
-    def lay_out(self, bucket: Bucket, *, rank: int, min_compression_rate: float) -> BucketLayout:
-        return square_layout(bucket.buffer.numel(), rank=rank)
-
-    def matrices(
-        self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...], memory: Memory, dtypes: Dtypes
-    ) -> list[Matrices]:
-        (batch,) = layout.batches
-        factor_slot = memory.bucket_slot(keys)
-        if factor_slot.factor is not None and factor_slot.factor.shape[1] != batch.cols:
-            factor_slot.factor = None  # Of a bucket that was cut in another way.
-        return [_SquareMatrix(batch, factor_slot, bucket, memory.slots_of(keys), dtypes)]
+    A view ``(rank, *gradient.shape[1:])`` where memory has them in another order; else ``factor`` itself.
+    """
+    cols = factor.shape[1]
+    if gradient.ndim == 2 or gradient.stride(0) != cols or gradient.is_contiguous():
+        return factor
+    strides = (cols, *gradient.stride()[1:])
+    return factor.as_strided((len(factor), *gradient.shape[1:]), strides, factor.storage_offset())

@@ -1,96 +1,22 @@
-"""The stage that reduces gradients as factors of low rank, and its options."""
+"""The stage that reduces gradients as factors of low rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-from overlap._checks import as_number, check_flag, check_whole_number, told
-from overlap.errors import ConfigurationError
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.powersgd.algorithm import Bases, PowerIteration, WiredMean
-from overlap.hooks.powersgd.layout import BucketLayout, Dtypes, PerParameter
+from overlap.hooks.powersgd.algorithm import PowerIteration
+from overlap.hooks.powersgd.config import PowerSGDConfig
+from overlap.hooks.powersgd.layout import BucketLayout, layout_of
 from overlap.hooks.powersgd.memory import Memory, redistribute
 from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.wires import Wire
 
-__all__ = ["PowerSGD", "PowerSGDConfig"]
-
-_HALF = (torch.float16, torch.bfloat16)
-# torch does not add in narrower ones.
-_ERROR_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PowerSGDConfig:
-    """The options of :class:`PowerSGD`, which describes them; checked, and the same on every rank."""
-
-    rank: int = 2
-    start_step: int = 0
-    min_compression_rate: float = 2.0
-    error_feedback: bool = True
-    warm_start: bool = True
-    alternate: bool = False
-    error_dtype: torch.dtype | None = None
-    wire: Wire | None = None
-    seed: int = 0
-    epsilon: float = 0.0
-    log_every_steps: int = 10_000
-
-    def __post_init__(self) -> None:
-        _check_rank(self.rank)
-        check_whole_number("start_step", self.start_step, least=0)
-        check_whole_number("seed", self.seed, least=0)
-        check_whole_number("log_every_steps", self.log_every_steps, least=1)
-        for flag in ("error_feedback", "warm_start", "alternate"):
-            check_flag(flag, getattr(self, flag))
-        for number in ("min_compression_rate", "epsilon"):
-            _check_number(number, getattr(self, number))
-        if self.wire is not None and not isinstance(self.wire, Wire):
-            raise ConfigurationError(f"wire must be a Wire such as Int8(), or None, got {told(self.wire)}")
-        dtype = self.error_dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _ERROR_DTYPES):
-            listed = ", ".join(map(str, _ERROR_DTYPES))
-            raise ConfigurationError(f"error_dtype must be one of {listed} or None, got {told(dtype)}")
-        if self.alternate and not self.warm_start:
-            raise ConfigurationError(
-                "alternate=True computes each factor from the one of the step before, which warm_start=False "
-                "throws away: use only one of the two"
-            )
-
-    def __str__(self) -> str:
-        """The options as they would be typed, without defaults."""
-        parts = [f"rank={self.rank!r}"]
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if option.name not in ("rank", "log_every_steps") and value != option.default:
-                parts.append(f"{option.name}={value!r}")
-        return ", ".join(parts)
-
-    def dtypes(self, dtype: torch.dtype) -> Dtypes:
-        """For a bucket of ``dtype``."""
-        compute = torch.float32 if dtype in _HALF else dtype
-        return Dtypes(compute, (self.error_dtype or dtype) if self.error_feedback else None)
-
-
-def _check_rank(rank: object) -> None:
-    if callable(rank) or isinstance(rank, Mapping):
-        raise ConfigurationError(
-            f"rank is {told(rank)}: give a whole number such as 2, the same in all steps; for another rank of some "
-            'parameters write route({"*.embedding.weight": PowerSGD(rank=8), "*": PowerSGD(rank=2)})'
-        )
-    check_whole_number("rank", rank, least=1)
-
-
-def _check_number(name: str, value: object) -> None:
-    number = as_number(value)
-    # The comparison is false for NaN too.
-    if number is None or not 0 <= number < float("inf"):
-        raise ConfigurationError(f"{name} must be a number of at least 0, got {told(value)}")
+__all__ = ["PowerSGD"]
 
 
 class PowerSGD(Stage):
@@ -162,13 +88,11 @@ class PowerSGD(Stage):
             epsilon=epsilon,
             log_every_steps=log_every_steps,
         )
-        self._set_up(config, Memory(), PerParameter())
+        self._set_up(config, Memory())
 
-    def _set_up(self, config: PowerSGDConfig, memory: Memory, form: PerParameter) -> None:
+    def _set_up(self, config: PowerSGDConfig, memory: Memory) -> None:
         self.config = config
         self._memory = memory
-        self._form = form
-        self._bases = Bases(seed=config.seed, warm_start=config.warm_start)
         self._all_reduce = AllReduce()
         self._layouts: dict[tuple[object, ...], BucketLayout] = {}
         self._this_pass: list[BucketLayout] = []
@@ -214,41 +138,40 @@ class PowerSGD(Stage):
         if self._step < 0 or not is_real or bucket.buffer.numel() == 0:
             await self._all_reduce(bucket)
             return
-        layout = self._layout_of(keys, bucket)
-        self._this_pass.append(layout)
-        self._memory.release(bucket, layout.exact, keys)
-        sent_numel = await self._reduce(bucket, layout, keys)
-        self._memory.settle_released(bucket, layout.exact, keys)
-        self._memory.statistics.count(layout.numel, sent_numel)
+        self._memory.claim(keys)
+        sent_numel = await self._reduce(bucket, keys)
+        self._memory.statistics.count(bucket.buffer.numel(), sent_numel)
 
-    def _layout_of(self, keys: tuple[str, ...], bucket: Bucket) -> BucketLayout:
-        key = (keys, bucket.buffer.numel(), bucket.buffer.device)
-        if (layout := self._layouts.get(key)) is None:
-            layout = self._layouts[key] = self._form.lay_out(
-                bucket, rank=self.config.rank, min_compression_rate=self.config.min_compression_rate
-            )
-        return layout
-
-    async def _reduce(self, bucket: Bucket, layout: BucketLayout, keys: tuple[str, ...]) -> int:
+    async def _reduce(self, bucket: Bucket, keys: tuple[str, ...]) -> int:
         """Reduce the bucket; returns how many elements were sent."""
+        layout = self._layout_of(bucket, keys)
+        self._this_pass.append(layout)
+        released = self._memory.release(keys, bucket.gradients, layout.exact)
+        sent_numel = layout.numel
         if not layout.batches:
             await self._all_reduce(bucket)
-            return layout.numel
-        dtypes, wire = self.config.dtypes(bucket.buffer.dtype), self.config.wire
-        wired = None if wire is None else WiredMean(wire, self._memory.rounding(wire))
-        iteration = PowerIteration(
-            bucket=bucket,
-            layout=layout,
-            matrices=self._form.matrices(bucket, layout, keys, self._memory, dtypes),
-            bases=self._bases,
-            step=self._step,
-            compute_dtype=dtypes.compute,
-            epsilon=self.config.epsilon,
-            wired=wired,
-        )
-        if self.config.alternate:
-            return await iteration.one_factor(is_left=self._step % 2 == 0)
-        return await iteration.both_factors()
+        else:
+            iteration = PowerIteration(bucket, layout, keys, self._memory, self.config, step=self._step)
+            if not self.config.alternate:
+                await iteration.both_factors()
+            elif self._step % 2 == 0:
+                await iteration.left_factors()
+            else:
+                await iteration.right_factors()
+            sent_numel = iteration.sent_numel
+        self._memory.settle(released)
+        return sent_numel
+
+    def _layout_of(self, bucket: Bucket, keys: tuple[str, ...]) -> BucketLayout:
+        key = (keys, bucket.buffer.numel(), bucket.buffer.device)
+        if (layout := self._layouts.get(key)) is None:
+            layout = self._layouts[key] = layout_of(
+                [gradient.shape for gradient in bucket.gradients],
+                rank=self.config.rank,
+                min_compression_rate=self.config.min_compression_rate,
+                device=bucket.buffer.device,
+            )
+        return layout
 
     def compression_stats(self) -> tuple[float, int, int]:
         """How many times fewer elements are sent, the elements before and those after compression, so far."""
@@ -279,4 +202,4 @@ class PowerSGD(Stage):
     redistribute = staticmethod(redistribute)
 
     def __repr__(self) -> str:
-        return f"{self._form.name}({self.config})"
+        return f"PowerSGD({self.config})"

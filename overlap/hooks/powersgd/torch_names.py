@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from overlap._checks import check_flag, check_group, check_whole_number, described
 from overlap._torch import classes
+from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket, on_group
-from overlap.hooks.powersgd.layout import PerParameter, WholeBucket
-from overlap.hooks.powersgd.memory import Memory
-from overlap.hooks.powersgd.stage import PowerSGD, PowerSGDConfig
+from overlap.hooks.powersgd.config import PowerSGDConfig
+from overlap.hooks.powersgd.memory import Memory, bucket_key
+from overlap.hooks.powersgd.stage import PowerSGD
 from overlap.hooks.stage import StageContext
 from overlap.hooks.stage_hook import StageHook
 
@@ -111,7 +114,7 @@ class PowerSGDState(classes.PowerSGDState):
     @property
     def error_dict(self) -> dict[str, Tensor]:
         """This rank's residuals, by parameter."""
-        return {key: slot.residual for key, slot in self.memory.slots.items() if slot.residual is not None}
+        return dict(self.memory.residuals)
 
     @property
     def total_numel_before_compression(self) -> int:
@@ -148,8 +151,8 @@ class PowerSGDState(classes.PowerSGDState):
 class _HookPowerSGD(PowerSGD):
     """The stage of a state, on the state's process group."""
 
-    def __init__(self, state: PowerSGDState, form: PerParameter) -> None:
-        self._set_up(state.config(), state.memory, form)
+    def __init__(self, state: PowerSGDState) -> None:
+        self._set_up(state.config(), state.memory)
         self._group = state.process_group
 
     def attach(self, context: StageContext) -> None:
@@ -161,14 +164,52 @@ class _HookPowerSGD(PowerSGD):
         await super().__call__(bucket)
 
 
-def _hook(name: str, doc: str, form: PerParameter) -> StageHook:
+class _WholeBuckets(_HookPowerSGD):
+    """Each bucket is one square matrix. Residuals are kept by parameter, since buckets change."""
+
+    def __init__(self, state: PowerSGDState) -> None:
+        super().__init__(state)
+        self.config = replace(self.config, min_compression_rate=0.0)
+
+    async def _reduce(self, bucket: Bucket, keys: tuple[str, ...]) -> int:
+        memory, key, numel = self._memory, bucket_key(keys), bucket.buffer.numel()
+        side = math.isqrt(numel - 1) + 1
+        for factors in (memory.left, memory.right):
+            if key in factors and factors[key].shape[1] != side:
+                del factors[key]  # Of a bucket that was cut in another way.
+        square = bucket.buffer.new_zeros(side * side)
+        square[:numel].copy_(bucket.buffer)
+        view = (torch.Size((side, side)), (side, 1), 0)
+        error_dtype = self.config.residual_dtype(square.dtype)
+        residuals: list[Tensor] = []
+        parts: tuple[Tensor, ...] = ()
+        if error_dtype is not None:
+            for name, gradient in zip(keys, bucket.gradients, strict=True):
+                residuals.append(memory.residual(name, gradient, error_dtype))
+            left_out = torch.zeros_like(square, dtype=error_dtype)
+            parts = bucket.with_buffer(left_out[:numel]).gradients
+            copy_all(parts, residuals)
+            memory.residuals[key] = left_out.view(side, side)
+        try:
+            sent_numel = await super()._reduce(replace(bucket, buffer=square, raw=None, views=(view,)), (key,))
+        finally:
+            memory.residuals.pop(key, None)
+        copy_all(residuals, parts)
+        bucket.buffer.copy_(square[:numel])
+        return sent_numel
+
+    def __repr__(self) -> str:
+        return f"PowerSGD, whole buckets({self.config})"
+
+
+def _hook(name: str, doc: str, stage: type[_HookPowerSGD]) -> StageHook:
     def checked(state: Any) -> PowerSGDState:
         if isinstance(state, PowerSGDState):
             return state
         raise ConfigurationError(f"the state of {name} is an overlap.PowerSGDState, got {described(state)}")
 
     return StageHook(
-        lambda state: _HookPowerSGD(checked(state), form),
+        lambda state: stage(checked(state)),
         name,
         group_of=lambda state: checked(state).process_group,
         doc=doc,
@@ -184,7 +225,7 @@ powerSGD_hook = _hook(  # noqa: N816 (PyTorch's name)
     >>> registration = overlap.register(ddp, powerSGD_hook, state)
     >>> loss_fn(ddp(x), y).backward()
     """,
-    PerParameter(),
+    _HookPowerSGD,
 )
 batched_powerSGD_hook = _hook(  # noqa: N816
     "batched_powerSGD_hook",
@@ -198,5 +239,5 @@ batched_powerSGD_hook = _hook(  # noqa: N816
     >>> registration = overlap.register(ddp, batched_powerSGD_hook, state)
     >>> loss_fn(ddp(x), y).backward()
     """,
-    WholeBucket(),
+    _WholeBuckets,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,8 @@ from overlap.hooks.context import StageContext
 from overlap.hooks.transforms.clip import check_norm_type
 from overlap.hooks.transforms.transform import Place, Transform
 
-__all__ = ["LateReads", "Log"]
+__all__ = ["Log"]
 
-T = TypeVar("T")
 Sink = Callable[[int, dict[str, Tensor]], None]
 
 _logger = logging.getLogger(__name__)
@@ -44,8 +43,8 @@ class Log(Transform):
         every: report one of so many backwards.
         norm_type: which norm; ``float("inf")`` for the largest element.
 
-    Issues: nothing; after a reduce-scatter, one all-reduce of eight bytes per parameter and bucket, in those backwards
-    that are reported.
+    Communication: none; after a reduce-scatter, one all-reduce of eight bytes per parameter and bucket, in those
+    backwards that are reported.
 
     Raises:
         ConfigurationError: an argument is wrong; or, at registration, the names of parameters are not known.
@@ -84,11 +83,11 @@ class Log(Transform):
                 "not told: use overlap.register"
             )
         super().attach(context)
-        self._sink = self._to or _Logger(f"{self.place.value}")
+        self._sink = self._to or _Logger(self.place.value)
 
     def detach(self) -> None:
         if isinstance(self._sink, _Logger):
-            self._sink.flush()
+            self._sink.write_late(waits=True)
         super().detach()
 
     def before_backward(self, *, is_replay: bool) -> None:
@@ -151,36 +150,13 @@ def _discarded(step: int, norms: dict[str, Tensor]) -> None:
     """Of a stage that is not registered."""
 
 
-class LateReads(Generic[T]):
-    """Tensors on their way to the host, each with what it is about, in the order in which they were sent."""
-
-    def __init__(self) -> None:
-        self._under_way: deque[tuple[T, Tensor, Any]] = deque()
-
-    def send(self, about: T, values: Tensor) -> None:
-        """Copy ``values``, on a device with streams, to the host, behind what the current stream has queued."""
-        self._under_way.append((about, to_host(values), recorded_event(values.device)))
-
-    def read(self, *, waits: bool = False) -> list[tuple[T, Tensor]]:
-        """What has come by now, each once; with ``waits`` the host waits for all that was sent."""
-        come = []
-        while self._under_way:
-            about, values, event = self._under_way[0]
-            if waits:
-                event.synchronize()
-            elif not event.query():
-                break
-            self._under_way.popleft()
-            come.append((about, values))
-        return come
-
-
 class _Logger:
-    """Writes norms to the logger, on an accelerator when they have been computed, without waiting for that."""
+    """Writes norms to the logger; on an accelerator once they have been computed, without waiting for that."""
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._late: LateReads[tuple[int, list[str]]] = LateReads()
+        # Copies on their way to the host, in the order in which they were queued.
+        self._late: deque[tuple[int, list[str], Tensor, Any]] = deque()
 
     def __call__(self, step: int, norms: dict[str, Tensor]) -> None:
         if not _logger.isEnabledFor(logging.INFO):
@@ -189,15 +165,18 @@ class _Logger:
         if not has_streams(values.device):
             self._write(step, list(norms), values)
             return
-        self._late.send((step, list(norms)), values)
-        self._write_late()
+        self._late.append((step, list(norms), to_host(values), recorded_event(values.device)))
+        self.write_late()
 
-    def flush(self) -> None:
-        """Wait for what has not been written, and write it."""
-        self._write_late(waits=True)
-
-    def _write_late(self, *, waits: bool = False) -> None:
-        for (step, names), values in self._late.read(waits=waits):
+    def write_late(self, *, waits: bool = False) -> None:
+        """Write the norms that have arrived; with ``waits`` the host waits for all."""
+        while self._late:
+            step, names, values, event = self._late[0]
+            if waits:
+                event.synchronize()
+            elif not event.query():
+                return
+            self._late.popleft()
             self._write(step, names, values)
 
     def _write(self, step: int, names: list[str], values: Tensor) -> None:

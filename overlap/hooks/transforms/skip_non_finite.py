@@ -34,7 +34,7 @@ class SkipNonFinite(WholePassTransform):
     every pass. Error feedback of wires stays as it was; ``PowerSGD`` keeps the residuals of matrices that are not
     finite, but counts the others as delivered.
 
-    Issues: one all-reduce of a number per backward. Changes: nothing.
+    Communication: one all-reduce of a number per backward. Changes: nothing.
 
     Raises:
         ConfigurationError: at registration, if it does not stand between the reducer and an update.

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from overlap.hooks.powersgd.algorithm import Directions
+from overlap.hooks.powersgd.algorithm import random_directions
 from overlap.hooks.wires import Wire
 
 
@@ -53,10 +53,10 @@ class ByHand:
 
     def _start(self, *, is_left: bool) -> Tensor:
         length = self.shape[0] if is_left else self.shape[1]
-        fresh = Directions(0).draw(self.rank, length, dtype=torch.float32, device=torch.device("cpu")).T * length**-0.5
-        if self.factor is None or self.is_left != is_left:
-            return fresh
-        return self.factor
+        if self.factor is not None and self.is_left == is_left:
+            return self.factor
+        fresh = random_directions(self.rank, length, seed=0, step=None, dtype=torch.float32, device=torch.device("cpu"))
+        return fresh.T * length**-0.5
 
     def _mean(self, factors: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """What of each rank's is delivered, and the mean."""

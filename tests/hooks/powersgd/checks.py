@@ -26,15 +26,14 @@ def residuals(world: World) -> list[Tensor]:
     totals = [torch.zeros(shape, dtype=torch.float64) for shape in world.shapes]
     for stage in world.stages:
         for place, key in enumerate(world.names or map(str, range(len(world.shapes)))):
-            slot = memory(stage).slots.get(key)
-            if slot is not None and slot.residual is not None:
-                totals[place] += slot.residual.cpu()
+            if key in memory(stage).residuals:
+                totals[place] += memory(stage).residuals[key].cpu()
     return totals
 
 
 def residual_size(stage: Stage, world: World, place: int) -> float:
-    slot = memory(stage).slots.get(world.names[place] if world.names else str(place))
-    return 0.0 if slot is None or slot.residual is None else float(slot.residual.abs().max())
+    residual = memory(stage).residuals.get(world.names[place] if world.names else str(place))
+    return 0.0 if residual is None else float(residual.abs().max())
 
 
 def memory(stage: Stage) -> Any:

@@ -151,18 +151,18 @@ def test_a_large_matrix_taken_in_blocks_is_the_same(options: dict[str, Any], mon
     torch.testing.assert_close(outputs(64), outputs(10**9), equal_nan=True, rtol=1e-4, atol=max(1e-5, 4 * eps))
 
 
-def test_memory_formats_change_nothing() -> None:
+@pytest.mark.parametrize("alternate", [False, True])
+def test_memory_formats_change_nothing(alternate: bool) -> None:
     shapes = [(8, 4, 3, 3), (12, 8)]
     results = []
     for transform in (lambda tensor: tensor, _strided):
-        world = world_of(2, shapes, rank=4)
+        world = world_of(2, shapes, rank=4, alternate=alternate)
         for step in range(4):
             local = gradients(step, 2, shapes, torch.float32)
-            check_step(world, [[transform(tensor) for tensor in one] for one in local], 1e-5)
-        results.append(residuals(world))
-    # The order of columns differs, and with it the random start; the kept mass is alike all the same.
+            outputs = check_step(world, [[transform(tensor) for tensor in one] for one in local], 1e-5)
+        results.append([*outputs, *residuals(world)])
     for one, other in zip(*results, strict=True):
-        assert float(one.norm()) == pytest.approx(float(other.norm()), rel=0.5)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def _strided(tensor: Tensor) -> Tensor:
@@ -195,11 +195,11 @@ def test_the_invariant_holds_with_a_rank_that_has_joined() -> None:
 
 def test_a_rank_that_has_joined_only_gives_its_residual_away() -> None:
     world = _one_rank_has_joined()
-    kept = memory(world.stages[2]).slots["p0"]
-    norms = [float(kept.residual.norm())]
+    kept = memory(world.stages[2]).residuals["p0"]
+    norms = [float(kept.norm())]
     for step in range(4, 40):
         world.step(_without_rank_2(step), replays=[2])
-        norms.append(float(kept.residual.norm()))
+        norms.append(float(kept.norm()))
     assert all(after <= before * 1.0001 for before, after in itertools.pairwise(norms))
     assert norms[-1] < 0.2 * norms[0]
 

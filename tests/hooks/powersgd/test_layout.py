@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap import PowerSGD
-from overlap.hooks.powersgd.layout import layout_of, matrix_shape
+from overlap.hooks.powersgd import layout as layout_module
+from overlap.hooks.powersgd.layout import BucketLayout, Factors, layout_of, matrix_shape
 
 from .lockstep import World
 
@@ -20,12 +24,17 @@ layouts = given(
 )
 
 
+def _layout(shapes: Sequence[tuple[int, ...]], rank: int, rate: float, batch_numel: int = 10**9) -> BucketLayout:
+    with mock.patch.object(layout_module, "_CPU_BATCH_NUMEL", batch_numel):
+        return layout_of(shapes, rank=rank, min_compression_rate=rate, device=torch.device("cpu"))
+
+
 @settings(deadline=None)
 @layouts
 def test_every_gradient_is_either_compressed_or_exact(
     shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
 ) -> None:
-    layout = layout_of(shapes, rank=rank, min_compression_rate=rate, batch_numel=batch_numel)
+    layout = _layout(shapes, rank, rate, batch_numel)
     compressed = [place for batch in layout.batches for place in batch.places]
     assert sorted([*compressed, *layout.exact]) == list(range(len(shapes)))
 
@@ -35,7 +44,7 @@ def test_every_gradient_is_either_compressed_or_exact(
 def test_a_batch_has_small_matrices_of_one_shape_or_a_single_one(
     shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
 ) -> None:
-    layout = layout_of(shapes, rank=rank, min_compression_rate=rate, batch_numel=batch_numel)
+    layout = _layout(shapes, rank, rate, batch_numel)
     for batch in layout.batches:
         assert len(batch.places) == 1 or batch.rows * batch.cols <= batch_numel
         for place in batch.places:
@@ -48,27 +57,28 @@ def test_a_batch_has_small_matrices_of_one_shape_or_a_single_one(
 def test_factors_of_one_length_lie_side_by_side(
     shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
 ) -> None:
-    layout = layout_of(shapes, rank=rank, min_compression_rate=rate, batch_numel=batch_numel)
-    left, right = torch.zeros(layout.left_numel), torch.zeros(layout.right_numel)
-    for batch in layout.batches:
-        batch.left(left).add_(batch.rows)
-        batch.right(right).add_(batch.cols)
-    # Each element of the flat tensors belongs to one batch of matrices and one of factors, of the same length.
-    for flat, factor_batches in ((left, layout.left_factors), (right, layout.right_factors)):
-        assert len({(factors.rank, factors.length) for factors in factor_batches}) == len(factor_batches)
-        assert sum(factors.of(flat).numel() for factors in factor_batches) == flat.numel()
-        for factors in factor_batches:
-            assert bool((factors.of(flat) == factors.length).all())
+    layout = _layout(shapes, rank, rate, batch_numel)
+    for side in (layout.left, layout.right):
+        factors = Factors(side, torch.zeros(side.numel))
+        for batch, of_batch in zip(layout.batches, factors.of_batches, strict=True):
+            length = batch.rows if side.is_left else batch.cols
+            assert of_batch.shape == (len(batch.places), batch.rank, length)
+            of_batch.add_(length)
+        # Each element belongs to one batch of matrices and to the factors of one rank and length.
+        assert len({alike.shape[1:] for alike in factors.alike}) == len(factors.alike)
+        assert sum(alike.numel() for alike in factors.alike) == side.numel
+        for alike in factors.alike:
+            assert bool((alike == alike.shape[2]).all())
 
 
 def test_matrices_are_compressed_where_it_pays() -> None:
-    layout = layout_of([(64, 3, 7, 7), (64,), (10, 10), (512, 512)], rank=4, min_compression_rate=2)
+    layout = _layout([(64, 3, 7, 7), (64,), (10, 10), (512, 512)], 4, 2)
     assert layout.exact == (1, 2)
-    assert (layout.left_numel, layout.right_numel) == (4 * (64 + 512), 4 * (147 + 512))
+    assert (layout.left.numel, layout.right.numel) == (4 * (64 + 512), 4 * (147 + 512))
 
 
 def test_nothing_is_compressed_where_the_rank_is_too_large_to_pay() -> None:
-    assert not layout_of([(512, 512)], rank=128, min_compression_rate=2).batches
+    assert not _layout([(512, 512)], 128, 2).batches
 
 
 def _resnet18() -> list[tuple[int, ...]]:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import overlap
 from harness import run_ranks
 from overlap import PowerSGDState
-from overlap.hooks.powersgd.algorithm import Directions
+from overlap.hooks.powersgd.algorithm import random_directions
 
 START = 2  # The earliest that PyTorch's hook can begin.
 STEPS = START + 20
@@ -39,16 +39,17 @@ class Free(nn.Module):
 @contextmanager
 def _our_random_starts(step: list[int], *, warm_start: bool) -> Iterator[None]:
     """Gives PyTorch's hook, which draws with `torch.randn`, the directions that ours starts from."""
-    randn, directions = torch.randn, Directions(0)
+    randn = torch.randn
 
     def ours(*shape: Any, **options: Any) -> Tensor:
         if "generator" in options:
             return randn(*shape, **options)
         *batch, length, rank = shape[0] if isinstance(shape[0], tuple | torch.Size) else shape
         options.pop("device", None)
-        drawn = directions.draw(
+        drawn = random_directions(
             rank,
             length,
+            seed=0,
             dtype=options["dtype"],
             device=torch.device("cpu"),
             step=None if warm_start else step[0] - START,

@@ -4,24 +4,43 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import overlap
 from overlap import PowerSGDState
-from overlap.hooks.powersgd.algorithm import Directions
-from overlap.hooks.powersgd.layout import square_layout
+from overlap.hooks.powersgd.algorithm import random_directions
 
+from .checks import check_step, gradients
 from .lockstep import World
 
 
-@settings(deadline=None)
-@given(st.integers(1, 500), st.integers(1, 8))
-def test_a_bucket_fits_its_square(numel: int, rank: int) -> None:
-    (batch,) = square_layout(numel, rank=rank).batches
-    assert (batch.rows - 1) ** 2 < numel <= batch.rows**2
-    assert batch.rank == min(rank, batch.rows)
+@pytest.mark.parametrize("numel", [*range(1, 11), 15, 16, 17, 500])
+def test_a_bucket_is_sent_as_the_factors_of_the_smallest_square_that_holds_it(numel: int) -> None:
+    world = World([overlap.batched_powerSGD_hook.stage(PowerSGDState(None, 2, 0))], [(numel,)])
+    gradient = torch.randn(numel)
+    (output,) = world.step([[gradient]])[0]
+    side = math.ceil(math.sqrt(numel))
+    assert world.sent_numel == [min(2, side) * side] * 2
+    if side <= 2:
+        torch.testing.assert_close(output, gradient)
+
+
+def test_residuals_of_parameters_go_with_them_into_other_buckets() -> None:
+    """Factors start anew where a bucket is cut in another way; nothing is lost."""
+    shapes = [(5, 7), (9,), (4, 2, 3)]
+    state = PowerSGDState(None, 1, 0)
+    world = World([overlap.batched_powerSGD_hook.stage(state)], shapes)
+    for step in range(3):
+        check_step(world, gradients(step, 1, shapes, torch.float32), 1e-5)
+    order = [2, 0]
+    world.parameters = [world.parameters[place] for place in order]
+    world.names = tuple(f"p{place}" for place in order)
+    world.shapes = [world.shapes[place] for place in order]
+    assert set(state.error_dict) == {"p0", "p1", "p2"}
+    for step in range(3):
+        check_step(world, gradients(step, 1, [shapes[place] for place in order], torch.float32), 1e-5)
+    assert set(state.error_dict) == {"p0", "p1", "p2"}
 
 
 def test_outputs_are_those_of_the_papers_algorithm_on_the_square() -> None:
@@ -32,7 +51,7 @@ def test_outputs_are_those_of_the_papers_algorithm_on_the_square() -> None:
     assert (side - 1) ** 2 < numel <= side**2
     states = [PowerSGDState(None, 2, 0) for _ in range(2)]
     world = World([overlap.batched_powerSGD_hook.stage(state) for state in states], shapes)
-    right = Directions(0).draw(2, side, dtype=torch.float64, device=torch.device("cpu")).T
+    right = random_directions(2, side, seed=0, step=None, dtype=torch.float64, device=torch.device("cpu")).T
     residuals = torch.zeros(2, side * side, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for _ in range(6):

@@ -36,7 +36,7 @@ def test_it_computes_what_is_computed_by_hand(ranks: int, alternate: bool, wire:
             mean = sum((own[1] * (1 / ranks) for own in local[1:]), local[0][1] * (1 / ranks))
             assert torch.equal(vector, mean), "what is not compressed stays exact"
         for stage, residual in zip(world.stages, by_hand.residuals, strict=True):
-            torch.testing.assert_close(memory(stage).slots["p0"].residual, residual, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(memory(stage).residuals["p0"], residual, rtol=1e-4, atol=1e-4)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
