@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.packed_state import Order
+from overlap.optim.packed_state import Order, cloned
 from overlap.optim.zero.partition import Range
 from overlap.optim.zero.sharding import Shard, flatten
 from overlap.optim.zero.state import (
@@ -31,7 +31,6 @@ from overlap.optim.zero.state import (
     ShardedState,
     assemble,
     check_divisible,
-    cloned,
     difference,
     is_per_element,
     piece_of,
@@ -249,10 +248,10 @@ def check_part(sharded: ShardedState, saved: Mapping[str, Any], order: Order) ->
     then = _reordered(saved, order)
     for index, shard in enumerate(sharded.shards):
         for what, before, now in (
-            ("partition", then.partition, sharded.partition),
             ("range", then.ranges[index], shard.range),
             ("strides", then.strides[index], shard.parameter.stride()),
             ("dtype", then.dtypes[index], shard.dtype),
+            ("partition", then.partition, sharded.partition),
         ):
             if before != now:
                 raise ConfigurationError(

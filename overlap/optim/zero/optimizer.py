@@ -112,6 +112,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ...     loss_fn(ddp(x), y).backward()
     ...     zero.step()
     ...     scheduler.step()
+
+    An optimizer that exists already is sharded with its groups, defaults and state:
+
+    >>> built = torch.optim.AdamW([{"params": list(ddp.parameters()), "weight_decay": 0.1}], lr=1e-3)
+    >>> ZeroRedundancyOptimizer.from_optimizer(built).param_groups[0]["weight_decay"]
+    0.1
     """
 
     # GradScaler then leaves gradients as they are, always calls step(), and sets found_inf and grad_scale here.
@@ -200,7 +206,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         The new optimizer has its class, its groups with their hyperparameters, its defaults and its state, of which
         each rank keeps its part, and goes on as it would, bit for bit. Afterwards drop the old one, which still holds
-        the whole state.
+        the whole state::
+
+            zero = ZeroRedundancyOptimizer.from_optimizer(create_optimizer(model), overlap_with_ddp=True)
+            chain(ZeroStep(zero)).register(ddp)
 
         Args:
             optimizer: of a known or declared class, the same on every rank. Wrappers of Accelerate and Lightning are
@@ -213,11 +222,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ConfigurationError: ``optimizer`` is not a plain optimizer, or the ranks have different ones.
             UnsupportedError: as at construction; or it has hooks, a learning rate scheduler, a ``step()`` or an
                 attribute of its own, which would be lost; or its state cannot be divided.
-
-        >>> built = torch.optim.AdamW([{"params": list(ddp.parameters()), "weight_decay": 0.1}], lr=1e-3)
-        >>> zero = ZeroRedundancyOptimizer.from_optimizer(built, overlap_with_ddp=True)
-        >>> zero.param_groups[0]["weight_decay"]
-        0.1
         """
         if not dist.is_initialized():
             raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")

@@ -15,12 +15,11 @@ optimizer as a whole and are the same on all ranks.
 
 from __future__ import annotations
 
-import copy
-import hashlib
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -30,6 +29,7 @@ from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.join.group_collectives import of_all_ranks, on_rank
+from overlap.optim.packed_state import as_plain, cloned, fingerprint, tensors_in
 from overlap.optim.zero.parameter_groups import copy_options, options_of
 from overlap.optim.zero.partition import Range
 from overlap.optim.zero.sharding import Shard, flatten
@@ -42,9 +42,7 @@ __all__ = [
     "assemble",
     "check_divisible",
     "check_new_state",
-    "cloned",
     "difference",
-    "fingerprint",
     "is_per_element",
     "piece_of",
 ]
@@ -59,9 +57,6 @@ CPU = torch.device("cpu")
 
 # Of the state that is gathered at a time.
 _BLOCK_BYTES = 16 * 2**20
-
-# A fingerprint spells out tensors of up to so many elements; of larger ones it has a digest.
-_SPELLED_NUMEL = 4
 
 
 @dataclass(frozen=True)
@@ -121,17 +116,14 @@ class ShardedState:
             master = {MASTER: shard.own} if shard.has_master else {}
             if place in packed["state"] or master:
                 state[index] = {**as_plain(packed["state"].get(place, {})), **master}
-        return Part(
-            partition=self.partition,
-            ranges=[shard.range for shard in self.shards],
-            strides=[shard.strides for shard in self.shards],
-            dtypes=[shard.dtype for shard in self.shards],
-            state=state,
-            options=[as_plain(options_of(group)) for group in self.param_groups],
-            beside=as_plain({key: value for key, value in packed["state"].items() if key not in range(len(chunks))}),
-            entries=as_plain({key: value for key, value in packed.items() if key not in ("state", "param_groups")}),
-            steps=bool(chunks),
+        part = self.loadable(
+            state,
+            [as_plain(options_of(group)) for group in self.param_groups],
+            as_plain({key: value for key, value in packed["state"].items() if key not in range(len(chunks))}),
+            as_plain({key: value for key, value in packed.items() if key not in ("state", "param_groups")}),
+            [shard.dtype for shard in self.shards],
         )
+        return replace(part, strides=[shard.strides for shard in self.shards], steps=bool(chunks))
 
     def loadable(
         self,
@@ -216,7 +208,7 @@ class ShardedState:
                 f"{name}: state {key!r} of {self.shards[index].name} differs between ranks: {told}. An optimizer that "
                 "does not treat each element by itself needs ZeroRedundancyOptimizer(..., partition='parameter')"
             )
-        return Part(**{**vars(part), **next((one for _, one in gathered if one is not None), {})})
+        return replace(part, **next((one for _, one in gathered if one is not None), {}))
 
     def described(self, part: Part) -> dict[_Place, str]:
         """Text that is the same on all ranks for what must agree; see :func:`difference`.
@@ -254,7 +246,9 @@ class ShardedState:
         part = self.part()
         shared = self.agreed(part)
         state: dict[Any, Any] = {}
-        for block in self._blocks():
+        ends_bytes = list(itertools.accumulate(shard.parameter.nbytes for shard in self.shards))
+        for _, indices in itertools.groupby(range(len(ends_bytes)), lambda index: ends_bytes[index] // _BLOCK_BYTES):
+            block = list(indices)
             mine = {index: cloned(part.state[index], device=CPU) for index in block if index in part.state}
             group = self.process_group
             gathered = of_all_ranks(mine, group) if to is None else on_rank(to, mine, group)
@@ -267,16 +261,6 @@ class ShardedState:
         if to not in (None, rank):
             return None
         return {"state": {**state, **shared.beside}, **shared.entries}
-
-    def _blocks(self) -> Iterator[list[int]]:
-        block: list[int] = []
-        for index in range(len(self.shards)):
-            block.append(index)
-            if sum(self.shards[member].parameter.nbytes for member in block) >= _BLOCK_BYTES:
-                yield block
-                block = []
-        if block:
-            yield block
 
     def divided(self, state_dict: Mapping[str, Any], *, dtypes: Sequence[torch.dtype | None] | None = None) -> Part:
         """This rank's part of a state in the form of the plain optimizer.
@@ -352,7 +336,7 @@ def _keep_values(given: Mapping[str, Any], loaded: dict[str, Any], chunk: Tensor
     """
     for key, value in given.items():
         now = loaded.get(key)
-        if isinstance(value, (str, dict, list, tuple)) and not _tensors_in(value):
+        if isinstance(value, (str, dict, list, tuple)) and not tensors_in(value):
             loaded[key] = value
         if key == "step" or not isinstance(value, Tensor) or not isinstance(now, Tensor):
             continue
@@ -370,7 +354,7 @@ def is_per_element(value: Any, shape: Sequence[int]) -> bool:
 def check_divisible(optimizer: Optimizer, shard: Shard, key: str, value: Any, shape: Sequence[int]) -> None:
     """Raises: UnsupportedError: ``value`` is neither one per element nor one per parameter. See [Note: state by
     structure]."""
-    if is_per_element(value, shape) or not any(tensor.dim() for tensor in _tensors_in(value)):
+    if is_per_element(value, shape) or not any(tensor.dim() for tensor in tensors_in(value)):
         return
     kind = f"a {type(value).__name__}"
     if isinstance(value, Tensor):
@@ -616,48 +600,3 @@ def _check_shapes(shard: Shard, state: Any) -> None:
                 f"part of the parameter has shape {tuple(shard.own.shape)}: set {{}} to reset the state, or pass "
                 "the whole state to zero.load_state_dict()"
             )
-
-
-def _tensors_in(value: object) -> list[Tensor]:
-    """The tensors in dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for item in items for tensor in _tensors_in(item)]
-
-
-def as_plain(value: Any) -> Any:
-    """``value`` with NumPy's numbers as Python's, which ``torch.load(weights_only=True)`` accepts."""
-    if isinstance(value, dict):
-        return {key: as_plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(as_plain(item) for item in value)
-    is_number_of_numpy = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
-    return value.item() if is_number_of_numpy else value
-
-
-def cloned(value: Any, *, device: torch.device | None = None) -> Any:
-    """A copy of ``value`` that shares no tensor with it. Pickling a view would save all of its memory."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device or value.device, copy=True)
-    if isinstance(value, dict):
-        return {key: cloned(item, device=device) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(cloned(item, device=device) for item in value)
-    return copy.deepcopy(value)
-
-
-def fingerprint(value: Any) -> str:
-    """A short text that is the same for equal values, of any rank."""
-    if isinstance(value, Tensor):
-        if value.numel() <= _SPELLED_NUMEL:
-            return f"{value.tolist()} ({value.dtype})"
-        memory = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        return f"{tuple(value.shape)} ({value.dtype}, digest {hashlib.sha256(memory).hexdigest()[:12]})"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {fingerprint(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}({', '.join(map(fingerprint, value))})"
-    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
-        return repr(value)
-    return type(value).__name__
