@@ -77,7 +77,7 @@ def _goes_on(rank: int, world_size: int) -> None:
             _train(plain, reference, rank, range(before))
             _train(ddp, built, rank, range(before))
             zero = ZeroRedundancyOptimizer.from_optimizer(built, overlap_with_ddp=True)
-            assert type(zero.optim) is type(built) and zero.defaults == built.defaults
+            assert type(zero.optim) is type(built) and built.defaults.items() <= zero.defaults.items()
             registration = chain(ZeroStep(zero)).register(ddp)
             for step in range(before, before + 3):
                 _train(plain, reference, rank, range(step, step + 1))
