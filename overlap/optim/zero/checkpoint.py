@@ -247,7 +247,7 @@ def check_part(sharded: ShardedState, saved: Mapping[str, Any], order: Order) ->
     """Raises: ConfigurationError: this rank owned other elements when ``vars(part)`` was ``saved``."""
     then = _reordered(saved, order)
     for index, shard in enumerate(sharded.shards):
-        for what, before, now in (
+        for name, before, now in (
             ("range", then.ranges[index], shard.range),
             ("strides", then.strides[index], shard.parameter.stride()),
             ("dtype", then.dtypes[index], shard.dtype),
@@ -256,7 +256,7 @@ def check_part(sharded: ShardedState, saved: Mapping[str, Any], order: Order) ->
             if before != now:
                 raise ConfigurationError(
                     f"this rank's share of {shard.name} of shape {tuple(shard.parameter.shape)} is not the one that "
-                    f"was saved ({what}: {before} then, {now} now): use the same partition, master_dtype, order of "
+                    f"was saved ({name}: {before} then, {now} now): use the same partition, master_dtype, order of "
                     "parameters and memory format, or a sharded_state_dict() of that run"
                 )
 
@@ -283,11 +283,11 @@ def part_from_all(sharded: ShardedState, saved: Sequence[Mapping[str, Any]], ord
     ranges = list(zip(*(part.ranges for part in parts), strict=True))
     described = [{(None, "partition"): part.partition} | sharded.described(part) for part in parts]
     if found := difference(described, ranges=ranges):
-        (index, key), told = found
+        (index, key), values = found
         of = "" if index is None else f" of {sharded.shards[index].name}"
         raise ConfigurationError(
             f"the states of a ZeroRedundancyOptimizer do not belong together: {key!r}{of} differs between the old "
-            f"ranks: {told}"
+            f"ranks: {values}"
         )
     state = dict(first.beside)
     for index, shard in enumerate(sharded.shards):

@@ -1,4 +1,4 @@
-"""What :meth:`ZeroRedundancyOptimizer.from_optimizer` takes over from an optimizer, beside its state."""
+"""The parts of an optimizer, beside its state, that :meth:`ZeroRedundancyOptimizer.from_optimizer` takes over."""
 
 from __future__ import annotations
 

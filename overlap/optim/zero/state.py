@@ -50,7 +50,7 @@ __all__ = [
 # The key of a parameter's master, its copy in a wider dtype.
 MASTER = "master_param"
 
-# Beside the state, what the parameter held when the update last wrote it.
+# In an exchange of state: the parameter as the update last wrote it.
 _PUBLISHED = "the parameter as published"
 
 CPU = torch.device("cpu")
@@ -197,21 +197,22 @@ class ShardedState:
             if isinstance(described, str):
                 raise UnsupportedError(f"rank {rank}: {described}")
         if found := difference(everyone, ranges=[shard.ranges for shard in self.shards]):
-            (index, key), told = found
-            name = type(self.optimizer).__name__
+            (index, key), values = found
+            differs = f"differs between ranks: {values}"
+            optimizer = type(self.optimizer).__name__
             if index is None:
                 raise UnsupportedError(
-                    f"{name}: {key!r}, which belongs to no parameter, differs between ranks: {told}. It depends on "
+                    f"{optimizer}: {key!r}, which belongs to no parameter, {differs}. It depends on "
                     "all parameters, of which each rank steps a part; use plain DDP with this optimizer"
                 )
             raise UnsupportedError(
-                f"{name}: state {key!r} of {self.shards[index].name} differs between ranks: {told}. An optimizer that "
-                "does not treat each element by itself needs ZeroRedundancyOptimizer(..., partition='parameter')"
+                f"{optimizer}: state {key!r} of {self.shards[index].name} {differs}. An optimizer "
+                "that does not treat each element by itself needs ZeroRedundancyOptimizer(..., partition='parameter')"
             )
         return replace(part, **next((one for _, one in gathered if one is not None), {}))
 
     def described(self, part: Part) -> dict[_Place, str]:
-        """Text that is the same on all ranks for what must agree; see :func:`difference`.
+        """The values that must agree between ranks, as text; see :func:`difference`.
 
         Raises:
             UnsupportedError: a value of a parameter that is cut belongs neither to its elements nor to the parameter.
@@ -331,8 +332,8 @@ def _keep_values(given: Mapping[str, Any], loaded: dict[str, Any], chunk: Tensor
     """Undo what PyTorch's ``load_state_dict`` does to strings, which it takes for sequences, and to codes, counters and
     numbers: it loads all in the chunk's dtype.
 
-    Moments stay in that dtype unless they were in another one beside the same dtype when they were saved; what the
-    optimizer's own ``load_state_dict`` has seen to stays as it is.
+    Moments stay in that dtype unless they were in another one beside the same dtype when they were saved; values
+    that the optimizer's own ``load_state_dict`` has placed stay as they are.
     """
     for key, value in given.items():
         now = loaded.get(key)
@@ -433,7 +434,7 @@ def difference(
     """The first value that is not the same on all ranks, and how it differs.
 
     Args:
-        everyone: what :meth:`ShardedState.described` returned on each rank.
+        everyone: the result of :meth:`ShardedState.described` on each rank.
         ranges: of each parameter, the elements of each rank; one without elements may lack its state.
     """
     first: dict[_Place, tuple[int, str]] = {}
