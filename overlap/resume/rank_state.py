@@ -54,7 +54,7 @@ def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, A
         optim: the optimizer of the training loop, or a list of all where it has several; where ``None`` no optimizer is
             saved.
 
-    Issues: nothing; waits for gathers and averages that are under way.
+    Communication: none; waits for gathers and averages that are under way.
 
     Raises:
         TrainingLoopError: between backward and ``step()``, since gradients are not saved.
@@ -113,7 +113,7 @@ def load_state_dict(
         optim: its optimizer, or the list of them in the order in which they were saved, or ``None`` if none was.
         state: this rank's, or the list of those of all ranks.
 
-    Issues: nothing.
+    Communication: none.
 
     Raises:
         ConfigurationError: the state is another rank's, another number of ranks', or another model's, optimizer's or
