@@ -38,7 +38,7 @@ class OverlapMixin:
             it is called with an ``OverlappedOptimizer``, or with the ``ZeroRedundancyOptimizer``.
         local_sgd: a function of the DDP model and the optimizer that returns a ``LocalSGD``.
         zero: divide the state of the Trainer's optimizer among the ranks: ``True``, or options of
-            ``ZeroRedundancyOptimizer``.
+            ``ZeroRedundancyOptimizer.from_optimizer``.
         *args, **kwargs: the Trainer's.
 
     Raises:
@@ -71,8 +71,7 @@ class OverlapMixin:
         is_new = self.optimizer is None
         optimizer: Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if is_new and self._zero is not None:
-            cls, defaults = self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
-            optimizer = ZeroRedundancyOptimizer(optimizer.param_groups, cls, **self._zero, **defaults)
+            optimizer = ZeroRedundancyOptimizer.from_optimizer(optimizer, **self._zero)
         self.optimizer = optimizer
         return optimizer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from overlap._torch.optimizer import hook_attributes
-from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.errors import UnsupportedError
 from overlap.optim import ZeroRedundancyOptimizer
 from overlap.optim.declared import check_nothing_before, check_one_eps, unit_of
 
@@ -44,7 +43,7 @@ def sharding_obstacle(optimizer: Optimizer) -> str | None:
     if any(getattr(optimizer, name, None) for name in hook_attributes):
         return "the optimizer has hooks: register them after auto(), with what that returns"
     try:
-        again = type(optimizer)(_groups(optimizer), **_arguments(optimizer))
+        again = type(optimizer)([dict(group) for group in optimizer.param_groups], **_arguments(optimizer))
     except Exception as error:
         return f"{type(optimizer).__name__} cannot be made anew from its groups ({type(error).__name__}: {error})"
     for name, value in vars(optimizer).items():
@@ -61,22 +60,12 @@ def sharded(optimizer: Optimizer, group: dist.ProcessGroup) -> ZeroRedundancyOpt
     """
     if (why := sharding_obstacle(optimizer)) is not None:
         raise UnsupportedError(why)
-    arguments = _arguments(optimizer)
-    try:
-        return ZeroRedundancyOptimizer(
-            _groups(optimizer), type(optimizer), process_group=group, overlap_with_ddp=True, **arguments
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{type(optimizer).__name__} cannot be made anew from its groups: {error}") from error
+    return ZeroRedundancyOptimizer.from_optimizer(optimizer, process_group=group, overlap_with_ddp=True)
 
 
 def _unknown(optimizer: Optimizer) -> str | None:
     name = type(optimizer).__name__
     return None if unit_of(optimizer) else f"{name} is neither known nor declared; see overlap.declare({name}, ...)"
-
-
-def _groups(optimizer: Optimizer) -> Sequence[dict[str, Any]]:
-    return [dict(one) for one in optimizer.param_groups]
 
 
 def _arguments(optimizer: Optimizer) -> dict[str, Any]:

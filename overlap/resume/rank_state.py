@@ -25,8 +25,7 @@ from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.packed_state import load_packed
 from overlap.optim.phases import Event, Phase
 from overlap.optim.proxy import OptimizerProxy
-from overlap.optim.zero.other_ranks import load_joined
-from overlap.optim.zero.own_state import check_own_state, load_own_state, own_state
+from overlap.optim.zero.checkpoint import check_part, load_part
 from overlap.resume.reshard import check_parameters, class_of, in_order, labels_of, order_of, redistribute
 
 __all__ = ["load_state_dict", "rank_parts", "stage_of", "state_dict", "state_of_rank"]
@@ -55,7 +54,7 @@ def state_dict(ddp: DistributedDataParallel, optim: Optim = None) -> dict[str, A
         optim: the optimizer of the training loop, or a list of all where it has several; where ``None`` no optimizer is
             saved.
 
-    Issues: nothing; waits for gathers and averages that are under way.
+    Communication: none; waits for gathers and averages that are under way.
 
     Raises:
         TrainingLoopError: between backward and ``step()``, since gradients are not saved.
@@ -114,7 +113,7 @@ def load_state_dict(
         optim: its optimizer, or the list of them in the order in which they were saved, or ``None`` if none was.
         state: this rank's, or the list of those of all ranks.
 
-    Issues: nothing.
+    Communication: none.
 
     Raises:
         ConfigurationError: the state is another rank's, another number of ranks', or another model's, optimizer's or
@@ -278,7 +277,7 @@ def _optimizer_state(optim: Any, names: Names) -> dict[str, Any]:
     """What :func:`_load_optimizer_state` takes."""
     state: dict[str, Any] = {"class": class_of(optim), "parameters": labels_of(optim, names)}
     if isinstance(optim, ZeroRedundancyOptimizer):
-        return {**state, "own": own_state(optim)}
+        return {**state, "own": vars(optim.sharded_state().part())}
     return {**state, "state": _without_stages(optim.state_dict())}
 
 
@@ -292,18 +291,16 @@ def _without_stages(state: Mapping[str, Any]) -> dict[str, Any]:
 def _check_optimizer_state(optim: Any, names: Names, state: Mapping[str, Any]) -> None:
     """Raises: ConfigurationError: ``state`` is of another kind of optimizer, or of other parameters."""
     check_parameters(optim, names, state)
-    if isinstance(optim, ZeroRedundancyOptimizer) and "joined" not in state:
-        check_own_state(optim, state["own"], order_of(state["parameters"], labels_of(optim, names)))
+    if isinstance(optim, ZeroRedundancyOptimizer):
+        check_part(optim.sharded_state(), state["own"], order_of(state["parameters"], labels_of(optim, names)))
 
 
 def _load_optimizer_state(optim: Any, names: Names, state: Mapping[str, Any], stages: Mapping[str, Any] | None) -> None:
     """Load what :func:`_optimizer_state` returned; ``stages`` is the state of the stages, which a LocalSGD loads."""
-    if "joined" in state:
-        load_joined(optim, state["joined"])
-        return
     order = order_of(state["parameters"], labels_of(optim, names))
     if isinstance(optim, ZeroRedundancyOptimizer):
-        load_own_state(optim, state["own"], order)
+        optim.prepare_to_load()
+        load_part(optim.sharded_state(), state["own"], order)
         return
     packed = dict(state["state"])
     if isinstance(optim, LocalSGD):

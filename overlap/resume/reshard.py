@@ -18,7 +18,7 @@ from overlap.hooks.same_state import is_same_state
 from overlap.hooks.stage import redistributed
 from overlap.optim import LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.optim.proxy import OptimizerProxy
-from overlap.optim.zero.other_ranks import joined
+from overlap.optim.zero.checkpoint import part_from_all
 
 __all__ = ["check_parameters", "class_of", "in_order", "labels_of", "order_of", "redistribute"]
 
@@ -88,7 +88,7 @@ def _optimizers(saved: Sequence[Any], rank: int, ranks: int, optimizers: Sequenc
         if any((state["class"], state["parameters"]) != (base["class"], base["parameters"]) for state in states):
             raise ConfigurationError(f"the states are of runs with different optimizers, {base['class']} among them")
         if "own" in base:
-            base = _joined(optimizer, names, states)
+            base = _divided(optimizer, names, states)
         elif isinstance(optimizer, LocalSGD) and "local_sgd" in base["state"]:
             own = [state["state"] for state in states]
             base = {**base, "state": LocalSGD.redistribute(own, rank=rank, ranks=ranks)}
@@ -96,16 +96,17 @@ def _optimizers(saved: Sequence[Any], rank: int, ranks: int, optimizers: Sequenc
     return made if isinstance(saved[0], (list, tuple)) else made[0]
 
 
-def _joined(optim: Any, names: Names, states: Sequence[State]) -> dict[str, Any]:
-    """The state of a ``ZeroRedundancyOptimizer`` for any number of ranks, from the states of all old ranks.
+def _divided(optim: Any, names: Names, states: Sequence[State]) -> dict[str, Any]:
+    """The state of a ``ZeroRedundancyOptimizer`` on this rank, from those of all old ranks.
 
     Raises:
         ConfigurationError: as :func:`check_parameters`; or the states do not belong together.
     """
     check_parameters(optim, names, states[0])
-    order = order_of(states[0]["parameters"], labels_of(optim, names))
-    own = {key: value for key, value in states[0].items() if key != "own"}
-    return {**own, "joined": joined(optim, [state["own"] for state in states], order)}
+    here = labels_of(optim, names)
+    order = order_of(states[0]["parameters"], here)
+    part = part_from_all(optim.sharded_state(), [state["own"] for state in states], order)
+    return {**states[0], "parameters": here, "own": vars(part)}
 
 
 def _check_alike(models: Sequence[State], names: Names) -> None:

@@ -76,7 +76,7 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """The states of all ranks, as bytes: the same on every rank, or on the writer alone.
 
-        Issues: two gathers on the model's process group, the second of all that ranks do not have alike.
+        Communication: two gathers on the model's process group, the second of all that ranks do not have alike.
 
         Raises:
             TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
@@ -84,7 +84,7 @@ class TrainState:
         return self.gathered(self.rank_state_dict())
 
     def gathered(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """:meth:`state_dict` of what :meth:`rank_state_dict` has returned on each rank. Issues: as that one."""
+        """:meth:`state_dict` of what :meth:`rank_state_dict` has returned on each rank, with its communication."""
         group = check_ddp(self._ddp).process_group
         own = {key: _to_bytes(part) for key, part in parts.items()}
         meet(group, "gather the state of a TrainState")
@@ -120,7 +120,7 @@ class TrainState:
         self._load(parts)
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """This rank's part alone, for frameworks where each rank writes a file of its own. Issues nothing.
+        """This rank's part alone, for frameworks where each rank writes a file of its own. Without communication.
 
         Raises:
             TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.
@@ -159,7 +159,7 @@ class TrainState:
 
     def freeze(self) -> None:
         """Take this rank's state now: :meth:`state_dict` returns what it is, also when the stages are registered no
-        more. Issues nothing.
+        more. Without communication.
 
         Raises:
             TrainingLoopError, ConfigurationError: as :func:`overlap.state_dict`.

@@ -156,7 +156,7 @@ def shards_of_bucket(parameters: Sequence[Tensor], ownerships: Sequence[Ownershi
     layout = Layout(
         ranges=tuple(None if shard is None else shard.ranges for shard in found),
         numels=tuple(parameter.numel() for parameter in parameters),
-        is_even=not any(shard is not None and shard.is_whole for shard in found),
+        is_even=not any(shard is not None and shard.is_whole and shard.parameter.dim() for shard in found),
         segment_multiple=segment_multiple(parameters[0].device),
     )
     return BucketShards(layout, found, ownerships[0].group.rank())

@@ -1,55 +1,76 @@
-"""The state in the form for ``torch.distributed.checkpoint``: every rank writes its part.
+"""The state in files, of which each rank writes its part: at any number of ranks it loads again.
 
-A value with one element for every element of a parameter is saved in pieces, one per rank, as plain tensors whose names
-say which elements they hold: ``3/exp_avg/0:512``.
-A reader with another number of ranks finds the pieces that overlap with what it owns, and reads only these.
+*Through torch.distributed.checkpoint*, a value with one element for every element of a parameter is saved in pieces,
+one per rank, as plain tensors named by the elements that they hold: ``3/exp_avg/0:512``. A reader with another number
+of ranks finds the pieces that overlap with its own elements, and reads only these.
+
+*Of a rank by itself*, in ``overlap.state_dict``, it is a :class:`Part`. The same rank of as many ranks loads it as it
+is; for another number of ranks those of all old ranks are assembled, and divided anew.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pickle
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.zero.kinds import Kind, StateValue
-from overlap.optim.zero.parameter_groups import options_of
+from overlap.optim.packed_state import Order, cloned
 from overlap.optim.zero.partition import Range
-from overlap.optim.zero.plain_values import as_plain
 from overlap.optim.zero.sharding import Shard, flatten
-from overlap.optim.zero.state import GlobalState, ShardedState
+from overlap.optim.zero.state import (
+    Part,
+    ShardedState,
+    assemble,
+    check_divisible,
+    difference,
+    is_per_element,
+    piece_of,
+)
 
-__all__ = ["load_pieces", "pieces_to_save"]
+__all__ = ["check_part", "load_part", "load_pieces", "part_from_all", "pieces_to_save"]
 
 _MANIFEST = "manifest"
 
-# Where a name says which elements it holds, one with this has a value that is not a tensor, in the form of a tensor.
+# In a name, instead of elements: the value is not a tensor, and is saved in the form of one.
 _PACKED = "packed"
 
 
 def pieces_to_save(sharded: ShardedState) -> dict[str, Any]:
     """This rank's part of the state by name, as views if possible.
 
-    Issues: one gather of a few bytes per value, since of a value that all ranks have only one is saved.
+    Communication: one gather of a few bytes per value, since of a value that all ranks have only one is saved.
     """
-    local = sharded.local()
-    saved: dict[str, Any] = {_MANIFEST: _to_tensor(_manifest(sharded, local.agree()))}
-    for index, shard in enumerate(sharded.shards.values()):
-        start, end = (0, shard.parameter.numel()) if shard.is_whole else shard.range
-        for key, (kind, value) in local.of(shard).items():
+    part = sharded.part()
+    shared = sharded.agreed(part)
+    manifest = {
+        "state": shared.beside,
+        "entries": shared.entries,
+        "dtypes": part.dtypes,
+        "options": part.options,
+        "strides": [list(strides) for strides in part.strides],
+        **_sizes(sharded),
+    }
+    saved: dict[str, Any] = {_MANIFEST: _to_tensor(manifest)}
+    for index, state in part.state.items():
+        shard = sharded.shards[index]
+        numel = shard.parameter.numel()
+        start, end = (0, numel) if shard.is_whole else shard.range
+        for key, value in state.items():
             if isinstance(value, (dict, list, tuple)):
-                saved[f"{index}/{key}/{_PACKED}"] = _to_tensor(as_plain(value))
-            elif kind is Kind.BY_PARAMETER:
-                saved[f"{index}/{key}"] = as_plain(value)
+                saved[f"{index}/{key}/{_PACKED}"] = _to_tensor(value)
+            elif shard.own is None or not is_per_element(value, tuple(shard.own.shape)):
+                saved[f"{index}/{key}"] = value
             # An empty piece is written only if there is no other one to show that the value exists.
-            elif start < end or (shard.parameter.numel() == 0 and sharded.process_group.rank() == 0):
+            elif start < end or (not numel and sharded.process_group.rank() == 0):
                 saved[f"{index}/{key}/{start}:{end}"] = _in_order_of_memory(shard, value)
     return saved
 
@@ -60,21 +81,10 @@ def _in_order_of_memory(shard: Shard, value: Tensor) -> Tensor:
     return flatten(torch.empty_like(shard.parameter, dtype=value.dtype, requires_grad=False).copy_(value))
 
 
-def _manifest(sharded: ShardedState, shared: GlobalState) -> dict[str, Any]:
+def _sizes(sharded: ShardedState) -> dict[str, Any]:
     return {
-        "state": as_plain(shared.state),
-        "entries": as_plain(shared.entries),
-        "dtypes": [shard.dtype for shard in sharded.shards.values()],
-        **_shape_of(sharded),
-    }
-
-
-def _shape_of(sharded: ShardedState) -> dict[str, Any]:
-    return {
-        "options": [as_plain(options_of(group)) for group in sharded.param_groups],
         "groups": [len(group["params"]) for group in sharded.param_groups],
-        "shapes": [list(shard.parameter.shape) for shard in sharded.shards.values()],
-        "strides": [list(shard.parameter.stride()) for shard in sharded.shards.values()],
+        "shapes": [list(shard.parameter.shape) for shard in sharded.shards],
     }
 
 
@@ -102,11 +112,11 @@ class _Entry:
         span = None if start is None else (int(start), int(end))
         return cls(name, int(found["index"]), found["key"], span, found["packed"] is not None, metadata)
 
-    def target(self) -> Any:
-        """The tensor to read into."""
-        if _is_tensor(self.metadata):
-            return torch.empty(self.metadata.size, dtype=self.metadata.properties.dtype)
-        return None
+    def target(self) -> Tensor | None:
+        """The tensor to read into; ``None`` for a value that is not a tensor."""
+        if not _is_tensor(self.metadata):
+            return None
+        return torch.empty(self.metadata.size, dtype=self.metadata.properties.dtype)
 
 
 def _is_tensor(metadata: Any) -> bool:
@@ -116,7 +126,7 @@ def _is_tensor(metadata: Any) -> bool:
 
 
 def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
-    """Read the state of what this rank owns now, saved by any number of ranks."""
+    """Load this rank's part of a state that any number of ranks has saved."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -134,94 +144,80 @@ def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
     found: dict[str, Any] = {prefix + _MANIFEST: torch.empty(place.size, dtype=torch.uint8)}
     load(found, storage_reader=reader, process_group=sharded.process_group)
     manifest = _from_tensor(found[prefix + _MANIFEST])
-    shards = list(sharded.shards.values())
-    _check(sharded, manifest)
+    _check_sizes(sharded, manifest)
     entries = [
         _Entry.parse(name, prefix, metadata)
         for name, metadata in saved.items()
         if name.startswith(prefix) and name != prefix + _MANIFEST and "/" in name.removeprefix(prefix)
     ]
-    entries = [entry for entry in entries if shards[entry.index].own is not None]
+    entries = [entry for entry in entries if sharded.shards[entry.index].own is not None]
     strides = [tuple(saved) for saved in manifest["strides"]]
-    wanted = [entry for entry in entries if _is_needed(entry, shards[entry.index], strides[entry.index])]
-    values: dict[str, Any] = {entry.name: entry.target() for entry in wanted}
+    windows = [_window(shard, saved) for shard, saved in zip(sharded.shards, strides, strict=True)]
+    values = {entry.name: entry.target() for entry in entries if _is_needed(entry, windows[entry.index])}
     load(values, storage_reader=reader, process_group=sharded.process_group)
-    values.update((entry.name, _from_tensor(values[entry.name])) for entry in wanted if entry.is_packed)
-    _check_kinds(sharded, wanted, values)
-    # What was saved by earlier versions has no global state and no dtypes.
-    shared = GlobalState(manifest.get("state", {}), manifest.get("entries", {}))
-    dtypes = {id(shard): dtype for shard, dtype in zip(shards, manifest.get("dtypes", ()), strict=False)}
-    sharded.replace(_join(entries, values, shards, strides), manifest["options"], shared, dtypes=dtypes)
+    sharded.load(
+        sharded.loadable(
+            _joined(sharded, entries, values, windows, strides),
+            manifest["options"],
+            # Earlier versions have saved neither these nor the dtypes.
+            manifest.get("state", {}),
+            manifest.get("entries", {}),
+            manifest.get("dtypes"),
+        )
+    )
 
 
-def _check_kinds(sharded: ShardedState, wanted: Sequence[_Entry], values: Mapping[str, Any]) -> None:
-    """Raises: UnsupportedError: a value was saved with whole parameters, and cannot be divided into chunks."""
-    shards = list(sharded.shards.values())
-    whole = [
-        StateValue(shards[entry.index].name, tuple(shards[entry.index].parameter.shape), entry.key, values[entry.name])
-        for entry in wanted
-        if entry.span is None
-    ]
-    kinds = sharded.kinds(whole)
-    for value in whole:
-        kinds.of(value)
+def _window(shard: Shard, strides: tuple[int, ...]) -> Range:
+    """The elements to read of a parameter that was saved with these strides: in another order, those of this rank may
+    be anywhere."""
+    is_all = shard.is_whole or strides != shard.parameter.stride()
+    return (0, shard.parameter.numel()) if is_all else shard.range
 
 
-def _is_needed(entry: _Entry, shard: Shard, strides: tuple[int, ...]) -> bool:
-    # In another order, what this rank owns may be anywhere.
-    is_permuted = strides != shard.parameter.stride()
-    return entry.span is None or is_permuted or (entry.span[0] < shard.range[1] and shard.range[0] < entry.span[1])
+def _is_needed(entry: _Entry, window: Range) -> bool:
+    return entry.span is None or (entry.span[0] < window[1] and window[0] < entry.span[1])
 
 
-def _join(
+def _joined(
+    sharded: ShardedState,
     entries: Sequence[_Entry],
     values: Mapping[str, Any],
-    shards: Sequence[Shard],
+    windows: Sequence[Range],
     strides: Sequence[tuple[int, ...]],
 ) -> dict[int, dict[str, Any]]:
-    """The state of what this rank owns of each shard, put together from pieces; ``strides`` are those at saving."""
-    states: dict[int, dict[str, Any]] = {}
-    in_another_order: dict[tuple[int, str], Tensor] = {}
+    """This rank's state, put together from whole values and pieces."""
+    state: dict[int, dict[str, Any]] = {entry.index: {} for entry in entries}
+    flat: dict[tuple[int, str], Tensor] = {}
     for entry in entries:
-        shard = shards[entry.index]
-        state = states.setdefault(id(shard), {})
+        shard, (start, end) = sharded.shards[entry.index], windows[entry.index]
         if entry.span is None:
-            state[entry.key] = values[entry.name]
+            value = _from_tensor(values[entry.name]) if entry.is_packed else values[entry.name]
+            if not shard.is_whole:
+                check_divisible(sharded.optimizer, shard, entry.key, value, shard.parameter.shape)
+            state[entry.index][entry.key] = value
             continue
-        if strides[entry.index] != shard.parameter.stride():
-            empty = torch.empty(shard.parameter.numel(), dtype=entry.metadata.properties.dtype)
-            whole = in_another_order.setdefault((entry.index, entry.key), empty)
-            whole[entry.span[0] : entry.span[1]] = values[entry.name]
-            continue
-        if entry.key not in state:
-            assert shard.own is not None, "entries are only of shards of which this rank has a part"
-            dtype = entry.metadata.properties.dtype
-            state[entry.key] = torch.empty_like(shard.own, dtype=dtype, device="cpu")
+        made = torch.empty(end - start, dtype=entry.metadata.properties.dtype)
+        joined = flat.setdefault((entry.index, entry.key), made)
         if entry.name in values:
-            (start, end), (begin, stop) = shard.range, entry.span
-            first, last = max(start, begin), min(end, stop)
-            flatten(state[entry.key])[first - start : last - start] = values[entry.name][first - begin : last - begin]
-    for (index, key), flat in in_another_order.items():
-        states[id(shards[index])][key] = _reordered(shards[index], flat, strides[index])
-    return states
+            first, last = max(start, entry.span[0]), min(end, entry.span[1])
+            joined[first - start : last - start] = values[entry.name][first - entry.span[0] : last - entry.span[0]]
+    for (index, key), joined in flat.items():
+        shard = sharded.shards[index]
+        is_own = windows[index] == shard.range and not shard.is_whole and strides[index] == shard.parameter.stride()
+        whole = None if is_own else joined.as_strided(shard.parameter.size(), strides[index])
+        state[index][key] = joined if whole is None else piece_of(shard, whole)
+    return state
 
 
-def _reordered(shard: Shard, flat: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """What this rank owns of a value that was saved in the order of other strides."""
-    whole = torch.empty_like(shard.parameter, dtype=flat.dtype, device="cpu", requires_grad=False)
-    whole.copy_(flat.as_strided(whole.size(), strides))
-    return whole if shard.is_whole else flatten(whole)[shard.range[0] : shard.range[1]].clone()
-
-
-def _check(sharded: ShardedState, manifest: Mapping[str, Any]) -> None:
-    mine = _shape_of(sharded)
-    if manifest["groups"] != mine["groups"]:
+def _check_sizes(sharded: ShardedState, manifest: Mapping[str, Any]) -> None:
+    here = _sizes(sharded)
+    if manifest["groups"] != here["groups"]:
         raise ConfigurationError(
-            f"the checkpoint has groups of {manifest['groups']} parameters, but this optimizer has {mine['groups']}"
+            f"the checkpoint has groups of {manifest['groups']} parameters, but this optimizer has {here['groups']}"
         )
-    for shard, saved, here in zip(sharded.shards.values(), manifest["shapes"], mine["shapes"], strict=True):
-        if saved != here:
-            raise ConfigurationError(f"{shard.name}: its shape in the checkpoint is {saved}, here {here}")
+    for shard, saved, shape in zip(sharded.shards, manifest["shapes"], here["shapes"], strict=True):
+        if saved != shape:
+            raise ConfigurationError(f"{shard.name}: its shape in the checkpoint is {saved}, here {shape}")
 
 
 def _to_tensor(value: Any) -> Tensor:
@@ -245,3 +241,85 @@ def _to_tensor(value: Any) -> Tensor:
 
 def _from_tensor(tensor: Tensor) -> Any:
     return torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)
+
+
+def check_part(sharded: ShardedState, saved: Mapping[str, Any], order: Order) -> None:
+    """Raises: ConfigurationError: this rank owned other elements when ``vars(part)`` was ``saved``."""
+    then = _reordered(saved, order)
+    for index, shard in enumerate(sharded.shards):
+        for name, before, now in (
+            ("range", then.ranges[index], shard.range),
+            ("strides", then.strides[index], shard.parameter.stride()),
+            ("dtype", then.dtypes[index], shard.dtype),
+            ("partition", then.partition, sharded.partition),
+        ):
+            if before != now:
+                raise ConfigurationError(
+                    f"this rank's share of {shard.name} of shape {tuple(shard.parameter.shape)} is not the one that "
+                    f"was saved ({name}: {before} then, {now} now): use the same partition, master_dtype, order of "
+                    "parameters and memory format, or a sharded_state_dict() of that run"
+                )
+
+
+def load_part(sharded: ShardedState, saved: Mapping[str, Any], order: Order) -> None:
+    """Load a ``saved`` part that :func:`check_part` has passed, after the model's parameters."""
+    part = _reordered(saved, order)
+    sharded.load(replace(part, state=cloned(part.state)))
+
+
+def part_from_all(sharded: ShardedState, saved: Sequence[Mapping[str, Any]], order: Order) -> Part:
+    """This rank's part, from the parts that all old ranks have saved by themselves.
+
+    Args:
+        sharded: of the optimizer that is going to load it.
+        saved: ``vars(part)`` of each old rank, in their order.
+        order: the places of the parameters of ``sharded`` in these parts.
+
+    Raises:
+        ConfigurationError: the parts do not belong together.
+    """
+    parts = [_reordered(one, order) for one in saved]
+    first = next((part for part in parts if part.steps), parts[0])
+    ranges = list(zip(*(part.ranges for part in parts), strict=True))
+    described = [{(None, "partition"): part.partition} | sharded.described(part) for part in parts]
+    if found := difference(described, ranges=ranges):
+        (index, key), values = found
+        of = "" if index is None else f" of {sharded.shards[index].name}"
+        raise ConfigurationError(
+            f"the states of a ZeroRedundancyOptimizer do not belong together: {key!r}{of} differs between the old "
+            f"ranks: {values}"
+        )
+    state = dict(first.beside)
+    for index, shard in enumerate(sharded.shards):
+        of_ranks = [part.state.get(index) for part in parts]
+        if first.is_cut(shard):
+            whole = assemble(of_ranks, ranges[index], shard.parameter.size(), first.strides[index])
+        else:
+            whole = dict(next((one for one in of_ranks if one), {}))
+        if whole:
+            state[index] = whole
+    places = itertools.count()
+    groups = [
+        {**options, "params": list(itertools.islice(places, len(group["params"])))}
+        for group, options in zip(sharded.param_groups, first.options, strict=True)
+    ]
+    return sharded.divided({**first.entries, "state": state, "param_groups": groups}, dtypes=first.dtypes)
+
+
+def _reordered(saved: Mapping[str, Any], order: Order) -> Part:
+    """A saved part with its parameters in another order."""
+    if set(saved) != {field.name for field in fields(Part)}:
+        raise ConfigurationError(
+            "the state of a ZeroRedundancyOptimizer was saved by an earlier version of overlap: load it there, and "
+            "save zero.sharded_state_dict(), which every version loads"
+        )
+    part = Part(**saved)
+    starts = itertools.accumulate((len(places) for places in order), initial=0)
+    flat = [start + place for start, places in zip(starts, order, strict=False) for place in places]
+    return replace(
+        part,
+        ranges=[part.ranges[place] for place in flat],
+        strides=[part.strides[place] for place in flat],
+        dtypes=[part.dtypes[place] for place in flat],
+        state={new: part.state[old] for new, old in enumerate(flat) if old in part.state},
+    )

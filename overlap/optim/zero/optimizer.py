@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,12 @@ from overlap.optim.phases import Event
 from overlap.optim.skipping import SkippedUpdates
 from overlap.optim.veto import Veto
 from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
-from overlap.optim.zero.consolidation import consolidate, load_plain
+from overlap.optim.zero.conversion import (
+    check_convertible,
+    check_same_optimizer,
+    constructor_arguments,
+    copy_attributes,
+)
 from overlap.optim.zero.exchange import Exchange, Workspace
 from overlap.optim.zero.join_hook import ZeroJoinHook
 from overlap.optim.zero.local_optimizer import LocalOptimizer
@@ -51,10 +56,7 @@ from overlap.optim.zero.parameter_groups import (
 )
 from overlap.optim.zero.sharded_update import ShardedUpdate
 from overlap.optim.zero.sharding import Shard
-from overlap.optim.zero.state import ShardedState
-from overlap.optim.zero.state_view import StateView
-from overlap.optim.zero.strides import follow_strides
-from overlap.optim.zero.whole_state import WholeState
+from overlap.optim.zero.state import ConsolidatedState, ShardedState, StateView
 from overlap.optim.zero.without_hooks import UpdateWithoutHooks
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ``torch.float32`` for ``bfloat16`` parameters. Adds ``1/W`` of the parameters in that dtype on each rank.
         **defaults: arguments of ``optimizer_class``.
 
-    Issues: at construction one gather of a few bytes per parameter on ``process_group``, to compare the ranks.
+    Communication: at construction one gather of a few bytes per parameter on ``process_group``, to compare the ranks.
 
     Raises:
         ConfigurationError: an argument is wrong, or the ranks have different parameters.
@@ -110,6 +112,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ...     loss_fn(ddp(x), y).backward()
     ...     zero.step()
     ...     scheduler.step()
+
+    An optimizer that exists already is sharded with its groups, defaults and state:
+
+    >>> built = torch.optim.AdamW([{"params": list(ddp.parameters()), "weight_decay": 0.1}], lr=1e-3)
+    >>> ZeroRedundancyOptimizer.from_optimizer(built).param_groups[0]["weight_decay"]
+    0.1
     """
 
     # GradScaler then leaves gradients as they are, always calls step(), and sets found_inf and grad_scale here.
@@ -153,7 +161,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         check_flag("overlap_with_ddp", overlap_with_ddp)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.overlap_with_ddp = overlap_with_ddp
-        self._whole_state = WholeState(self.rank)
+        self._consolidated = ConsolidatedState(self.rank)
         groups = read_groups(params)
         self._local = local = LocalOptimizer(
             cls,
@@ -163,7 +171,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             partition=partition,
             master_dtype=master_dtype,
             meeting=meeting,
-            on_change=self._whole_state.note_change,
+            on_change=self._consolidated.note_change,
         )
         self.optim = local.optim
         """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
@@ -183,6 +191,57 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Optimizer.__init__(self, [with_names(group) for group in groups], self.optim.defaults)
         copy_options(self.optim.param_groups, self.param_groups)
         self._is_complete = True
+
+    @classmethod
+    def from_optimizer(
+        cls,
+        optimizer: Optimizer,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        overlap_with_ddp: bool = False,
+        partition: str | None = None,
+        master_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Shard an optimizer that exists already, such as one that a factory built or a checkpoint has filled.
+
+        The new optimizer has its class, its groups with their hyperparameters, its defaults and its state, of which
+        each rank keeps its part, and goes on as it would, bit for bit. Afterwards drop the old one, which still holds
+        the whole state::
+
+            zero = ZeroRedundancyOptimizer.from_optimizer(create_optimizer(model), overlap_with_ddp=True)
+            chain(ZeroStep(zero)).register(ddp)
+
+        Args:
+            optimizer: of a known or declared class, the same on every rank. Wrappers of Accelerate and Lightning are
+                unwrapped.
+            process_group, overlap_with_ddp, partition, master_dtype: as of :class:`ZeroRedundancyOptimizer`.
+
+        Communication: as at construction, and one gather of a few bytes per value of the state.
+
+        Raises:
+            ConfigurationError: ``optimizer`` is not a plain optimizer, or the ranks have different ones.
+            UnsupportedError: as at construction; or it has hooks, a learning rate scheduler, a ``step()`` or an
+                attribute of its own, which would be lost; or its state cannot be divided.
+        """
+        if not dist.is_initialized():
+            raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
+        group: Any = check_group("process_group", process_group) or dist.group.WORLD
+        with Meeting(group, "convert an optimizer to a ZeroRedundancyOptimizer") as meeting:
+            plain = check_convertible(optimizer)
+            meeting.come()
+            check_same_optimizer(plain, group)
+        zero = cls(
+            plain.param_groups, type(plain), group, overlap_with_ddp=overlap_with_ddp, partition=partition,
+            master_dtype=master_dtype, **constructor_arguments(plain),
+        )  # fmt: skip
+        zero.defaults.update(plain.defaults)
+        copy_attributes(plain, zero.optim)
+        if plain.state:
+            zero.prepare_to_load()
+            state = zero.sharded_state()
+            dtypes = [shard.parameter.dtype for shard in state.shards]
+            state.load(state.divided(plain.state_dict(), dtypes=dtypes))
+        return zero
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -209,7 +268,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _before_reset(self) -> None:
         if self.stage is not None:
             self.stage.lifecycle.check(Event.LOAD)
-        self._whole_state.note_change()
+        self._consolidated.note_change()
 
     @property
     def stage(self) -> ShardedUpdate | None:
@@ -246,12 +305,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._local.add(group)
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
-        if not self._whole_state.is_untouched:
-            self._whole_state.note_change()
+        if not self._consolidated.is_untouched:
+            self._consolidated.note_change()
 
     def follow_strides(self) -> None:
         """Bring the state into the order of parameters whose memory format was changed; call it on every rank."""
-        follow_strides(ShardedState(self.optim, self.param_groups, self.shards, self.process_group))
+        self.sharded_state().follow_strides()
 
     def begin(self) -> None:
         """Begin a step: take note of parameters that were moved or changed since the last one.
@@ -435,8 +494,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Gather the whole state in CPU memory, for :meth:`state_dict` to return until the state changes.
 
-        Call it on every rank. Issues: one gather of a few bytes per value, and gathers of at most about 64 MB of state
-        each.
+        Call it on every rank.
+
+        Communication: one gather of a few bytes per value, and gathers of at most about 64 MB of state each.
 
         Args:
             to: the rank of the group that gets the state; ``None`` for all ranks.
@@ -450,7 +510,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with Meeting(self.process_group, "consolidate the state of a ZeroRedundancyOptimizer") as meeting:
             state = self._settled_state()
             meeting.come()
-            self._whole_state.keep(consolidate(state, to))
+            self._consolidated.keep(state.consolidate(to))
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the form of the plain ``optimizer_class``; empty on ranks to which it was not consolidated.
@@ -466,9 +526,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._local.make_state()
         if is_in_checkpointing():
             self.consolidate_state_dict(to=None)
-        elif self._whole_state.is_untouched and not self.optim.state:
-            self._whole_state.keep({"state": {}, **self._settled_state().local().shared.entries})
-        packed = self._whole_state.packed(self.param_groups)
+        elif self._consolidated.is_untouched and not self.optim.state:
+            self._consolidated.keep({"state": {}, **self._settled_state().part().entries})
+        packed = self._consolidated.packed(self.param_groups)
         return after_state_dict(self, packed) if packed else packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -477,12 +537,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ConfigurationError: it belongs to other parameters.
         """
-        given, was_untouched = before_load_state_dict(self, state_dict), self._whole_state.is_untouched
+        given, was_untouched = before_load_state_dict(self, state_dict), self._consolidated.is_untouched
         self.prepare_to_load()
-        load_plain(self._settled_state(), given)
+        self.wait()
+        state = self.sharded_state()
+        state.load(state.divided(given))
         if was_untouched and not given["state"]:
             # Accelerate loads what a new optimizer gave, which leaves it as it was.
-            self._whole_state.reset()
+            self._consolidated.reset()
         after_load_state_dict(self)
 
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -510,7 +572,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ConfigurationError: nothing is saved there, or it belongs to other parameters.
         """
         self.prepare_to_load()
-        load_pieces(self._settled_state(), checkpoint, key)
+        self.wait()
+        load_pieces(self.sharded_state(), checkpoint, key)
 
     def prepare_to_load(self) -> None:
         """The state is about to be replaced.
@@ -520,13 +583,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self.stage is not None:
             self.stage.lifecycle.on_load()
-        self._whole_state.note_change()
+        self._consolidated.note_change()
+
+    def sharded_state(self) -> ShardedState:
+        """This rank's part of the state."""
+        shards = list(self.shards.values())
+        return ShardedState(self.optim, self.param_groups, shards, self.partition, self.process_group)
 
     def _settled_state(self) -> ShardedState:
-        """This rank's part of the state, after all gathers have ended."""
+        """This rank's part of the state in the order of the parameters' memory, after all gathers have ended."""
         self.wait()
         self.follow_strides()
-        return ShardedState(self.optim, self.param_groups, self.shards, self.process_group)
+        return self.sharded_state()
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError("a ZeroRedundancyOptimizer belongs to its process group; save its state instead")

@@ -122,7 +122,7 @@ def check_same_on_all_ranks(
 ) -> None:
     """Compare the parameters, and how they are sharded, with those of rank 0.
 
-    Issues: one gather of a few bytes per parameter.
+    Communication: one gather of a few bytes per parameter.
 
     Raises:
         ConfigurationError: they differ; raised on every rank, with the rank and the first parameter that differs.

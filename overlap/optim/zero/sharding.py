@@ -93,7 +93,8 @@ class Ownership:
                 owned,
                 self.group.rank(),
                 name=name,
-                is_whole=self._partition.is_whole,
+                # Of one element without dimensions, state per element and per parameter look alike.
+                is_whole=self._partition.is_whole or parameter.dim() == 0,
                 master_dtype=self._master_dtype,
             )
             for name, (_, parameter), owned in zip(names, pairs, ranges, strict=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.optim import Optimizer
 
 from harness import assert_parity, run_ranks, wrap
@@ -18,7 +19,6 @@ from harness.third_party import BlockwiseAdamW
 from overlap import UnsupportedError, ZeroRedundancyOptimizer, ZeroStep, chain, declare
 from overlap.hooks import AllReduce
 from overlap.optim import FunctionalAdam, Step
-from overlap.optim.zero.kinds import Kind, Kinds, StateValue
 
 
 @declare("element")
@@ -30,8 +30,8 @@ class Misdeclared(BlockwiseAdamW):
 class Varied(Optimizer):
     """SGD with a bit of everything in its state."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+    def __init__(self, params: Any, lr: float = 0.1, has_table: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "has_table": has_table})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -47,7 +47,8 @@ class Varied(Optimizer):
                 state.setdefault("signs", torch.zeros_like(parameter, dtype=torch.int8))
                 state.setdefault("names", {"kind": "sgd", "bounds": [0.5, 1]})
                 state.setdefault("nothing", None)
-                state.setdefault("codes", torch.arange(7, dtype=torch.uint8))
+                if group["has_table"]:
+                    state.setdefault("codes", torch.arange(7, dtype=torch.uint8))
                 if count > 2**24 + 2:  # Lazily, at the third step.
                     state.setdefault("late", parameter.grad.abs())
                 count += 1
@@ -85,7 +86,7 @@ def _leg(rank: int, world_size: int, cls: Any, options: dict[str, Any], folder: 
         torch.save(whole, folder / "optimizer.pt")
         torch.load(folder / "optimizer.pt", weights_only=True)
     reference = wrap(MLP.model(), **MLP.ddp_options())
-    plain = cls(reference.parameters())
+    plain = cls(reference.parameters(), **{key: value for key, value in options.items() if key != "partition"})
     _train(reference, plain, 0, stop)
     assert_parity(list(ddp.parameters()), list(reference.parameters()), what=f"step {stop}")
     assert_parity(whole, plain.state_dict(), what=f"state at step {stop}")
@@ -94,7 +95,11 @@ def _leg(rank: int, world_size: int, cls: Any, options: dict[str, Any], folder: 
 
 @pytest.mark.parametrize(
     ("cls", "options"),
-    [(Varied, {"partition": "element"}), (Varied, {"partition": "parameter"}), (BlockwiseAdamW, {})],
+    [
+        (Varied, {"partition": "element"}),
+        (Varied, {"partition": "parameter", "has_table": True}),
+        (BlockwiseAdamW, {}),
+    ],
     ids=["varied, by element", "varied, by parameter", "blockwise"],
 )
 def test_state_of_every_kind_is_that_of_plain_ddp_and_resumes_exactly(
@@ -232,27 +237,58 @@ def test_a_functional_optimizer_without_parameters_has_its_state_in_the_models_o
     run_ranks(_functional_order, 2)
 
 
-def _value(numel: int, key: str, value: Any) -> StateValue:
-    return StateValue(f"p{numel}", (numel,), key, value)
+def _table_by_element(rank: int, world_size: int) -> None:
+    module = MLP.model()
+    zero = ZeroRedundancyOptimizer(module.parameters(), Varied, partition="element", has_table=True)
+    mean_squared_error(module, MLP.batch(0, 0)).backward()
+    with pytest.raises(
+        UnsupportedError,
+        match=r"'codes' of .* is a Tensor of shape \(7,\) torch.uint8 for \d+ elements of shape \(\d+,\).*'parameter'",
+    ):
+        zero.step()
 
 
-def test_values_of_parameters_with_one_element_are_as_those_of_others() -> None:
-    values = [
-        _value(1, "moment", torch.zeros(1)),
-        _value(8, "moment", torch.zeros(8)),
-        _value(1, "factor", torch.zeros(1)),
-        _value(8, "factor", torch.zeros(1)),
-        _value(1, "step", torch.zeros(())),
-    ]
-    kinds = Kinds("Adam", values, are_cut=True)
-    assert [kinds.of(value) is Kind.BY_ELEMENT for value in values] == [True, True, False, False, False]
+def test_a_table_is_refused_by_element() -> None:
+    run_ranks(_table_by_element, 2)
 
 
-def test_a_table_of_one_size_belongs_to_the_parameter_and_one_that_grows_to_nothing() -> None:
-    tables = [_value(8, "table", torch.zeros(5)), _value(100, "table", torch.zeros(5))]
-    growing = [_value(128, "scale", torch.zeros(2)), _value(256, "scale", torch.zeros(4))]
-    kinds = Kinds("Adam", [*tables, *growing], are_cut=True)
-    assert [kinds.of(value) for value in tables] == [Kind.BY_PARAMETER] * 2
-    for value in growing:
-        with pytest.raises(UnsupportedError, match=f"Adam: state 'scale' of {value.name} .*one per block"):
-            kinds.of(value)
+class _Scalars(nn.Module):
+    """A parameter without dimensions, one of one element, and one that is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.tensor([0.1]))
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.temperature + self.shift
+
+
+def _scalars(rank: int, world_size: int, folder: Path) -> None:
+    """State per element and per parameter look alike there; both are those of the plain optimizer."""
+    for cls, options in ((torch.optim.NAdam, {}), (torch.optim.Adagrad, {"lr": 0.1}), (torch.optim.ASGD, {"lr": 0.1})):
+        plain, ddp, again = wrap(_Scalars()), wrap(_Scalars()), wrap(_Scalars())
+        reference = cls(plain.parameters(), **options)
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), cls, **options)
+        chain(ZeroStep(zero)).register(ddp)
+        loaded = ZeroRedundancyOptimizer(again.parameters(), cls, **options)
+        for step in range(6):
+            for model, optimizer in ((plain, reference), (ddp, zero), *([(again, loaded)] if step >= 3 else ())):
+                optimizer.zero_grad()
+                model(torch.full((4, 16), 0.1 * (rank + step))).square().mean().backward()
+                optimizer.step()
+            if step == 2:
+                again.load_state_dict(ddp.state_dict())
+                loaded.load_state_dict(copy.deepcopy(reference.state_dict()))
+                dcp.save(zero.sharded_state_dict(), checkpoint_id=folder / cls.__name__)
+                loaded.load_sharded(folder / cls.__name__)
+            assert_parity(list(ddp.parameters()), list(plain.parameters()), what=f"{cls.__name__}, step {step}")
+        assert_parity(list(again.parameters()), list(plain.parameters()), what=f"{cls.__name__}, loaded")
+        for one in (zero, loaded):
+            assert_parity(_whole(one), reference.state_dict(), what=f"{cls.__name__}, state")
+
+
+def test_parameters_of_one_element_have_the_state_of_the_plain_optimizer(tmp_path: Path) -> None:
+    run_ranks(_scalars, 2, tmp_path)
