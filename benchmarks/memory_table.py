@@ -152,8 +152,7 @@ def table(results: Cells) -> str:
         for ranks, cells in measured:
             columns = 4 if any("step_ms" in found for found in cells.values()) else 3
             heads += [f"{ranks} ranks", "of plain DDP", "from step 3", "step, ms"][:columns]
-            for row, line in zip(rows, lines, strict=True):
-                line += _figures(cells, row)[:columns]
+            lines = [line + _figures(cells, row)[:columns] for row, line in zip(rows, lines, strict=True)]
         weights = measured[0][1][COMPUTE]["weights"] / MIB
         tables.append(
             f"**{title} parameters ({weights:.0f} MiB), {kind}**, MiB above activations:\n\n"

@@ -131,6 +131,19 @@ def _classified(make_model: Callable[[], nn.Module], *shape: int, **options: Any
     return Workload(make_model=make_model, make_batch=make_batch, **options)
 
 
+def _photographs() -> Workload:
+    """ResNet-50 on images of 224 x 224, in the layout that GPUs convolve fastest."""
+
+    def make_model() -> nn.Module:
+        return ResNet("resnet50").to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    def make_batch(size: int) -> tuple[Tensor, Tensor]:
+        images = torch.randn(size, 3, 224, 224).contiguous(memory_format=torch.channels_last)
+        return images, torch.randint(_CLASSES, (size,))
+
+    return Workload(make_model=make_model, make_batch=make_batch, autocast=torch.bfloat16)
+
+
 def _language(layers: int, width: int, vocabulary: int, tokens: int) -> Workload:
     """A language model with heads of 64 features, on random sequences."""
     make_model = partial(GPT, layers=layers, width=width, heads=width // 64, vocabulary=vocabulary, tokens=tokens)
@@ -154,8 +167,10 @@ def _mlp(*, batch_norm: bool) -> nn.Module:
 WORKLOADS = {
     "resnet18": _classified(partial(ResNet, "resnet18"), 3, 64, 64),
     "resnet50": _classified(partial(ResNet, "resnet50"), 3, 64, 64),
-    "resnet50-224": _classified(partial(ResNet, "resnet50"), 3, 224, 224, autocast=torch.bfloat16),
+    "resnet50-224": _photographs(),
+    "resnet-small": _classified(partial(ResNet, "resnet18", channels=8), 3, 32, 32),
     "transformer": _language(layers=4, width=256, vocabulary=4096, tokens=64),
+    "gpt-small": _language(layers=2, width=64, vocabulary=512, tokens=32),
     "gpt-25m": _language(layers=6, width=512, vocabulary=16384, tokens=64),
     "gpt-100m": _language(layers=12, width=768, vocabulary=16384, tokens=64),
     "gpt-350m": _language(layers=24, width=1024, vocabulary=50304, tokens=1024),
