@@ -21,9 +21,7 @@ import itertools
 import json
 import os
 import statistics
-import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +29,9 @@ import torch
 import torch.distributed as dist
 
 import overlap
-from benchmarks.launch import run_ranks
-from benchmarks.link import ShapedLink, parse_bandwidth
-from benchmarks.models import workload
+from benchmarks.models import WORKLOADS
+from benchmarks.pages import in_markdown, write_between
+from benchmarks.ranks import World, open_network, run_on_ranks
 from overlap.plan.candidates import METHODS, Candidate
 from overlap.plan.copies import Training
 from overlap.plan.decision import FEWEST_ROUNDS
@@ -49,17 +47,14 @@ _BY_HAND = [
 ]
 
 
-def rank_task(task: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def cell(world: World, model_name: str, batch_size: int, seconds: float, options: dict[str, Any]) -> dict[str, Any]:
+    """Chooses, and times the choice beside all other exact methods."""
     group = dist.group.WORLD
     assert group is not None
-    device = torch.device("cpu")
     torch.manual_seed(0)
-    work = workload(task["model"])
-    model = work.make_model()
-    torch.manual_seed(1 + dist.get_rank())
-    sample = work.make_batch(task["batch_size"])
+    model = WORKLOADS[model_name].make_model()
+    torch.manual_seed(1 + world.rank)
+    sample = WORKLOADS[model_name].make_batch(batch_size)
     loss = torch.nn.functional.cross_entropy
 
     def trained() -> Training:
@@ -70,17 +65,15 @@ def rank_task(task: dict[str, Any]) -> None:
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
     mine = trained()
     start_s = time.monotonic()
-    ddp, _ = overlap.auto(
-        mine.model, mine.optimizer, sample=sample, loss=loss, allow="sharded", quiet=True, **task["options"]
-    )
+    ddp, _ = overlap.auto(mine.model, mine.optimizer, sample=sample, loss=loss, allow="sharded", quiet=True, **options)
     took_s = time.monotonic() - start_s
     plan = overlap.Plan.of(ddp)
     del ddp, mine
     others = [one for one in _BY_HAND if one != plan.candidate]
 
     def chosen_to(candidates: list[Candidate], seconds: float) -> dict[Candidate, float]:
-        meeting = Meeting(group, device)
-        race = Race(meeting, group, device, sample, trained, {})
+        meeting = Meeting(group, world.device)
+        race = Race(meeting, group, world.device, sample, trained, {})
         for one in [plan.candidate, *candidates]:
             race.add(one)
         end_s = time.monotonic() + seconds
@@ -93,40 +86,38 @@ def rank_task(task: dict[str, Any]) -> None:
             for one in candidates
         }
 
-    share_s = task["seconds"] * _AT_A_TIME / (len(others) + _AT_A_TIME)
+    share_s = seconds * _AT_A_TIME / (len(others) + _AT_A_TIME)
     found: dict[Candidate, float] = {}
     for place in range(0, len(others), _AT_A_TIME):
         found.update(chosen_to(others[place : place + _AT_A_TIME], share_s))
     # All ranks have the same samples.
     again = chosen_to(sorted(found, key=lambda one: -found[one])[:_AT_A_TIME], share_s)
-    if dist.get_rank() == 0:
-        best = max(again, key=lambda one: again[one])
-        plain = next((one for one in found if one.is_plain), None)
-        answer = {
-            "chosen": str(plan.candidate),
-            "to_best": max(1.0, again[best]),
-            "best": str(best if again[best] > 1 else plan.candidate),
-            "to_plain": 1.0 if plain is None else {**found, **again}[plain],
-            "chose_in_s": took_s,
-            "reason": plan.reason,
-            "link": plan.link,
-            "chosen_to_others": {str(one): ratio for one, ratio in found.items()},
-            "again": {str(one): ratio for one, ratio in again.items()},
-            "load": os.getloadavg()[0],
-        }
-        Path(task["folder"], "answer.json").write_text(json.dumps(answer))
-    dist.barrier()
-    dist.destroy_process_group()
+    world.meet()
+    best = max(again, key=lambda one: again[one])
+    plain = next((one for one in found if one.is_plain), None)
+    return {
+        "chosen": str(plan.candidate),
+        "to_best": max(1.0, again[best]),
+        "best": str(best if again[best] > 1 else plan.candidate),
+        "to_plain": 1.0 if plain is None else {**found, **again}[plain],
+        "chose_in_s": took_s,
+        "reason": plan.reason,
+        "link": plan.link,
+        "chosen_to_others": {str(one): ratio for one, ratio in found.items()},
+        "again": {str(one): ratio for one, ratio in again.items()},
+        "load": os.getloadavg()[0],
+    }
 
 
 def table(cells: dict[str, Any]) -> str:
-    heads = ["cell", "chosen", "chosen / best", "best", "chosen / plain DDP", "chose in", "load"]
-    lines = [f"| {' | '.join(heads)} |", "| --- | --- | ---: | --- | ---: | ---: | ---: |"]
-    lines += [
-        f"| {name} | `{cell['chosen']}` | {cell['to_best']:.3f} | `{cell['best']}` | {cell['to_plain']:.3f} | "
-        f"{cell['chose_in_s']:.1f} s | {cell['load']:.1f} |"
+    rows = [["cell", "chosen", "chosen / best", "best", "chosen / plain DDP", "chose in", "load"]]
+    rows += [
+        [
+            name, f"`{cell['chosen']}`", f"{cell['to_best']:.3f}", f"`{cell['best']}`", f"{cell['to_plain']:.3f}",
+            f"{cell['chose_in_s']:.1f} s", f"{cell['load']:.1f}",
+        ]
         for name, cell in cells.items()
-    ]
+    ]  # fmt: skip
     usual = [cell for name, cell in cells.items() if "seconds=" not in name]
     differs = [
         abs(cell["chosen_to_others"][name] / ratio - 1)
@@ -135,37 +126,13 @@ def table(cells: dict[str, Any]) -> str:
     ]
     good = sum(cell["to_best"] <= 1.02 for cell in usual)
     quick = sum(cell["chose_in_s"] < 15 for cell in usual)
-    told = (
+    summary = (
         f"Of {len(usual)} cells with the default of `seconds` {good} are within 1.02 of the best, and in {quick} "
         "choosing took less than 15 s. What was measured twice differs by "
         f"{statistics.median(differs):.0%} in the median and {max(differs):.0%} at most: so exact are these figures. "
         "Load: of the machine when the cell was done."
     )
-    return "\n".join([*lines, "", told])
-
-
-def measured(options: argparse.Namespace, model: str, ranks: int, bandwidth: str | None) -> dict[str, Any]:
-    chosen_in = {} if options.choose_seconds is None else {"seconds": options.choose_seconds}
-    task = {"model": model, "seconds": options.seconds, "batch_size": options.batch_size, "options": chosen_in}
-    start_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="overlap-grid-") as folder, ExitStack() as stack:
-        path = Path(folder, "task.json")
-        path.write_text(json.dumps({**task, "folder": folder}))
-        link = None
-        if bandwidth is not None:
-            speed = parse_bandwidth(bandwidth)
-            link = stack.enter_context(ShapedLink(ranks=ranks, bandwidth_bytes_per_s=speed))
-        code = run_ranks(
-            ["benchmarks.auto_grid", "--rank-task", str(path)],
-            ranks,
-            prefix=None if link is None else link.prefix,
-            env=(lambda rank: {"GLOO_SOCKET_IFNAME": "lo"}) if link is None else link.env,
-            timeout_s=_CELL_S,
-        )
-        if code != 0:
-            raise RuntimeError(f"the ranks ended with {code}: {task}")
-        cell = json.loads(Path(folder, "answer.json").read_text())
-    return {**cell, "took_s": time.monotonic() - start_s}
+    return f"{in_markdown(rows, left=(0, 1, 3))}\n\n{summary}"
 
 
 def main() -> None:
@@ -180,25 +147,27 @@ def main() -> None:
     parser.add_argument(
         "--choose-seconds", type=float, help="`seconds` of `overlap.auto`; such cells are rows of their own"
     )
-    parser.add_argument("--rank-task", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank_task:
-        rank_task(json.loads(Path(options.rank_task).read_text()))
-        return
+    choose = {} if options.choose_seconds is None else {"seconds": options.choose_seconds}
     suffix = "" if options.choose_seconds is None else f", seconds={options.choose_seconds:g}"
     cells: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for model, link, ranks in itertools.product(options.models, options.links, options.ranks):
         name = f"{model}, {ranks} ranks, {link}{suffix}"
         if name in cells and not options.again:
             continue
-        cells[name] = cell = measured(options, model, ranks, None if link == "loopback" else link)
+        start_s = time.monotonic()
+        with open_network(ranks, bandwidth=None if link == "loopback" else link) as network:
+            if network.kind == "loopback" and link != "loopback":
+                parser.error(f"links of {link} take root on Linux: give --links loopback")
+            arguments = model, options.batch_size, options.seconds, choose
+            found: dict[str, Any] = run_on_ranks(network, cell, *arguments, limit_s=_CELL_S)[0]
+        cells[name] = {**found, "took_s": time.monotonic() - start_s}
         RESULTS.write_text(json.dumps(cells, indent=1) + "\n")
-        print(f"{name}: {cell['chosen']}, {cell['to_best']:.3f} of the best ({cell['took_s']:.0f} s)", flush=True)
+        print(f"{name}: {found['chosen']}, {found['to_best']:.3f} of the best", flush=True)
     text = table(cells)
     print(text)
     if options.into is not None:
-        before, _, rest = options.into.read_text().partition(BEGIN)
-        options.into.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+        write_between(options.into, BEGIN, END, text)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """A network of known speed on one machine: a namespace per rank, veth pairs to a bridge, a token bucket per link.
 
 Nothing is added to the machine's own network except names under `/run/netns`: the bridge has its own namespace, so
-deleting the namespaces deletes everything. The names carry the process id and its start time, so what a killed run
-left behind is recognised and removed by the next one.
+deleting the namespaces deletes everything. The names carry the process id and its start time, so the next run
+recognizes and removes those that a killed run has left behind.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ INTERFACE = "eth0"
 _PREFIX = "overlap"
 _NAME = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-(hub|r\d+)$")
 _NETNS_DIR = Path("/run/netns")
+_CLONE_NEWNET = 0x40000000
 # Addresses that RFC 2544 reserves for benchmarks.
 _SUBNET = "198.18.0"
 # A frame of 1500 bytes would give 4.5 % of the speed to headers; with jumbo frames it is 0.7 %.
@@ -41,7 +43,7 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 class LinkError(OverlapError, RuntimeError):
-    """The shaped network cannot be made here; the message says what is missing."""
+    """The shaped network cannot be made here; the message names the missing requirement."""
 
 
 def shared_gpu_env(rank: int, *, interface: str = "lo") -> dict[str, str]:
@@ -55,7 +57,7 @@ def shared_gpu_env(rank: int, *, interface: str = "lo") -> dict[str, str]:
         # Between hosts NCCL takes the best network that it finds, a cluster's plugin or InfiniBand included.
         "NCCL_NET": "Socket",
         "NCCL_SOCKET_IFNAME": interface,
-        # What could still see that it is one host: memory of the GPU, of the machine, or of an NVLink domain.
+        # Other ways to see that it is one host: memory of the GPU, of the machine, or of an NVLink domain.
         "NCCL_P2P_DISABLE": "1",
         "NCCL_SHM_DISABLE": "1",
         "NCCL_MNNVL_ENABLE": "0",
@@ -74,8 +76,16 @@ def parse_bandwidth(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]] / 8
 
 
+def enter_namespace(name: str) -> None:
+    """Moves this process, which must have one thread, into a network namespace; `/sys` shows its old one still."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (_NETNS_DIR / name).open() as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+            raise LinkError(f"cannot enter {name}: {os.strerror(ctypes.get_errno())}")
+
+
 def missing_requirement() -> str | None:
-    """What keeps this machine from making the network, in one line, or `None`."""
+    """The reason in one line why this machine cannot make the network, or `None`."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces need Linux, and this is {sys.platform}"
     if os.geteuid() != 0:
@@ -110,24 +120,16 @@ class ShapedLink:
     def address(self, rank: int) -> str:
         return f"{_SUBNET}.{rank + 1}"
 
-    def prefix(self, rank: int) -> list[str]:
-        """The words to put before a command so that it runs as `rank`."""
-        return ["ip", "netns", "exec", self.namespace(rank)]
-
     def env(self, rank: int) -> dict[str, str]:
-        """What tells the backends of `rank` which interface and address to use."""
-        return {
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            "MASTER_ADDR": self.address(0),
-            # Otherwise NCCL sees that the ranks are on one host, and does not use the link.
-            **shared_gpu_env(rank, interface=INTERFACE),
-        }
+        """Variables that lead the backends of `rank` to its interface."""
+        # NCCL would see that the ranks are on one host, and not use the link.
+        return {"GLOO_SOCKET_IFNAME": INTERFACE, **shared_gpu_env(rank, interface=INTERFACE)}
 
     def __enter__(self) -> Self:
         missing = missing_requirement()
         if missing is not None:
             raise LinkError(f"cannot shape a link: {missing}")
-        remove_leftovers()
+        _remove_leftovers()
         self._catch_signals()
         try:
             self._make()
@@ -180,16 +182,13 @@ class ShapedLink:
             self._handlers[number] = signal.signal(number, _exit_on_signal)
 
 
-def remove_leftovers() -> list[str]:
-    """Remove the namespaces of runs whose process is gone, and return their names."""
-    removed = []
+def _remove_leftovers() -> None:
+    """Removes the namespaces of runs whose process is gone."""
     for name in _our_namespaces():
         match = _NAME.fullmatch(name)
         assert match is not None
         if _start_ticks(int(match[1])) != int(match[2]):
             _remove_namespace(name)
-            removed.append(name)
-    return removed
 
 
 def _our_namespaces() -> list[str]:
@@ -226,7 +225,7 @@ def _quiet_namespace(name: str) -> None:
         # BBR, the default on some machines, stalls for 200 ms every ten seconds to probe the round trip. Reno is the
         # one that every kernel allows in a namespace.
         "ipv4/tcp_congestion_control": "reno",
-        # On a busy machine acknowledgements come late, and what they acknowledge would be sent, and counted, twice.
+        # On a busy machine acknowledgements come late, and data would be sent, and counted, twice.
         "ipv4/tcp_early_retrans": "0",
     }
     for key, value in settings.items():

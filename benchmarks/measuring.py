@@ -1,4 +1,4 @@
-"""What is measured of a process and of its machine: memory, bytes that are sent, and what /proc says."""
+"""Measurements of a process and of its machine: memory, bytes that are sent, and the entries of /proc."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import re
 import socket
 import statistics
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ class MemoryMeter:
         with suppress(OSError, AttributeError):
             # Fixed, the threshold no longer rises with each large block that is freed.
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        # 5 sets the recorded peak back to what is resident now.
+        # 5 sets the recorded peak back to the present size.
         Path("/proc/self/clear_refs").write_text("5")
         self._before_bytes = proc_bytes("/proc/self/status", "VmHWM")
 
@@ -62,84 +62,83 @@ class MemoryMeter:
 
 
 def available_bytes(device: torch.device, processes: int) -> int:
-    """What one of `processes` may take without pushing the others out."""
+    """How much each of `processes` may take."""
     if device.type == "cuda":
         sharing = -(-processes // torch.cuda.device_count())
         return int(torch.cuda.mem_get_info(device)[0]) // sharing
     return proc_bytes("/proc/meminfo", "MemAvailable") // processes
 
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "none"]
-
-# What each method of a process group sends, and which of its arguments is the whole tensor.
-_VOLUMES: dict[str, tuple[Kind, int]] = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("broadcast", 0),
-    "allgather": ("all_gather", 0),
-    "allgather_coalesced": ("all_gather", 0),
-    "_allgather_base": ("all_gather", 0),
-    "allgather_into_tensor_coalesced": ("all_gather", 0),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "alltoall": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "gather": ("all_to_all", 1),
-    "scatter": ("all_to_all", 0),
-    "send": ("send", 0),
-    "recv": ("none", 0),
-    "recv_any_source": ("none", 0),
-    "barrier": ("none", 0),
-    "monitored_barrier": ("none", 0),
-    "check_for_nan": ("none", 0),
+# By the method of a process group: how often a rank passes the whole tensor on (less its own share), and the argument
+# that is the whole tensor; a message is sent once as it is.
+_VOLUMES = {
+    "allreduce": (2, 0),
+    "allreduce_coalesced": (2, 0),
+    "broadcast": (1, 0),
+    "reduce": (1, 0),
+    "allgather": (1, 0),
+    "_allgather_base": (1, 0),
+    "allgather_into_tensor_coalesced": (1, 0),
+    "reduce_scatter": (1, 1),
+    "_reduce_scatter_base": (1, 1),
+    "reduce_scatter_tensor_coalesced": (1, 1),
+    "alltoall": (1, 1),
+    "alltoall_base": (1, 1),
 }
+_SEND_NOTHING = ("recv", "recv_any_source", "barrier", "monitored_barrier", "check_for_nan")
 
-_sent_bytes_total = 0.0
-
-
-def sent_bytes(kind: Kind, payload_bytes: float, ranks: int) -> float:
-    """Bytes that each rank sends, by the bandwidth-optimal ring algorithms; a broadcast's mean over the ranks.
-
-    `payload_bytes` is the whole tensor: what an all-gather leaves on a rank, what a reduce-scatter takes from one.
-
-    >>> sent_bytes("all_reduce", 1000, 2), sent_bytes("reduce_scatter", 1000, 4)
-    (1000.0, 750.0)
-    """
-    if kind == "none":
-        return 0.0
-    if kind == "send":
-        return float(payload_bytes)
-    passes = 2 if kind == "all_reduce" else 1
-    return passes * payload_bytes * (ranks - 1) / ranks
+_counted_bytes = 0.0
 
 
 def counted_bytes() -> float:
     """Bytes sent so far by this process in collectives that were counted."""
-    return _sent_bytes_total
+    return _counted_bytes
 
 
 def count(name: str, arguments: Sequence[Any], ranks: int) -> float:
-    """Add what a collective sends to the total, and return it.
+    """Adds the bytes that a rank sends in a collective to the total, and returns them.
+
+    They are those of the bandwidth-optimal ring algorithms; of a broadcast, the mean over the ranks.
 
     Args:
         name: the method of `ProcessGroup`, or the operator in `torch.ops.c10d`, which has an underscore behind it.
         arguments: the method's own, tensors first.
         ranks: how many take part.
     """
-    global _sent_bytes_total
-    kind, payload = _VOLUMES[name if name in _VOLUMES else name.removesuffix("_")]
-    added = 0.0 if kind == "none" else sent_bytes(kind, nbytes(arguments[payload]), ranks)
-    _sent_bytes_total += added
-    return added
+    global _counted_bytes
+    name = name if name in _VOLUMES else name.removesuffix("_")
+    if name in _SEND_NOTHING:
+        return 0.0
+    if name == "send":
+        sent_bytes = float(nbytes(arguments[0]))
+    else:
+        passes, payload = _VOLUMES[name]
+        sent_bytes = passes * nbytes(arguments[payload]) * (ranks - 1) / ranks
+    _counted_bytes += sent_bytes
+    return sent_bytes
 
 
-@contextmanager
-def counting() -> Iterator[None]:
-    """Within it, collectives on PyTorch's own process groups are counted, as they are issued."""
-    with IssuedCollectives(count):
-        yield
+class Counting(TorchDispatchMode):
+    """Within it, collectives on PyTorch's own process groups are counted, as they are issued.
+
+    Those of this thread and of backward are seen, DDP's included; those of other threads, and of groups written in
+    Python, are not. PyTorch's `CommDebugMode` counts calls and not bytes, and no messages.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            count(func._schema.name.removeprefix("c10d::"), args, _ranks(args))
+        return func(*args, **(kwargs or {}))
+
+
+def _ranks(arguments: Sequence[Any]) -> int:
+    """Operators get their process group in a box, after their tensors."""
+    for argument in arguments:
+        if type(argument).__name__ == "ScriptObject" and argument._type().qualified_name().endswith("ProcessGroup"):
+            return int(dist.ProcessGroup.unbox(argument).size())
+    return 1
 
 
 def nbytes(tensors: Any) -> int:
@@ -148,7 +147,7 @@ def nbytes(tensors: Any) -> int:
 
 
 def flatten(tensors: Any) -> list[Tensor]:
-    """The tensors in nested lists of them; what is neither is left out."""
+    """The tensors in nested lists; other values are left out."""
     if isinstance(tensors, Tensor):
         return [tensors]
     if not isinstance(tensors, list | tuple):
@@ -159,6 +158,8 @@ def flatten(tensors: Any) -> list[Tensor]:
 # Offsets in Linux's `struct tcp_info`, whose layout is part of the kernel's stable interface.
 _BYTES_SENT_OFFSET = 200
 _BYTES_RETRANSMITTED_OFFSET = 208
+# In a line of /proc/net/dev, behind the interface's name.
+_SENT_COLUMN = 8
 
 
 def sent_bytes_counter(link: str) -> Callable[[], float]:
@@ -169,12 +170,12 @@ def sent_bytes_counter(link: str) -> Callable[[], float]:
 
 
 def _interface_bytes() -> float:
-    """What left the namespace's one interface; all of it is this rank's, headers included.
+    """Bytes that left the namespace's one interface; all are this rank's, headers included.
 
-    Without what was sent twice: that says how busy the machine was, and not what a variant sends.
+    Without retransmissions: they depend on how busy the machine is, and not on the variant.
     """
-    left = int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
-    return float(left - sum(again for _, again in _of_all_sockets()))
+    counters = (proc_value("/proc/self/net/dev", f" *{INTERFACE}") or "").split()
+    return float(int(counters[_SENT_COLUMN]) - sum(again for _, again in _of_all_sockets()))
 
 
 def socket_bytes() -> float:
@@ -205,38 +206,6 @@ def _sent_on(descriptor: int) -> tuple[int, int]:
     return int(sent), int(again)
 
 
-# Private: the public counter of communication, `CommDebugMode`, counts calls and not bytes, and no messages.
-
-
-class IssuedCollectives(TorchDispatchMode):
-    """Within it, ``note(name, arguments, size)`` is called for each collective on a process group of PyTorch's.
-
-    ``name`` is that of the operator in ``torch.ops.c10d``, ``arguments`` are its own, tensors first, and ``size`` is
-    the number of ranks. Collectives of this thread and of backward are seen, DDP's included; those of other threads,
-    and of groups written in Python, are not. Nothing else changes: collectives reach the process group that they were
-    meant for, and messages that PyTorch starts together stay together.
-    """
-
-    def __init__(self, note: Callable[[str, Sequence[Any], int], object]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._note = note
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func.namespace == "c10d":
-            self._note(func._schema.name.removeprefix("c10d::"), args, _ranks(args))
-        return func(*args, **(kwargs or {}))
-
-
-def _ranks(arguments: Sequence[Any]) -> int:
-    """Operators get their process group in a box, after their tensors."""
-    for argument in arguments:
-        if type(argument).__name__ == "ScriptObject" and argument._type().qualified_name().endswith("ProcessGroup"):
-            return int(dist.ProcessGroup.unbox(argument).size())
-    return 1
-
-
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
     """The 25th, 50th and 75th percentile."""
     if len(samples) == 1:
@@ -246,7 +215,7 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What a reader needs to know to place absolute times."""
+    """The facts that absolute times depend on."""
     machine: dict[str, Any] = {
         "cpu": proc_value("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": os.cpu_count(),

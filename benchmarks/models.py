@@ -1,42 +1,32 @@
-"""What is trained: models sized for a CPU and shaped like the real thing, on random data."""
+"""Models to train, sized for a CPU and shaped like the real thing, with random data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-
-@dataclass(frozen=True, kw_only=True)
-class GPTConfig:
-    """Its size. No dropout: every variant takes the same path through the same numbers."""
-
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
-    """A multiple of 64, for the matrix units."""
-    tokens: int
-    """In a sequence."""
-
-
-# 355 M parameters, "GPT-2 medium".
-GPT_350M = GPTConfig(layers=24, width=1024, heads=16, vocabulary=50304, tokens=1024)
+_CLASSES = 10
+_FEATURES = 512
 
 
 class GPT(nn.Module):
-    """Tokens of shape ``(n, config.tokens)`` to logits of shape ``(n * config.tokens, config.vocabulary)``."""
+    """Tokens of shape ``(n, tokens)`` to logits of shape ``(n * tokens, vocabulary)``.
 
-    def __init__(self, config: GPTConfig) -> None:
+    No dropout: every variant takes the same path through the same numbers.
+    """
+
+    def __init__(self, *, layers: int, width: int, heads: int, vocabulary: int, tokens: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(config.vocabulary, config.width)
-        self.position = nn.Parameter(torch.zeros(config.tokens, config.width))
-        self.blocks = nn.Sequential(*(_Layer(config.width, config.heads) for _ in range(config.layers)))
-        self.norm = nn.LayerNorm(config.width)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.zeros(tokens, width))
+        self.blocks = nn.Sequential(*(_Layer(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
         nn.init.normal_(self.embed.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -122,90 +112,68 @@ def _convolution(channels: int, out: int, size: int, *, stride: int = 1) -> list
     return [nn.Conv2d(channels, out, size, stride, size // 2, bias=False), nn.BatchNorm2d(out)]
 
 
-_CLASSES = 10
-_IMAGE = (3, 64, 64)
-_VOCABULARY = 4096
-_TOKENS = 64
-_FEATURES = 512
-
-
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """`make_model()` builds the model, `make_batch(size)` an input and its target."""
 
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[int], tuple[Tensor, Tensor]]
-    # What autocast computes in on a GPU; None computes in fp32.
+    # Of autocast on a GPU; None computes in fp32.
     autocast: torch.dtype | None = None
 
 
-class LanguageModel(nn.Module):
-    """A plain Transformer encoder over tokens with an untied head: 5.3 M parameters."""
-
-    def __init__(self, *, width: int = 256, layers: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(_VOCABULARY, width)
-        self.position = nn.Parameter(torch.zeros(_TOKENS, width))
-        # Without dropout every variant takes the same path through the same numbers.
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, _VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.encoder(self.embed(tokens) + self.position)
-        return self.head(hidden).flatten(0, 1)  # type: ignore[no-any-return]
-
-
-def workload(name: str) -> Workload:
-    """The workload called `name` on the command line."""
-    if name == "mlp":
-        return Workload(make_model=_mlp, make_batch=_feature_batch)
-    if name == "mlp-batchnorm":
-        return Workload(make_model=_mlp_with_batch_norm, make_batch=_feature_batch)
-    if name == "transformer":
-        return Workload(make_model=LanguageModel, make_batch=_token_batch)
-    if name == "gpt-350m":
-        return gpt_workload(GPT_350M)
-    return Workload(make_model=partial(ResNet, name), make_batch=_image_batch)
-
-
-def gpt_workload(config: GPTConfig) -> Workload:
-    """A language model on random sequences."""
+def _classified(make_model: Callable[[], nn.Module], *shape: int, **options: Any) -> Workload:
+    """Random inputs of this shape, and classes."""
 
     def make_batch(size: int) -> tuple[Tensor, Tensor]:
-        shape = size, config.tokens
-        return torch.randint(config.vocabulary, shape), torch.randint(config.vocabulary, shape).flatten()
+        return torch.randn(size, *shape), torch.randint(_CLASSES, (size,))
 
-    return Workload(make_model=partial(GPT, config), make_batch=make_batch, autocast=torch.bfloat16)
-
-
-def _mlp() -> nn.Module:
-    """Four layers, 0.8 M parameters."""
-    return nn.Sequential(
-        nn.Linear(_FEATURES, _FEATURES), nn.ReLU(),
-        nn.Linear(_FEATURES, _FEATURES), nn.ReLU(),
-        nn.Linear(_FEATURES, _FEATURES), nn.ReLU(),
-        nn.Linear(_FEATURES, _CLASSES),
-    )  # fmt: skip
+    return Workload(make_model=make_model, make_batch=make_batch, **options)
 
 
-def _mlp_with_batch_norm() -> nn.Module:
-    """The same with what DDP broadcasts in each forward: running means and variances."""
-    layers = [
-        layer
-        for _ in range(3)
-        for layer in (nn.Linear(_FEATURES, _FEATURES), nn.BatchNorm1d(_FEATURES), nn.ReLU())
-    ]  # fmt: skip
+def _photographs() -> Workload:
+    """ResNet-50 on images of 224 x 224, in the layout that GPUs convolve fastest."""
+
+    def make_model() -> nn.Module:
+        return ResNet("resnet50").to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    def make_batch(size: int) -> tuple[Tensor, Tensor]:
+        images = torch.randn(size, 3, 224, 224).contiguous(memory_format=torch.channels_last)
+        return images, torch.randint(_CLASSES, (size,))
+
+    return Workload(make_model=make_model, make_batch=make_batch, autocast=torch.bfloat16)
+
+
+def _language(layers: int, width: int, vocabulary: int, tokens: int) -> Workload:
+    """A language model with heads of 64 features, on random sequences."""
+    make_model = partial(GPT, layers=layers, width=width, heads=width // 64, vocabulary=vocabulary, tokens=tokens)
+
+    def make_batch(size: int) -> tuple[Tensor, Tensor]:
+        shape = size, tokens
+        return torch.randint(vocabulary, shape), torch.randint(vocabulary, shape).flatten()
+
+    return Workload(make_model=make_model, make_batch=make_batch, autocast=torch.bfloat16)
+
+
+def _mlp(*, batch_norm: bool) -> nn.Module:
+    """Four layers, 0.8 M parameters; BatchNorm adds buffers, which DDP broadcasts in each forward."""
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        norm = [nn.BatchNorm1d(_FEATURES)] if batch_norm else []
+        layers += [nn.Linear(_FEATURES, _FEATURES), *norm, nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(_FEATURES, _CLASSES))
 
 
-def _feature_batch(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, _FEATURES), torch.randint(_CLASSES, (size,))
-
-
-def _image_batch(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, *_IMAGE), torch.randint(_CLASSES, (size,))
-
-
-def _token_batch(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(_VOCABULARY, (size, _TOKENS)), torch.randint(_VOCABULARY, (size * _TOKENS,))
+WORKLOADS = {
+    "resnet18": _classified(partial(ResNet, "resnet18"), 3, 64, 64),
+    "resnet50": _classified(partial(ResNet, "resnet50"), 3, 64, 64),
+    "resnet50-224": _photographs(),
+    "resnet-small": _classified(partial(ResNet, "resnet18", channels=8), 3, 32, 32),
+    "transformer": _language(layers=4, width=256, vocabulary=4096, tokens=64),
+    "gpt-small": _language(layers=2, width=64, vocabulary=512, tokens=32),
+    "gpt-25m": _language(layers=6, width=512, vocabulary=16384, tokens=64),
+    "gpt-100m": _language(layers=12, width=768, vocabulary=16384, tokens=64),
+    "gpt-350m": _language(layers=24, width=1024, vocabulary=50304, tokens=1024),
+    "mlp": _classified(partial(_mlp, batch_norm=False), _FEATURES),
+    "mlp-batchnorm": _classified(partial(_mlp, batch_norm=True), _FEATURES),
+}

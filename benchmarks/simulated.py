@@ -1,9 +1,8 @@
 """A link that only exists in arithmetic: one process stands for all ranks, and collectives take the time they would.
 
-Each collective takes `bytes / bandwidth + latency`, one after the other as on a real link (`transfers`), while the
-computation goes on. Every simulated rank has this process's data, so sums are multiplied and gathers repeat it. But
-what this process sends to another rank in a message is what that rank keeps, so what comes from there cannot be known:
-it is zeros. Its numbers are called simulated.
+Each collective takes `bytes / bandwidth + latency`, one after the other as on a real link, while the computation goes
+on. Every simulated rank has this process's data, so sums are multiplied and gathers repeat it. Messages that this
+process sends are not received by anybody, and those that it receives are zeros.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,48 +26,14 @@ from torch.futures import Future
 from benchmarks.measuring import count, flatten
 from overlap._torch.device import current_stream, future_for, has_streams, hold, new_stream, on_stream
 
+SIMULATED_BACKEND = "overlap-simulated"
 # Any: C++ calls a subclass with signatures that are not among the declared overloads of ProcessGroup's methods.
 CustomGroup: Any = dist.ProcessGroup
+# A callback may wait for another transfer: there must be a thread for that one's callbacks, too.
+_CALLBACK_THREADS = 64
 
 
-class FutureWork(Work):
-    """The ``Work`` of a collective that is done when ``future`` is; the future's value is the list of tensors.
-
-    PyTorch's own wrapper of a future, ``_create_work_from_future``, cannot be waited for with a timeout.
-    """
-
-    def __init__(self, future: torch.futures.Future[Any]) -> None:
-        super().__init__()
-        self._future = future
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block the thread or, on CUDA, make the current stream wait. ``timeout`` is ignored: a future has none."""
-        self._future.wait()
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def is_success(self) -> bool:
-        return self._future.done()
-
-    def result(self) -> list[torch.Tensor]:
-        tensors: list[torch.Tensor] = self._future.value()
-        return tensors
-
-
-def spin(cycles: int) -> None:
-    """Keep the current CUDA stream busy for a number of clock cycles. Private: PyTorch has it for its tests."""
-    torch.cuda._sleep(cycles)
-
-
-SIMULATED_BACKEND = "overlap-simulated"
-
-
-@dataclass(kw_only=True)
+@dataclass
 class SimulatedLink:
     """How fast the link between simulated ranks is; a change holds from the next collective on."""
 
@@ -77,11 +42,50 @@ class SimulatedLink:
     latency_s: float = 0.0
 
 
+def register_simulated_backend(link: SimulatedLink) -> None:
+    """Makes `init_process_group(SIMULATED_BACKEND, rank=0)` join ranks, all of them this process, by `link`."""
+
+    def create(store: Any, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
+        return SimulatedGroup(size, link)
+
+    dist.Backend.register_backend(SIMULATED_BACKEND, create, devices=["cpu", "cuda"])
+
+
+class FutureWork(Work):
+    """The ``Work`` of a collective that is done when ``future`` is; the future's value is the list of tensors.
+
+    PyTorch's own wrapper of a future, ``_create_work_from_future``, cannot be waited for with a timeout.
+    """
+
+    def __init__(self, future: Future[Any]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Blocks the thread or, on CUDA, makes the current stream wait. ``timeout`` is ignored: a future has none."""
+        self._future.wait()
+        return True
+
+    def get_future(self) -> Future[Any]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> list[Tensor]:
+        tensors: list[Tensor] = self._future.value()
+        return tensors
+
+
 class SimulatedGroup(CustomGroup):  # type: ignore[misc]
     """A process group of `size` ranks in one process; see the module's docstring.
 
-    The methods are those that `ProcessGroup` dispatches to from C++ (DDP's reducer) and from `torch.distributed`.
-    Operations between `_start_coalescing` and `_end_coalescing` share one latency and one `Work`.
+    The methods are those that `ProcessGroup` dispatches to from C++ (DDP's reducer) and from `torch.distributed`, as
+    far as the variants need them. Operations between `_start_coalescing` and `_end_coalescing` share one latency and
+    one `Work`.
     """
 
     def __init__(self, size: int, link: SimulatedLink) -> None:
@@ -99,51 +103,17 @@ class SimulatedGroup(CustomGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self._perform("allreduce", partial(self._reduce, opts), tensors)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        return self._perform("allreduce_coalesced", partial(self._reduce, opts), tensors)
-
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        # On the ranks that do not receive the sum, a tensor may hold anything: here it holds the sum.
-        return self._perform("reduce", partial(self._reduce, opts), tensors)
-
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self._perform("broadcast", _nothing, tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         return self._perform("allgather", _fill_each, outputs, inputs)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self._perform("allgather_coalesced", _fill_by_rank, outputs, inputs)
-
-    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self._perform("allgather_into_tensor_coalesced", self._repeat, outputs, inputs)
-
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self._perform("_allgather_base", self._repeat, [output], [input])
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
-        return self._perform("reduce_scatter", partial(self._reduce_first, opts), outputs, inputs)
-
-    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self._perform("reduce_scatter_tensor_coalesced", partial(self._reduce_chunk, opts), outputs, inputs)
-
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self._perform("_reduce_scatter_base", partial(self._reduce_chunk, opts), [output], [input])
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self._perform("alltoall", _fill_from_first, outputs, inputs)
-
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
-    ) -> Any:
-        rows = input_sizes[0] if input_sizes else len(input) // self._size
-        return self._perform("alltoall_base", partial(_fill_rows, rows), [output], [input])
-
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self._perform("gather", _fill_each, outputs, inputs)
-
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
-        return self._perform("scatter", _take_first, outputs, inputs)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
         return self._perform("send", _nothing, tensors)
@@ -151,18 +121,12 @@ class SimulatedGroup(CustomGroup):  # type: ignore[misc]
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
         return self._perform("recv", _clear, tensors)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        return self._perform("recv", _clear, tensors)
-
     def barrier(self, opts: Any = None) -> Any:
         return self._perform("barrier", _nothing, [])
 
     # PyTorch 2.13 renamed these; both names are dispatched to.
     all_gather_single = _allgather_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-    all_to_all_single = alltoall_base
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
@@ -172,11 +136,13 @@ class SimulatedGroup(CustomGroup):  # type: ignore[misc]
         return self._put(transfers)
 
     def _perform(self, name: str, act: Callable[..., None], results: Sequence[Any], *others: Sequence[Any]) -> Any:
-        """Count and send what the collective sends; then `act` does to its tensors what it does where every rank has
-        the same. `results` are what its `Work` returns."""
+        """Counts and sends the bytes of a collective; then `act` changes its tensors as if every rank had the same.
+
+        `results` are the value of its `Work`.
+        """
         transfer = _Transfer(
             duration_s=count(name, (results, *others), self._size) / self._link.bandwidth_bytes_per_s,
-            # What a peer sends takes its time on that peer's link.
+            # A message takes its time on the link of the peer that sends it.
             latency_s=0.0 if name == "recv" else self._link.latency_s,
             act=partial(act, results, *others),
             results=list(results),
@@ -197,7 +163,7 @@ class SimulatedGroup(CustomGroup):  # type: ignore[misc]
             for one in transfers:
                 one.act()
 
-        return FutureWork(transfer_queue(tensors).put(duration_s, act, tensors, results))
+        return FutureWork(_queue_for(tensors).put(duration_s, act, tensors, results))
 
     def _reduce(self, opts: Any, tensors: list[Tensor]) -> None:
         operation = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
@@ -207,10 +173,6 @@ class SimulatedGroup(CustomGroup):  # type: ignore[misc]
                 tensor.mul_(self._size)
         elif not any(operation == one for one in (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)):
             raise NotImplementedError("a simulated link cannot reduce so: it knows SUM, AVG, MIN and MAX")
-
-    def _reduce_first(self, opts: Any, outputs: list[Tensor], inputs: list[list[Tensor]]) -> None:
-        _take_first(outputs, inputs)
-        self._reduce(opts, outputs)
 
     def _reduce_chunk(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor]) -> None:
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -240,74 +202,28 @@ def _clear(tensors: list[Tensor]) -> None:
         tensor.zero_()
 
 
-def _fill(outputs: list[Tensor], tensor: Tensor) -> None:
-    for output in outputs:
-        output.copy_(tensor)
-
-
 def _fill_each(outputs: list[list[Tensor]], inputs: list[Tensor]) -> None:
     for copies, tensor in zip(outputs, inputs, strict=True):
-        _fill(copies, tensor)
+        for copy in copies:
+            copy.copy_(tensor)
 
 
-def _fill_by_rank(outputs: list[list[Tensor]], inputs: list[Tensor]) -> None:
-    for of_rank in outputs:
-        for output, tensor in zip(of_rank, inputs, strict=True):
-            output.copy_(tensor)
-
-
-def _take_first(outputs: list[Tensor], inputs: list[list[Tensor]]) -> None:
-    for output, parts in zip(outputs, inputs, strict=True):
-        output.copy_(parts[0])
-
-
-def _fill_from_first(outputs: list[Tensor], inputs: list[Tensor]) -> None:
-    """What every rank has for this one is what this one has for itself."""
-    _fill(outputs, inputs[0])
-
-
-def _fill_rows(rows: int, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-    for output, tensor in zip(outputs, inputs, strict=True):
-        output.view(-1, *tensor[:rows].shape).copy_(tensor[:rows].unsqueeze(0))
-
-
-def register_simulated_backend(link: SimulatedLink) -> None:
-    """Make `init_process_group(SIMULATED_BACKEND, rank=0)` join ranks, all of them this process, by `link`."""
-
-    def create(store: Any, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
-        return SimulatedGroup(size, link)
-
-    dist.Backend.register_backend(SIMULATED_BACKEND, create, devices=["cpu", "cuda"])
-
-
-# A callback may wait for another transfer: there must be a thread for that one's callbacks, too.
-_CALLBACK_THREADS = 64
-
-
-class TransferQueue(Protocol):
-    """Takes transfers, and makes them one after the other."""
-
-    def put(self, duration_s: float, act: Callable[[], None], tensors: Sequence[Tensor], result: Any) -> Future[Any]:
-        """Queue a transfer, which keeps the link busy for a time and then calls `act`, which uses `tensors`.
-
-        The future is done with `result` when the transfer is.
-        """
-        ...
-
-
-def transfer_queue(tensors: Sequence[Tensor]) -> TransferQueue:
-    """The one for the device of `tensors`. All groups of a process share it, as they share a network card."""
+def _queue_for(tensors: Sequence[Tensor]) -> _ThreadQueue | _StreamQueue:
+    """The one of the tensors' device. All groups of a process share it, as they share a network card."""
     device = tensors[0].device if tensors else torch.device("cpu")
     return _stream_queue(device) if has_streams(device) else _thread_queue()
 
 
 class _ThreadQueue:
+    """Makes one transfer after the other on a thread: each keeps the link busy for a time and then calls `act`."""
+
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[float, float, Callable[[], None], Future[Any], Any]] = queue.SimpleQueue()
         self._callbacks = ThreadPoolExecutor(_CALLBACK_THREADS, thread_name_prefix="simulated-link-callbacks")
         threading.Thread(target=self._run, name="simulated-link", daemon=True).start()
 
     def put(self, duration_s: float, act: Callable[[], None], tensors: Sequence[Tensor], result: Any) -> Future[Any]:
+        """Queues a transfer of `tensors`; the future is done with `result` when the transfer is."""
         future: Future[Any] = Future()
         self._jobs.put((time.monotonic(), duration_s, act, future, result))
         return future
@@ -328,12 +244,15 @@ class _ThreadQueue:
 
 
 class _StreamQueue:
+    """The same on a side stream of a GPU, which is kept busy."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = new_stream(device)
         self._cycles_per_s = _spin_cycles_per_s(device)
 
     def put(self, duration_s: float, act: Callable[[], None], tensors: Sequence[Tensor], result: Any) -> Future[Any]:
+        """Launches a transfer of `tensors`; the future is done with `result` when the transfer is."""
         future = future_for(self._device)
         self._stream.wait_stream(current_stream(self._device))
         with on_stream(self._stream):
@@ -344,6 +263,11 @@ class _StreamQueue:
             # Completed on the side stream: whoever waits makes its own stream wait for this point.
             future.set_result(result)
         return future
+
+
+def spin(cycles: int) -> None:
+    """Keeps the current CUDA stream busy for a number of clock cycles. Private: PyTorch has it for its tests."""
+    torch.cuda._sleep(cycles)
 
 
 def _spin_cycles_per_s(device: torch.device) -> float:

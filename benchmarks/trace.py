@@ -9,26 +9,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.launch import run_ranks
-from benchmarks.link import LinkError, ShapedLink, parse_bandwidth
+from benchmarks.ranks import World, open_network, run_on_ranks
 from overlap.demo.command import add_arguments
-from overlap.demo.experiment import Digits, Run, batches_of_epoch, load_digits, process_group, start_runs
+from overlap.demo.experiment import Digits, Run, batches_of_epoch, load_digits, start_runs
 from overlap.demo.settings import TRAIN_IMAGES, Settings
 from overlap.errors import ConfigurationError
 from overlap.timeline import Report, StepReport, Timeline, save_reports
-
-__all__ = ["joined", "main"]
 
 # DDP rebuilds its buckets after the first step, and optimizers create their state in it.
 _WARMUP_STEPS = 3
@@ -37,8 +32,7 @@ _STEPS_PER_TURN = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Starts the ranks, or is one of them."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Records on every rank, saves `step.png` and `step.json`, and prints them as tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trace", description=__doc__, conflict_handler="resolve",
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add_arguments(parser)
@@ -52,24 +46,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         # As many epochs as any number of steps can need.
         settings = Settings(**{**values, "epochs": TRAIN_IMAGES})
         settings.steps_per_epoch(ranks)
-        if "RANK" in os.environ:
-            return _record(settings, steps)
-        with ExitStack() as stack:
-            link = None
-            if bandwidth is not None:
-                speed = parse_bandwidth(bandwidth)
-                link = stack.enter_context(ShapedLink(ranks=ranks, bandwidth_bytes_per_s=speed))
-            command = ["benchmarks.trace", *argv]
-            return run_ranks(command, ranks, prefix=link and link.prefix, env=link and link.env)
-    except (ConfigurationError, LinkError) as error:
+        has_gpus = settings.device != "cpu" and torch.cuda.device_count() >= ranks
+        with open_network(ranks, bandwidth=bandwidth, device="cuda" if has_gpus else "cpu") as network:
+            reports: dict[str, Report] = run_on_ranks(network, _record, settings, steps)[0]
+    except ConfigurationError as error:
         parser.error(str(error))
+    settings.output.mkdir(parents=True, exist_ok=True)
+    picture, trace = settings.output / "step.png", settings.output / "step.json"
+    save_reports(reports, picture)
+    save_reports(reports, trace)
+    for title, report in reports.items():
+        print(f"\n{title}\n{report}")
+    print(f"\nPicture: {picture}\nTrace, for ui.perfetto.dev or chrome://tracing: {trace}", flush=True)
+    return 0
 
 
-def _record(settings: Settings, steps: int) -> int:
-    """Trains in both ways, saves `step.png` and `step.json`, and prints them as tables."""
-    device = process_group(settings.device)
-    digits = load_digits(image_size=settings.image_size, images=settings.images, device=device)
-    runs = start_runs(settings, device)
+def _record(world: World, settings: Settings, steps: int) -> dict[str, Report]:
+    """Trains in both ways; returns the recording of each by its title."""
+    digits = load_digits(image_size=settings.image_size, images=settings.images, device=world.device)
+    runs = start_runs(settings, world.device)
     batches = [_endless_batches(digits, settings) for _ in runs]
     for run, own in zip(runs, batches, strict=True):
         _train(run, itertools.islice(own, _WARMUP_STEPS))
@@ -79,11 +74,9 @@ def _record(settings: Settings, steps: int) -> int:
             with Timeline(run.ddp) as timeline:
                 _train(run, itertools.islice(own, min(_STEPS_PER_TURN, steps - start)))
             reports.append(timeline.report())
-    if dist.get_rank() == 0:
-        titles = [f"{run.name}: {run.recipe.description}" for run in runs]
-        _present({title: joined(own) for title, own in zip(titles, turns, strict=True)}, settings.output)
-    dist.destroy_process_group()
-    return 0
+    world.meet()
+    titles = [f"{run.name}: {run.recipe.description}" for run in runs]
+    return {title: joined(own) for title, own in zip(titles, turns, strict=True)}
 
 
 def joined(reports: Sequence[Report]) -> Report:
@@ -111,16 +104,6 @@ def _train(run: Run, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
 def _endless_batches(digits: Digits, settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
     for epoch in itertools.count():
         yield from batches_of_epoch(digits, epoch, settings)
-
-
-def _present(reports: dict[str, Report], output: Path) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    picture, trace = output / "step.png", output / "step.json"
-    save_reports(reports, picture)
-    save_reports(reports, trace)
-    for title, report in reports.items():
-        print(f"\n{title}\n{report}")
-    print(f"\nPicture: {picture}\nTrace, for ui.perfetto.dev or chrome://tracing: {trace}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import statistics
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from benchmarks.pages import in_markdown
+from benchmarks.ranks import World, open_network, run_on_ranks
 from overlap.demo.experiment import (
     Digits,
     accuracy,
@@ -61,21 +60,12 @@ def percent(settings: Settings, digits: Digits) -> float:
     return found
 
 
-def rank_main(rank: int, options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
-    digits = load_digits(image_size=options.image_size, images=Settings().images, device=torch.device("cpu"))
-    lines = ["| gradients, update | demo's options | accuracy | of each seed |", "| --- | --- | ---: | ---: |"]
-    for name in options.rows or ROWS:
-        typed, settings = ROWS[name]
-        found = [percent(replace(settings, seed=seed, epochs=options.epochs), digits) for seed in range(options.seeds)]
-        each = ", ".join(f"{one:.1f}" for one in found)
-        lines.append(f"| {name} | `{typed}` | {statistics.mean(found):.1f} % | {each} |".replace("``", "-"))
-        if rank == 0:
-            print(lines[-1], flush=True)
-    if rank == 0 and options.markdown is not None:
-        options.markdown.write_text("\n".join([*lines, ""]))
-    dist.destroy_process_group()
+def accuracies(world: World, settings: Settings, seeds: int, image_size: int) -> list[float]:
+    """Of one row, by seed."""
+    digits = load_digits(image_size=image_size, images=settings.images, device=world.device)
+    found = [percent(replace(settings, seed=seed), digits) for seed in range(seeds)]
+    world.meet()
+    return found
 
 
 def main() -> None:
@@ -89,8 +79,17 @@ def main() -> None:
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     options = parser.parse_args()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29742", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    mp.spawn(rank_main, args=(options,), nprocs=options.ranks)
+    rows = [["gradients, update", "demo's options", "accuracy", "of each seed"]]
+    with open_network(options.ranks) as network:
+        for name in options.rows or ROWS:
+            words, settings = ROWS[name]
+            arguments = replace(settings, epochs=options.epochs), options.seeds, options.image_size
+            found: list[float] = run_on_ranks(network, accuracies, *arguments)[0]
+            each = ", ".join(f"{one:.1f}" for one in found)
+            rows.append([name, f"`{words}`" if words else "-", f"{statistics.mean(found):.1f} %", each])
+            print(" | ".join(rows[-1]), flush=True)
+    if options.markdown is not None:
+        options.markdown.write_text(in_markdown(rows, left=(0, 1)) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,20 +10,19 @@ compare their results bit by bit. With ``--into`` the table takes the place of w
 from __future__ import annotations
 
 import argparse
-import os
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 from benchmarks.measuring import socket_bytes
+from benchmarks.pages import in_markdown, write_between
+from benchmarks.ranks import World, open_network, run_on_ranks
 from overlap import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
 
 WIRES = [Float16(), BFloat16(), Float8(), Int8(), Int4(), TopK(0.1), TopK(0.01)]
@@ -196,53 +195,27 @@ def _even(ranks: int) -> int:
     return NUMEL // ranks * ranks
 
 
-def table(results: dict[str, dict[str, Measured]]) -> str:
-    """By wire and place: rows of Markdown."""
-    names = list(next(iter(results.values())))
-    rows = ["| | " + " | ".join(names) + " |", "| --- " * (len(names) + 1) + "|"]
-    for wire, by_place in results.items():
-        rows.append(f"| `{wire}` | " + " | ".join(str(by_place[name]) for name in names) + " |")
-    return "\n".join(rows)
+def _measure_all(world: World) -> list[list[Measured]]:
+    """By wire and place, as this rank sees them."""
+    ranks = world.network.ranks
+    return [[function(world.rank, ranks, wire) for function in PLACES.values()] for wire in WIRES]
 
 
-def _run(rank: int, options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
-    results = {
-        repr(wire): {name: function(rank, options.ranks, wire) for name, function in PLACES.items()} for wire in WIRES
-    }
-    by_rank: list[dict[str, dict[str, Measured]]] = [{}] * options.ranks
-    dist.all_gather_object(by_rank, results)
-    if rank == 0:
-        _write(table(_worst(by_rank)), options)
-    dist.barrier()
-    dist.destroy_process_group()
+def _worst(of_ranks: Sequence[Measured]) -> Measured:
+    """The figures of the rank that sent most, and of the one that was farthest off."""
+    return Measured(
+        max(one.share for one in of_ranks),
+        max(one.error for one in of_ranks),
+        all(one.are_equal for one in of_ranks),
+    )
 
 
-def _worst(by_rank: list[dict[str, dict[str, Measured]]]) -> dict[str, dict[str, Measured]]:
-    """What the rank measured that sent most, and that was farthest off."""
-    return {
-        wire: {
-            name: Measured(
-                max(one[wire][name].share for one in by_rank),
-                max(one[wire][name].error for one in by_rank),
-                all(one[wire][name].are_equal for one in by_rank),
-            )
-            for name in places
-        }
-        for wire, places in by_rank[0].items()
-    }
-
-
-def _write(text: str, options: argparse.Namespace) -> None:
-    if options.into is None:
-        print(text)
-        return
-    begin, end = BEGIN.format(ranks=options.ranks), END.format(ranks=options.ranks)
-    page = options.into.read_text()
-    before, rest = page.split(begin)
-    _, after = rest.split(end)
-    options.into.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+def table(by_rank: Sequence[list[list[Measured]]]) -> str:
+    """A row of Markdown for each wire."""
+    rows = [["", *PLACES]]
+    for wire, *of_wire in zip(WIRES, *by_rank, strict=True):
+        rows.append([f"`{wire!r}`", *(str(_worst(of_ranks)) for of_ranks in zip(*of_wire, strict=True))])
+    return in_markdown(rows, left=range(len(rows[0])))
 
 
 def main() -> None:
@@ -250,10 +223,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--into", type=Path)
     options = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))
-    mp.spawn(_run, args=(options,), nprocs=options.ranks)
+    with open_network(options.ranks) as network:
+        text = table(run_on_ranks(network, _measure_all))
+    print(text)
+    if options.into is not None:
+        write_between(options.into, BEGIN.format(ranks=options.ranks), END.format(ranks=options.ranks), text)
 
 
 if __name__ == "__main__":

@@ -1,49 +1,26 @@
-"""From what the ranks found to the rows that are shown and saved."""
+"""The rows of a benchmark: made of the ranks' measurements, saved as JSON, shown as tables and a picture."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench.settings import FILES, RunConfig
+from benchmarks.bench.settings import FILES, Settings
 from benchmarks.bench.timing import Measurements, StepProfile
-from benchmarks.bench.variants import COMPUTE_ONLY, FloorKind, registry
+from benchmarks.bench.variants import COMPUTE_ONLY, Variant, registry
 from benchmarks.measuring import quartiles
-
-
-def floor_ms(
-    kind: FloorKind,
-    profile: StepProfile,
-    *,
-    optimizer: str,
-    sent_bytes: float,
-    bandwidth_bytes_per_s: float,
-) -> float:
-    """The bound for a variant that sends `sent_bytes` per step; each bucket has its share of them."""
-    sending_ms = 1000 * sent_bytes / bandwidth_bytes_per_s
-    update_ms = profile.update_ms[optimizer]
-    if kind == "compute":
-        return profile.compute_ms
-    if kind == "streamed":
-        return max(profile.compute_ms + update_ms, sending_ms)
-    total_bytes = sum(profile.bucket_bytes)
-    reduced_ms = 0.0
-    for ready_ms, bucket_bytes in zip(profile.ready_ms, profile.bucket_bytes, strict=True):
-        reduced_ms = max(reduced_ms, ready_ms) + sending_ms * bucket_bytes / total_bytes
-    last_update_ms = update_ms * profile.bucket_bytes[-1] / total_bytes
-    return max(profile.compute_ms, reduced_ms) + last_update_ms
-
+from benchmarks.pages import in_columns, in_markdown
+from benchmarks.ranks import Network
 
 OK = "ok"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One variant, as it stands in the JSON. What was not measured is None, and `status` says why.
+    """One variant, as it stands in the JSON. Where it was not measured the figures are None, and `status` says why.
 
     `bytes_sent_per_step` and `peak_memory_bytes` are those of the rank that has most of them; times are of each
     step's slowest rank. `ratio` is the median over the baseline's, `ratio_to_16bit` that over PyTorch's fp16 hook's,
@@ -71,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that a run reports; `save` writes it as the JSON that docs/benchmarks.md describes."""
+    """The results of a run; `save` writes the JSON that docs/benchmarks.md describes."""
 
     machine: dict[str, Any]
     settings: dict[str, Any]
@@ -86,70 +63,76 @@ class Report:
         return cls(machine=raw["machine"], settings=raw["settings"], rows=tuple(Row(**row) for row in raw["rows"]))
 
 
-def make_report(config: RunConfig, measurements: Measurements, machine: dict[str, Any]) -> Report:
+def make_report(settings: Settings, network: Network, variants: tuple[str, ...], measurements: Measurements) -> Report:
     link_bytes_per_s = min(one.link_bytes_per_s for one in measurements.profiles)
-    settings = {key: value for key, value in asdict(config.settings).items() if key not in FILES}
-    settings |= {
-        "variants": list(config.variants),
-        "link": config.link,
-        "bandwidth_bytes_per_s": config.settings.bandwidth_bytes_per_s,
-        # What an all-reduce got, by the bytes each rank sends: on loopback, the floors rest on it.
+    shown = {key: value for key, value in asdict(settings).items() if key not in FILES}
+    shown |= {
+        "variants": list(variants),
+        "link": network.kind,
+        "bandwidth_bytes_per_s": network.bandwidth_bytes_per_s,
+        # The speed of an all-reduce, by the bytes each rank sends: on loopback, the floors rest on it.
         "measured_bytes_per_s": round(link_bytes_per_s),
-        "simulated": config.link == "simulated",
-        "samples": {name: len(timing[name]) for name in config.variants if (timing := measurements.timing_of(name))},
+        "simulated": network.kind == "simulated",
+        "samples": {name: len(timing[name]) for name in variants if (timing := measurements.timing_of(name))},
     }
-    bandwidth_bytes_per_s = link_bytes_per_s
-    if config.link in ("namespaces", "simulated"):
-        bandwidth_bytes_per_s = config.settings.bandwidth_bytes_per_s or link_bytes_per_s
-    slowest = max((one.step for one in measurements.profiles), key=lambda step: step.compute_ms)
-    rows = tuple(_row(config, measurements, name, slowest, bandwidth_bytes_per_s) for name in config.variants)
-    return Report(machine=machine, settings=settings, rows=rows)
+    if network.kind in ("namespaces", "simulated"):
+        link_bytes_per_s = network.bandwidth_bytes_per_s or link_bytes_per_s
+    rows = tuple(_row(settings, measurements, name, link_bytes_per_s) for name in variants)
+    return Report(machine=measurements.profiles[0].machine, settings=shown, rows=rows)
 
 
-def _row(
-    config: RunConfig, measurements: Measurements, name: str, profile: StepProfile, bandwidth_bytes_per_s: float
-) -> Row:
+def _row(settings: Settings, measurements: Measurements, name: str, link_bytes_per_s: float) -> Row:
     variant = registry()[name]
-    baseline = variant.baseline_name(config.settings)
+    baseline = variant.baseline_name(settings)
     timing = measurements.timing_of(name)
     if timing is None:
         return Row(variant=name, baseline=baseline, status=measurements.failures.get(name, "not run: out of time"))
-    trials = measurements.trials[name]
-    sent_bytes = max(one.sent_bytes_per_step for one in trials)
+    medians = {each: statistics.median(samples) for each, samples in timing.items()}
     p25_ms, median_ms, p75_ms = quartiles(timing[name])
-    ratio = ratio_to_16bit = exposed_ms = floor = None
-    if baseline in timing:
-        ratio = median_ms / statistics.median(timing[baseline])
-    if (baseline_16bit := variant.baseline_16bit_name(config.settings)) in timing:
-        ratio_to_16bit = median_ms / statistics.median(timing[baseline_16bit])
-    if COMPUTE_ONLY in timing:
-        compute_ms = statistics.median(timing[COMPUTE_ONLY])
-        exposed_ms = median_ms - compute_ms
-        floor = floor_ms(
-            variant.floor,
-            profile.scaled_to(compute_ms),
-            optimizer=variant.optimizer_name(config.settings),
-            sent_bytes=sent_bytes,
-            bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-        )
+    sent_bytes = max(one.sent_bytes_per_step for one in measurements.trials[name])
+    exposed_ms = floor = None
+    if COMPUTE_ONLY in medians:
+        exposed_ms = median_ms - medians[COMPUTE_ONLY]
+        slowest = max((one.step for one in measurements.profiles), key=lambda step: step.compute_ms)
+        profile = slowest.scaled_to(medians[COMPUTE_ONLY])
+        update_ms = profile.update_ms[variant.optimizer_name(settings)]
+        floor = floor_ms(variant, profile, update_ms, 1000 * sent_bytes / link_bytes_per_s)
     return Row(
         variant=name,
         median_ms=_rounded(median_ms),
         p25_ms=_rounded(p25_ms),
         p75_ms=_rounded(p75_ms),
-        ratio=_rounded(ratio, 4),
-        ratio_to_16bit=_rounded(ratio_to_16bit, 4),
+        ratio=_ratio(median_ms, medians.get(baseline)),
+        ratio_to_16bit=_ratio(median_ms, medians.get(variant.baseline_16bit_name(settings))),
         baseline=baseline,
         bytes_sent_per_step=round(sent_bytes),
-        peak_memory_bytes=max(one.peak_memory_bytes for one in trials),
+        peak_memory_bytes=max(one.peak_memory_bytes for one in measurements.trials[name]),
         exposed_ms=_rounded(exposed_ms),
         floor_ms=_rounded(floor),
         status=OK,
     )
 
 
-def _rounded(value: float | None, digits: int = 3) -> float | None:
-    return None if value is None else round(value, digits)
+def floor_ms(variant: Variant, profile: StepProfile, update_ms: float, sending_ms: float) -> float:
+    """The bound for a variant whose bytes take `sending_ms` on the link; each bucket has its share of them."""
+    if variant.floor == "compute":
+        return profile.compute_ms
+    if variant.floor == "streamed":
+        return max(profile.compute_ms + update_ms, sending_ms)
+    total_bytes = sum(profile.bucket_bytes)
+    reduced_ms = 0.0
+    for ready_ms, bucket_bytes in zip(profile.ready_ms, profile.bucket_bytes, strict=True):
+        reduced_ms = max(reduced_ms, ready_ms) + sending_ms * bucket_bytes / total_bytes
+    last_update_ms = update_ms * profile.bucket_bytes[-1] / total_bytes
+    return max(profile.compute_ms, reduced_ms) + last_update_ms
+
+
+def _ratio(value: float, to: float | None) -> float | None:
+    return None if to is None else round(value / to, 4)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
 
 
 _HEADINGS = (
@@ -160,17 +143,9 @@ _HEADINGS = (
 
 def table(report: Report) -> str:
     """The table in columns, the failures in full below it, and the machine that the numbers were taken on."""
-    rows = [_HEADINGS, *map(_cells, report.rows)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(_HEADINGS))]
-    lines = [
-        "  ".join(
-            text.ljust(width) if place in (0, len(row) - 1) else text.rjust(width)
-            for place, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    columns = in_columns([_HEADINGS, *map(_cells, report.rows)], left=(0, len(_HEADINGS) - 1))
     failures = [f"{row.variant}: {row.status}" for row in report.rows if row.status != OK]
-    return "\n".join([title(report), "", *lines, *failures, "", _footnote(report)])
+    return "\n".join([title(report), "", columns, *failures, "", _footnote(report)])
 
 
 def markdown(report: Report) -> str:
@@ -179,22 +154,16 @@ def markdown(report: Report) -> str:
         _cells(row) if row.median_ms is not None else [row.variant, row.status, *[""] * 8, row.baseline]
         for row in report.rows
     ]
-    # A column that says nothing is left out.
+    # An empty column is left out.
     kept = [place for place in range(len(_HEADINGS)) if any(cells[place] not in ("", "-") for cells in rows)]
-    rules = ["---" if place in (0, len(_HEADINGS) - 1) else "---:" for place in kept]
-    lines = [f"**{title(report)}**", "", _line([_HEADINGS[place] for place in kept]), _line(rules)]
     for cells in rows:
-        name = f"**{cells[0]}**" if cells[0].startswith("overlap-") else cells[0]
-        lines.append(_line([name, *(cells[place].replace("|", "\\|") for place in kept[1:])]))
-    return "\n".join([*lines, "", _footnote(report).replace("\n", " "), ""])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        cells[0] = f"**{cells[0]}**" if cells[0].startswith("overlap-") else cells[0]
+    lines = in_markdown([[cells[place] for place in kept] for cells in (_HEADINGS, *rows)], left=(0, len(kept) - 1))
+    return "\n".join([f"**{title(report)}**", "", lines, "", _footnote(report).replace("\n", " "), ""])
 
 
 def title(report: Report) -> str:
-    """What was run, on one line; says "simulated" where the link is."""
+    """The run on one line; says "simulated" where the link is."""
     settings = report.settings
     ranks, batch_size = settings["ranks"], settings["batch_size"]
     parts = [settings["model"], f"batch {batch_size}", f"{ranks} ranks", _link_in_words(settings)]

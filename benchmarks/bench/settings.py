@@ -1,25 +1,33 @@
-"""What a benchmark run is asked to do: the options, checked before anything is started."""
+"""The options of a benchmark, checked before anything is started."""
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from benchmarks.link import parse_bandwidth
+from benchmarks.models import WORKLOADS
+from benchmarks.recipes import Maker
 from overlap.errors import ConfigurationError
 
-MODELS = ("resnet18", "resnet50", "transformer", "gpt-350m", "mlp", "mlp-batchnorm")
-OPTIMIZERS = ("sgd", "sgd-fused", "adamw", "adamw-fused")
-LinkKind = Literal["namespaces", "loopback", "simulated", "direct"]
-# Where results are saved; not part of what was run.
+# A small step keeps random labels from blowing up the weights.
+LEARNING_RATE = 1e-4
+OPTIMIZERS = {
+    "sgd": Maker(torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.9}),
+    "sgd-fused": Maker(torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.9, "fused": True}),
+    "adamw": Maker(torch.optim.AdamW, {"lr": LEARNING_RATE, "foreach": False}),
+    "adamw-fused": Maker(torch.optim.AdamW, {"lr": LEARNING_RATE, "fused": True}),
+}
+# Where results are saved; not part of the run.
 FILES = ("json", "plot", "markdown")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of one run, as given; `RunConfig` holds what is worked out from them."""
+    """The options of one run, as given."""
 
     ranks: int = 2
     # Written as `tc` does, e.g. "1gbit"; None measures on loopback, unshaped.
@@ -52,22 +60,20 @@ class Settings:
     markdown: str | None = None
 
     def __post_init__(self) -> None:
-        self._check_choice("model", MODELS)
-        self._check_choice("optimizer", OPTIMIZERS)
-        self._check_choice("device", ("cpu", "cuda"))
-        self._check_least("ranks", 2)
-        self._check_least("batch_size", 1)
-        self._check_least("steps", 1)
+        for name, allowed in (("model", WORKLOADS), ("optimizer", OPTIMIZERS), ("device", ("cpu", "cuda"))):
+            if getattr(self, name) not in allowed:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
         # DDP rebuilds its buckets after the first step, and PyTorch's PowerSGD starts at the third.
-        self._check_least("warmup_steps", 3)
+        for name, least in (("ranks", 2), ("batch_size", 1), ("steps", 1), ("warmup_steps", 3), ("latency_us", 0)):
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"{name}={getattr(self, name)} is too small: at least {least}")
         for name in ("bucket_cap_mb", "time_limit_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigurationError(f"{name}={value} must be positive")
-        if self.latency_us < 0:
-            raise ConfigurationError(f"latency_us={self.latency_us} must not be negative")
-        self.bandwidth_bytes_per_s  # noqa: B018 - parsing is the check
-        if self.simulate and self.bandwidth is None:
+        if self.bandwidth is not None:
+            parse_bandwidth(self.bandwidth)
+        elif self.simulate:
             raise ConfigurationError("simulate=True needs a bandwidth to simulate: add for example --bandwidth 10gbit")
         for name in FILES:
             path = getattr(self, name)
@@ -75,40 +81,7 @@ class Settings:
                 raise ConfigurationError(f"{name}={path!r} lies in a folder that does not exist: create it first")
 
     @property
-    def bandwidth_bytes_per_s(self) -> float | None:
-        return None if self.bandwidth is None else parse_bandwidth(self.bandwidth)
-
-    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
-        if getattr(self, name) not in allowed:
-            raise ConfigurationError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
-
-    def _check_least(self, name: str, least: int) -> None:
-        if getattr(self, name) < least:
-            raise ConfigurationError(f"{name}={getattr(self, name)} is too small: at least {least}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """What every rank is told: the settings, the variants by name, the link, and where to leave results."""
-
-    settings: Settings
-    variants: tuple[str, ...]
-    folder: str
-    link: LinkKind
-    # Unix time by which the ranks should be done.
-    deadline: float
-
-    @property
-    def processes(self) -> int:
-        """How many processes there are: one stands for all ranks when the link is simulated."""
-        return 1 if self.link == "simulated" else self.settings.ranks
-
-    def save(self) -> Path:
-        path = Path(self.folder) / "run.pickle"
-        path.write_bytes(pickle.dumps(self))
-        return path
-
-    @classmethod
-    def load(cls, path: str | Path) -> RunConfig:
-        config: RunConfig = pickle.loads(Path(path).read_bytes())
-        return config
+    def network(self) -> dict[str, Any]:
+        """As `open_network` takes it."""
+        names = ("ranks", "bandwidth", "device", "simulate", "latency_us", "share_gpu")
+        return {name: getattr(self, name) for name in names}

@@ -1,13 +1,13 @@
 """Every variant: a row of the table, the way it trains, and the row that it is compared with.
 
-A variant is a function with `@variant(...)` above it that builds its training loop, or one line where it is one of our
-reducers (`_ours`), of PyTorch's hooks (`_torch_hook`), of sharded updates or of local SGD.
+Most are a line: a recipe with a name. One that needs more than a model and an update is a function with
+`@variant(...)` above it, which builds its training loop.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,8 +18,23 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.bench.settings import Settings
-from benchmarks.models import Workload
+import overlap
+from benchmarks.bench.settings import LEARNING_RATE, OPTIMIZERS, Settings
+from benchmarks.models import WORKLOADS
+from benchmarks.recipes import (
+    Maker,
+    Recipe,
+    Update,
+    local_sgd,
+    plain,
+    sharded,
+    stepped,
+    stepped_by_loop,
+    torch_hook,
+    torch_hook_then_optimizer,
+    torch_zero,
+    torch_zero_interleaved,
+)
 from overlap import (
     AllReduce,
     Cast,
@@ -30,7 +45,6 @@ from overlap import (
     OverlappedOptimizer,
     PowerSGD,
     Quantize,
-    Stage,
     Step,
     TopK,
     UnsupportedError,
@@ -41,15 +55,13 @@ from overlap import (
 )  # fmt: skip
 from overlap.errors import ConfigurationError
 
-LEARNING_RATE = 1e-4
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLoop:
     """A variant that is built: `step()` trains one step.
 
     `block(steps)` is entered before a block of so many steps and left after it, both untimed. `finish()` waits for
-    what steps have left in flight.
+    the work that steps have left in flight.
     """
 
     step: Callable[[], None]
@@ -65,23 +77,30 @@ class TrainingSetup:
     """
 
     settings: Settings
-    workload: Workload
     device: torch.device
-    group: dist.ProcessGroup
     # Whether this process stands for all ranks.
     is_simulated: bool
     # The variant's own, or that of `--optimizer`.
     optimizer_name: str
-    _batch: tuple[Tensor, Tensor] = field(init=False)
+    group: dist.ProcessGroup = field(init=False)
+    batch: tuple[Tensor, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Makes a process group: every rank must make its setups in the same order."""
+        self.group = dist.new_group()
         torch.manual_seed(self.settings.seed + 1 + dist.get_rank(self.group))
-        inputs, target = self.workload.make_batch(self.settings.batch_size)
-        self._batch = inputs.to(self.device), target.to(self.device)
+        inputs, target = WORKLOADS[self.settings.model].make_batch(self.settings.batch_size)
+        self.batch = inputs.to(self.device), target.to(self.device)
+
+    @property
+    def make(self) -> Maker:
+        """The variant's optimizer."""
+        return OPTIMIZERS[self.optimizer_name]
 
     def model(self) -> nn.Module:
         torch.manual_seed(self.settings.seed)
-        return self.workload.make_model().to(self.device)
+        with self.device:
+            return WORKLOADS[self.settings.model].make_model()
 
     def ddp(self) -> DistributedDataParallel:
         return DistributedDataParallel(
@@ -93,30 +112,20 @@ class TrainingSetup:
 
     def loss(self, module: nn.Module) -> Tensor:
         """Forward on this rank's batch."""
-        inputs, target = self._batch
-        dtype = self.workload.autocast
+        inputs, target = self.batch
+        dtype = WORKLOADS[self.settings.model].autocast
         with torch.autocast(self.device.type, dtype, enabled=dtype is not None and self.device.type != "cpu"):
             return nn.functional.cross_entropy(module(inputs), target)
 
-    def optimizer(self, parameters: Iterable[Tensor], name: str | None = None) -> torch.optim.Optimizer:
-        """The variant's optimizer, or `name`; a small step keeps random labels from blowing up the weights."""
-        name = name or self.optimizer_name
-        if name.startswith("sgd"):
-            return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, fused=name == "sgd-fused")
-        if name == "adamw":
-            return torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=False)
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
-
-    def plain_loop(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainingLoop:
-        """The training loop that everyone writes: zero, forward, backward, step."""
-        chosen = optimizer or self.optimizer(module.parameters())
+    def loop(self, module: nn.Module, update: Update, **options: Any) -> TrainingLoop:
+        """A training loop of a model with its update."""
 
         def step() -> None:
-            chosen.zero_grad()
+            update.clear()
             self.loss(module).backward()
-            chosen.step()
+            update.step()
 
-        return TrainingLoop(step=step)
+        return TrainingLoop(step=step, finish=update.finish, **options)
 
 
 COMPUTE_ONLY = "compute-only"
@@ -128,7 +137,7 @@ Build = Callable[[TrainingSetup], TrainingLoop]
 class Variant:
     """One row of the table."""
 
-    # What it is called, in the table and on the command line.
+    # Its name in the table and on the command line.
     name: str
     build: Build
     # The one it steps with; by default that of `--optimizer`.
@@ -144,7 +153,7 @@ class Variant:
     lead_in_steps: int = 0
     # It may crash at any step, so it is timed with its baselines and no other variant.
     timed_alone: bool = False
-    # Where it can run at all; what a backend merely refuses becomes a row that says so.
+    # With which it is run if no variants are named; a refusal by a backend becomes a row that says so.
     backends: tuple[str, ...] = ("gloo", "nccl")
 
     def optimizer_name(self, settings: Settings) -> str:
@@ -165,6 +174,11 @@ class Variant:
 _VARIANTS: dict[str, Variant] = {}
 
 
+def registry() -> Mapping[str, Variant]:
+    """Every variant by name, in the order of the table."""
+    return _VARIANTS
+
+
 def variant(name: str, **fields: Any) -> Callable[[Build], Build]:
     """Makes a row with these fields of the decorated function, which builds its training loop."""
 
@@ -175,9 +189,13 @@ def variant(name: str, **fields: Any) -> Callable[[Build], Build]:
     return add
 
 
-def registry() -> Mapping[str, Variant]:
-    """Every variant by name, in the order of the table."""
-    return _VARIANTS
+def _row(name: str, recipe: Recipe, **fields: Any) -> None:
+    """Makes a row of a recipe."""
+
+    @variant(name, **fields)
+    def build(setup: TrainingSetup) -> TrainingLoop:
+        ddp = setup.ddp()
+        return setup.loop(ddp, recipe(ddp, setup.make))
 
 
 # DDP as everyone uses it, and the computation alone -----------------------------------------------------------------
@@ -196,113 +214,34 @@ def _compute_only(setup: TrainingSetup) -> TrainingLoop:
     return TrainingLoop(step=step)
 
 
-# The lowest line is the first row.
-@variant("ddp-adamw-fused", optimizer="adamw-fused")
-@variant("ddp-adamw", optimizer="adamw")
-@variant("ddp-sgd-fused", optimizer="sgd-fused")
-@variant("ddp-sgd", optimizer="sgd")
-def _plain_ddp(setup: TrainingSetup) -> TrainingLoop:
-    return setup.plain_loop(setup.ddp())
+for _name in OPTIMIZERS:
+    _row(f"ddp-{_name}", plain, optimizer=_name)
 
 
 # The update in backward ---------------------------------------------------------------------------------------------
 
-
-@variant("torch-hook-then-optimizer-adamw", optimizer="adamw")
-def _torch_hook_then_optimizer_adamw(setup: TrainingSetup) -> TrainingLoop:
-    from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks as hooks
-    from torch.distributed.optim import as_functional_optim
-
-    ddp = setup.ddp()
-    functional = as_functional_optim(torch.optim.AdamW, lr=LEARNING_RATE)
-    state = hooks._OptimizerHookState(functional)
-    ddp.register_comm_hook(setup.group, hooks._hook_then_optimizer(default_hooks.allreduce_hook, state))
-
-    def step() -> None:
-        ddp.zero_grad()
-        setup.loss(ddp).backward()
-
-    return TrainingLoop(step=step)
-
-
-def _ours(name: str, reducer: Callable[[], Stage], *, optimizer: str | None = None, **options: Any) -> None:
-    """A row: one of our reducers, with the update in backward."""
-
-    @variant(name, optimizer=optimizer)
-    def build(setup: TrainingSetup) -> TrainingLoop:
-        ddp = setup.ddp()
-        overlapped = OverlappedOptimizer(setup.optimizer(ddp.parameters()))
-        chain(reducer(), Step(overlapped, **options)).register(ddp)
-        return _stepped(setup, ddp, [overlapped])
-
-
-def _stepped(setup: TrainingSetup, ddp: nn.Module, optimizers: Sequence[Any]) -> TrainingLoop:
-    def step() -> None:
-        setup.loss(ddp).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-    return TrainingLoop(step=step)
-
-
-_ours("overlap-step-adamw", AllReduce, optimizer="adamw-fused")
-_ours("overlap-step-adamw-deferred", AllReduce, optimizer="adamw-fused", deferred=True)
+_row("torch-hook-then-optimizer-adamw", torch_hook_then_optimizer, optimizer="adamw")
+_row("overlap-step-adamw", stepped(), optimizer="adamw-fused")
+_row("overlap-step-adamw-deferred", stepped(deferred=True), optimizer="adamw-fused")
 
 
 # The update sharded -------------------------------------------------------------------------------------------------
 
 
-@variant("torch-zero-adamw", optimizer="adamw")
-@variant("torch-zero-sgd", optimizer="sgd")
-def _torch_zero(setup: TrainingSetup) -> TrainingLoop:
-    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-
-    kind, options = _kind(setup)
-    ddp = setup.ddp()
-    return setup.plain_loop(ddp, TorchZero(ddp.parameters(), kind, process_group=setup.group, **options))
+def _sharded_rows(name: str, *, optimizer: str, **options: Any) -> None:
+    """Two rows: with the gathers in backward, and in the next forward."""
+    _row(name, sharded(gather="backward", **options), optimizer=optimizer)
+    # A step leaves its gathers to the next forward, so several steps in a row are timed.
+    in_row: dict[str, Any] = {"floor": "streamed", "block_steps": 4, "lead_in_steps": 1}
+    _row(f"{name}-gather-forward", sharded(gather="forward", **options), optimizer=optimizer, **in_row)
 
 
-@variant("torch-zero-interleaved-adamw", optimizer="adamw", backends=("nccl",))
-def _torch_zero_interleaved_adamw(setup: TrainingSetup) -> TrainingLoop:
-    from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step_interleaved
-    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-
-    kind, options = _kind(setup)
-    ddp = setup.ddp()
-    zero = TorchZero(ddp.parameters(), kind, process_group=setup.group, overlap_with_ddp=True, **options)
-    ddp.register_comm_hook(None, hook_with_zero_step_interleaved(default_hooks.allreduce_hook, ddp, zero))
-    return setup.plain_loop(ddp, zero)
-
-
-def _overlapped_zero(name: str, *, optimizer: str, **stage: Any) -> None:
-    """Two rows: the sharded update with its gathers in backward, and in the next forward."""
-    for gather in ("backward", "forward"):
-        # A step leaves its gathers to the next forward, so several steps in a row are timed.
-        in_row: dict[str, Any] = {"floor": "streamed", "block_steps": 4, "lead_in_steps": 1}
-        fields = in_row if gather == "forward" else {}
-
-        @variant(f"{name}-gather-forward" if gather == "forward" else name, optimizer=optimizer, **fields)
-        def build(setup: TrainingSetup, gather: Any = gather) -> TrainingLoop:
-            kind, options = _kind(setup)
-            ddp = setup.ddp()
-            zero = ZeroRedundancyOptimizer(
-                ddp.parameters(), kind, process_group=setup.group, overlap_with_ddp=True, **options
-            )
-            chain(ZeroStep(zero, gather=gather, **stage)).register(ddp)
-            return TrainingLoop(step=_stepped(setup, ddp, [zero]).step, finish=zero.wait)
-
-
-def _kind(setup: TrainingSetup) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The variant's optimizer as a sharded optimizer takes it."""
-    if setup.optimizer_name.startswith("sgd"):
-        return torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.9}
-    fused = {"fused": True} if setup.optimizer_name == "adamw-fused" else {}
-    return torch.optim.AdamW, {"lr": LEARNING_RATE, **fused}
-
-
-_overlapped_zero("overlap-zero-sgd", optimizer="sgd")
-_overlapped_zero("overlap-zero-adamw", optimizer="adamw-fused")
-_overlapped_zero(
+_row("torch-zero-sgd", torch_zero, optimizer="sgd")
+_row("torch-zero-adamw", torch_zero, optimizer="adamw")
+_row("torch-zero-interleaved-adamw", torch_zero_interleaved, optimizer="adamw", backends=("nccl",))
+_sharded_rows("overlap-zero-sgd", optimizer="sgd")
+_sharded_rows("overlap-zero-adamw", optimizer="adamw-fused")
+_sharded_rows(
     "overlap-zero-adamw-int4-int8", optimizer="adamw-fused", reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True
 )
 
@@ -310,37 +249,24 @@ _overlapped_zero(
 # Two updates: Muon for matrices and AdamW for the rest --------------------------------------------------------------
 
 
-@variant("ddp-muon", baseline="ddp-muon", optimizer="adamw-fused")
-def _ddp_muon(setup: TrainingSetup) -> TrainingLoop:
-    ddp = setup.ddp()
-    muon, adamw = (kind(parameters, lr=LEARNING_RATE) for kind, parameters in _matrices_and_rest(ddp))
-
-    def step() -> None:
-        ddp.zero_grad()
-        setup.loss(ddp).backward()
-        muon.step()
-        adamw.step()
-
-    return TrainingLoop(step=step)
+def _ddp_muon(ddp: DistributedDataParallel, make: Maker) -> Update:
+    both = tuple(kind(parameters, lr=LEARNING_RATE) for kind, parameters in _matrices_and_rest(ddp))
+    return Update(optimizers=both, clear=ddp.zero_grad)
 
 
-@variant("overlap-step-muon", baseline="ddp-muon", optimizer="adamw-fused")
-def _overlap_step_muon(setup: TrainingSetup) -> TrainingLoop:
-    ddp = setup.ddp()
+def _step_muon(ddp: DistributedDataParallel, make: Maker) -> Update:
     both = [OverlappedOptimizer(kind(found, lr=LEARNING_RATE)) for kind, found in _matrices_and_rest(ddp)]
     chain(AllReduce(), *map(Step, both)).register(ddp)
-    return _stepped(setup, ddp, both)
+    return Update(optimizers=tuple(both))
 
 
-@variant("overlap-zero-muon", baseline="ddp-muon", optimizer="adamw-fused")
-def _overlap_zero_muon(setup: TrainingSetup) -> TrainingLoop:
-    ddp = setup.ddp()
+def _zero_muon(ddp: DistributedDataParallel, make: Maker) -> Update:
     both = [
-        ZeroRedundancyOptimizer(found, kind, process_group=setup.group, overlap_with_ddp=True, lr=LEARNING_RATE)
+        ZeroRedundancyOptimizer(found, kind, process_group=ddp.process_group, overlap_with_ddp=True, lr=LEARNING_RATE)
         for kind, found in _matrices_and_rest(ddp)
     ]
     chain(*map(ZeroStep, both)).register(ddp)
-    return _stepped(setup, ddp, both)
+    return Update(optimizers=tuple(both))
 
 
 def _matrices_and_rest(ddp: nn.Module) -> list[tuple[Any, list[Tensor]]]:
@@ -350,43 +276,37 @@ def _matrices_and_rest(ddp: nn.Module) -> list[tuple[Any, list[Tensor]]]:
     return [(torch.optim.Muon, matrices), (torch.optim.AdamW, rest)]
 
 
+_row("ddp-muon", _ddp_muon, baseline="ddp-muon", optimizer="adamw-fused")
+_row("overlap-step-muon", _step_muon, baseline="ddp-muon", optimizer="adamw-fused")
+_row("overlap-zero-muon", _zero_muon, baseline="ddp-muon", optimizer="adamw-fused")
+
+
 # Gradients in fewer bytes -------------------------------------------------------------------------------------------
 
-
-def _torch_hook(
-    name: str, hook: Any, state: Callable[[TrainingSetup], object] = lambda setup: setup.group, **fields: Any
-) -> None:
-    """A row: one of PyTorch's communication hooks, with the optimizer after backward as PyTorch has it."""
-
-    @variant(name, **fields)
-    def build(setup: TrainingSetup) -> TrainingLoop:
-        ddp = setup.ddp()
-        ddp.register_comm_hook(state(setup), hook)
-        return setup.plain_loop(ddp)
-
-
-_torch_hook("torch-fp16", default_hooks.fp16_compress_hook)
-_torch_hook("torch-fp16-adamw", default_hooks.fp16_compress_hook, optimizer="adamw-fused")
-_ours("overlap-fp16", lambda: Cast(torch.float16, AllReduce()))
-_torch_hook("torch-bf16", default_hooks.bf16_compress_hook)
-_ours("overlap-bf16", lambda: Cast(torch.bfloat16, AllReduce()))
-_torch_hook(
+_row("torch-fp16", torch_hook(default_hooks.fp16_compress_hook))
+_row("torch-fp16-adamw", torch_hook(default_hooks.fp16_compress_hook), optimizer="adamw-fused")
+_row("overlap-fp16", stepped(lambda: Cast(torch.float16, AllReduce())))
+_row("torch-bf16", torch_hook(default_hooks.bf16_compress_hook))
+_row("overlap-bf16", stepped(lambda: Cast(torch.bfloat16, AllReduce())))
+_row(
     "torch-powersgd-r4",
-    powerSGD_hook.powerSGD_hook,
-    # Its earliest start: compressed from the third step on.
-    lambda setup: powerSGD_hook.PowerSGDState(setup.group, matrix_approximation_rank=4, start_powerSGD_iter=2),
+    torch_hook(
+        powerSGD_hook.powerSGD_hook,
+        # Its earliest start: compressed from the third step on.
+        lambda group: powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=2),
+    ),
     # On Gloo its collectives reach the ranks in different orders now and then, and abort the process.
     timed_alone=True,
 )
-_ours("overlap-powersgd-r4", lambda: PowerSGD(rank=4))
-_ours("overlap-powersgd-r4-alternate", lambda: PowerSGD(rank=4, alternate=True))
-_ours("overlap-powersgd-r4-int8", lambda: PowerSGD(rank=4, wire=Int8()))
-_torch_hook("torch-quantize8", quantization_hooks.quantization_pertensor_hook)
-_ours("overlap-quantize8", lambda: Quantize(Int8()))
-_ours("overlap-quantize4", lambda: Quantize(Int4()))
-_ours("overlap-quantize4-feedback", lambda: Quantize(Int4(), error_feedback=True))
-_ours("overlap-float8", lambda: Quantize(Float8()))
-_ours("overlap-topk1-feedback", lambda: Quantize(TopK(0.01), error_feedback=True))
+_row("overlap-powersgd-r4", stepped(lambda: PowerSGD(rank=4)))
+_row("overlap-powersgd-r4-alternate", stepped(lambda: PowerSGD(rank=4, alternate=True)))
+_row("overlap-powersgd-r4-int8", stepped(lambda: PowerSGD(rank=4, wire=Int8())))
+_row("torch-quantize8", torch_hook(quantization_hooks.quantization_pertensor_hook))
+_row("overlap-quantize8", stepped(lambda: Quantize(Int8())))
+_row("overlap-quantize4", stepped(lambda: Quantize(Int4())))
+_row("overlap-quantize4-feedback", stepped(lambda: Quantize(Int4(), error_feedback=True)))
+_row("overlap-float8", stepped(lambda: Quantize(Float8())))
+_row("overlap-topk1-feedback", stepped(lambda: Quantize(TopK(0.01), error_feedback=True)))
 
 
 # Parameters averaged now and then -----------------------------------------------------------------------------------
@@ -410,7 +330,7 @@ def _averaged(setup: TrainingSetup, make: Callable[..., Any]) -> TrainingLoop:
     """Both libraries' averager of that name, called behind each step."""
     model = setup.model()
     averager = make(period=_PERIOD, warmup_steps=0, process_group=setup.group)
-    local = setup.plain_loop(model)
+    local = setup.loop(model, stepped_by_loop(setup.make(model.parameters())))
 
     def step() -> None:
         local.step()
@@ -419,17 +339,14 @@ def _averaged(setup: TrainingSetup, make: Callable[..., Any]) -> TrainingLoop:
     return TrainingLoop(step=step)
 
 
-def _local_sgd(name: str, **options: Any) -> None:
-    @variant(name, floor="streamed", block_steps=_PERIOD)
-    def build(setup: TrainingSetup) -> TrainingLoop:
-        ddp = setup.ddp()
-        optimizer = setup.optimizer(ddp.parameters())
-        return setup.plain_loop(ddp, optim.LocalSGD(ddp, optimizer, period=_PERIOD, start_step=0, **options))
+def _local_sgd_row(name: str, **options: Any) -> None:
+    recipe = local_sgd(period=_PERIOD, start_step=0, **options)
+    _row(name, recipe, floor="streamed", block_steps=_PERIOD)
 
 
-_local_sgd("overlap-local-sgd")
-_local_sgd("overlap-local-sgd-overlap", overlap=True)
-_local_sgd("overlap-local-sgd-int4", wire=Int4(), error_feedback=True)
+_local_sgd_row("overlap-local-sgd")
+_local_sgd_row("overlap-local-sgd-overlap", overlap=True)
+_local_sgd_row("overlap-local-sgd-int4", wire=Int4(), error_feedback=True)
 
 
 # Ranks that may run out of inputs at different steps ----------------------------------------------------------------
@@ -440,8 +357,7 @@ def _torch_join(setup: TrainingSetup) -> TrainingLoop:
     from torch.distributed.algorithms.join import Join as TorchJoin
 
     ddp = setup.ddp()
-    plain = setup.plain_loop(ddp)
-    return TrainingLoop(step=plain.step, block=lambda steps: TorchJoin([ddp]))
+    return setup.loop(ddp, plain(ddp, setup.make), block=lambda steps: TorchJoin([ddp]))
 
 
 @variant("overlap-join", block_steps=4)
@@ -461,7 +377,7 @@ def _joined(setup: TrainingSetup, *, lengths_known: bool) -> TrainingLoop:
     if setup.is_simulated:
         raise UnsupportedError("Join talks to every rank when its block begins, and a simulated link has one process")
     ddp = setup.ddp()
-    plain = setup.plain_loop(ddp)
+    loop = setup.loop(ddp, plain(ddp, setup.make))
     batches: Iterator[int] = iter(())
 
     @contextlib.contextmanager
@@ -474,14 +390,37 @@ def _joined(setup: TrainingSetup, *, lengths_known: bool) -> TrainingLoop:
             yield
 
     def step() -> None:
-        plain.step()
+        loop.step()
         next(batches, None)
 
     return TrainingLoop(step=step, block=block)
 
 
-def choose(settings: Settings, backend: str) -> tuple[str, ...]:
-    """The variants to run: those asked for or all that fit `backend`, with the baselines they are compared to."""
+# The choice among the exact ones ------------------------------------------------------------------------------------
+
+
+# Only where it is asked for by name: choosing takes a quarter of a minute.
+@variant("overlap-auto", optimizer="adamw-fused", floor="streamed", block_steps=4, lead_in_steps=1, backends=())
+def _overlap_auto(setup: TrainingSetup) -> TrainingLoop:
+    """The method that `overlap.auto` chooses; it may leave gathers to the next forward."""
+    model = setup.model()
+    optimizer: Any
+    ddp, optimizer = overlap.auto(
+        model,
+        setup.make(model.parameters()),
+        sample=setup.batch,
+        loss=nn.functional.cross_entropy,
+        allow="sharded",
+        process_group=setup.group,
+        quiet=True,
+    )
+    finish = getattr(optimizer, "wait", lambda: None)
+    return setup.loop(ddp, Update(optimizers=(optimizer,), clear=optimizer.zero_grad, finish=finish))
+
+
+def choose(settings: Settings) -> tuple[str, ...]:
+    """The variants to run: those asked for or all that fit the backend, with the baselines they are compared to."""
+    backend = "gloo" if settings.device == "cpu" else "nccl"
     known = registry()
     unknown = [name for name in settings.variants if name not in known]
     if unknown:
@@ -491,7 +430,7 @@ def choose(settings: Settings, backend: str) -> tuple[str, ...]:
 
 
 def with_baselines(names: Iterable[str], settings: Settings) -> tuple[str, ...]:
-    """`names`, what their ratios are taken to, and compute-only, in the order of the table."""
+    """`names`, the baselines of their ratios, and compute-only, in the order of the table."""
     known = registry()
     wanted = {COMPUTE_ONLY, *names}
     wanted |= {known[name].baseline_name(settings) for name in wanted}

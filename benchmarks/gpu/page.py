@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.gpu.markdown import markdown
 from benchmarks.gpu.report import Report
+from benchmarks.pages import write_between
 
 __all__ = ["BEGIN", "END", "write_page"]
 
@@ -21,16 +22,11 @@ def write_page(report: Path, page: Path) -> None:
     found = Report.load(report)
     if found.device != "cuda":
         raise ValueError(f"{report} is of a dry run on {found.device}: a page shows what was measured on a GPU")
-    text = page.read_text()
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{page} has no place for it: add a line {BEGIN!r} and a line {END!r}")
+    tables = markdown(found, level=3).replace("](", "](images/gpu-")
+    write_between(page, BEGIN, END, tables.rstrip())
     images = page.parent / "images"
     for part in found.parts:
         for name in part.files:
             if name.endswith(".png"):
                 images.mkdir(exist_ok=True)
                 (images / f"gpu-{name}").write_bytes((report.parent / name).read_bytes())
-    tables = markdown(found, level=3).replace("](", "](images/gpu-")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    page.write_text(f"{before}{BEGIN}\n\n{tables}\n{END}{after}")

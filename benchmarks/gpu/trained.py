@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from benchmarks.bench.settings import Settings
 from benchmarks.bench.variants import TrainingLoop, TrainingSetup, Variant, registry
 from benchmarks.gpu.given import Given
 from benchmarks.gpu.world import device_of
-from benchmarks.models import GPT_350M, GPTConfig, ResNet, Workload, gpt_workload
 from benchmarks.simulated import SIMULATED_BACKEND, SimulatedLink, register_simulated_backend
 from overlap._torch.device import synchronize
 
@@ -23,49 +18,36 @@ __all__ = ["TITLES", "Trainee", "bytes_per_s", "open_link"]
 
 _OPTIMIZER = "adamw-fused"
 _LATENCY_US = 20.0
-_GPT_SMALL = GPTConfig(layers=2, width=64, heads=2, vocabulary=512, tokens=32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
     title: str
-    workload: Workload
+    workload: str
     batch_size: int
     bucket_cap_mb: float | None = None
-
-
-def _images(side: int, layout: torch.memory_format = torch.contiguous_format) -> Callable[[int], tuple[Tensor, Tensor]]:
-    def make(size: int) -> tuple[Tensor, Tensor]:
-        images = torch.randn(size, 3, side, side).contiguous(memory_format=layout)
-        return images, torch.randint(1000, (size,))
-
-    return make
-
-
-def _resnet50() -> nn.Module:
-    return ResNet("resnet50").to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 _MODELS = {
     "resnet50": _Model(
         title="ResNet-50, 128 images of 224 x 224, bf16 autocast, channels last",
-        workload=Workload(make_model=_resnet50, make_batch=_images(224, torch.channels_last), autocast=torch.bfloat16),
+        workload="resnet50-224",
         batch_size=128,
     ),
     "gpt-350m": _Model(
         title="GPT of 355 M parameters, 8 sequences of 1,024 tokens, bf16 autocast",
-        workload=gpt_workload(GPT_350M),
+        workload="gpt-350m",
         batch_size=8,
     ),
     "resnet-small": _Model(
         title="ResNet-18 of an eighth of its width, 2 images of 32 x 32",
-        workload=Workload(make_model=partial(ResNet, "resnet18", channels=8), make_batch=_images(32)),
+        workload="resnet-small",
         batch_size=2,
         bucket_cap_mb=0.2,
     ),
     "gpt-small": _Model(
         title="GPT of 0.1 M parameters, 4 sequences of 32 tokens",
-        workload=gpt_workload(_GPT_SMALL),
+        workload="gpt-small",
         batch_size=4,
         bucket_cap_mb=0.1,
     ),
@@ -93,38 +75,33 @@ def open_link(given: Given) -> SimulatedLink:
 
 @dataclass(frozen=True)
 class Trainee:
-    """A model that variants are built of, on the device, and made once: each variant gets a copy."""
+    """A model that variants are built of, on the device."""
 
     name: str
     device: torch.device
-    workload: Workload
 
     @classmethod
     def of(cls, name: str, given: Given) -> Trainee:
-        device = device_of(given)
         torch.backends.cudnn.benchmark = True
-        with device:
-            torch.manual_seed(0)
-            prototype = _MODELS[name].workload.make_model()
-        return cls(name, device, replace(_MODELS[name].workload, make_model=lambda: copy.deepcopy(prototype)))
+        return cls(name, device_of(given))
 
     def setup(self, variant: Variant) -> TrainingSetup:
-        """What a variant is built from."""
+        """The setup that a variant is built from."""
+        model = _MODELS[self.name]
         settings = Settings(
             ranks=dist.get_world_size(),
+            model=model.workload,
             optimizer=_OPTIMIZER,
-            batch_size=_MODELS[self.name].batch_size,
-            bucket_cap_mb=_MODELS[self.name].bucket_cap_mb,
+            batch_size=model.batch_size,
+            bucket_cap_mb=model.bucket_cap_mb,
             gradient_as_bucket_view=True,
             device="cuda" if self.device.type == "cuda" else "cpu",
         )
         return TrainingSetup(
             settings=settings,
-            workload=self.workload,
             device=self.device,
-            group=dist.new_group(),
             is_simulated=True,
-            optimizer_name=variant.optimizer or _OPTIMIZER,
+            optimizer_name=variant.optimizer_name(settings),
         )
 
     def build(self, name: str, *, warmup_steps: int = 3) -> TrainingLoop:

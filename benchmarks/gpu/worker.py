@@ -7,7 +7,6 @@ Whoever started it reads the lines; a process that dies or hangs has said in whi
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -19,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.given import Given, Skipped, Spec
+from benchmarks.ranks import die_with_parent
 
 __all__ = ["main"]
 
-_PR_SET_PDEATHSIG = 1
 _WHY_CHARS = 600
 
 
 def main(spec_path: str, rank: int, lines_path: str) -> int:
     """Runs what the spec says; returns the exit code."""
-    _die_with_parent()
+    die_with_parent()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # The stacks of a process that hangs.
     spec = Spec(**json.loads(Path(spec_path).read_text()))
@@ -68,11 +67,6 @@ def _run(part: Any, given: Given, name: str) -> bool:
 def _in_words(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines)}"[:_WHY_CHARS]
-
-
-def _die_with_parent() -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 if __name__ == "__main__":

@@ -1,30 +1,27 @@
-"""`python -m benchmarks.race`: makes the link, starts the ranks on it, and shows who reached the target when."""
+"""`python -m benchmarks.race`: trains the contestants on a link, and shows who reached the target when."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.bench import settings as bench
-from benchmarks.bench.__main__ import open_link, rank_environment
-from benchmarks.launch import run_ranks
 from benchmarks.measuring import describe_machine
-from benchmarks.race.contest import CONTESTANTS, Plan, load_task, run_rank
-from benchmarks.race.results import Course, Results, markdown, save_picture, terminal
+from benchmarks.pages import write_between
+from benchmarks.race.contest import CONTESTANTS, race
+from benchmarks.race.results import Course, Results
+from benchmarks.race.tables import markdown, save_picture, terminal
+from benchmarks.race.tasks import load_task
+from benchmarks.ranks import open_network
 from overlap.errors import ConfigurationError
 
-__all__ = ["BEGIN", "END", "main"]
-
-# What `--into` writes between.
+# Around the tables that `--into` writes.
 BEGIN, END = "<!-- race: written by `python -m benchmarks.race --into` -->", "<!-- end of race -->"
 # The schedule needs a step in its first fifth.
 _LEAST_STEPS = 8
-# What a task takes where the options say nothing; small enough for two cores and a slow link.
+# The defaults of a task; small enough for two cores and a slow link.
 _TASKS = {
     "digits": {"steps": 96, "width": 16, "target": 0.95},
     "text": {"steps": 128, "width": 128, "target": 2.4},
@@ -32,7 +29,7 @@ _TASKS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Races, or is one rank of a race."""
+    """Races, and shows the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.race", description="Trains to a target on a link.",
                                      epilog=f"contestants: {', '.join(CONTESTANTS)}")  # fmt: skip
     add = parser.add_argument
@@ -49,23 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--batch-size", type=int, default=64, help="of all ranks together")
     add("--width", type=int, help="first channels of ResNet-18 (16, usually 64), or width of the Transformer (128)")
     add("--output", type=Path, default=Path("overlap-race"), metavar="DIR",
-        help="where race.json and race.png are; what race.json holds already is not trained again")  # fmt: skip
-    add("--show", action="store_true", help="train nothing: print and draw what race.json holds")
-    add(
-        "--into", type=Path, metavar="FILE.md", help=f"write every table into a document, between `{BEGIN}` and `{END}`"
-    )
-    # For the ranks that this command starts; not for users.
-    add("--run-config", help=argparse.SUPPRESS)
+        help="for race.json and race.png; trainings that race.json holds are not repeated")  # fmt: skip
+    add("--show", action="store_true", help="train nothing: print and draw race.json")
+    add("--into", type=Path, metavar="FILE.md", help="write every table into a document, between two comments there")
     options = parser.parse_args(argv)
-    if options.run_config is not None:
-        return run_rank(options.run_config)
     try:
-        return _run(options)
+        _run(options)
     except ConfigurationError as error:
         parser.error(str(error))
+    return 0
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> None:
     for name in ("steps", "width"):
         if getattr(options, name) is None:
             setattr(options, name, _TASKS[options.task][name])
@@ -82,40 +74,38 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"--steps {options.steps} is too few: give at least {least}")
     options.output.mkdir(parents=True, exist_ok=True)
     path = (options.output / "race.json").resolve()
-    raced: Course | None = None
-    if not options.show:
-        code, raced = _race(options, path)
-        if code != 0:
-            return code
-    _publish(Results.load(path), raced, options, path)
-    return 0
+    results = Results(path)
+    shown = list(results.courses) if options.show else [_race(options, results)]
+    if not shown:
+        raise ConfigurationError(f"{path} holds no results: race first")
+    targets = {
+        # The target of the command line is for its own task.
+        course: options.target if options.target and course.task == options.task else _TASKS[course.task]["target"]
+        for course in results.courses
+    }
+    print("\n\n".join(terminal(course, results.courses[course], targets[course]) for course in shown))
+    save_picture({course: results.courses[course] for course in shown}, targets, path.with_suffix(".png"))
+    print(f"\nCurves: {path.with_suffix('.png')}\nResults: {path}", flush=True)
+    if options.into is not None:
+        tables = (markdown(course, cells, targets[course]) for course, cells in results.courses.items())
+        write_between(options.into, BEGIN, END, "\n\n".join(tables))
 
 
-def _race(options: argparse.Namespace, path: Path) -> tuple[int, Course]:
-    """Trains what the results do not hold yet; returns the ranks' exit code, and the course."""
-    results = Results.load(path)
+def _race(options: argparse.Namespace, results: Results) -> Course:
+    """Trains all that the results do not hold yet."""
     names = [name for name in CONTESTANTS if name in {"ddp", *options.contestants}]
-    with tempfile.TemporaryDirectory(prefix="overlap-race-") as folder, ExitStack() as stack:
-        world = bench.Settings(ranks=options.ranks, bandwidth=options.bandwidth, model="mlp", device="cpu")
-        kind, link = open_link(world, stack)
-        course = _course(options, is_shaped=kind == "namespaces")
-        # All train with one seed before any does with the next, each time beginning with another, so that a change in
-        # the machine's load falls on all.
-        entries = [
-            (names[(place + seed) % len(names)], seed) for seed in range(options.seeds) for place in range(len(names))
-        ]
-        left = tuple(entry for entry in entries if not results.is_done(course, *entry))
-        if not left:
-            return 0, course
-        config = bench.RunConfig(settings=world, variants=(), folder=folder, link=kind, deadline=time.time())
-        plan = Plan(course=course, config=config, entries=left, results=str(path))
-        code = run_ranks(
-            ["benchmarks.race", "--run-config", str(plan.save())],
-            options.ranks,
-            prefix=None if link is None else link.prefix,
-            env=lambda rank: rank_environment(world, link, rank),
-        )
-        return code, course
+    # All train with one seed before any does with the next, each time beginning with another, so that a change in the
+    # machine's load falls on all.
+    entries = [
+        (names[(place + seed) % len(names)], seed) for seed in range(options.seeds) for place in range(len(names))
+    ]
+    with open_network(options.ranks, bandwidth=options.bandwidth) as network:
+        course = _course(options, is_shaped=network.kind == "namespaces")
+        for number, (name, seed) in enumerate(entries, 1):
+            if not results.is_done(course, name, seed):
+                print(f"{number} of {len(entries)}: seed {seed}, {name}", file=sys.stderr, flush=True)
+                results.add(course, race(network, course, name, seed, load=round(os.getloadavg()[0], 2)))
+    return course
 
 
 def _course(options: argparse.Namespace, *, is_shaped: bool) -> Course:
@@ -134,26 +124,6 @@ def _course(options: argparse.Namespace, *, is_shaped: bool) -> Course:
         evaluate_every=options.evaluate_every,
         machine=f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}",
     )
-
-
-def _publish(results: Results, raced: Course | None, options: argparse.Namespace, path: Path) -> None:
-    """Prints and draws the course of this race, or all there are after `--show`; a document gets all there are."""
-    targets = {
-        # The target of the command line is for its own task.
-        course: options.target if options.target and course.task == options.task else _TASKS[course.task]["target"]
-        for course in results.courses
-    }
-    shown = results.courses if raced is None else {raced: results.courses[raced]}
-    if not shown:
-        raise ConfigurationError(f"{path} holds no results: race first")
-    print("\n\n".join(terminal(course, cells, targets[course]) for course, cells in shown.items()))
-    picture = path.with_suffix(".png")
-    save_picture(shown, targets, picture)
-    print(f"\nCurves: {picture}\nResults: {path}", flush=True)
-    if options.into is not None:
-        tables = (markdown(course, cells, targets[course]) for course, cells in results.courses.items())
-        before, _, rest = options.into.read_text().partition(BEGIN)
-        options.into.write_text("\n\n".join([before + BEGIN, *tables, END + rest.partition(END)[2]]))
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_a_variant_that_raises_while_it_is_timed_costs_only_itself(
 ) -> None:
     monkeypatch.setattr(ratios, "_link", SimulatedLink(bandwidth_bytes_per_s=1e9), raising=False)
     given = Given(spec=_spec(tmp_path, "ratios"), rank=0, lines=io.StringIO())
-    trainee: Any = Trainee("gpt-small", torch.device("cpu"), workload=None)  # type: ignore[arg-type]
+    trainee: Any = Trainee("gpt-small", torch.device("cpu"))
     loop: Any = None
     group = [_Timed(name, loop) for name in ("torch-zero-adamw", "ddp-adamw-fused", "overlap-step-adamw")]
     ratios._time_on(1.0, group, trainee, given, share_s=100.0)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import importlib.util
 import pickle
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.bench.variants import LEARNING_RATE, TrainingSetup, registry
+from benchmarks.bench.variants import TrainingSetup, registry
 from benchmarks.gpu.given import Given
 from benchmarks.gpu.trained import TITLES, Trainee, bytes_per_s, open_link
+from benchmarks.recipes import Recipe, Update, plain, sharded, stepped
 from benchmarks.simulated import SimulatedLink
-from overlap import AllReduce, OverlappedOptimizer, PowerSGD, Step, Timeline, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap import PowerSGD, Timeline
 from overlap.timeline import Interval, Report, StepReport, save_reports
 from overlap.timeline.spans import intersection, length_ms, union, without
 
@@ -26,49 +24,16 @@ _STEPS = 8
 _LEFT_OUT = 1
 _SAVED = "saved"
 
-Register = Callable[[DistributedDataParallel, TrainingSetup], Any]
-
 _link: SimulatedLink
 _trainee: Trainee
 
 
-def _plain(ddp: DistributedDataParallel, setup: TrainingSetup) -> Any:
-    return setup.optimizer(ddp.parameters())
-
-
-def _step(**options: Any) -> Register:
-    def register(ddp: DistributedDataParallel, setup: TrainingSetup) -> Any:
-        optimizer = OverlappedOptimizer(setup.optimizer(ddp.parameters()))
-        chain(AllReduce(), Step(optimizer, **options)).register(ddp)
-        return optimizer
-
-    return register
-
-
-def _zero(**options: Any) -> Register:
-    def register(ddp: DistributedDataParallel, setup: TrainingSetup) -> Any:
-        zero = ZeroRedundancyOptimizer(
-            ddp.parameters(), torch.optim.AdamW, process_group=setup.group, overlap_with_ddp=True, lr=LEARNING_RATE,
-            fused=True,
-        )  # fmt: skip
-        chain(ZeroStep(zero, **options)).register(ddp)
-        return zero
-
-    return register
-
-
-def _powersgd(ddp: DistributedDataParallel, setup: TrainingSetup) -> Any:
-    optimizer = OverlappedOptimizer(setup.optimizer(ddp.parameters()))
-    chain(PowerSGD(rank=4), Step(optimizer, deferred=True)).register(ddp)
-    return optimizer
-
-
-_WAYS: dict[str, Register] = {
-    "plain DDP": _plain,
-    "AllReduce, Step": _step(),
-    "AllReduce, Step, deferred": _step(deferred=True),
-    "ZeroStep, gather in forward": _zero(gather="forward"),
-    "PowerSGD, Step, deferred": _powersgd,
+_WAYS: dict[str, Recipe] = {
+    "plain DDP": plain,
+    "AllReduce, Step": stepped(),
+    "AllReduce, Step, deferred": stepped(deferred=True),
+    "ZeroStep, gather in forward": sharded(gather="forward"),
+    "PowerSGD, Step, deferred": stepped(lambda: PowerSGD(rank=4), deferred=True),
 }
 
 
@@ -86,21 +51,21 @@ def run(case: str, given: Given) -> None:
     _link.bandwidth_bytes_per_s = bytes_per_s(given.sizes.timeline_gbit)
     setup = _trainee.setup(registry()["ddp-adamw-fused"])
     ddp = setup.ddp()
-    optimizer = _WAYS[case](ddp, setup)
-    _train(ddp, optimizer, setup, _WARMUP_STEPS)
+    update = _WAYS[case](ddp, setup.make)
+    _train(ddp, update, setup, _WARMUP_STEPS)
     _trainee.synchronize()
     with Timeline(ddp) as timeline:
-        _train(ddp, optimizer, setup, _STEPS)
+        _train(ddp, update, setup, _STEPS)
     (given.shared / f"{case}.timeline").write_bytes(pickle.dumps(timeline.steps))
     table = f"{TITLES[_trainee.name]}; {given.sizes.simulated_ranks} ranks, {given.sizes.timeline_gbit:g} Gbit/s"
     given.row(table, {"chain": case, **_figures(timeline.steps[_LEFT_OUT:])})
 
 
-def _train(ddp: nn.Module, optimizer: Any, setup: TrainingSetup, steps: int) -> None:
+def _train(ddp: nn.Module, update: Update, setup: TrainingSetup, steps: int) -> None:
     for _ in range(steps):
         setup.loss(ddp).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update.step()
+        update.clear()
 
 
 def _figures(steps: Sequence[StepReport]) -> dict[str, float]:
