@@ -34,10 +34,10 @@ import overlap
 from benchmarks.launch import run_ranks
 from benchmarks.link import ShapedLink, parse_bandwidth
 from benchmarks.models import workload
+from overlap.join.board import Agreement
 from overlap.plan.candidates import METHODS, Candidate
 from overlap.plan.copies import Training
 from overlap.plan.decision import FEWEST_ROUNDS
-from overlap.plan.meeting import Meeting
 from overlap.plan.race import Race
 
 RESULTS = Path(__file__).resolve().with_suffix(".json")
@@ -79,13 +79,13 @@ def rank_task(task: dict[str, Any]) -> None:
     others = [one for one in _BY_HAND if one != plan.candidate]
 
     def chosen_to(candidates: list[Candidate], seconds: float) -> dict[Candidate, float]:
-        meeting = Meeting(group, device)
-        race = Race(meeting, group, device, sample, trained, {})
+        agreement = Agreement(group, "race")
+        race = Race(agreement, group, device, sample, trained, {})
         for one in [plan.candidate, *candidates]:
             race.add(one)
         end_s = time.monotonic() + seconds
         race.run(FEWEST_ROUNDS)
-        race.run_for(lambda: meeting.from_first(end_s - time.monotonic()))
+        race.run_for(lambda: agreement.from_rank_0(end_s - time.monotonic()))
         race.close()
         times = race.samples[plan.candidate]
         return {
