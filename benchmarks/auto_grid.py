@@ -32,10 +32,10 @@ import overlap
 from benchmarks.models import WORKLOADS
 from benchmarks.pages import in_markdown, write_between
 from benchmarks.ranks import World, open_network, run_on_ranks
+from overlap.join.board import Agreement
 from overlap.plan.candidates import METHODS, Candidate
 from overlap.plan.copies import Training
 from overlap.plan.decision import FEWEST_ROUNDS
-from overlap.plan.meeting import Meeting
 from overlap.plan.race import Race
 
 RESULTS = Path(__file__).resolve().with_suffix(".json")
@@ -72,13 +72,13 @@ def cell(world: World, model_name: str, batch_size: int, seconds: float, options
     others = [one for one in _BY_HAND if one != plan.candidate]
 
     def chosen_to(candidates: list[Candidate], seconds: float) -> dict[Candidate, float]:
-        meeting = Meeting(group, world.device)
-        race = Race(meeting, group, world.device, sample, trained, {})
+        agreement = Agreement(group, "race")
+        race = Race(agreement, group, world.device, sample, trained, {})
         for one in [plan.candidate, *candidates]:
             race.add(one)
         end_s = time.monotonic() + seconds
         race.run(FEWEST_ROUNDS)
-        race.run_for(lambda: meeting.from_first(end_s - time.monotonic()))
+        race.run_for(lambda: agreement.from_rank_0(end_s - time.monotonic()))
         race.close()
         times = race.samples[plan.candidate]
         return {

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-__all__ = ["forget", "start"]
+__all__ = ["start"]
 
 _FINISHING_S = 60.0
 # After an exception other ranks may never come, and should soon see this one end.
@@ -37,8 +37,6 @@ class _Ending:
 
 _running: dict[threading.Thread, _Ending] = {}
 """Also those that have done their work but may not be gone: see [Note: the end of the interpreter]."""
-_stuck: dict[threading.Thread, Callable[[], None]] = {}
-"""Threads that may come back at any time, also while the interpreter is going."""
 _DONE = _Ending(stop=lambda: None, abandon=lambda: None)
 
 
@@ -78,14 +76,6 @@ def start(
     return thread
 
 
-def forget(thread: threading.Thread, *, abandon: Callable[[], None]) -> None:
-    """When the script has ended, do not let ``thread`` finish its work, in which it is stuck: ``abandon`` ends it."""
-    _running.pop(thread, None)
-    for other in [one for one in _stuck if not one.is_alive()]:
-        _stuck.pop(other, None)
-    _stuck[thread] = abandon
-
-
 def _end_all() -> None:
     ending = dict(_running)
     for one in ending.values():
@@ -93,11 +83,10 @@ def _end_all() -> None:
     # Set where an exception has ended the script.
     has_failed = hasattr(sys, "last_value")
     _join(_running, _FINISHING_AFTER_EXCEPTION_S if has_failed else _FINISHING_S)
-    stuck = dict(_stuck)
-    for thread, abandon in [*((thread, one.abandon) for thread, one in ending.items()), *stuck.items()]:
+    for thread, one in ending.items():
         if thread.is_alive():
-            abandon()
-    _join([*_running, *stuck], _CLOSING_S)
+            one.abandon()
+    _join(_running, _CLOSING_S)
 
 
 def _join(threads: Iterable[threading.Thread], seconds: float) -> None:

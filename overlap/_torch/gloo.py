@@ -8,26 +8,27 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from overlap._threads import start
-from overlap._torch.c10d import Store, group_timeout
-from overlap._torch.stores import BoundedStore
-from overlap.errors import CollectiveError
+from overlap._torch.c10d import Store
 
-__all__ = ["GlooChannel", "close_connections", "has_lost_connection"]
+__all__ = ["GlooChannel", "has_lost_connection"]
 
-_LOOKING_S = 0.02
+_LOOKING_S = 0.002
 _IDLE_S = 0.05
+# How long an abort waits for what is in flight.
+_SETTLING_S = 5.0
 # The last tag of messages that no rank sends.
 _NEVER_SENT = 2**31 - 1
-# How much later than the group's timeout the store may say that it is over.
-_GRACE_S = 1.0
 
+# Backends whose operations did not end when they were aborted: Gloo's destructor would wait for these, with the
+# interpreter's lock.
+_kept: list[Any] = []
 
 # In errors of Gloo's, some of which have no place in its sources.
 _SIGNS = ("/gloo/", "Application timeout caused pair closure", "Operation timed out!")
@@ -40,7 +41,7 @@ def has_lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
-def close_connections(backend: Any) -> None:
+def _close_connections(backend: Any) -> None:
     """Close the connections of a Gloo ``backend``: whatever waits on them raises, here and on the other ranks.
 
     Its ``abort()`` leaves them open, so ranks that wait for each other go on waiting until the timeout. A receive that
@@ -53,31 +54,6 @@ def close_connections(backend: Any) -> None:
             if rank != backend.rank():
                 with contextlib.suppress(RuntimeError):
                     backend.recv([torch.empty(1)], rank, tag).wait(timedelta(milliseconds=1))
-
-
-def _start_abort(backends: list[Any], in_flight: Sequence[_InFlight]) -> threading.Thread:
-    """Abort the one of ``backends`` and empty the list when nothing is in flight any more; returns who does it."""
-
-    def run() -> None:
-        with contextlib.suppress(RuntimeError):
-            backends[0].abort()
-        # Only then: another rank may still receive what this one is done with.
-        if not _are_completed(in_flight):
-            close_connections(backends[0])
-        # Gloo's destructor waits for what is in flight, and holds the interpreter's lock meanwhile.
-        while not _are_completed(in_flight):
-            time.sleep(_LOOKING_S)
-        backends.clear()
-
-    return start(run, "overlap-abort")
-
-
-class _InFlight(Protocol):
-    def is_completed(self) -> bool: ...
-
-
-def _are_completed(works: Sequence[_InFlight]) -> bool:
-    return all(work.is_completed() for work in works)
 
 
 class _Messages:
@@ -152,60 +128,29 @@ class _Waiter:
             return list(self._messages)
 
 
-def _connected(store: Store, group: dist.ProcessGroup, timeout: timedelta) -> Any:
-    store.set(f"came/{group.rank()}", "")
-    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
-    # Gloo returns while others still connect: they would fail if this rank ended before they are done.
-    if store.add("connected", 1) == group.size():
-        store.set("all connected", "")
-    store.wait(["all connected"], timeout)
-    return backend
-
-
 class GlooChannel:
-    """A Gloo backend for the ranks of ``group``, over separate connections; every rank makes it, with the same ``key``.
+    """A Gloo backend over connections of its own; every rank of a group makes it at the same time.
 
     Made directly and not with ``new_group(use_local_synchronization=True)``: that names a group after the number of
     groups that the rank is in, so ranks in different numbers of groups would wait for each other forever. The functions
     of ``torch.distributed`` accept only groups that it made, so the backend's own methods are called, as those
     functions call them.
+
+    Args:
+        store: where the ranks find each other; nothing else is under its prefix.
+        rank: this rank's number in the group.
+        size: of the group.
+        timeout: of each collective.
     """
 
     scatters_by_messages = True
 
-    def __init__(self, group: dist.ProcessGroup, key: str) -> None:
-        self._store = BoundedStore(group, f"overlap/{key}", shares_thread=False)
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self._waiter = _Waiter()
         self._in_flight: list[dist.Work] = []
         self._options: dict[Any, dist.AllreduceOptions] = {}
-        timeout = group_timeout(group, torch.device("cpu"))
-        try:
-            # Any: the type stubs lack a backend's collectives.
-            self._backend: Any = self._store.within(
-                timeout.total_seconds() + _GRACE_S, lambda store: _connected(store, group, timeout)
-            )
-        except RuntimeError as error:
-            raise CollectiveError(
-                f"rank {group.rank()} could not connect with the other ranks in {timeout.total_seconds():.0f} s: "
-                f"{self._missing_in_words(group)}; "
-                "every rank of the model's process group must register the same stages and run backward"
-            ) from error
-
-    @staticmethod
-    def keys(size: int) -> list[str]:
-        """What is left in the store of connecting ``size`` ranks: Gloo's own, too, which it may read late."""
-        of_ranks = [f"{what}/{rank}" for what in ("came", "0") for rank in range(size)]
-        return [*of_ranks, "connected", "all connected"]
-
-    def _missing_in_words(self, group: dist.ProcessGroup) -> str:
-        def ask(store: Store) -> list[int]:
-            return [rank for rank in range(group.size()) if not store.check([f"came/{rank}"])]
-
-        try:
-            missing = self._store.within(_GRACE_S, ask)
-        except RuntimeError:
-            return "rank 0 of the job, which hosts the process group's store, has ended, hangs or is cut off"
-        return f"ranks {missing} did not come" if missing else "all came, but one has ended since"
+        # Any: the type stubs lack a backend's collectives.
+        self._backend: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
     def size(self) -> int:
         return int(self._backend.size())
@@ -248,11 +193,23 @@ class GlooChannel:
         works += [self._backend.send([tensor], peer, tag) for tensor, peer in sends]
         return [_Messages(works, self._waiter)] if works else []
 
-    def abort(self) -> threading.Thread:
+    def abort(self) -> None:
         """Abandon what is in flight and close the connections; the other ranks see theirs close.
 
-        Returns the thread that does it. Only that thread keeps the backend: with three or more ranks, destroying a Gloo
-        backend sometimes waits until an operation times out.
+        Returns when nothing that was in flight can still write to its tensors. An operation that has received its data
+        still adds it up, which takes moments; one that waits for data will receive none. The wait is bounded all the
+        same.
         """
         backend, self._backend = self._backend, None
-        return _start_abort([backend], [*self._in_flight, *self._waiter.unfinished()])
+        in_flight: list[dist.Work | _Messages] = [*self._in_flight, *self._waiter.unfinished()]
+        with contextlib.suppress(RuntimeError):
+            backend.abort()
+        if not all(work.is_completed() for work in in_flight):
+            # Not where all is done: another rank may still receive what this one has sent.
+            _close_connections(backend)
+        deadline_s = time.monotonic() + _SETTLING_S
+        while not all(work.is_completed() for work in in_flight):
+            if time.monotonic() > deadline_s:
+                _kept.append(backend)
+                return
+            time.sleep(_LOOKING_S)

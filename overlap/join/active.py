@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from overlap.errors import TrainingLoopError, UnsupportedError
+
+if TYPE_CHECKING:
+    from overlap.join.board import Board
 
 __all__ = [
     "ActiveJoin",
@@ -48,16 +51,9 @@ class ActiveJoin(Protocol):
         """Whether this rank replays a backward with what it had accumulated under ``no_sync`` when it ran out."""
         ...
 
-    def failure(self) -> str | None:
-        """The first failure that a rank in the block reported, with the number of the rank."""
-        ...
-
-    def say_stopped(self) -> None:
-        """Tell the ranks in the block that this one is there, and does not go on."""
-        ...
-
-    def is_told_by(self, failures: object) -> bool:
-        """Whether ``failures`` is where the ranks in the block report theirs."""
+    @property
+    def board(self) -> Board:
+        """Where the ranks in the block report failures."""
         ...
 
 

@@ -10,32 +10,29 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms import join as base
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from overlap._checks import as_list, check_ddp, check_flag, described, told
-from overlap._torch.c10d import group_timeout
 from overlap._torch.compiled import uncompiled
+from overlap._torch.fingerprint import fingerprint
 from overlap._torch.gloo import has_lost_connection
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError, PeerError, TrainingLoopError
 from overlap.join.active import active_join, clear_active_join, set_active_join
 from overlap.join.adapters import JoinHookAdapter, OptimizerAdapter, SchedulerAdapter
+from overlap.join.board import Agreement, Board, explained
 from overlap.join.ddp import DDPAdapter
 from overlap.join.event_log import EventLog
 from overlap.join.hyperparameters import Hyperparameters
 from overlap.join.iterations import Iterations
-from overlap.join.leftovers import leave_released
 from overlap.join.loading import batches
-from overlap.join.meeting import Meeting
 from overlap.join.options import JoinOptions, OnExhausted, check_on_exhausted
 from overlap.join.replay import Replay
-from overlap.join.same_joinables import difference, told_of
 from overlap.join.session import JoinableAdapter, JoinSession
-from overlap.join.waking import Waker
 
 __all__ = ["Join"]
 
@@ -132,7 +129,6 @@ class Join(base.Join):
         )
         self._group, self._join_device = _group_and_device(joinables)
         self._session: JoinSession | None = None
-        self._waker: Waker | None = None
         self._undo = ExitStack()
 
     @staticmethod
@@ -149,38 +145,35 @@ class Join(base.Join):
             self._adapters = self._make_adapters()  # A hook of a joinable serves one block.
         self._was_entered = True
         options = f"on_exhausted={self._options.on_exhausted!r} {'without' if self._lengths is None else 'and'} lengths"
-        with Meeting(self._group, "enter Join") as meeting:
-            told = meeting.exchange([told_of(self._joinables), options, self._lengths])
-        log = EventLog(self._group, meeting.key, group_timeout(self._group, self._join_device))
-        log.processes = meeting.processes
-        lengths = self._agreed(told)
+        with Agreement(self._group, "enter Join") as agreement:
+            lengths = self._agreed(agreement.agree([_described(self._joinables), options, self._lengths]))
+        log = EventLog(self._group, agreement.name)
         iterations = Iterations(self._group, self._join_device, log, self._options, lengths=lengths)
         self._session = session = JoinSession(iterations, self._adapters, self._hyperparameters)
-        self._waker = Waker(self._group, self._join_device, log)
         set_active_join(self._group, session)
         self._undo.callback(clear_active_join, self._group)
         try:
             for adapter in self._adapters:
                 adapter.enter(session, self._undo)
         except BaseException as error:
-            self._waker.stop(error)
-            log.failures.report(error)
-            log.release(self._group)
+            log.board.report(error)
+            log.board.leave()
             self._leave()
             raise
         return self
 
-    def _agreed(self, told: Sequence[Any]) -> list[int] | None:
-        """Compare what the ranks were given; returns the length of every rank, where they are known."""
-        for rank, (joinables, options, _) in enumerate(told):
-            if (reason := difference(rank, joinables, told[0][0])) is not None:
+    def _agreed(self, of_ranks: Sequence[Any]) -> list[int] | None:
+        """Compare the arguments of all ranks; returns the length of every rank, where they are known."""
+        first, first_options, _ = of_ranks[0]
+        for rank, (joinables, options, _) in enumerate(of_ranks):
+            if (reason := _difference(rank, joinables, first)) is not None:
                 raise ConfigurationError(reason)
-            if options != told[0][1]:
+            if options != first_options:
                 raise ConfigurationError(
-                    f"rank {rank} enters Join with {options}, but rank 0 with {told[0][1]}: every rank must be given "
-                    "the same"
+                    f"rank {rank} enters Join with {options}, but rank 0 with {first_options}: every rank must be "
+                    "given the same"
                 )
-        return None if self._lengths is None else [length for _, _, length in told]
+        return None if self._lengths is None else [length for _, _, length in of_ranks]
 
     def iterate(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """The batches of ``loader``; looks one ahead where its length is not known. Once in a block.
@@ -199,32 +192,27 @@ class Join(base.Join):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        session, waker = self._session, self._waker
-        if session is None or waker is None:
+        session = self._session
+        if session is None:
             return
+        raised = error
         try:
-            if error is not None:
-                _raise_cause(error, session)
-            else:
-                try:
-                    self._finish(session)
-                except BaseException as raised:
-                    _raise_cause(raised, session)
-                    raise
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            log = session.iterations.log
-            # A PeerError was reported by the rank that caused it; exhausted inputs are raised on every rank.
-            reported = None if session.iterations.has_raised_on_all else error
-            waker.stop(reported)
-            if reported is not None:
-                log.failures.report_in_block(reported)
-            log.release(self._group)
             if error is None:
-                leave_released(self._group)
-            self._leave()
+                self._finish(session)
+        except BaseException as own:
+            raised = own
+        cause = None if raised is None else _cause(raised, session.board)
+        failed_with = cause or raised
+        # A PeerError was reported by the rank that caused it; exhausted inputs are raised on every rank.
+        is_known = isinstance(failed_with, PeerError) or session.iterations.has_raised_on_all
+        if failed_with is not None and not is_known:
+            session.board.report(failed_with)
+        session.board.leave()
+        self._leave()
+        if cause is not None:
+            raise cause from raised
+        if raised is not None and raised is not error:
+            raise raised
 
     def _finish(self, session: JoinSession) -> None:
         """Replay what the others do until all have run out."""
@@ -250,7 +238,7 @@ class Join(base.Join):
         self._hyperparameters.follow(source)
 
     def _leave(self) -> None:
-        self._session = self._waker = None
+        self._session = None
         self._undo.close()
 
 
@@ -307,22 +295,54 @@ def _group_and_device(joinables: Sequence[Any]) -> tuple[dist.ProcessGroup, torc
     return group, torch.device(able[0].join_device)
 
 
-def _raise_cause(error: BaseException, session: JoinSession) -> None:
-    """Raise a PeerError where ``error`` is a collective that did not complete, and another rank reported a failure."""
-    is_collective = isinstance(error, CollectiveError) or (
-        isinstance(error, RuntimeError) and not isinstance(error, OverlapError)
-    )
-    if isinstance(error, PeerError) or not is_collective:
-        return
-    if (failure := session.failure()) is None and has_lost_connection(error):
-        log = session.iterations.log
-        if (ended := log.ended_in_words()) is not None:
-            log.failures.report_in_block(error)  # Ranks elsewhere cannot see that it has.
-            raise CollectiveError(f"a collective failed under Join; {ended}: {error}") from error
-        if isinstance(error, CollectiveError):
-            return  # It says already which ranks have to do with it.
-        lost = log.failures.lost_in_words()
-        if (failure := log.failures.first()) is None:
-            raise CollectiveError(f"a collective failed under Join; {lost}: {error}") from error
-    if failure is not None:
-        raise PeerError(f"another rank failed under Join: {failure}") from error
+def _described(joinables: Sequence[Any]) -> list[list[Any]]:
+    """The kind of each joinable, and the elements of each of its parameters, for ranks to compare.
+
+    Where two of this rank look alike, also the values: a fingerprint, for which the host waits for the device. Ranks
+    may train apart, so it only tells these two from each other.
+    """
+    parameters = [_parameters(joinable) for joinable in joinables]
+    looks = [
+        (described(joinable), [one.numel() for one in own]) for joinable, own in zip(joinables, parameters, strict=True)
+    ]
+    return [
+        [*look, fingerprint(own) if looks.count(look) > 1 else ""] for look, own in zip(looks, parameters, strict=True)
+    ]
+
+
+def _difference(rank: int, own: Sequence[list[Any]], first: Sequence[list[Any]]) -> str | None:
+    """How the :func:`_described` of ``rank`` differs from rank 0's; ``None`` where nothing is known to differ.
+
+    Numbers of elements may differ between ranks, and values, too: it is a mistake only where a joinable of rank 0 is
+    given in another place.
+    """
+    names, of_first = [one[0] for one in own], [one[0] for one in first]
+    if names != of_first:
+        given = f"rank {rank} enters Join with [{', '.join(names)}], but rank 0 with [{', '.join(of_first)}]"
+        if sorted(names) == sorted(of_first):
+            return f"{given}: give them in the same order on every rank"
+        return f"{given}: every rank must be given the same"
+    for place, (one, other) in enumerate(zip(own, first, strict=True)):
+        if one != other and one in first:
+            return (
+                f"rank {rank} enters Join with a {one[0]} in place {place} of the list that rank 0 has in place "
+                f"{first.index(one)}: give joinables in the same order on every rank"
+            )
+    return None
+
+
+def _parameters(joinable: Any) -> list[Tensor]:
+    if isinstance(joinable, LRScheduler):
+        joinable = joinable.optimizer
+    if isinstance(joinable, Optimizer):
+        return [one for group in joinable.param_groups for one in group["params"]]
+    return list(joinable.parameters()) if isinstance(joinable, nn.Module) else []
+
+
+def _cause(error: BaseException, board: Board) -> CollectiveError | None:
+    """What to raise in place of ``error``, where it is of a collective that did not complete."""
+    if isinstance(error, PeerError) or not isinstance(error, RuntimeError):
+        return None
+    if isinstance(error, OverlapError):
+        return board.peer_error() if isinstance(error, CollectiveError) else None
+    return board.peer_error() or (explained(error, "failed under Join") if has_lost_connection(error) else None)

@@ -1,19 +1,30 @@
-"""Collectives on a process group itself, outside of the stages. Where one fails, the error names the lost rank.
-
-Gloo's own is "Timed out" or "Connection closed by peer". So whatever this library issues on a group that is not its own
-goes through here, or through an executor.
-"""
+"""Collectives on a process group itself, outside of the stages. Where one fails, the error is a CollectiveError."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap.join.failures import losses_named
+from overlap._torch.gloo import has_lost_connection
+from overlap.errors import CollectiveError
+from overlap.join.board import explained
 
-__all__ = ["all_reduce", "broadcast", "of_all_ranks", "on_rank"]
+__all__ = ["all_reduce", "broadcast", "failures_explained", "of_all_ranks", "on_rank"]
+
+
+@contextlib.contextmanager
+def failures_explained() -> Iterator[None]:
+    """For collectives on a group itself. Raises: CollectiveError: one of them has lost a connection."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, CollectiveError) or not has_lost_connection(error):
+            raise
+        raise explained(error, "failed") from error
 
 
 def all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup) -> None:
@@ -22,20 +33,20 @@ def all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.Proce
     Raises:
         CollectiveError: a rank is lost.
     """
-    with losses_named(group):
+    with failures_explained():
         dist.all_reduce(tensor, op=op, group=group)
 
 
 def broadcast(tensor: Tensor, *, src: int, group: dist.ProcessGroup) -> None:
     """Copy ``tensor`` of rank ``src`` of the group to every rank, in place; raises as :func:`all_reduce`."""
-    with losses_named(group):
+    with failures_explained():
         dist.broadcast(tensor, group=group, group_src=src)
 
 
 def of_all_ranks(value: object, group: dist.ProcessGroup) -> list[Any]:
     """The ``value`` of every rank, in the order of ranks, on every rank; raises as :func:`all_reduce`."""
     everyone: list[Any] = [None] * group.size()
-    with losses_named(group):
+    with failures_explained():
         dist.all_gather_object(everyone, value, group=group)
     return everyone
 
@@ -43,6 +54,6 @@ def of_all_ranks(value: object, group: dist.ProcessGroup) -> list[Any]:
 def on_rank(to: int, value: object, group: dist.ProcessGroup) -> list[Any] | None:
     """The ``value`` of every rank on rank ``to`` of the group; ``None`` elsewhere. Raises as :func:`all_reduce`."""
     everyone: list[Any] | None = [None] * group.size() if group.rank() == to else None
-    with losses_named(group):
+    with failures_explained():
         dist.gather_object(value, everyone, group=group, group_dst=to)
     return everyone

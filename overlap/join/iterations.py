@@ -8,7 +8,7 @@ from enum import Enum, auto
 import torch
 import torch.distributed as dist
 
-from overlap.errors import PeerError, TrainingLoopError
+from overlap.errors import TrainingLoopError
 from overlap.join.event_log import Cursor, Event, EventKind, EventLog
 from overlap.join.options import JoinOptions
 from overlap.join.participation import KnownParticipation, PolledParticipation
@@ -105,14 +105,10 @@ class Iterations:
         if self.participation is None:
             lengths = self.log.exchange("join.iterate", None if self.options.counts_samples else length)
             if None in lengths:
-                self.participation = PolledParticipation(self.group, self._device, ahead=True, look=self._look)
+                self.participation = PolledParticipation(self.group, self._device, ahead=True, look=self.log.board.poll)
             else:
                 self.participation = KnownParticipation(lengths)
         return self.participation
-
-    def _look(self) -> None:
-        if (failure := self.log.failures.first()) is not None:
-            raise PeerError(f"another rank failed under Join: {failure}")
 
     # How an iteration begins.
 
@@ -141,7 +137,7 @@ class Iterations:
         participation = self.participation
         if participation is None:
             self.participation = participation = PolledParticipation(
-                self.group, self._device, ahead=False, look=self._look
+                self.group, self._device, ahead=False, look=self.log.board.poll
             )
         assert isinstance(participation, PolledParticipation)
         self.append(EventKind.POLL)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from overlap._checks import refuse_capture
 from overlap._torch.read_only import AppliedGradient, Attempt, Terms
 from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap.join.board import Board
 from overlap.join.event_log import EventKind
 from overlap.join.hyperparameters import Hyperparameters
 from overlap.join.iterations import Iterations, Phase
@@ -113,17 +114,10 @@ class JoinSession:
         # The adapter that begins iterations, where no loader is iterated.
         self._driver: JoinableAdapter | None = None
 
-    def failure(self) -> str | None:
-        """The first failure that a rank in the block reported, with the number of the rank."""
-        return self.iterations.log.failures.first()
-
-    def say_stopped(self) -> None:
-        """Tell the ranks in the block that this one is there, and does not go on."""
-        self.iterations.log.failures.say_stopped()
-
-    def is_told_by(self, failures: object) -> bool:
-        """Whether ``failures`` is where the ranks in the block report theirs."""
-        return failures is self.iterations.log.failures
+    @property
+    def board(self) -> Board:
+        """Where the ranks in the block report failures."""
+        return self.iterations.log.board
 
     @property
     def divisor(self) -> int:

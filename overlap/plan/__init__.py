@@ -12,7 +12,6 @@ candidates  what may be chosen, how each is built, what memory it takes
 schedule    a step as a schedule, simulated by the rules of the engine;  clock: the simulation's clock
 predict     every candidate's step time from a profile, a link and the costs of its stages
 race        the best candidates timed against plain DDP
-meeting     ranks exchange values and failures without a collective
 picture     the report as a picture
 """
 

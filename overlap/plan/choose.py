@@ -12,14 +12,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError
-from overlap.join.meeting import meet
+from overlap.join.board import Agreement
 from overlap.plan.candidates import Candidate, build, obstacles, wrap
 from overlap.plan.compute import forward_and_loss, fresh, measure, model_device, thread_rate
 from overlap.plan.copies import Originals, Training, generators_restored
@@ -27,7 +26,6 @@ from overlap.plan.decision import Options, Samples
 from overlap.plan.dry import measured_costs
 from overlap.plan.given import agreed, check_alike
 from overlap.plan.link import Link
-from overlap.plan.meeting import Meeting
 from overlap.plan.plan import Plan
 from overlap.plan.predict import ranking
 from overlap.plan.profile import Profile
@@ -112,9 +110,7 @@ def auto(
     """
     group = check_group_exists(process_group)
     start_s = time.monotonic()
-    meet(group, "call overlap.auto")
-    meeting = Meeting(group, torch.device("cpu"))
-    with meeting.watched():
+    with Agreement(group, "call overlap.auto") as agreement:
         request = Request(
             model=model,
             optimizer=optimizer,
@@ -128,14 +124,16 @@ def auto(
             seconds=seconds,
             ddp_options={} if ddp_options is None else ddp_options,
         )
-        check_alike(plan, meeting)
-        decided = _Chooser(request, group, meeting, start_s).choose() if plan is None else agreed(plan, model, meeting)
+        check_alike(plan, agreement)
+        decided = (
+            _Chooser(request, group, agreement, start_s).choose() if plan is None else agreed(plan, model, agreement)
+        )
         ddp = wrap(model, decided.candidate, group=group, ddp_options=request.ddp_options)
         optim = build(ddp, optimizer, decided.candidate)
     decided.attach(ddp)
-    if meeting.rank == 0 and plan is None and report is not None:
+    if agreement.rank == 0 and plan is None and report is not None:
         _draw(decided, report)
-    if meeting.rank == 0 and plan is None and not quiet:
+    if agreement.rank == 0 and plan is None and not quiet:
         print(decided)
     return ddp, optim
 
@@ -153,8 +151,8 @@ def _draw(plan: Plan, path: str | Path) -> None:
 class _Chooser:
     """One call of :func:`auto` that measures."""
 
-    def __init__(self, request: Request, group: dist.ProcessGroup, meeting: Meeting, start_s: float) -> None:
-        self._request, self._group, self._meeting, self._start_s = request, group, meeting, start_s
+    def __init__(self, request: Request, group: dist.ProcessGroup, agreement: Agreement, start_s: float) -> None:
+        self._request, self._group, self._agreement, self._start_s = request, group, agreement, start_s
         self._device = model_device(request.model)
         assert request.sample is not None and request.loss is not None
         self._sample = request.sample
@@ -180,11 +178,11 @@ class _Chooser:
             del copied
             ruled_out: dict[str, str] = {}
             own = obstacles(self._request.optimizer, has_sparse_gradients=sparse)
-            for found in reversed(self._meeting.exchange(own)):
+            for found in reversed(self._agreement.agree(own)):
                 ruled_out.update(found)
             # One rank decides: what the others find differs in the last digits.
-            options = self._options(profile, link, ruled_out) if self._meeting.rank == 0 else None
-            order = self._meeting.from_first(None if options is None else options.order())
+            options = self._options(profile, link, ruled_out) if self._agreement.rank == 0 else None
+            order = self._agreement.from_rank_0(None if options is None else options.order())
             samples, refused = self._raced(group, {Candidate(*name): ms for *name, ms in order})
         plan = None
         if options is not None:
@@ -197,7 +195,7 @@ class _Chooser:
                 seconds=time.monotonic() - self._start_s,
             ).to_json()
             plan["parameters"] = len(profile.parameters)
-        return Plan.of_json(self._meeting.from_first(plan))
+        return Plan.of_json(self._agreement.from_rank_0(plan))
 
     def _options(self, profile: Profile, link: Link, ruled_out: Mapping[str, str]) -> Options:
         as_view = bool(self._request.ddp_options.get("gradient_as_bucket_view"))
@@ -216,21 +214,21 @@ class _Chooser:
 
     def _profile(self, training: Training) -> tuple[Profile, str]:
         """Of the slowest rank, and how far the ranks are apart."""
-        ranks_here = self._meeting.exchange(socket.gethostname()).count(socket.gethostname())
+        ranks_here = self._agreement.agree(socket.gethostname()).count(socket.gethostname())
         own = measure(
             training,
             self._sample,
             seconds=_COMPUTE_SHARE * self._request.seconds,
             threads=thread_rate(ranks_here),
             allows_unused=bool(self._request.ddp_options.get("find_unused_parameters")),
-            agreed=self._meeting.from_first,
+            agreed=self._agreement.from_rank_0,
         )
         names = sorted((one.name, list(one.shape), one.dtype) for one in own.parameters)
-        found = [Profile.of_json({"version": 1, **one}) for one in self._meeting.exchange(asdict(own))]
+        found = [Profile.of_json({"version": 1, **one}) for one in self._agreement.agree(asdict(own))]
         for rank, other in enumerate(found):
             if sorted((one.name, list(one.shape), one.dtype) for one in other.parameters) != names:
                 raise ConfigurationError(
-                    f"rank {self._meeting.rank} and rank {rank} have different models: give the same on all"
+                    f"rank {self._agreement.rank} and rank {rank} have different models: give the same on all"
                 )
         slowest = Profile.slowest(found)
         least_ms = min(one.compute_ms for one in found)
@@ -240,14 +238,16 @@ class _Chooser:
     def _left_s(self) -> float:
         """Of the time for choosing, by the clock of rank 0."""
         spent_s = time.monotonic() - self._start_s
-        left_s: float = self._meeting.from_first((1 + _GRACE) * self._request.seconds - spent_s)
+        left_s: float = self._agreement.from_rank_0((1 + _GRACE) * self._request.seconds - spent_s)
         return max(0.0, left_s)
 
     def _raced(
         self, group: dist.ProcessGroup, predicted_ms: Mapping[Candidate, float]
     ) -> tuple[Samples, dict[Candidate, str]]:
         """Samples of those for which there is time, plain DDP among them; and what could not be built."""
-        race = Race(self._meeting, group, self._device, self._sample, self._originals.copied, self._request.ddp_options)
+        race = Race(
+            self._agreement, group, self._device, self._sample, self._originals.copied, self._request.ddp_options
+        )
         try:
             tournament(race, next(iter(predicted_ms)), predicted_ms, left_s=self._left_s)
         finally:

@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from overlap._torch.device import current_stream, has_streams
 from overlap.errors import ConfigurationError, OverlapError
 from overlap.hooks.engine.registration import registration_of
+from overlap.join.board import Agreement
 from overlap.join.group_collectives import all_reduce
 from overlap.plan.candidates import METHODS, Candidate, build, wrap
 from overlap.plan.compute import forward_and_loss, fresh
 from overlap.plan.copies import Training
 from overlap.plan.decision import FEWEST_ROUNDS
-from overlap.plan.meeting import Meeting
 
 __all__ = ["Lane", "Race", "round_ms", "warm_up_ms"]
 
@@ -67,14 +67,14 @@ class Race:
 
     def __init__(
         self,
-        meeting: Meeting,
+        agreement: Agreement,
         group: dist.ProcessGroup,
         device: torch.device,
         sample: Sequence[Any],
         copied: Callable[[], Training],
         ddp_options: Mapping[str, Any],
     ) -> None:
-        self._meeting, self._group, self._device = meeting, group, device
+        self._agreement, self._group, self._device = agreement, group, device
         self._sample, self._copied, self._ddp_options = sample, copied, ddp_options
         self._lanes: dict[Candidate, Lane] = {}
         self.steps_ms: dict[Candidate, float] = {}
@@ -103,7 +103,7 @@ class Race:
                 with suppress(OverlapError):
                     lane.close()
                 return False
-            self.steps_ms[candidate] = self._meeting.from_first(ms)
+            self.steps_ms[candidate] = self._agreement.from_rank_0(ms)
             if self.steps_ms[candidate] > _LONG_MS:
                 break
         self._lanes[candidate] = lane
@@ -118,7 +118,7 @@ class Race:
             return 0.0, str(error)
 
     def _is_refused(self, candidate: Candidate, words: str | None) -> bool:
-        said = next((one for one in self._meeting.exchange(words) if one is not None), None)
+        said = next((one for one in self._agreement.agree(words) if one is not None), None)
         if said is not None:
             self.refused[candidate] = said
         return said is not None
@@ -139,7 +139,7 @@ class Race:
                 candidate = lanes[place].candidate
                 steps = _steps(self.steps_ms[candidate])
                 own[place].append(self._sample_ms(lanes[place], steps=steps, lead_in=_lead_in(candidate)))
-        of_ranks = self._meeting.exchange(own)
+        of_ranks = self._agreement.agree(own)
         for place, lane in enumerate(lanes):
             found = [max(one) for one in zip(*(of_rank[place] for of_rank in of_ranks), strict=True)]
             self.samples.setdefault(lane.candidate, [None] * before).extend(found)

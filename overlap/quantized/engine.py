@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
 import weakref
@@ -143,7 +142,6 @@ def run(collective: Collective, work: QuantizedWork, group: dist.ProcessGroup, d
 def _drive(
     collective: Collective, work: QuantizedWork, executor: Executor, begin: Callable[[], None] = lambda: None
 ) -> None:
-    channels = executor.channels
     try:
         begin()
         value = None
@@ -156,10 +154,6 @@ def _drive(
     except QuantizationOverflowError as error:
         work.fail(error)  # On every rank, and nothing is in flight.
     except BaseException as error:
-        if isinstance(channels, PrivateChannels):
-            with contextlib.suppress(Exception):
-                if channels.failures is not None and not isinstance(error, CollectiveError):
-                    channels.failures.report(error)
-            channels.abort()
+        executor.channels.fail(error)
         collective.close()
         work.fail(error)

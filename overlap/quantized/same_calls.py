@@ -10,27 +10,19 @@ whether a rank compares this call, and take part.
 
 from __future__ import annotations
 
-import time
-
-import torch
 import torch.distributed as dist
 
-from overlap._torch.c10d import Store, group_timeout
-from overlap._torch.stores import BoundedStore
 from overlap.errors import CollectiveError
+from overlap.join.board import Board
 
 __all__ = ["SameCalls"]
-
-_ASKING_S = (0.001, 0.1)
 
 
 class SameCalls:
     """Compares what the ranks of ``group`` call. Issues no collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._store = BoundedStore(group, "overlap/quantized")
-        self._rank, self._size = group.rank(), group.size()
-        self._timeout_s = group_timeout(group, torch.device("cpu")).total_seconds()
+        self._board = Board(group, "quantized")
         self._known: set[str] = set()
 
     def check(self, number: int, call: str) -> None:
@@ -39,48 +31,18 @@ class SameCalls:
         Raises:
             CollectiveError: another rank calls something else, or calls nothing within the group's timeout.
         """
-        if call not in self._known and self._size > 1:
+        if call not in self._known and self._board.size > 1:
             self._compare(number, call)
             self._known.add(call)
 
     def answer(self, number: int, call: str) -> None:
         """As :meth:`check`, where another rank compares; called while this one waits in ``call``."""
-        keys = self._keys(number)
-        if self._store.within(self._timeout_s, lambda store: any(store.check([key]) for key in keys)):
+        if self._board.is_gathering(str(number)):
             self._compare(number, call)
 
     def _compare(self, number: int, call: str) -> None:
-        keys = self._keys(number)
-        self._store.within(self._timeout_s, lambda store: store.set(keys[self._rank], call))
-        self._wait(keys, call)
-        calls = self._store.within(self._timeout_s, lambda store: [store.get(key).decode() for key in keys])
-        self._store.within(self._timeout_s, lambda store: self._leave(store, number))
+        calls = self._board.gather(str(number), call, purpose=f" to call a quantized {call}")
+        self._board.delete(kept=1)  # All have come, so all have read what they compared before.
         if len(set(calls)) > 1:
             told = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(calls))
             raise CollectiveError(f"ranks call different quantized collectives: {told}; call the same on every rank")
-
-    def _wait(self, keys: list[str], call: str) -> None:
-        deadline_s = time.monotonic() + self._timeout_s
-        pause_s, longest_s = _ASKING_S
-        while not self._store.within(self._timeout_s, lambda store: store.check(keys)):
-            if time.monotonic() > deadline_s:
-                missing = self._store.within(self._timeout_s, lambda store: _missing(store, keys))
-                raise CollectiveError(
-                    f"rank {self._rank} calls a quantized {call}, and ranks {missing} call none in "
-                    f"{self._timeout_s:.0f} s"
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
-
-    def _leave(self, store: Store, number: int) -> None:
-        left = f"{number}/left"
-        if store.add(left, 1) == self._size:  # The last deletes what all have read.
-            for key in (*self._keys(number), left):
-                store.delete_key(key)
-
-    def _keys(self, number: int) -> list[str]:
-        return [f"{number}/{rank}" for rank in range(self._size)]
-
-
-def _missing(store: Store, keys: list[str]) -> list[int]:
-    return [rank for rank, key in enumerate(keys) if not store.check([key])]

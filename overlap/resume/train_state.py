@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._checks import as_list, check_ddp, check_whole_number, is_one_of, told
 from overlap.errors import ConfigurationError
 from overlap.hooks.stage import walk
+from overlap.join.board import agree
 from overlap.join.group_collectives import of_all_ranks, on_rank
-from overlap.join.meeting import meet
 from overlap.resume.rank_state import Optim, load_state_dict, rank_parts, stage_of, state_of_rank
 
 __all__ = ["TrainState", "remembers"]
@@ -87,7 +87,7 @@ class TrainState:
         """:meth:`state_dict` of what :meth:`rank_state_dict` has returned on each rank, with its communication."""
         group = check_ddp(self._ddp).process_group
         own = {key: _to_bytes(part) for key, part in parts.items()}
-        meet(group, "gather the state of a TrainState")
+        agree(group, "gather the state of a TrainState")
         digests = _gathered({key: hashlib.sha256(part).hexdigest() for key, part in own.items()}, group)
         shared = {key for key in own if len({one[key] for one in digests}) == 1}
         gathered = _gathered({key: part for key, part in own.items() if key not in shared}, group, self._writer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ def test_rank_0_goes_on_when_all_have_read_what_the_ranks_say_last(monkeypatch: 
     store = dist.HashStore()
     monkeypatch.setattr(stores, "group_store", lambda group: store)
     groups: list[Any] = [_Group(0), _Group(1)]
-    logs = [EventLog(group, "0", timedelta(seconds=30)) for group in groups]
+    logs = [EventLog(group, "0") for group in groups]
     has_gone_on = threading.Event()
 
     def first() -> Any:
@@ -43,14 +42,14 @@ def test_rank_0_goes_on_when_all_have_read_what_the_ranks_say_last(monkeypatch: 
         return told
 
     def slow() -> tuple[Any, bool]:
-        read = logs[1]._wait
+        read = logs[1].board.read
 
-        def read_late(keys: list[str], reason: str) -> list[bytes]:
+        def read_late(keys: Any, *, late: Any) -> list[Any]:
             goes_first.append(has_gone_on.wait(1.0))
-            return read(keys, reason)
+            return read(keys, late=late)
 
         goes_first: list[bool] = []
-        monkeypatch.setattr(logs[1], "_wait", read_late)
+        monkeypatch.setattr(logs[1].board, "read", read_late)
         return logs[1].exchange_at_end("of rank 1"), any(goes_first)
 
     with ThreadPoolExecutor(2) as pool:

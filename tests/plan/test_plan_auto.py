@@ -414,7 +414,9 @@ def _fails(rank: int, world_size: int, at_call: int) -> tuple[str, str, float]:
 def test_a_rank_that_fails_ends_the_others_with_its_error(at_call: int, phase: str) -> None:
     (waiting, when, took_s), (raised, *_) = run_ranks(_fails, 2, at_call)
     assert raised == "ZeroDivisionError: no such class"
-    assert waiting.startswith("PeerError: another rank failed in auto(), rank 1: ZeroDivisionError: no such class")
+    assert waiting.startswith(
+        "PeerError: another rank failed where all call overlap.auto: rank 1: ZeroDivisionError: no such class"
+    )
     assert when == phase
     assert took_s < 15
 
@@ -430,7 +432,7 @@ def _bad_on_one(rank: int, world_size: int) -> str:
 def test_bad_input_on_one_rank_alone_does_not_leave_the_others_waiting() -> None:
     first, second = run_ranks(_bad_on_one, 2)
     assert first.startswith(
-        "PeerError: another rank failed in auto(), rank 1: ConfigurationError: allow has 'nonsense'"
+        "PeerError: another rank failed where all call overlap.auto: rank 1: ConfigurationError: allow has 'nonsense'"
     )
     assert second.startswith("ConfigurationError: allow has 'nonsense'")
 

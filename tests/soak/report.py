@@ -47,7 +47,7 @@ _WHY = {
     r"ended with SIG": "a rank was ended by a signal of its own",
     r"resumed rank \d+ ended": "the resumed group failed",
     r"left \w+|left:": "threads or descriptors were left",
-    r"names no rank": "an error that names neither rank nor peer",
+    r"names no rank": "an error that names neither rank nor peer, nor says that none has reported one",
     r"learned of it": "an error later than the timeout and 3 s",
     r"could not be judged": "a trial that could not be judged",
     r"of nobody's": "an error that is neither overlap's nor PyTorch's",

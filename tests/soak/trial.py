@@ -26,7 +26,7 @@ from .rank import SHORTER_BY, STEPS
 TIMEOUT_S = 8.0
 SHORT_TIMEOUT_S = 4.0  # Where the fault is only known by it.
 SLACK_S = 3.0  # Of a machine with other work.
-_NAMES = re.compile(r"\branks? \[?\d|\bpeer\b|\[[\d.:a-f]+\]:\d+", re.IGNORECASE)
+_NAMES = re.compile(r"\branks? \[?\d|\bpeer\b|\[[\d.:a-f]+\]:\d+|no rank has reported an error", re.IGNORECASE)
 _ABORTS = ("terminate called", "Fatal Python error", "Exception ignored in", "Segmentation fault", "Aborted")
 
 

@@ -1,22 +1,19 @@
 """The connections that carry the collectives of one registration, and how its ranks report failures to each other.
 
-[Note: keys of connections]
+[Note: names of connections]
 
-The ranks of a registration find each other in the store by a key, each time that they connect: at first, and after each
-failure. Several registrations on one group connect again in any order, since each has a thread of its own: what a rank
-counts of all of them would pair the connections of two models. So a key has the number of the registration, by the
-order in which ranks register, which is the same on all, and how often this registration has connected. All else that a
-registration makes until it fails, such as the connections to the ranks of a smaller group, is named after that key.
+The ranks of a registration find each other on a board, each time that they connect: at first, and after each failure.
+Several registrations on one group connect again in any order, since each has a thread of its own: a count over all of
+them would pair the connections of two models. So the board's name has the number of the registration, by the order in
+which ranks register, which is the same on all, and how often this registration has connected. A rank that fails before
+it has connected again reports on the board where the others are about to, and all go on to the next.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,14 +22,14 @@ import torch.distributed as dist
 from overlap._torch.c10d import Channel, GroupChannel, backend_name, group_name
 from overlap._torch.gloo import GlooChannel
 from overlap.errors import CollectiveError, ConfigurationError
-from overlap.join.failures import FailureStore
-from overlap.join.leftovers import leave, release
+from overlap.join.board import Board, explained
 
 __all__ = ["GroupChannels", "PrivateChannels"]
 
-_SETTLING_S = 1.0
 # Messages on the model's own group have tags far from those of other users of the group.
 _FIRST_TAG = 1 << 20
+
+_REMEDY = "; every rank of the model's process group must register the same stages and run backward"
 
 # How many registrations have connected on a group.
 _connected: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
@@ -44,7 +41,7 @@ class GroupChannels:
     The group belongs to the user, so there is nothing to open or to close.
     """
 
-    failures: FailureStore | None = None
+    board: Board | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -68,9 +65,6 @@ class GroupChannels:
     def abort(self) -> None:
         pass
 
-    def settle(self) -> None:
-        pass
-
     def forget_done(self) -> None:
         pass
 
@@ -88,14 +82,12 @@ class PrivateChannels:
         self._channels: dict[dist.ProcessGroup, GlooChannel] = {}
         self._left: list[GlooChannel] = []
         self._tags = itertools.count()
-        self._closing: list[threading.Thread] = []
-        # Where ranks have met, under which key, and what they have written there.
-        self._met: list[tuple[dist.ProcessGroup, str, Sequence[str]]] = []
-        # See [Note: keys of connections].
+        # See [Note: names of connections].
         self._number: int | None = None
         self._attempts = itertools.count()
-        self._key = ""
-        self.failures: FailureStore | None = None
+        self._name = ""
+        self.board: Board | None = None
+        """Where these ranks report failures until they connect again; ``None`` where they are not about to connect."""
 
     @staticmethod
     def can_serve(group: dist.ProcessGroup) -> bool:
@@ -121,26 +113,29 @@ class PrivateChannels:
             )
         if group is not self.group:
             self.open()
-            return self._connect(group, self._key)
-        key = self._new_key()
-        failures = FailureStore(group, key)
-        failures.say_back()
-        channel = self._connect(group, key)
-        self.failures = failures
+            return self._connect(group, Board(group, self._name, beside=self.board))
+        channel = self._connect(group, self._opened_board())
         self._close_left()
         return channel
 
-    def _connect(self, group: dist.ProcessGroup, key: str) -> Channel:
-        channel = self._channels[group] = GlooChannel(group, key)
-        self._met.append((group, key, GlooChannel.keys(group.size())))
+    def _connect(self, group: dist.ProcessGroup, board: Board) -> Channel:
+        board.gather("came", None, purpose=_REMEDY)
+        try:
+            channel = self._channels[group] = GlooChannel(board.store("gloo"), board.rank, board.size, board.timeout)
+        except RuntimeError as error:
+            raise explained(error, "could not connect the ranks", board) from error
+        # Gloo returns while others still connect: they would fail if this rank ended before they are done.
+        board.gather("connected", None, purpose=_REMEDY)
         return channel
 
-    def _new_key(self) -> str:
-        """The key by which the ranks of the model's group meet this time. See [Note: keys of connections]."""
-        if self._number is None:
-            self._number = next(_connected.setdefault(self.group, itertools.count()))
-        self._key = f"{group_name(self.group)}/{self._number}/{next(self._attempts)}"
-        return self._key
+    def _opened_board(self) -> Board:
+        """The board of the connections that are there, or else of the next. See [Note: names of connections]."""
+        if self.board is None:
+            if self._number is None:
+                self._number = next(_connected.setdefault(self.group, itertools.count()))
+            self._name = f"{group_name(self.group)}/{self._number}/{next(self._attempts)}"
+            self.board = Board(self.group, self._name)
+        return self.board
 
     def next_tag(self) -> int:
         return next(self._tags)
@@ -154,9 +149,7 @@ class PrivateChannels:
         # A failure that another rank caused is reported by that rank, or shows where the connections close.
         if not isinstance(error, CollectiveError):
             with contextlib.suppress(Exception):
-                self.open()  # If the last pass failed too, the ranks have not connected again yet.
-            if self.failures is not None:
-                self.failures.report(error)
+                self._opened_board().report(error)
         self.abort()
 
     def tell(self, error: BaseException) -> None:
@@ -165,8 +158,8 @@ class PrivateChannels:
         Only then are these connections closed: another rank may still finish on them what this one is done with, and
         learn by itself that it is refused, too. Where nothing is connected the ranks know of a failure already.
         """
-        if self.failures is not None:
-            self.failures.report(error)
+        if self.board is not None:
+            self.board.report(error)
             self._leave()
 
     def abort(self) -> None:
@@ -178,32 +171,13 @@ class PrivateChannels:
         self._left += self._channels.values()
         self._channels.clear()
         self._tags = itertools.count()
-        self._release()
-
-    def _release(self) -> None:
-        """Take note that this rank has done with what it wrote to connect. See [Note: keys left behind]."""
-        for group, key, names in self._met:
-            release(group, f"overlap/{key}", partial(leave, size=group.size(), keys=names))
-        self._met.clear()
-        if self.failures is not None:
-            self.failures.release()
-            self.failures = None
+        self.board = None
 
     def _close_left(self) -> None:
         while self._left:
-            self._closing.append(self._left.pop().abort())
+            self._left.pop().abort()
 
     def forget_done(self) -> None:
         """Let go of the tensors of collectives that are done; called where collectives are issued."""
         for channel in self._channels.values():
             channel.forget_done()
-
-    def settle(self) -> None:
-        """Wait until nothing that was aborted can still write to its tensors, before they are used again.
-
-        An operation that has received its data still adds it up, which takes moments. One that waits for data will
-        receive none, since its connections are closed. The wait is bounded all the same.
-        """
-        deadline_s = time.monotonic() + _SETTLING_S
-        while self._closing:
-            self._closing.pop().join(max(0.0, deadline_s - time.monotonic()))

@@ -25,11 +25,12 @@ from overlap._checks import refuse_capture
 from overlap._torch.ddp import has_one_bucket, trained_parameters
 from overlap._torch.device import current_stream, has_streams, on_stream, stream_of
 from overlap._torch.gloo import has_lost_connection
-from overlap.errors import CollectiveError, PeerError
+from overlap.errors import CollectiveError
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
 from overlap.hooks.engine.observer import Observer
-from overlap.join.failures import FailureStore, loss_on, losses_named
+from overlap.join.board import explained
+from overlap.join.group_collectives import failures_explained
 
 __all__ = [
     "Executor",
@@ -109,9 +110,9 @@ class HostExecutor(Executor):
     """For CPU tensors: to wait is to block the thread, and to look whether another rank has failed."""
 
     def wait(self, work: dist.Work) -> None:
-        failures = self.channels.failures
-        if failures is None:
-            with losses_named(self.channels.group):
+        board = self.channels.board
+        if board is None:
+            with failures_explained():
                 work.wait()
             return
         start_s = time.monotonic()
@@ -122,14 +123,12 @@ class HostExecutor(Executor):
                     work.wait()
                 else:
                     work.wait(_PATIENCE)
-                failures.finished += 1
                 return
             except RuntimeError as error:
-                if (failure := failures.read()) is not None:
-                    raise _peer_error(failure) from error
-                self.look()
                 if is_over:
-                    raise _lost(failures, f"failed after {time.monotonic() - start_s:.1f} s", error) from error
+                    raise explained(error, f"failed after {time.monotonic() - start_s:.1f} s", board) from error
+                board.poll()
+                self.look()
 
     def look(self) -> None:
         """Called now and then while a collective is not done, and raises where it will not be."""
@@ -145,35 +144,13 @@ class HostExecutor(Executor):
         """
         try:
             super().launch(operation)
-        except Exception as raised:
-            if (error := self.explained(raised)) is raised:
+        except RuntimeError as error:
+            board = self.channels.board
+            if board is not None and (cause := board.peer_error()) is not None:
+                raise cause from error
+            if isinstance(error, CollectiveError) or not has_lost_connection(error):
                 raise
-            raise error from raised
-
-    def explained(self, error: Exception) -> Exception:
-        """``error``, with which a collective could not be launched, or another rank's failure that it is due to."""
-        if not isinstance(error, RuntimeError):
-            return error
-        failures = self.channels.failures
-        if failures is not None and (failure := failures.read()) is not None:
-            return _peer_error(failure)
-        if isinstance(error, CollectiveError) or not has_lost_connection(error):
-            return error
-        if failures is None:
-            return loss_on(self.channels.group, error)
-        return _lost(failures, "could not be launched", error)
-
-
-def _lost(failures: FailureStore, what: str, error: Exception) -> CollectiveError:
-    """Names who has to do with ``error``: a connection is lost, and no rank has reported a failure yet."""
-    lost = failures.lost_in_words()
-    if (failure := failures.read()) is not None:
-        return _peer_error(failure)
-    return CollectiveError(f"a collective {what} and no rank reported an error of its own; {lost}: {error}")
-
-
-def _peer_error(failure: str) -> PeerError:
-    return PeerError(f"another rank of the group failed first: {failure}")
+            raise explained(error, "could not be launched") from error
 
 
 class StreamExecutor(Executor):

@@ -26,8 +26,7 @@ from overlap.hooks.engine.backward_pass import BucketFuture
 from overlap.hooks.engine.observer import Observer
 from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
 from overlap.hooks.stage import Stage
-from overlap.join.failures import explain_loss
-from overlap.join.meeting import Meeting
+from overlap.join.board import Agreement, explain
 
 __all__ = ["Registration", "register", "registration_of"]
 
@@ -105,16 +104,14 @@ class _AfterForward:
     What DDP itself issues there, of buffers and of the order of its buckets, fails with an error that names nobody.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, runtime: Runtime | None = None) -> None:
-        self._group = group
+    def __init__(self, runtime: Runtime | None = None) -> None:
         self._runtime = runtime
 
     def __call__(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         if torch.compiler.is_compiling():
             return  # To look at outputs would have the compiler read their ``.grad``, which warns.
-        if outputs is None and self._group is not None and (error := sys.exception()) is not None:
-            board = None if self._runtime is None else self._runtime.executors.channels.failures
-            explain_loss(error, self._group, board)
+        if outputs is None and self._runtime is not None and (error := sys.exception()) is not None:
+            explain(error, self._runtime.executors.channels.board)
 
     def __reduce__(self) -> Any:
         return _AfterForward, ()
@@ -145,7 +142,7 @@ class Registration:
         self._ddp = weakref.ref(ddp)
         self._forward_hooks = (
             ddp.register_forward_pre_hook(_BeforeForward(runtime)),
-            ddp.register_forward_hook(_AfterForward(ddp.process_group, runtime), always_call=True),
+            ddp.register_forward_hook(_AfterForward(runtime), always_call=True),
         )
 
     @property
@@ -226,15 +223,15 @@ def register(
     >>> registration.remove()
     """
     ddp = check_ddp(ddp, error=RegistrationError)
-    with Meeting(ddp.process_group, "register a chain") as meeting:
-        return _register(ddp, stage, state, meeting)
+    with Agreement(ddp.process_group, "register a chain") as agreement:
+        return _register(ddp, stage, state, agreement)
 
 
 def _register(
     ddp: DistributedDataParallel,
     stage: Stage | Callable[..., Any],
     state: Any,
-    meeting: Meeting,
+    agreement: Agreement,
 ) -> Registration:
     made = stage_from(stage, state)
     if state is not None and not is_hook(stage):
@@ -265,7 +262,7 @@ def _register(
 
     runtime = Runtime(made, context, forget_unfinished_backward=forget_unfinished_backward)
     try:
-        runtime.open(meeting)
+        runtime.open(agreement)
     except BaseException:
         runtime.close()
         raise

@@ -35,8 +35,7 @@ from overlap.hooks.engine.worker import Worker
 from overlap.hooks.places import check_pass, check_places
 from overlap.hooks.stage import Role, Stage, walk, with_contexts
 from overlap.join import gradient_divisor
-from overlap.join.failures import was_told
-from overlap.join.meeting import Meeting
+from overlap.join.board import Agreement, is_reported
 
 __all__ = ["NO_LAST_BUCKET", "Runtime"]
 
@@ -122,8 +121,8 @@ class Runtime:
         self._end = weakref.finalize(self, channels.abort if self._worker is None else self._worker.stop)
         self._end.atexit = False
 
-    def open(self, meeting: Meeting | None = None) -> None:
-        """Attach the stages, check in a ``meeting`` that all ranks run the same ones, and connect to the other ranks.
+    def open(self, agreement: Agreement | None = None) -> None:
+        """Attach the stages, check in an ``agreement`` that all ranks run the same, and connect to them.
 
         Raises:
             ConfigurationError: a stage refuses the model.
@@ -136,8 +135,8 @@ class Runtime:
         for stage in self._attached:
             stage.check_together(self.stage.sequence)
         self.division = Division.of(self.stage.sequence, self._context.names)
-        if meeting is not None:
-            described = meeting.come(_description(self.stage, self._context, self.division))
+        if agreement is not None:
+            described = agreement.agree(_description(self.stage, self._context, self.division))
             if (reason := _difference(described, self._context)) is not None:
                 raise CollectiveError(reason)
         self._phase = _Phase.READY
@@ -165,7 +164,7 @@ class Runtime:
         Not where they have been told already: to tell more this rank would connect, and wait for ranks that may have
         left.
         """
-        if not (self._has_failed or was_told(error)):
+        if not (self._has_failed or is_reported(error)):
             self._after_all(lambda: self.executors.channels.fail(error))
 
     def tell(self, error: BaseException) -> None:
@@ -375,8 +374,6 @@ class Runtime:
                 continue
             if note and error is not None:
                 error.add_note(note)
-        if finished.error is not None:
-            self.executors.channels.settle()
         if AbandonedBackwardError.caused(error):
             self._note_end(_Phase.UNFINISHED)
         else:
@@ -396,8 +393,8 @@ class Runtime:
             return
         error = AbandonedBackwardError()
         # The worker may itself wait for another rank, and looks here meanwhile.
-        if self._worker is not None and (failures := self.executors.channels.failures) is not None:
-            failures.report(error)
+        if self._worker is not None and (board := self.executors.channels.board) is not None:
+            board.report(error)
         is_over = threading.Event()
 
         def end() -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from overlap._checks import is_one_of, told
 from overlap._torch.optimizer import own_step
 from overlap.errors import ConfigurationError, OverlapError, UnsupportedError
-from overlap.join.meeting import Meeting
+from overlap.join.board import Agreement
 from overlap.optim.declared import Unit, check_one_eps, check_unit
 from overlap.optim.subset import SubsetStepper, check_optimizer
 from overlap.optim.veto import Veto
@@ -35,7 +35,7 @@ class LocalOptimizer:
         process_group: the ranks that divide the parameters.
         partition: how, ``"element"`` or ``"parameter"``; ``None``: in the unit in which ``cls`` updates.
         master_dtype: of copies of narrower parameters.
-        meeting: where the ranks meet before their first collective.
+        agreement: by which the ranks come to their first collective together.
         on_change: called before the state changes.
     """
 
@@ -48,14 +48,14 @@ class LocalOptimizer:
         *,
         partition: str | None,
         master_dtype: torch.dtype | None,
-        meeting: Meeting,
+        agreement: Agreement,
         on_change: Callable[[], None],
     ) -> None:
         self._cls, self._defaults, self._master_dtype = cls, defaults, master_dtype
         orthogonalizes = self._tried(groups)
         self.partition = _partition(check_unit(cls, instead=_INSTEAD), cls, partition)
         self.ownership = Ownership(process_group, self.partition, master_dtype)
-        meeting.come()
+        agreement.agree()
         chunks = self.ownership.add(groups, first_group=0, orthogonalizes=orthogonalizes)
         self.optim = _made(cls, chunks, defaults)
         """The optimizer itself."""

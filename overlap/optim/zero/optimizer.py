@@ -29,8 +29,8 @@ from overlap._torch.state_dict_hooks import (
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.transforms.clip import Clipping
 from overlap.join.active import refuse_once_joined
+from overlap.join.board import Agreement
 from overlap.join.joinable import refuse_before_model
-from overlap.join.meeting import Meeting
 from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import refusals_told
 from overlap.optim.phases import Event
@@ -138,10 +138,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not dist.is_initialized():
             raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
         self.process_group: dist.ProcessGroup = check_group("process_group", process_group) or dist.group.WORLD  # type: ignore[assignment]
-        with Meeting(self.process_group, "make a ZeroRedundancyOptimizer") as meeting:
+        with Agreement(self.process_group, "make a ZeroRedundancyOptimizer") as agreement:
             check_flag("parameters_as_bucket_view", parameters_as_bucket_view)
             self._make(
-                params, optimizer_class, defaults, meeting, overlap_with_ddp=overlap_with_ddp, partition=partition,
+                params, optimizer_class, defaults, agreement, overlap_with_ddp=overlap_with_ddp, partition=partition,
                 master_dtype=master_dtype,
             )  # fmt: skip
 
@@ -150,7 +150,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         params: Any,
         optimizer_class: type[Optimizer],
         defaults: dict[str, Any],
-        meeting: Meeting,
+        agreement: Agreement,
         *,
         overlap_with_ddp: bool,
         partition: str | None,
@@ -170,7 +170,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.process_group,
             partition=partition,
             master_dtype=master_dtype,
-            meeting=meeting,
+            agreement=agreement,
             on_change=self._consolidated.note_change,
         )
         self.optim = local.optim
@@ -226,9 +226,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not dist.is_initialized():
             raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
         group: Any = check_group("process_group", process_group) or dist.group.WORLD
-        with Meeting(group, "convert an optimizer to a ZeroRedundancyOptimizer") as meeting:
+        with Agreement(group, "convert an optimizer to a ZeroRedundancyOptimizer") as agreement:
             plain = check_convertible(optimizer)
-            meeting.come()
+            agreement.agree()
             check_same_optimizer(plain, group)
         zero = cls(
             plain.param_groups, type(plain), group, overlap_with_ddp=overlap_with_ddp, partition=partition,
@@ -294,14 +294,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self._is_complete:
             super().add_param_group(param_group)
             return
-        with Meeting(self.process_group, "add a group of parameters to a ZeroRedundancyOptimizer") as meeting:
+        with Agreement(self.process_group, "add a group of parameters to a ZeroRedundancyOptimizer") as agreement:
             if not isinstance(param_group, Mapping):
                 raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
             (group,) = groups = read_groups([param_group])
             self._local.check_addition(group)
             if self.stage is not None:
                 self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
-            meeting.come()
+            agreement.agree()
             self._local.add(group)
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
@@ -507,9 +507,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             UnsupportedError: the optimizer's state cannot be put together from the ranks' parts.
         """
         refuse_once_joined(self.process_group, "zero.consolidate_state_dict()")
-        with Meeting(self.process_group, "consolidate the state of a ZeroRedundancyOptimizer") as meeting:
+        with Agreement(self.process_group, "consolidate the state of a ZeroRedundancyOptimizer") as agreement:
             state = self._settled_state()
-            meeting.come()
+            agreement.agree()
             self._consolidated.keep(state.consolidate(to))
 
     def state_dict(self) -> dict[str, Any]:
@@ -556,9 +556,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ...
             zero.load_sharded(folder, key="optimizer")
         """
-        with Meeting(self.process_group, "save the parts of a ZeroRedundancyOptimizer") as meeting:
+        with Agreement(self.process_group, "save the parts of a ZeroRedundancyOptimizer") as agreement:
             state = self._settled_state()
-            meeting.come()
+            agreement.agree()
             return pieces_to_save(state)
 
     def load_sharded(self, checkpoint: str | os.PathLike[str] | StorageReader, *, key: str = "") -> None:

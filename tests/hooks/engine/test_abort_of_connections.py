@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from harness import run_ranks
 from overlap._torch.gloo import GlooChannel
+from overlap.join.board import Board
 
 _TIMEOUT_S = 30
 _LIMIT_S = 5
@@ -31,7 +32,9 @@ def _broadcast(channel: GlooChannel) -> list[Any]:
 
 def _abandons(rank: int, world_size: int, begin: Callable[[GlooChannel], list[Any]], delay_s: float) -> None:
     for attempt in range(2):
-        channel = GlooChannel(dist.group.WORLD, f"{begin.__name__}/{attempt}")
+        board = Board(dist.group.WORLD, f"{begin.__name__}/{attempt}")
+        channel = GlooChannel(board.store("gloo"), rank, world_size, board.timeout)
+        board.gather("connected", None, purpose="")
         (work,) = begin(channel)
         failed = threading.Event()
 
@@ -45,7 +48,7 @@ def _abandons(rank: int, world_size: int, begin: Callable[[GlooChannel], list[An
         dist.barrier()
         time.sleep(delay_s * rank)
         begun_s = time.monotonic()
-        channel.abort().join(_LIMIT_S)
+        channel.abort()
         assert failed.wait(_LIMIT_S)
         assert time.monotonic() - begun_s < _LIMIT_S, "it waited for the group's timeout"
         waiting.join()

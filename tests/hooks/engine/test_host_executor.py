@@ -10,6 +10,7 @@ import pytest
 
 from overlap import CollectiveError, PeerError
 from overlap.hooks.engine.executors import HostExecutor
+from overlap.join.board import Board
 
 
 class _Work:
@@ -31,12 +32,11 @@ class _Work:
 
 
 def _executor(*failures: str | None) -> HostExecutor:
-    """One that learns these failures of other ranks, one each time it looks."""
-    told = iter(failures)
-    failures = SimpleNamespace(
-        read=lambda: next(told, None), lost_in_words=lambda: "no word from rank 1, whose process has ended", finished=0
-    )
-    channels: Any = SimpleNamespace(failures=failures)
+    """One that finds these failures of other ranks on its board, one each time it polls."""
+    board: Any = object.__new__(Board)
+    board._event, reports = "of the group failed first", iter(failures)
+    board.failure = lambda: next(reports, None)
+    channels: Any = SimpleNamespace(board=board, group=None)
     return HostExecutor(channels)
 
 
@@ -47,20 +47,28 @@ def test_what_is_done_a_moment_after_the_patience_has_ended_has_not_failed(timeo
 
 @pytest.mark.parametrize("timeouts", [0, 1, 3])
 def test_what_has_failed_is_an_error(timeouts: int) -> None:
-    with pytest.raises(
-        CollectiveError, match=r"no rank reported an error of its own.*no word from rank 1.*connection closed"
-    ):
+    with pytest.raises(CollectiveError, match=r"no rank has reported an error.*connection closed"):
         _executor().wait(_Work(timeouts, "connection closed"))  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_launched_names_the_rank_that_is_silent() -> None:
-    raised = RuntimeError("[/gloo/transport/tcp/pair.cc] connection closed")
-    error = _executor().explained(raised)
-    assert isinstance(error, CollectiveError)
-    assert "could not be launched" in str(error) and "no word from rank 1" in str(error)
-    assert isinstance(_executor("theirs").explained(raised), PeerError)
-    unrelated = RuntimeError("a shape is wrong")
-    assert _executor().explained(unrelated) is unrelated
+class _CannotBeLaunched:
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def launch(self, channels: object) -> None:
+        raise RuntimeError(self.error)
+
+
+def test_what_cannot_be_launched_is_an_error() -> None:
+    lost: Any = _CannotBeLaunched("[/gloo/transport/tcp/pair.cc] connection closed")
+    with pytest.raises(CollectiveError, match="could not be launched, and no rank has reported an error"):
+        _executor().launch(lost)
+    with pytest.raises(PeerError, match="failed first: theirs"):
+        _executor("theirs").launch(lost)
+    unrelated: Any = _CannotBeLaunched("a shape is wrong")
+    with pytest.raises(RuntimeError, match="a shape is wrong") as raised:
+        _executor().launch(unrelated)
+    assert not isinstance(raised.value, CollectiveError)
 
 
 def test_another_ranks_failure_comes_first() -> None:

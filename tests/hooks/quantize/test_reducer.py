@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,9 +137,6 @@ def test_stochastic_rounding_goes_on_with_the_same_random_numbers_after_loading(
 def _bytes_of_a_step(stage: Any, sizes: Sequence[int]) -> float:
     # The connections of the model before are closed: what they have sent would be missing from the second count.
     gc.collect()
-    for thread in threading.enumerate():
-        if thread.name == "overlap-abort":
-            thread.join()
     ddp = given(sizes, stage)
     gradients = [torch.randn(size) for size in sizes]
     for _ in range(2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import time
 from collections.abc import Callable
@@ -11,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from harness import RankDied, run_ranks, wrap
+from harness import run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
@@ -29,6 +29,7 @@ from overlap import (
     chain,
     register,
 )
+from overlap.join.board import Agreement
 
 _TIMEOUT_S = 12
 
@@ -92,7 +93,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def _purposes(ddp: Any) -> dict[str, Callable[[], Any]]:
-    """What makes ranks meet, by the words for it in an error."""
+    """What ranks enter together, by the words for it in an error."""
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     optim = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
 
@@ -133,21 +134,68 @@ def _for_different_purposes(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_meet_for_different_purposes_are_told_of_both(world_size: int) -> None:
+def test_ranks_that_come_for_different_purposes_learn_of_both(world_size: int) -> None:
     run_ranks(_for_different_purposes, world_size, group_timeout_s=_TIMEOUT_S, timeout_s=120)
 
 
-def _has_ended(rank: int, world_size: int) -> str | None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    _zero(ddp, False)
+def _values(rank: int, world_size: int) -> list[Any]:
+    with Agreement(dist.group.WORLD, "compare") as agreement:
+        return [agreement.agree([rank, 0.1]), agreement.from_rank_0("chosen" if rank == 0 else None)]
+
+
+def test_ranks_learn_the_values_of_all() -> None:
+    for found in run_ranks(_values, 3):
+        assert found == [[[0, 0.1], [1, 0.1], [2, 0.1]], "chosen"]
+
+
+class _LooksOnceTooEarly:
+    """A store of which the first question is asked before the others have come."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._is_early = store, True
+
+    def check(self, keys: list[str]) -> bool:
+        if self._is_early:
+            self._is_early = False
+            return False
+        return bool(self._store.check(keys))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def _agreed_before_a_failure(rank: int, world_size: int) -> Any:
+    """Rank 0 fails as soon as it has the values; rank 1 has just looked for them, and then sees the failure."""
     if rank == 1:
-        os._exit(7)
-    with pytest.raises(CollectiveError) as caught:
-        _zero(ddp, False)
-    return str(caught.value)
+        agreement = Agreement(dist.group.WORLD, "compare")
+        board: Any = agreement._board
+        board._store, peer_error = _LooksOnceTooEarly(board._store), board.peer_error
+        board.peer_error = lambda: peer_error(within_s=20.0)
+        return agreement.agree("yours")
+    try:
+        with Agreement(dist.group.WORLD, "compare") as agreement:
+            raise ValueError(agreement.agree("mine"))
+    except ValueError as error:
+        return error.args[0]
 
 
-def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
-    told, died = run_ranks(_has_ended, 2, group_timeout_s=60, timeout_s=30, return_exceptions=True)
-    assert isinstance(died, RankDied)
-    assert "was about to make a ZeroRedundancyOptimizer, but the process of rank 1 has ended" in told
+def test_a_rank_that_fails_after_an_agreement_does_not_hide_its_values() -> None:
+    assert run_ranks(_agreed_before_a_failure, 2) == [["mine", "yours"]] * 2
+
+
+def _fails_between_two_rounds(rank: int, world_size: int) -> str:
+    try:
+        with Agreement(dist.group.WORLD, "compare") as agreement:
+            agreement.agree()
+            if rank == 1:
+                raise ZeroDivisionError("no such share")
+            agreement.agree()
+    except (ZeroDivisionError, PeerError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_failure_between_two_rounds_ends_the_second() -> None:
+    assert run_ranks(_fails_between_two_rounds, 2, group_timeout_s=_TIMEOUT_S)[0] == (
+        "another rank failed where all compare: rank 1: ZeroDivisionError: no such share"
+    )
