@@ -95,9 +95,8 @@ def in_backward() -> bool:
     return backward_id() != -1
 
 
-def backward_id() -> int:
-    """What tells the backward pass that runs on the calling thread from others; -1 outside of any."""
-    return int(torch._C._current_graph_task_id())
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that runs on the calling thread; -1 outside of any."""
 
 
 def in_end_of_backward() -> bool:

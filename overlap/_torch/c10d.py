@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -28,11 +29,15 @@ __all__ = [
     "group_timeout",
     "is_future",
     "issued",
+    "stride_of",
 ]
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+stride_of: Callable[[Tensor], tuple[int, ...]] = operator.methodcaller("stride")
 
 
 def bucket_gradients(bucket: GradBucket) -> list[Tensor]:
@@ -44,7 +49,7 @@ def bucket_gradients(bucket: GradBucket) -> list[Tensor]:
     """
     buffer, parameters, views = bucket.buffer(), bucket.parameters(), bucket.gradients()
     is_in_pairs = parameters[0].is_complex() and not buffer.is_complex()
-    if not is_in_pairs and [one.stride() for one in parameters] == [one.stride() for one in views]:
+    if not is_in_pairs and list(map(stride_of, parameters)) == list(map(stride_of, views)):
         return views
     flat = torch.view_as_complex(buffer.view(-1, 2)) if is_in_pairs else buffer
     return [

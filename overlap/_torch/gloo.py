@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
+import operator
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -54,6 +56,9 @@ def _close_connections(backend: Any) -> None:
             if rank != backend.rank():
                 with contextlib.suppress(RuntimeError):
                     backend.recv([torch.empty(1)], rank, tag).wait(timedelta(milliseconds=1))
+
+
+_is_completed: Callable[[dist.Work | _Messages], bool] = operator.methodcaller("is_completed")
 
 
 class _Messages:
@@ -114,7 +119,9 @@ class _Waiter:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._messages and not self._changed.wait_for(lambda: self._messages, _IDLE_S):
+                if not self._messages:
+                    self._changed.wait(_IDLE_S)
+                if not self._messages:
                     self._is_running = False
                     return
                 messages = self._messages[0]
@@ -177,13 +184,12 @@ class GlooChannel:
         return self._noted(self._backend.broadcast([tensor], options))
 
     def _noted(self, work: dist.Work) -> list[dist.Work]:
-        self.forget_done()
-        self._in_flight.append(work)
+        self._in_flight = [*itertools.filterfalse(_is_completed, self._in_flight), work]
         return [work]
 
     def forget_done(self) -> None:
         """Let go of the tensors of collectives that are done."""
-        self._in_flight = [one for one in self._in_flight if not one.is_completed()]
+        self._in_flight = list(itertools.filterfalse(_is_completed, self._in_flight))
 
     def send_recv(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
@@ -204,11 +210,11 @@ class GlooChannel:
         in_flight: list[dist.Work | _Messages] = [*self._in_flight, *self._waiter.unfinished()]
         with contextlib.suppress(RuntimeError):
             backend.abort()
-        if not all(work.is_completed() for work in in_flight):
+        if not all(map(_is_completed, in_flight)):
             # Not where all is done: another rank may still receive what this one has sent.
             _close_connections(backend)
         deadline_s = time.monotonic() + _SETTLING_S
-        while not all(work.is_completed() for work in in_flight):
+        while not all(map(_is_completed, in_flight)):
             if time.monotonic() > deadline_s:
                 _kept.append(backend)
                 return

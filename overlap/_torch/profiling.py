@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.autograd import profiler
 
-__all__ = ["labelled", "profile"]
+__all__ = ["LabelType", "label_type", "profile"]
 
 # Private: it costs a fortieth of record_function where no profiler runs. Where one does, what it shows is an operator
 # and not an annotation, for which a GPU has a row of its own.
 _fast: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)
 
 
-def labelled(name: str) -> AbstractContextManager[Any]:
-    """What runs in it has the label ``name`` in profiles, as an annotation of the user's.
+LabelType = Callable[[str], AbstractContextManager[Any]]
+
+
+def label_type() -> LabelType:
+    """Gives what runs within it a label in profiles, as an annotation of the user's: ``with label_type()(name): ...``.
 
     Private: whether a profiler of PyTorch's runs in this process, on whatever threads. One that is started from
     outside of Python shows the label as an operator.
     """
-    if _fast is None or profiler._is_profiler_enabled:
-        return profiler.record_function(name)
-    context: AbstractContextManager[Any] = _fast(name)
-    return context
+    return profiler.record_function if _fast is None or profiler._is_profiler_enabled else _fast
 
 
 def profile(**options: Any) -> torch.profiler.profile:

@@ -14,7 +14,10 @@ from overlap._torch.c10d import GradBucket, bucket_gradients
 from overlap.errors import ConfigurationError
 from overlap.join import gradient_divisor
 
-__all__ = ["Bucket", "on_group"]
+__all__ = ["Bucket", "BucketView", "on_group"]
+
+BucketView = tuple[torch.Size, tuple[int, ...], int]
+"""Size, stride and offset in a bucket's buffer."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -58,17 +61,30 @@ class Bucket:
     """DDP's own object, for stages that pass it to a hook; ``None`` where the buffer is not DDP's."""
     fqns: tuple[str, ...] | None = None
     """What ``names`` returns; ``None`` where they are not known."""
-    views: tuple[tuple[torch.Size, tuple[int, ...], int], ...] | None = None
-    """Size, stride and offset in ``buffer`` of each of ``gradients``, where the buffer is not DDP's."""
+    views: tuple[BucketView, ...] | None = None
+    """Where the buffer is not DDP's: ``layout``, if it is not that of ``like``."""
+    like: Bucket | None = None
+    """The bucket in place of whose buffer this one has another."""
 
     @cached_property
     def gradients(self) -> tuple[Tensor, ...]:
         """Views of ``buffer``, one for each of ``parameters``, with its shape and strides."""
         if self.raw is not None:
             return tuple(bucket_gradients(self.raw))
-        assert self.views is not None, "a bucket without DDP's object is made by with_buffer"
         start = int(self.buffer.storage_offset())
-        return tuple(self.buffer.as_strided(size, stride, start + offset) for size, stride, offset in self.views)
+        return tuple(self.buffer.as_strided(size, stride, start + offset) for size, stride, offset in self.layout)
+
+    @cached_property
+    def layout(self) -> tuple[BucketView, ...]:
+        """Size, stride and offset in ``buffer`` of each of ``gradients``, in real numbers: those of complex parameters
+        have a last dimension of 2, as in DDP's buffer."""
+        if self.views is not None:
+            return self.views
+        if self.like is not None:
+            return self.like.layout
+        start = int(self.buffer.storage_offset())
+        real = (torch.view_as_real(view) if view.is_complex() else view for view in self.gradients)
+        return tuple((view.size(), view.stride(), int(view.storage_offset()) - start) for view in real)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,12 +105,7 @@ class Bucket:
 
         Its ``gradients`` are real; those of complex parameters have a last dimension of 2, as in DDP's buffer.
         """
-        return replace(self, buffer=buffer, raw=None, views=self._cut() if self.views is None else self.views)
-
-    def _cut(self) -> tuple[tuple[torch.Size, tuple[int, ...], int], ...]:
-        start = int(self.buffer.storage_offset())
-        real = (torch.view_as_real(view) if view.is_complex() else view for view in self.gradients)
-        return tuple((view.size(), view.stride(), int(view.storage_offset()) - start) for view in real)
+        return replace(self, buffer=buffer, raw=None, like=None if self.views is not None else self.like or self)
 
     def with_mean(self) -> Bucket:
         """The same bucket when a reducer has made the mean of it."""

@@ -8,7 +8,7 @@ ranks are ranks within it. Nothing here can be awaited outside of a stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -48,10 +48,13 @@ class Operation:
     """Something that a stage awaits."""
 
     label: str = ""
-    sent_bytes: int = 0
-    """Bytes that this rank sends for it with the usual bandwidth-optimal algorithms; known after the launch."""
     is_under_way: bool = False
     """Whether it had been started when the stage awaited it, so that launching it does nothing."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends for it with the usual bandwidth-optimal algorithms; known after the launch."""
+        return 0
 
     def launch(self, channels: Channels) -> None:
         """Start it; returns at once."""
@@ -75,7 +78,7 @@ class Collective(Operation):
     Args:
         label: its name in profiles and messages.
         group: the process group; the model's own where ``None``.
-        start: launches it on a channel, with a tag for messages, and returns its works.
+        start: launches it on a channel and returns its works; may draw a tag for messages.
         sent: the bytes that a rank sends, for a number of ranks.
         then: called when all works are done.
     """
@@ -84,7 +87,7 @@ class Collective(Operation):
         self,
         label: str,
         group: dist.ProcessGroup | None,
-        start: Callable[[Channel, int], Sequence[dist.Work]],
+        start: Callable[[Channel, Callable[[], int]], Sequence[dist.Work]],
         *,
         sent: Callable[[int], float],
         then: Callable[[], None] | None = None,
@@ -94,12 +97,19 @@ class Collective(Operation):
         self._start = start
         self._sent = sent
         self._then = then
+        self._channel: Channel | None = None
         self._works: Sequence[dist.Work] = ()
 
+    @property
+    def sent_bytes(self) -> int:
+        return 0 if self._channel is None else int(self._sent(self._channel.size()))
+
+    def __await__(self) -> Iterator[Operation]:  # type: ignore[override]
+        return iter((self,))  # It has no result to be resumed with.
+
     def launch(self, channels: Channels) -> None:
-        channel = channels.of(self._group)
-        self.sent_bytes = int(self._sent(channel.size()))
-        self._works = self._start(channel, channels.next_tag())
+        self._channel = channel = channels.of(self._group)
+        self._works = self._start(channel, channels.next_tag)
 
     def finish(self, wait: Callable[[dist.Work], None]) -> None:
         for work in self._works:
@@ -158,8 +168,10 @@ def all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.Proce
     >>> loss_fn(ddp(x), y).backward()
     """
 
-    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
-        return channel.all_reduce(_as_real(tensor), op)
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+    def start(channel: Channel, next_tag: Callable[[], int]) -> Sequence[dist.Work]:
+        return channel.all_reduce(real, op)
 
     return Collective("all_reduce", group, start, sent=lambda size: 2 * tensor.nbytes * (size - 1) / size)
 
@@ -180,7 +192,7 @@ def all_gather(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None
     >>> loss_fn(ddp(x), y).backward()
     """
 
-    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
+    def start(channel: Channel, next_tag: Callable[[], int]) -> Sequence[dist.Work]:
         _check_numel("all_gather", output, input.numel() * channel.size())
         return channel.all_gather(_as_real(output), _as_real(input))
 
@@ -197,7 +209,7 @@ def broadcast(tensor: Tensor, *, src: int, group: dist.ProcessGroup | None = Non
     >>> loss_fn(ddp(x), y).backward()
     """
 
-    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
+    def start(channel: Channel, next_tag: Callable[[], int]) -> Sequence[dist.Work]:
         return channel.broadcast(_as_real(tensor), src)
 
     return Collective("broadcast", group, start, sent=lambda size: tensor.nbytes * (size - 1) / size)
@@ -225,15 +237,10 @@ def send_recv(
     >>> loss_fn(ddp(x), y).backward()
     """
 
-    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
-        return channel.send_recv(
-            [(_as_real(tensor), rank) for tensor, rank in sends],
-            [(_as_real(tensor), rank) for tensor, rank in receives],
-            tag,
-        )
+    def start(channel: Channel, next_tag: Callable[[], int]) -> Sequence[dist.Work]:
+        return channel.send_recv(_all_as_real(sends), _all_as_real(receives), next_tag())
 
-    sent_bytes = sum(tensor.nbytes for tensor, _ in sends)
-    return Collective(label, group, start, sent=lambda size: sent_bytes)
+    return Collective(label, group, start, sent=lambda size: sum(tensor.nbytes for tensor, _ in sends))
 
 
 def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None = None) -> Operation:
@@ -257,7 +264,7 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
     """
     parts: list[Tensor] = []
 
-    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
+    def start(channel: Channel, next_tag: Callable[[], int]) -> Sequence[dist.Work]:
         size, rank = channel.size(), channel.rank()
         _check_numel("reduce_scatter", input, output.numel() * size)
         if not channel.scatters_by_messages:
@@ -266,8 +273,8 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
         parts.extend(chunks[rank] if peer == rank else torch.empty_like(chunks[rank]) for peer in range(size))
         # Each rank starts with the next one, so that not all send to the same rank at once.
         peers = [(rank + distance) % size for distance in range(1, size)]
-        sends = [(_as_real(chunks[peer]), peer) for peer in peers]
-        return channel.send_recv(sends, [(_as_real(parts[peer]), peer) for peer in peers], tag)
+        sends, receives = ([(of_rank[peer], peer) for peer in peers] for of_rank in (chunks, parts))
+        return channel.send_recv(_all_as_real(sends), _all_as_real(receives), next_tag())
 
     def add_up() -> None:
         if not parts:
@@ -315,6 +322,10 @@ def whole_pass() -> Operation:
 
 def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _all_as_real(messages: Sequence[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
+    return [(torch.view_as_real(tensor) if tensor.is_complex() else tensor, rank) for tensor, rank in messages]
 
 
 def _check_numel(what: str, tensor: Tensor, numel: int) -> None:

@@ -24,7 +24,7 @@ from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.adapters import HookStage, stage_from
 from overlap.hooks.allreduce import AllReduce
-from overlap.hooks.bucket import Bucket
+from overlap.hooks.bucket import Bucket, BucketView
 from overlap.hooks.cast import Cast
 from overlap.hooks.collectives import all_gather, reduce_scatter
 from overlap.hooks.context import StageContext
@@ -37,8 +37,7 @@ from overlap.hooks.stage import Role, Stage, walk
 __all__ = ["Hierarchical"]
 
 _PLACE = "place"
-_Views = tuple[tuple[torch.Size, tuple[int, ...], int], ...]
-"""As :attr:`Bucket.views`: size, stride and offset in a flat tensor."""
+_Views = tuple[BucketView, ...]
 
 
 class Hierarchical(Stage):
@@ -145,8 +144,7 @@ class Hierarchical(Stage):
             await self.inner(bucket)
             return
         buffer = torch.view_as_real(bucket.buffer).view(-1) if bucket.buffer.is_complex() else bucket.buffer
-        whole = bucket.with_buffer(bucket.buffer).views
-        assert whole is not None, "with_buffer makes them"
+        whole = bucket.layout
         parts, numel = _parts_of(whole, self._rows)
         row_numel = round_up(numel, segment_multiple(buffer.device))  # See [Note: segments].
         rows = torch.zeros(self._rows, row_numel, dtype=self._dtype or buffer.dtype, device=buffer.device)

@@ -321,8 +321,7 @@ def _part_of(whole: Bucket, places: Sequence[int]) -> tuple[Bucket, Sequence[Ten
     Where their gradients lie in one run, it is a view of that run; where they lie in several, or where the run begins
     is no place to send from (see [Note: segments] in :mod:`overlap.hooks.segments`), a copy of them.
     """
-    views = whole.with_buffer(whole.buffer).views
-    assert views is not None, "with_buffer makes them"
+    views = whole.layout
     starts: list[tuple[int, int]] = []
     own, end = [], 0
     for size, stride, offset in (views[place] for place in places):

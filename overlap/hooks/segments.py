@@ -42,13 +42,15 @@ def segment_multiple(device: torch.device) -> int:
 
 def room_for(numels: Sequence[int], device: torch.device) -> int:
     """The elements of a buffer on ``device`` with a segment for each of ``numels`` elements."""
-    return sum(round_up(numel, segment_multiple(device)) for numel in numels)
+    return sum(map(round_up, numels)) if has_streams(device) else sum(numels)
 
 
 def cut_segments(flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
     """Views of a buffer with :func:`room_for` so many elements, of just these lengths."""
-    rooms = [round_up(numel, segment_multiple(flat.device)) for numel in numels]
-    return [room[:numel] for room, numel in zip(flat.split_with_sizes(rooms), numels, strict=True)]
+    if not has_streams(flat.device):
+        return list(flat.split_with_sizes(list(numels)))
+    rooms = flat.split_with_sizes(list(map(round_up, numels)))
+    return [room[:numel] for room, numel in zip(rooms, numels, strict=True)]
 
 
 def can_be_sent(flat: Tensor) -> bool:

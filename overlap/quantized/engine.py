@@ -15,8 +15,7 @@ from torch import Tensor
 from overlap._torch.device import future_for, has_streams
 from overlap.errors import CollectiveError, QuantizationOverflowError
 from overlap.hooks.engine.channels import PrivateChannels
-from overlap.hooks.engine.executors import Executor, HostExecutor, executor_for
-from overlap.hooks.engine.worker import Worker
+from overlap.hooks.engine.executors import Executor, HostExecutor, Worker, executor_for
 from overlap.quantized.algorithms import Collective
 from overlap.quantized.same_calls import SameCalls
 

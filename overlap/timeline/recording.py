@@ -12,7 +12,7 @@ from typing import Any
 from overlap._torch.autograd import after_backward, after_gradients, in_backward
 from overlap.hooks import Bucket
 from overlap.hooks.collectives import Operation, WholePass
-from overlap.hooks.engine.observer import Subject
+from overlap.hooks.engine.executors import Subject
 from overlap.timeline.clock import Clock
 
 __all__ = ["BucketRecord", "CodeRecord", "OperationRecord", "Recorder", "StepRecord"]

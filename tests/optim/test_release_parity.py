@@ -112,7 +112,7 @@ def settle_worker(ddp: Any) -> None:
     registration = registration_of(ddp)
     assert registration is not None
     is_done = threading.Event()
-    registration.runtime._submit(is_done.set)
+    registration.runtime.executor.submit(is_done.set)
     assert is_done.wait(20)
 
 

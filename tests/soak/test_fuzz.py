@@ -24,9 +24,12 @@ def test_a_wrong_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def arrive(self: Wavefront, task: Any, *, is_last: bool) -> None:
         self._active.insert(0, task)
-        self._advance(list(self._active))
-        while is_last and self._active:
-            self._advance(list(self._active))
+        moving = self.active
+        while moving:
+            for each in moving:
+                each.advance()
+            self._active = [each for each in self._active if not each.is_done]
+            moving = self.active if is_last else []
 
     monkeypatch.setattr(Wavefront, "arrive", arrive)
     with pytest.raises(AssertionError, match="goes on at"):

@@ -98,8 +98,8 @@ MUTANTS: dict[str, Mutant] = {
         f"{_ENGINE}.executors:Executor.wait", "work.wait()", "all-reduce, interleaved"
     ),
     "DDP's future has no device": Mutant(
-        f"{_ENGINE}.runtime:Runtime.on_bucket",
-        "future_for(self._context.device)",
+        f"{_ENGINE}.executors:Executor.new_future",
+        "future_for(self._device)",
         "__import__('torch').futures.Future()",
         "all-reduce, no update",
     ),

@@ -7,20 +7,21 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from overlap._torch.device import current_stream, has_streams, recorded_event
+from overlap._torch.profiling import label_type
 from overlap.hooks.collectives import Operation
-from overlap.hooks.engine.executors import Executor
-from overlap.hooks.engine.observer import Subject
-from overlap.hooks.engine.task import Task
+from overlap.hooks.context import Background
+from overlap.hooks.engine.executors import Executor, Subject
+from overlap.hooks.engine.wavefront import Part, Task
 
 __all__ = ["BETWEEN_PASSES", "Completion", "Item", "run_and_wait", "run_items", "run_now"]
 
 BETWEEN_PASSES = "background"
-"""Under what label it runs, in the place of a stage's."""
+"""The label of background work, in the place of a stage's."""
 
 # While one packs or unpacks, the other communicates; more would only take more memory.
 _IN_PROGRESS = 2
@@ -50,15 +51,17 @@ def run_items(items: Sequence[T], work: Work[T], executor: Executor) -> None:
     of the item before, and before the others of that item.
     """
     active: deque[Task] = deque()
+    parts, labelled = [Part(BETWEEN_PASSES, work)], label_type()
     try:
-        for item in items:
-            task = Task(item, [(BETWEEN_PASSES, work(item))], executor, lambda: None)
-            active.append(task)
-            task.advance()
-            if len(active) == _IN_PROGRESS:
+        with executor.scope():
+            for item in items:
+                task = Task(item, item, parts, executor, labelled=labelled)
+                active.append(task)
+                task.advance()
+                if len(active) == _IN_PROGRESS:
+                    _finish(active)
+            while active:
                 _finish(active)
-        while active:
-            _finish(active)
     except BaseException:
         for task in active:
             task.close()
@@ -127,13 +130,7 @@ def _copied(error: BaseException) -> BaseException:
     return made.with_traceback(error.__traceback__)
 
 
-class _Background(Protocol):
-    def __call__(
-        self, items: Sequence[Any], work: Work[Any], *, on_failure: Callable[[BaseException], None]
-    ) -> None: ...
-
-
-def run_and_wait(background: _Background, items: Sequence[T], work: Work[T], device: torch.device) -> None:
+def run_and_wait(background: Background, items: Sequence[T], work: Work[T], device: torch.device) -> None:
     """Run ``work`` on each of ``items`` with a runtime's ``background``; the current stream may use the results.
 
     A failure is reported to the other ranks, which would otherwise wait for this one.

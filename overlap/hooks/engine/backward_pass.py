@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from overlap._torch.autograd import by_default
-from overlap.errors import UnsupportedError
+from overlap._torch.profiling import label_type
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.collectives import Operation
 from overlap.hooks.context import BucketWatcher
-from overlap.hooks.engine.executors import Executor
-from overlap.hooks.engine.task import Task
-from overlap.hooks.engine.wavefront import Wavefront
-from overlap.hooks.stage import Stage
+from overlap.hooks.engine.executors import BucketFuture, Executor
+from overlap.hooks.engine.wavefront import Part, Task, Wavefront
 
-__all__ = ["AbandonedBackwardError", "BackwardPass", "BucketFuture"]
-
-BucketFuture = torch.futures.Future[torch.Tensor]
+__all__ = ["AbandonedBackwardError", "BackwardPass"]
 
 _ABANDONED = "backward ended with an error outside of the stages, which that rank has raised"
 
@@ -46,16 +39,16 @@ class BackwardPass:
 
     Args:
         step: the number of the pass.
-        stage: what runs.
-        executor: where it runs.
+        parts: the stages that run.
+        executor: where they run.
         divisor: of all its buckets.
-        watchers: are told when a bucket comes, and when it is through.
+        watchers: are notified when a bucket arrives, and when it is through.
     """
 
     def __init__(
         self,
         step: int,
-        stage: Stage,
+        parts: Sequence[Part],
         executor: Executor,
         *,
         divisor: int,
@@ -65,12 +58,11 @@ class BackwardPass:
         self.divisor = divisor
         """Of all buckets: who takes part does not change within a pass."""
         self.error: BaseException | None = None
-        self._stage = stage
         self.executor = executor
+        self._parts = parts
+        self._labelled = label_type()
         self._watchers = watchers
         self._wavefront = Wavefront()
-        self._starts_early = stage.starts_on_autograd_thread
-        self._labels = [(stage, repr(stage)) for stage in stage.sequence]
         self._unfinished: dict[int, tuple[BucketFuture, torch.Tensor]] = {}
         # The worker may fail the pass while the training thread adds buckets to it.
         self._lock = threading.Lock()
@@ -85,23 +77,21 @@ class BackwardPass:
                 future.set_result(bucket.buffer)
                 return None
             self._unfinished[bucket.index] = (future, bucket.buffer)
-        task = Task(bucket, self._parts(given), self.executor, lambda: self._complete(bucket))
-        if self._starts_early:
-            with by_default(bucket.buffer.device):
-                task.start()
-        return task
+        return Task(bucket, given, self._parts, self.executor, labelled=self._labelled, on_done=self._complete)
 
-    def drive(self, task: Task, *, is_last: bool, refusal: Exception | None = None) -> None:
+    def drive(self, task: Task, is_last: bool, refusal: Exception | None = None) -> None:
         """Add a bucket to the wavefront, on the thread that runs the stages; with a ``refusal`` the pass fails."""
         if self.error is not None:
             task.close()
             return
         try:
             # After a failure the ranks connect again in every pass, so that a second failure is reported too.
-            self.executor.channels.open()
+            if not self.executor.channels.is_open:
+                self.executor.channels.open()
             if refusal is not None:
                 raise refusal
-            self._wavefront.arrive(task, is_last=is_last)
+            with self.executor.scope():
+                self._wavefront.arrive(task, is_last=is_last)
         except BaseException as error:
             task.close()
             self.fail(error)
@@ -131,12 +121,6 @@ class BackwardPass:
             future.wait()
         self.executor.join()  # Behind those, too, that were done before; in a backward, DDP waits for all.
 
-    def _parts(self, bucket: Bucket) -> Iterator[tuple[str, Coroutine[Operation, Any, None]]]:
-        """The label and the coroutine of each stage of the chain."""
-        for stage, label in self._labels:
-            yield label, _run(stage, bucket)
-            bucket = stage.passed(bucket)
-
     def _complete(self, bucket: Bucket) -> None:
         with self._lock:
             future = self._unfinished.pop(bucket.index)[0]
@@ -147,12 +131,3 @@ class BackwardPass:
                 watcher.through(bucket)
         finally:
             future.set_result(bucket.buffer)
-
-
-async def _run(stage: Stage, bucket: Bucket) -> None:
-    if bucket.buffer.is_sparse:
-        raise UnsupportedError(
-            "this gradient is sparse, and stages work on dense ones: build the embedding with sparse=False, "
-            "or leave this model to plain DDP"
-        )
-    await stage(bucket)

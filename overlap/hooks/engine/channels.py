@@ -26,7 +26,7 @@ from overlap.join.board import Board, explained
 
 __all__ = ["GroupChannels", "PrivateChannels"]
 
-# Messages on the model's own group have tags far from those of other users of the group.
+# The tags of messages are far from those of other users of the model's own group.
 _FIRST_TAG = 1 << 20
 
 _REMEDY = "; every rank of the model's process group must register the same stages and run backward"
@@ -38,38 +38,43 @@ _connected: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDiction
 class GroupChannels:
     """The model's process group itself, for stages that run on the training thread.
 
-    The group belongs to the user, so there is nothing to open or to close.
+    The group belongs to the user, so there is nothing to open, to close or to report on.
     """
 
+    is_open = True
+    """Whether this rank is connected with the others of the model's group."""
     board: Board | None = None
+    """Where these ranks report failures until they connect again; ``None`` where they are not about to connect."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._tags = itertools.count(_FIRST_TAG)
 
     def of(self, group: dist.ProcessGroup | None) -> Channel:
+        """The channel to the ranks of ``group``, the model's own where ``None``."""
         return GroupChannel(self.group if group is None else group)
 
     def next_tag(self) -> int:
+        """A new tag for messages, the same on every rank."""
         return next(self._tags)
 
     def open(self) -> None:
-        pass
+        """Connect to the other ranks of the model's group now, unless connected."""
 
     def fail(self, error: BaseException) -> None:
-        pass
+        """Report ``error`` to the other ranks, then close the connections, so that nobody waits for a timeout."""
 
     def tell(self, error: BaseException) -> None:
-        pass
+        """Report ``error`` of the training loop, which has left nothing in flight here; the next use connects again."""
 
     def abort(self) -> None:
-        pass
+        """Abandon what is in flight; the other ranks see their connections close. The next use connects again."""
 
     def forget_done(self) -> None:
-        pass
+        """Let go of the tensors of collectives that are done; called where collectives are issued."""
 
 
-class PrivateChannels:
+class PrivateChannels(GroupChannels):
     """Separate connections for a worker thread, one set for each process group that its stages use.
 
     Nothing orders the worker and the training thread, so their collectives (the stages' here; DDP's buffers and the
@@ -78,16 +83,15 @@ class PrivateChannels:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self._channels: dict[dist.ProcessGroup, GlooChannel] = {}
+        super().__init__(group)
+        # Those of the model's own group under ``None``, too.
+        self._channels: dict[dist.ProcessGroup | None, GlooChannel] = {}
         self._left: list[GlooChannel] = []
-        self._tags = itertools.count()
         # See [Note: names of connections].
         self._number: int | None = None
         self._attempts = itertools.count()
         self._name = ""
-        self.board: Board | None = None
-        """Where these ranks report failures until they connect again; ``None`` where they are not about to connect."""
+        self.is_open = False
 
     @staticmethod
     def can_serve(group: dist.ProcessGroup) -> bool:
@@ -101,9 +105,8 @@ class PrivateChannels:
             ConfigurationError: ``group`` does not have Gloo for the CPU.
             CollectiveError: another rank did not connect in time.
         """
-        group = self.group if group is None else group
         channel = self._channels.get(group)
-        return self._connected(group) if channel is None else channel
+        return self._connected(self.group if group is None else group) if channel is None else channel
 
     def _connected(self, group: dist.ProcessGroup) -> Channel:
         if not self.can_serve(group):
@@ -115,10 +118,12 @@ class PrivateChannels:
             self.open()
             return self._connect(group, Board(group, self._name, beside=self.board))
         channel = self._connect(group, self._opened_board())
+        self._channels[None] = channel
+        self.is_open = True
         self._close_left()
         return channel
 
-    def _connect(self, group: dist.ProcessGroup, board: Board) -> Channel:
+    def _connect(self, group: dist.ProcessGroup, board: Board) -> GlooChannel:
         board.gather("came", None, purpose=_REMEDY)
         try:
             channel = self._channels[group] = GlooChannel(board.store("gloo"), board.rank, board.size, board.timeout)
@@ -137,15 +142,10 @@ class PrivateChannels:
             self.board = Board(self.group, self._name)
         return self.board
 
-    def next_tag(self) -> int:
-        return next(self._tags)
-
     def open(self) -> None:
-        """Connect to the other ranks of the model's group now, unless connected."""
         self.of(None)
 
     def fail(self, error: BaseException) -> None:
-        """Report ``error`` to the other ranks, then close the connections, so that nobody waits for a timeout."""
         # A failure that another rank caused is reported by that rank, or shows where the connections close.
         if not isinstance(error, CollectiveError):
             with contextlib.suppress(Exception):
@@ -163,14 +163,15 @@ class PrivateChannels:
             self._leave()
 
     def abort(self) -> None:
-        """Abandon what is in flight; the other ranks see their connections close. The next use connects again."""
         self._leave()
         self._close_left()
 
     def _leave(self) -> None:
+        self._channels.pop(None, None)
+        self.is_open = False
         self._left += self._channels.values()
         self._channels.clear()
-        self._tags = itertools.count()
+        self._tags = itertools.count(_FIRST_TAG)
         self.board = None
 
     def _close_left(self) -> None:
@@ -178,6 +179,5 @@ class PrivateChannels:
             self._left.pop().abort()
 
     def forget_done(self) -> None:
-        """Let go of the tensors of collectives that are done; called where collectives are issued."""
         for channel in self._channels.values():
             channel.forget_done()

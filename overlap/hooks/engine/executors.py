@@ -11,46 +11,60 @@ thread, in the same order. The limit is the size of DDP's first bucket, which is
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap._checks import refuse_capture
+from overlap._threads import start
+from overlap._torch.autograd import by_default, without_saved_context
+from overlap._torch.c10d import group_exists
 from overlap._torch.ddp import has_one_bucket, trained_parameters
-from overlap._torch.device import current_stream, has_streams, on_stream, stream_of
+from overlap._torch.device import current_stream, future_for, has_streams, on_stream, stream_of
 from overlap._torch.gloo import has_lost_connection
 from overlap.errors import CollectiveError
+from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
-from overlap.hooks.engine.observer import Observer
 from overlap.join.board import explained
 from overlap.join.group_collectives import failures_explained
 
 __all__ = [
+    "BucketFuture",
     "Executor",
-    "Executors",
     "HostExecutor",
+    "Observer",
     "StreamExecutor",
+    "Subject",
+    "Worker",
     "executor_for",
     "is_small",
     "limit_replaced",
+    "model_executor",
     "runs_inline",
 ]
+
+BucketFuture = torch.futures.Future[torch.Tensor]
+_Job = Callable[[], None]
+_AS_IT_IS = nullcontext()
 
 # Others wait for what runs here, while what the training stream computes meanwhile has time: a message leaves earlier
 # if it need not be encoded behind the blocks of a large kernel. FSDP2's streams of copies have the same.
 _PRIORITY = -1
-
-_small_bytes = 2**20
-
 # How long a thread waits for a collective before it checks whether another rank has reported a failure.
 _PATIENCE = timedelta(seconds=1)
+# How often a worker without jobs looks whether its process group is still there.
+_LOOKING_S = 0.5
+
+_small_bytes = 2**20
 
 
 @contextlib.contextmanager
@@ -74,19 +88,70 @@ def runs_inline(ddp: DistributedDataParallel) -> bool:
     return is_small(sum(parameter.nbytes for parameter in trained_parameters(ddp)), has_one_bucket=has_one_bucket(ddp))
 
 
+class Subject(Protocol):
+    """What a task works on: a bucket of a backward pass, or an item of background work."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
+
+    def describe(self) -> str: ...
+
+
+class Observer(Protocol):
+    """Is notified of what happens, when it happens: on the thread where it happens and, on accelerators, with its
+    stream current. ``label`` is the stage's ``repr``."""
+
+    def arrived(self, bucket: Bucket) -> None:
+        """DDP passed a bucket: all its gradients are computed."""
+
+    def running(self, subject: Subject, label: str) -> None:
+        """Code of a stage is about to run, up to the stage's next operation."""
+
+    def ran(self, subject: Subject, label: str) -> None:
+        """The code has run."""
+
+    def launched(self, subject: Subject, label: str, operation: Operation) -> None:
+        """An operation of a stage was started, or was already under way."""
+
+    def waiting(self, subject: Subject, operation: Operation) -> None:
+        """The wait for an operation is about to begin."""
+
+    def finished(self, subject: Subject, operation: Operation) -> None:
+        """The wait is over, and the operation did not fail."""
+
+
 class Executor:
     """A place where code runs, one piece after another; here, that is where it is called."""
 
-    def __init__(self, channels: GroupChannels | PrivateChannels) -> None:
+    observer: Observer | None = None
+    """Is notified of everything that runs, if set."""
+
+    def __init__(self, channels: GroupChannels, device: torch.device) -> None:
         self.channels = channels
-        self.observer: Observer | None = None
+        self._device = device
+
+    def of(self, step: int) -> Executor:
+        """The executor of what belongs to backward pass number ``step``, or to none (-1)."""
+        return self
+
+    def submit(self, job: _Job) -> None:
+        """Run ``job``, in the modes of an optimizer's step."""
+        with by_default(self._device), without_saved_context():
+            job()
+
+    def new_future(self) -> BucketFuture:
+        """A future for DDP: to wait for it is to wait for what runs in the scope."""
+        return future_for(self._device)
 
     def begin(self) -> None:
         """Let what follows in the scope start after what the caller has done so far."""
 
     def scope(self) -> AbstractContextManager[Any]:
         """The context for the code that runs here."""
-        return nullcontext()
+        return _AS_IT_IS
 
     def wait(self, work: dist.Work) -> None:
         """Make what follows in the scope wait for ``work``."""
@@ -107,7 +172,19 @@ class Executor:
 
 
 class HostExecutor(Executor):
-    """For CPU tensors: to wait is to block the thread, and to look whether another rank has failed."""
+    """For CPU tensors: to wait is to block the thread, and to look whether another rank has failed.
+
+    Args:
+        channels: they carry the collectives.
+        worker: runs what is submitted; the caller's thread does where ``None``.
+    """
+
+    new_future = torch.futures.Future
+
+    def __init__(self, channels: GroupChannels, worker: Worker | None = None) -> None:
+        super().__init__(channels, torch.device("cpu"))
+        if worker is not None:
+            self.submit = worker.submit  # type: ignore[method-assign]
 
     def wait(self, work: dist.Work) -> None:
         board = self.channels.board
@@ -143,7 +220,7 @@ class HostExecutor(Executor):
             CollectiveError: it cannot be started, since another rank has failed.
         """
         try:
-            super().launch(operation)
+            operation.launch(self.channels)
         except RuntimeError as error:
             board = self.channels.board
             if board is not None and (cause := board.peer_error()) is not None:
@@ -151,6 +228,78 @@ class HostExecutor(Executor):
             if isinstance(error, CollectiveError) or not has_lost_connection(error):
                 raise
             raise explained(error, "could not be launched") from error
+
+
+class Worker:
+    """A thread that runs the submitted jobs in order, without recording gradients.
+
+    It ends when it is asked to, or when ``group`` has been destroyed.
+
+    Args:
+        name: the thread's name.
+        abandon: makes a job fail that waits for other ranks, when the script has ended and it does not; and closes
+            connections where ``group`` has been destroyed.
+        group: the process group whose ranks its jobs talk to.
+    """
+
+    def __init__(self, name: str, *, abandon: _Job, group: dist.ProcessGroup | None = None) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._has_jobs = False
+        self._abandon = abandon
+        # One that ``torch.distributed`` does not know cannot be seen to be destroyed.
+        self._group = group if group is not None and group_exists(group) else None
+        # The thread refers to this object, which must not keep the model alive.
+        start(self._run, name, stop=self.stop, abandon=abandon)
+
+    def submit(self, job: _Job) -> None:
+        """Have ``job`` run. Raises: CollectiveError: the process group has been destroyed."""
+        with self._lock:
+            if self._is_closed:
+                raise CollectiveError(
+                    "the model's process group has been destroyed: wrap the model again with a new one"
+                )
+            self._jobs.put(job)
+            self._has_jobs = True
+
+    def wait_until_idle(self) -> None:
+        """Block until the jobs submitted so far are done."""
+        if self._has_jobs:
+            is_idle = threading.Event()
+            with contextlib.suppress(CollectiveError):
+                self.submit(is_idle.set)
+                is_idle.wait()
+            self._has_jobs = False
+
+    def stop(self, last: _Job | None = None) -> None:
+        """End the thread after the jobs submitted so far, and ``last``; returns at once."""
+        with self._lock:
+            if not self._is_closed:
+                if last is not None:
+                    self._jobs.put(last)
+                self._jobs.put(None)
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=_LOOKING_S)
+            except queue.Empty:
+                if self._group is not None and not group_exists(self._group) and self._close():
+                    self._abandon()
+                    return
+                continue
+            if job is None:
+                return
+            job()
+            del job  # Otherwise it would keep a model's parameters alive until the next job.
+
+    def _close(self) -> bool:
+        """Take no jobs any more, unless one has just arrived; returns whether it is closed."""
+        with self._lock:
+            self._is_closed = self._jobs.empty()
+            return self._is_closed
 
 
 class StreamExecutor(Executor):
@@ -165,19 +314,30 @@ class StreamExecutor(Executor):
     work keeps its tensors alive until it is waited for; bucket buffers and parameters outlive the pass. More in
     ``docs/notes/streams.md``.
 
+    [Note: the first pass]
+
+    In DDP's first pass one bucket has the gradients of the whole model (one for each dtype); the second pass has the
+    others. A side stream would keep workspace as large as the model, since the caching allocator has a pool for each
+    stream. So the first pass, and gathers that belong to it, run on the stream that they are called on: its pool serves
+    the next forward.
+
     Args:
-        channels: what carries the collectives.
+        channels: they carry the collectives.
         device: that of the tensors.
         owner: whose side stream it is; this executor's own where ``None``. It is made on first use.
     """
 
-    def __init__(
-        self, channels: GroupChannels | PrivateChannels, device: torch.device, *, owner: object | None = None
-    ) -> None:
-        super().__init__(channels)
-        self._device = device
+    def __init__(self, channels: GroupChannels, device: torch.device, *, owner: object | None = None) -> None:
+        super().__init__(channels, device)
         self._owner = self if owner is None else owner
         self._stream: Any | None = None
+
+    def of(self, step: int) -> Executor:
+        if step != 0:
+            return self
+        on_current = Executor(self.channels, self._device)  # See [Note: the first pass].
+        on_current.observer = self.observer
+        return on_current
 
     def begin(self) -> None:
         """Let the stream go on after what the current stream has queued: in backward, the gradients."""
@@ -208,37 +368,18 @@ def executor_for(group: dist.ProcessGroup, device: torch.device) -> Executor:
     return StreamExecutor(channels, device, owner=group)
 
 
-class Executors:
-    """Where what belongs to one model runs: all in one place on the host, on a side stream on an accelerator.
+def model_executor(
+    ddp: DistributedDataParallel | None, group: dist.ProcessGroup, device: torch.device, name: str
+) -> tuple[Executor, Worker | None]:
+    """The executor of a model's stages and, where they have a thread of their own, that thread, called ``name``.
 
-    [Note: the first pass]
-
-    In DDP's first pass one bucket has the gradients of the whole model (one for each dtype); the second pass has the
-    others. A side stream would keep workspace as large as the model, since the caching allocator has a pool for each
-    stream. So the first pass, and gathers that belong to it, run on the stream that they are called on: its pool serves
-    the next forward.
+    ``ddp`` is ``None`` where only a hook is registered.
     """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.channels: GroupChannels | PrivateChannels = GroupChannels(group)
-        self._aside: Executor
-        self._for_caller: Executor
-        if has_streams(device):
-            self._aside, self._for_caller = StreamExecutor(self.channels, device), Executor(self.channels)
-        else:
-            if PrivateChannels.can_serve(group):
-                self.channels = PrivateChannels(group)
-            self._aside = self._for_caller = HostExecutor(self.channels)
-
-    def of(self, step: int) -> Executor:
-        """For what belongs to backward pass number ``step``, or to none (-1). See [Note: the first pass]."""
-        return self._for_caller if step == 0 else self._aside
-
-    @property
-    def observer(self) -> Observer | None:
-        """Is told of everything that runs, if set."""
-        return self._aside.observer
-
-    @observer.setter
-    def observer(self, observer: Observer | None) -> None:
-        self._aside.observer = self._for_caller.observer = observer
+    if has_streams(device):
+        return StreamExecutor(GroupChannels(group), device), None
+    if not PrivateChannels.can_serve(group):
+        return HostExecutor(GroupChannels(group)), None
+    channels = PrivateChannels(group)
+    is_inline = ddp is not None and runs_inline(ddp)
+    worker = None if is_inline else Worker(name, abandon=channels.abort, group=group)
+    return HostExecutor(channels, worker), worker

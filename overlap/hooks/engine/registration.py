@@ -22,8 +22,7 @@ from overlap._torch.join import is_joining, torch_join_divides_by_count
 from overlap.errors import CollectiveError, ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.adapters import is_hook, stage_from
 from overlap.hooks.context import StageContext
-from overlap.hooks.engine.backward_pass import BucketFuture
-from overlap.hooks.engine.observer import Observer
+from overlap.hooks.engine.executors import BucketFuture, Observer
 from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
 from overlap.hooks.stage import Stage
 from overlap.join.board import Agreement, explain
@@ -111,7 +110,7 @@ class _AfterForward:
         if torch.compiler.is_compiling():
             return  # To look at outputs would have the compiler read their ``.grad``, which warns.
         if outputs is None and self._runtime is not None and (error := sys.exception()) is not None:
-            explain(error, self._runtime.executors.channels.board)
+            explain(error, self._runtime.executor.channels.board)
 
     def __reduce__(self) -> Any:
         return _AfterForward, ()
@@ -148,11 +147,11 @@ class Registration:
     @property
     def observer(self) -> Observer | None:
         """Is told of everything that happens in a backward pass, if set."""
-        return self.runtime.executors.observer
+        return self.runtime.executor.observer
 
     @observer.setter
     def observer(self, observer: Observer | None) -> None:
-        self.runtime.executors.observer = observer
+        self.runtime.executor.observer = observer
 
     @property
     def is_active(self) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import enum
 import hashlib
+import inspect
 import operator
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,22 +20,21 @@ from torch import Tensor
 
 from overlap._checks import refuse_capture
 from overlap._torch.autograd import after_backward, backward_id, by_default, if_abandoned, without_saved_context
-from overlap._torch.c10d import GradBucket
+from overlap._torch.c10d import GradBucket, stride_of
 from overlap._torch.ddp import is_to_rebuild
-from overlap._torch.device import future_for
+from overlap._torch.device import is_capturing
 from overlap._torch.fingerprint import fingerprint
-from overlap.errors import CollectiveError, ConfigurationError, TrainingLoopError
+from overlap.errors import CollectiveError, ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.context import BucketWatcher, StageContext
 from overlap.hooks.engine.background import Item, run_and_wait, run_items
-from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardPass, BucketFuture
+from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardPass
 from overlap.hooks.engine.channels import PrivateChannels
-from overlap.hooks.engine.executors import Executors, runs_inline
-from overlap.hooks.engine.observer import Subject
-from overlap.hooks.engine.worker import Worker
+from overlap.hooks.engine.executors import BucketFuture, Subject, model_executor
+from overlap.hooks.engine.wavefront import Part
 from overlap.hooks.places import check_pass, check_places
-from overlap.hooks.stage import Role, Stage, walk, with_contexts
+from overlap.hooks.stage import Role, Stage, with_contexts
 from overlap.join import gradient_divisor
 from overlap.join.board import Agreement, is_reported
 
@@ -96,8 +97,8 @@ class Runtime:
         self._forget_unfinished_backward = forget_unfinished_backward
         self._watched = -1
         self._watchers: list[BucketWatcher] = []
-        self.executors = Executors(context.group, context.device)
-        channels = self.executors.channels
+        model = None if context.ddp is None else context.ddp()
+        self.executor, self._worker = model_executor(model, context.group, context.device, f"overlap-{id(self):x}")
         self._context = replace(
             context,
             background=self.background,
@@ -107,18 +108,18 @@ class Runtime:
         )
         self._pass: BackwardPass | None = None
         self._steps = 0
+        # Those to detach; and once all are attached, all of them and those that run one after another.
         self._attached: list[Stage] = []
+        self._stages: Sequence[Stage] = ()
+        self._parts: list[Part] = []
+        self._starts_on_autograd_thread = False
         self.division = Division()
         """Which update has which parameters."""
         # By the bucket's place in the pass.
         self._known: dict[int, _KnownBucket] = {}
         # As the parameters were at registration or, registered as a hook, when their gradients first came.
         self._strides = {id(parameter): parameter.stride() for parameter in context.names or ()}
-        self._worker: Worker | None = None
-        model = None if context.ddp is None else context.ddp()
-        if isinstance(channels, PrivateChannels) and (model is None or not runs_inline(model)):
-            self._worker = Worker(f"overlap-{id(self):x}", abandon=channels.abort, group=context.group)
-        self._end = weakref.finalize(self, channels.abort if self._worker is None else self._worker.stop)
+        self._end = weakref.finalize(self, self.executor.channels.abort if self._worker is None else self._worker.stop)
         self._end.atexit = False
 
     def open(self, agreement: Agreement | None = None) -> None:
@@ -134,13 +135,16 @@ class Runtime:
             self._attached.append(stage)
         for stage in self._attached:
             stage.check_together(self.stage.sequence)
+        self._stages = tuple(self._attached)
+        self._parts[:] = [Part(repr(stage), _coroutine_function(stage), stage.passed) for stage in self.stage.sequence]
+        self._starts_on_autograd_thread = self.stage.starts_on_autograd_thread
         self.division = Division.of(self.stage.sequence, self._context.names)
         if agreement is not None:
             described = agreement.agree(_description(self.stage, self._context, self.division))
             if (reason := _difference(described, self._context)) is not None:
                 raise CollectiveError(reason)
         self._phase = _Phase.READY
-        self.executors.channels.open()
+        self.executor.channels.open()
 
     def close(self) -> None:
         """Detach the stages, end the thread and close its connections."""
@@ -153,10 +157,10 @@ class Runtime:
         self._known.clear()
         self._end.detach()
         if self._worker is None:
-            self.executors.channels.abort()
+            self.executor.channels.abort()
         else:
             # After the jobs of a backward that ended before all buckets had come: they use the connections, too.
-            self._worker.stop(self.executors.channels.abort)
+            self._worker.stop(self.executor.channels.abort)
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks of an error outside of a backward; the next pass connects again.
@@ -165,16 +169,16 @@ class Runtime:
         left.
         """
         if not (self._has_failed or is_reported(error)):
-            self._after_all(lambda: self.executors.channels.fail(error))
+            self._after_all(lambda: self.executor.channels.fail(error))
 
     def tell(self, error: BaseException) -> None:
         """As :meth:`report`, of an error of the training loop that other ranks may be about to raise, too."""
-        self._after_all(lambda: self.executors.channels.tell(error))
+        self._after_all(lambda: self.executor.channels.tell(error))
 
     def _after_all(self, job: Callable[[], None]) -> None:
         """Do ``job`` behind all that has been begun."""
         with contextlib.suppress(CollectiveError):  # The group has been destroyed.
-            self._submit(job)
+            self.executor.submit(job)
         if self._worker is not None:
             self._worker.wait_until_idle()
 
@@ -197,7 +201,7 @@ class Runtime:
         if is_unfinished:
             self._forget_unfinished_backward()
         try:
-            for stage in walk(self.stage):
+            for stage in self._stages:
                 stage.before_forward()
         except TrainingLoopError as error:
             self.tell(error)
@@ -211,7 +215,7 @@ class Runtime:
         first ``step()``, say. Under Join ranks without inputs go there without a forward.
         """
         model = None if self._context.ddp is None else self._context.ddp()
-        has_own_channels = isinstance(self.executors.channels, PrivateChannels)
+        has_own_channels = isinstance(self.executor.channels, PrivateChannels)
         if not has_own_channels or self._steps != 1 or model is None or not is_to_rebuild(model):
             return
         if not self._context.is_joining():
@@ -220,21 +224,20 @@ class Runtime:
     async def _meet(self, item: Item) -> None:
         await all_reduce(torch.zeros(1), group=self._context.group)
 
-    @without_saved_context()
     def on_bucket(self, raw: GradBucket) -> BucketFuture:
         """The hook that DDP calls for each bucket, in order: on autograd's thread, or on the training thread when a
         rank without inputs takes part with zeros (a replay, outside of any backward)."""
-        graph = backward_id()
+        graph, index = backward_id(), raw.index()
         is_replay = graph == -1
-        if self._pass is None or raw.index() == 0:
+        if self._pass is None or index == 0:
             self._pass = self._begin(is_replay=is_replay)
         current = self._pass
         if not is_replay and graph != self._watched:
             self._watched = graph
-            if_abandoned(lambda: self._abandon(current))
-        known = self._known_bucket(raw)
+            if_abandoned(partial(self._abandon, current))
+        known = self._known_bucket(index, raw.parameters())
         bucket = Bucket(
-            index=raw.index(),
+            index=index,
             is_last=raw.is_last(),
             buffer=raw.buffer(),
             parameters=known.parameters,
@@ -245,32 +248,39 @@ class Runtime:
             raw=raw,
             fqns=known.fqns,
         )
-        future: BucketFuture = future_for(self._context.device)
-        if (observer := self.executors.observer) is not None:
-            observer.arrived(bucket)
-        current.executor.begin()
+        executor = current.executor
+        future = executor.new_future()
+        if executor.observer is not None:
+            executor.observer.arrived(bucket)
+        executor.begin()
         if bucket.is_last and not is_replay:
-            after_backward(lambda: self._finish(current), if_dropped=lambda: self._finish_unheard(current))
-        refusal = None if known.refusal is None or is_replay else TrainingLoopError(known.refusal)
+            after_backward(partial(self._finish, current), if_dropped=partial(self._finish_unheard, current))
+        refusal: Exception | None = None
+        if bucket.buffer.is_sparse:
+            refusal = _sparse(bucket)
+        elif known.refusal is not None and not is_replay:
+            refusal = TrainingLoopError(known.refusal)
         task = current.admit(bucket, future)
         if task is not None:
-            self._submit(lambda: current.drive(task, is_last=bucket.is_last, refusal=refusal))
+            if self._starts_on_autograd_thread and refusal is None:
+                with by_default(self._context.device), without_saved_context():
+                    task.start()
+            executor.submit(partial(current.drive, task, bucket.is_last, refusal))
         if bucket.is_last and is_replay:
             current.wait()
             self._finish(current)
         return future
 
-    def _known_bucket(self, raw: GradBucket) -> _KnownBucket:
+    def _known_bucket(self, index: int, parameters: Sequence[Tensor]) -> _KnownBucket:
         """The bucket as noted in an earlier pass; noted anew if its parameters or their strides have changed."""
-        parameters = raw.parameters()
-        strides = [parameter.stride() for parameter in parameters]
-        known = self._known.get(raw.index())
+        strides = list(map(stride_of, parameters))
+        known = self._known.get(index)
         # The length comes with the strides.
         if known is None or strides != known.strides or not all(map(operator.is_, parameters, known.parameters)):
             names = self._context.names
             fqns = None if names is None else tuple(names.get(parameter, "unknown") for parameter in parameters)
             refusal = next(filter(None, map(self._refusal, parameters, fqns or [None] * len(parameters))), None)
-            known = self._known[raw.index()] = _KnownBucket(tuple(parameters), strides, fqns, refusal)
+            known = self._known[index] = _KnownBucket(tuple(parameters), strides, fqns, refusal)
         return known
 
     def _refusal(self, parameter: Tensor, name: str | None) -> str | None:
@@ -297,7 +307,7 @@ class Runtime:
 
         Called on the training thread between backward passes, at the same place on every rank.
         """
-        executor = self.executors.of(items[0].step if items else -1)
+        executor = self.executor.of(items[0].step if items else -1)
         executor.begin()
 
         def job() -> None:
@@ -308,24 +318,18 @@ class Runtime:
                 executor.channels.fail(error)
                 on_failure(error)
 
-        self._submit(job)
+        executor.submit(job)
 
-    def _submit(self, job: Callable[[], None]) -> None:
-        if self._worker is not None:
-            self._worker.submit(job)
-        else:
-            with by_default(self._context.device), without_saved_context():
-                job()
-
+    @without_saved_context()
     def _begin(self, *, is_replay: bool) -> BackwardPass:
         if self._pass is not None:
             stale = self._pass
-            self._submit(lambda: stale.fail(RuntimeError("a new backward began before all buckets had come")))
+            self.executor.submit(lambda: stale.fail(RuntimeError("a new backward began before all buckets had come")))
             stale.wait()
-        executor = self.executors.of(self._steps)
+        executor = self.executor.of(self._steps)
         begun = BackwardPass(
             self._steps,
-            self.stage,
+            self._parts,
             executor,
             divisor=gradient_divisor(self._context.group),
             watchers=() if is_replay else self._watchers,
@@ -337,7 +341,7 @@ class Runtime:
                 self.open()
             if self.division.is_of_several:  # The loop may have added parameters to an optimizer.
                 self.division = Division.of(self.stage.sequence, self._context.names)
-            for stage in walk(self.stage):
+            for stage in self._stages:
                 stage.before_backward(is_replay=is_replay)
             check_pass(self.stage.sequence)
         except Exception as error:
@@ -346,7 +350,8 @@ class Runtime:
         return begun
 
     def _refuse_capture(self) -> None:
-        refuse_capture(repr(self.stage), _INSTEAD_OF_CAPTURE, self._context.device)
+        if is_capturing(self._context.device):
+            refuse_capture(repr(self.stage), _INSTEAD_OF_CAPTURE, self._context.device)
 
     def _finish(self, finished: BackwardPass) -> None:
         """Called on the training thread when DDP has set the gradients; raises the error of a failed pass."""
@@ -365,7 +370,7 @@ class Runtime:
         error = finished.error
         for watcher in self._watchers:
             watcher.over(failed=error is not None)
-        for stage in walk(self.stage):
+        for stage in self._stages:
             try:
                 note = stage.after_backward(failed=error is not None)
             except Exception as raised:
@@ -393,7 +398,7 @@ class Runtime:
             return
         error = AbandonedBackwardError()
         # The worker may itself wait for another rank, and looks here meanwhile.
-        if self._worker is not None and (board := self.executors.channels.board) is not None:
+        if self._worker is not None and (board := self.executor.channels.board) is not None:
             board.report(error)
         is_over = threading.Event()
 
@@ -401,10 +406,30 @@ class Runtime:
             abandoned.fail(error)
             is_over.set()
 
-        self._submit(end)
+        self.executor.submit(end)
         is_over.wait()
         self._conclude(abandoned)
         self._note_end(_Phase.UNFINISHED)
+
+
+def _coroutine_function(stage: Stage) -> Callable[[Bucket], Coroutine[Operation, Any, None]]:
+    """``stage``; where it is a plain function that returns an awaitable, a coroutine function that awaits it."""
+    if inspect.iscoroutinefunction(type(stage).__call__):
+        return stage
+
+    async def run(bucket: Bucket) -> None:
+        await stage(bucket)
+
+    return run
+
+
+def _sparse(bucket: Bucket) -> UnsupportedError:
+    error = UnsupportedError(
+        "this gradient is sparse, and stages work on dense ones: build the embedding with sparse=False, or leave this "
+        "model to plain DDP"
+    )
+    error.add_note(f"raised for {bucket.describe()}")
+    return error
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,19 @@ runs while b2 is in flight.
 
 from __future__ import annotations
 
-from overlap.hooks.engine.task import Task
+import operator
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import filterfalse
+from typing import Any, NamedTuple
 
-__all__ = ["Wavefront"]
+from overlap._torch.profiling import LabelType
+from overlap.hooks.collectives import Operation, WholePass
+from overlap.hooks.engine.executors import Executor
+
+__all__ = ["Part", "Task", "Wavefront"]
+
+_awaits_whole_pass = operator.attrgetter("awaits_whole_pass")
+_is_done = operator.attrgetter("is_done")
 
 
 class Wavefront:
@@ -35,21 +45,165 @@ class Wavefront:
         self._active: list[Task] = []
 
     @property
-    def active(self) -> tuple[Task, ...]:
-        """What has arrived and is not done, in the order in which it advances next."""
-        return tuple(self._active)
+    def active(self) -> list[Task]:
+        """The tasks that have arrived and are not done, in the order in which they advance next."""
+        return list(self._active)
 
     def arrive(self, task: Task, *, is_last: bool) -> None:
         """Add the next bucket and advance the older ones; after the last one, advance all until they are done."""
-        older = [other for other in self._active if not other.awaits_whole_pass]
-        waiting = [other for other in self._active if other.awaits_whole_pass]
-        self._active = [*waiting, task, *older]
-        self._advance([task, *older])
-        while is_last and self._active:
-            moving = [task for task in self._active if not task.awaits_whole_pass]
-            self._advance(moving or list(self._active))
+        moving = [task, *filterfalse(_awaits_whole_pass, self._active)]
+        self._active = [*filter(_awaits_whole_pass, self._active), *moving]
+        while moving:
+            for each in moving:
+                each.advance()
+            self._active = list(filterfalse(_is_done, self._active))
+            moving = list(filterfalse(_awaits_whole_pass, self._active)) or self.active if is_last else []
 
-    def _advance(self, tasks: list[Task]) -> None:
-        for task in tasks:
-            task.advance()
-        self._active = [task for task in self._active if not task.is_done]
+
+class Part(NamedTuple):
+    """One stage of a chain, as a task runs it."""
+
+    label: str
+    run: Callable[[Any], Coroutine[Operation, Any, None]]
+    passed: Callable[[Any], Any] = lambda given: given
+    """The bucket as the next stage gets it."""
+
+
+class Task:
+    """Runs the stages' coroutines for one subject from one operation to the next.
+
+    Args:
+        subject: the bucket or item.
+        given: the same, as the first stage gets it.
+        parts: the stages, in order.
+        executor: where they run.
+        labelled: puts the code in profiles.
+        on_done: called with the subject when the last one is done.
+    """
+
+    def __init__(
+        self,
+        subject: Any,
+        given: Any,
+        parts: Sequence[Part],
+        executor: Executor,
+        *,
+        labelled: LabelType,
+        on_done: Callable[[Any], None] = lambda subject: None,
+    ) -> None:
+        self.subject = subject
+        self.is_done = False
+        self.awaits_whole_pass = False
+        """Whether it can continue only when every other task is done or awaits the same."""
+        self._given = given
+        self._parts = parts
+        self._place = 0
+        self._coroutine: Coroutine[Operation, Any, None] | None = None
+        self._executor = executor
+        self._labelled = labelled
+        self._on_done = on_done
+        # What the stage awaits; and the same from its launch until the stage gets its result.
+        self._awaited: Operation | None = None
+        self._in_flight: Operation | None = None
+        self._is_ahead = False
+        self._start_error: Exception | None = None
+
+    def start(self) -> None:
+        """Run to the first operation without launching it, for stages that start on autograd's thread.
+
+        If the stage raises, :meth:`advance` raises it: only the thread that runs the stages may end the pass.
+        """
+        self._is_ahead = True
+        try:
+            with self._executor.scope():
+                self._resume()
+        except Exception as error:
+            self._start_error = error
+
+    def advance(self) -> None:
+        """Wait for what is in flight, run to the next operation, launch it; called in the executor's scope."""
+        if self._start_error is not None:
+            raise self._start_error
+        if self._is_ahead:
+            self._is_ahead = False
+        else:
+            self._resume()
+        operation = self._awaited
+        if operation is None:
+            self.is_done = True
+            self._on_done(self.subject)
+            return
+        self.awaits_whole_pass = isinstance(operation, WholePass)
+        try:
+            self._executor.launch(operation)
+        except Exception as error:
+            label = self._parts[self._place].label
+            error.add_note(f"raised when stage {label} launched {operation.label}, {self.subject.describe()}")
+            raise
+        self._in_flight = operation
+        if self._executor.observer is not None and not operation.is_under_way:
+            self._note_launched(operation)
+
+    def close(self) -> None:
+        """Abandon the coroutine: its ``finally`` blocks run.
+
+        On a stream what it has in flight is waited for: the buffers go back to whoever owns them.
+        """
+        self.is_done = True
+        in_flight, self._awaited, self._in_flight = self._in_flight, None, None
+        if in_flight is not None:
+            with self._executor.scope():
+                self._executor.leave(in_flight)
+        if self._coroutine is not None:
+            self._coroutine.close()
+
+    def _resume(self) -> None:
+        """Wait for what is in flight, and run this stage or a later one to its next operation."""
+        subject, observer, labelled = self.subject, self._executor.observer, self._labelled
+        result: Any = None
+        raised: Exception | None = None
+        if (operation := self._in_flight) is not None:
+            if observer is not None:
+                observer.waiting(subject, operation)
+            try:
+                with labelled(f"overlap::{operation.label}[bucket {subject.index}]"):
+                    result = operation.finish(self._executor.wait)
+            except Exception as error:
+                raised = error  # The stage's own code may handle it.
+            else:
+                if observer is not None:
+                    observer.finished(subject, operation)
+            # What it sent, too, is the stage's alone now, which can give it back before it goes on.
+            self._awaited = self._in_flight = operation = None
+        while self._place < len(self._parts):
+            part = self._parts[self._place]
+            if observer is not None:
+                observer.running(subject, part.label)
+            try:
+                with labelled(f"overlap::{part.label}[bucket {subject.index}]"):
+                    if self._coroutine is None:
+                        self._coroutine = part.run(self._given)
+                    if raised is not None:
+                        self._awaited = self._coroutine.throw(raised)
+                    else:
+                        self._awaited = self._coroutine.send(result)
+            except StopIteration:
+                self._coroutine = result = None
+                self._place += 1
+                # The last stage done, nothing here refers to the gradients any more.
+                self._given = part.passed(self._given) if self._place < len(self._parts) else None
+                continue
+            except Exception as error:
+                error.add_note(f"raised in stage {part.label}, {subject.describe()}")
+                raise
+            finally:
+                raised = None  # It has this frame, which would keep it.
+                if observer is not None:
+                    observer.ran(subject, part.label)
+            if observer is not None and self._awaited.is_under_way:
+                self._note_launched(self._awaited)
+            return
+
+    def _note_launched(self, operation: Operation) -> None:
+        if (observer := self._executor.observer) is not None:
+            observer.launched(self.subject, self._parts[self._place].label, operation)

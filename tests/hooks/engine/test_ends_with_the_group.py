@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from harness import run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import AllReduce, CollectiveError, LocalSGD, ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap.hooks.engine import worker
+from overlap.hooks.engine import executors
 from overlap.hooks.engine.background import Completion
+from overlap.hooks.engine.executors import Worker
 from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.engine.runtime import Runtime
-from overlap.hooks.engine.worker import Worker
 
 
 class _Model:
@@ -87,7 +87,7 @@ def _fails_in_the_background(rank: int, world_size: int, build: Callable[[Any], 
     if rank == 1:
         registration = registration_of(ddp)
         assert registration is not None
-        registration.runtime._submit(registration.runtime.executors.channels.abort)
+        registration.runtime.executor.submit(registration.runtime.executor.channels.abort)
         del registration
     else:
         for _ in range(2):
@@ -109,8 +109,8 @@ def test_a_failure_in_the_background_does_not_keep_the_model_and_its_thread(buil
 
 def test_a_thread_ends_when_its_process_group_has_been_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     is_there, done = [True], []
-    monkeypatch.setattr(worker, "group_exists", lambda group: is_there[0])
-    monkeypatch.setattr(worker, "_LOOKING_S", 0.02)
+    monkeypatch.setattr(executors, "group_exists", lambda group: is_there[0])
+    monkeypatch.setattr(executors, "_LOOKING_S", 0.02)
     group: Any = object()
     made = Worker("overlap-ends", abandon=lambda: done.append("connections closed"), group=group)
     (thread,) = (one for one in threading.enumerate() if one.name == "overlap-ends")
@@ -131,7 +131,7 @@ def test_a_thread_ends_when_its_process_group_has_been_destroyed(monkeypatch: py
 def test_a_group_that_torch_distributed_does_not_know_is_never_taken_for_destroyed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker, "_LOOKING_S", 0.02)
+    monkeypatch.setattr(executors, "_LOOKING_S", 0.02)
     is_done = threading.Event()
     made = Worker("overlap-other", abandon=lambda: None, group=dist.ProcessGroup(0, 1))
     time.sleep(0.1)

@@ -140,7 +140,7 @@ class Run:
         loss_of(self.ddp, batch, is_partial=True).backward()
         # What DDP gave to the worker before is done then, and what is compared does not depend on when.
         is_done = threading.Event()
-        self.registration.runtime._submit(is_done.set)
+        self.registration.runtime.executor.submit(is_done.set)
         assert is_done.wait(20)
 
     def _step(self, call: Call, batch: tuple[Tensor, Tensor]) -> None:
