@@ -82,5 +82,5 @@ def test_a_pickled_object_is_loaded_where_only_the_package_was_imported() -> Non
         "<class",
         "'overlap.errors.ConfigurationError'>",
         "<class",
-        "'overlap.optim.zero.zero_step.ZeroStep'>",
+        "'overlap.optim.zero.step.ZeroStep'>",
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -18,11 +18,13 @@ __all__ = [
     "drop_hooks",
     "global_pre_hooks",
     "global_step_hooks_suspended",
+    "has_global_step_hooks",
     "has_post_hooks",
     "hook_attributes",
     "is_called_by_grad_scaler",
     "is_scheduled",
     "mark_stepped",
+    "no_step_hooks",
     "only_watches",
     "own_step",
     "patch_step",
@@ -78,13 +80,18 @@ class _GlobalHooks:
 _global_hooks = _GlobalHooks()
 
 
+def has_global_step_hooks() -> bool:
+    """Whether hooks were registered for all optimizers, or some code has suspended them."""
+    return bool(_global_hooks.suspensions or base._global_optimizer_pre_hooks or base._global_optimizer_post_hooks)
+
+
 @contextmanager
 def global_step_hooks_suspended() -> Iterator[None]:
     """Within, ``Optimizer.step`` runs no hooks that were registered for all optimizers. Private: where they are kept.
 
     A step on a part of the parameters is not a step of the training loop.
     """
-    if not (_global_hooks.suspensions or base._global_optimizer_pre_hooks or base._global_optimizer_post_hooks):
+    if not has_global_step_hooks():
         yield
         return
     _global_hooks.suspend()
@@ -178,10 +185,14 @@ hook_attributes = (
 """Where ``Optimizer`` keeps hooks, which no ``step`` changes."""
 
 
-def drop_hooks(twin: Optimizer) -> None:
-    """Remove the step hooks of ``twin``, whose ``step`` calls its parent's wrapped one."""
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
+def drop_hooks(optimizer: Optimizer) -> None:
+    """Remove the step hooks of ``optimizer``, a copy."""
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
+
+
+no_step_hooks: Mapping[str, Any] = {key: OrderedDict() for key in hook_attributes[:2]}
+"""The attributes of an optimizer without step hooks, whose ``step`` calls its parent's wrapped one."""
 
 
 def runs_step_hooks(optimizer: Optimizer) -> bool:

@@ -20,7 +20,7 @@ from overlap.optim import LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.phases import Form, Phase
 from overlap.optim.proxy import OptimizerProxy
-from overlap.optim.update_stage import UpdateStage
+from overlap.optim.update import Update
 from overlap.resume import TrainState
 
 __all__ = ["ChainFor", "LocalSGDFor", "Recipe", "Run"]
@@ -144,7 +144,7 @@ class Run:
     @property
     def hides_gradients(self) -> bool:
         """Whether the gradients of an update cannot be read: a rank has its part alone, or they are released."""
-        releases = any(isinstance(one, UpdateStage) and one.releases_gradients for one in self.updates)
+        releases = any(isinstance(one, Update) and one.releases_gradients for one in self.updates)
         return releases or bool(self.sharded and self.updates)
 
     def refuse_in_backward(self, what: str, instead: str = "") -> None:
@@ -171,7 +171,7 @@ class Run:
 def _defer_updates(stage: Stage, late: str) -> None:
     """Have ``step()`` make the updates in ``stage``, where that was not ruled out: gradients are used ``late``."""
     for update in walk(stage):
-        if isinstance(update, UpdateStage) and not update.is_deferred:
+        if isinstance(update, Update) and not update.is_deferred:
             update.defer()
             if update.is_deferred:
                 _logger.info("%s: the update of the chain is %r", late, update)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         PostLocalSGDOptimizer,
         average_parameters,
     )
-    from overlap.optim.overlapped import OverlappedOptimizer
+    from overlap.optim.optimizer import OverlappedOptimizer
     from overlap.optim.step import Step
     from overlap.optim.zero import (
         ReduceScatter,
@@ -59,7 +59,7 @@ else:
             "PostLocalSGDOptimizer",
             "average_parameters",
         ),
-        "overlapped": ("OverlappedOptimizer",),
+        "optimizer": ("OverlappedOptimizer",),
         "step": ("Step",),
         "zero": (
             "ReduceScatter",

@@ -45,15 +45,22 @@ class PassGradients(Terms):
         error: Callable[[Tensor | None, Attempt], TrainingLoopError] = lambda parameter, attempt: TrainingLoopError(),
         on_zero: Callable[[], None] = lambda: None,
     ) -> None:
-        self._owns = owns
+        self.owns = owns
         self._error = error
         self._on_zero = on_zero
+        self.reduced: dict[int, Tensor] = {}
+        """By ``id``, the parameters whose gradients came in a bucket of the last backward."""
+        self.applied: dict[int, Tensor] = {}
+        """By ``id``, those whose gradients have been applied."""
+        self.unused: set[int] = set()
+        """The ``id`` of each parameter that no rank has used in the last backward, as far as was asked: DDP leaves its
+        ``.grad`` as it is."""
+        self.released: set[int] = set()
+        """The ``id`` of each parameter whose gradient was applied, and its memory released when backward was over."""
+        self.is_replayed = False
+        """Whether the pass was a replay, after which ``Join`` puts the mean into ``.grad``: nothing there is the
+        loop's."""
         self._has_parts = False
-        self._reduced: dict[int, Tensor] = {}
-        self._applied: dict[int, Tensor] = {}
-        # By id: those that no rank used in the last backward, and those that were released when it was over.
-        self._unused: set[int] = set()
-        self._released: set[int] = set()
         self._handed: list[tuple[Tensor, weakref.ref[AppliedGradient]]] = []
         # By id of the parameter, those that are not handed over: to make one takes longer.
         self._spare: dict[int, AppliedGradient] = {}
@@ -61,82 +68,32 @@ class PassGradients(Terms):
         # of those gradients stand for.
         self._left: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
         self._views: list[tuple[Tensor, weakref.ref[Tensor], Tensor]] = []
-        self._is_replayed = False
         # Parameters whose gradients a forward has cleared.
         self._cleared: list[Tensor] = []
 
-    # What the stages and the lifecycle note.
-
-    @property
-    def reduced(self) -> list[Tensor]:
-        """Parameters whose gradients came in a bucket of the last backward."""
-        return list(self._reduced.values())
-
-    def has_reduced(self, parameter: Tensor) -> bool:
-        """Whether the gradient of ``parameter`` came in a bucket of the last backward."""
-        return id(parameter) in self._reduced
-
-    def lacks(self, parameter: Tensor) -> bool:
-        """Whether the gradient of ``parameter`` is this update's, and came in no bucket of the last backward."""
-        return self._owns(parameter) and not self.has_reduced(parameter)
-
-    @property
-    def applied(self) -> list[Tensor]:
-        """Parameters whose gradients have been applied."""
-        return list(self._applied.values())
-
-    @property
-    def applied_ids(self) -> frozenset[int]:
-        """The ``id`` of each of :attr:`applied`."""
-        return frozenset(self._applied)
-
-    def has_applied(self, parameter: Tensor) -> bool:
-        """Whether the gradient of ``parameter`` has been applied."""
-        return id(parameter) in self._applied
-
-    def note_reduced(self, parameters: Iterable[Tensor], *, own: Mapping[int, Tensor] | None = None) -> None:
-        """A bucket of ``parameters`` has been reduced; ``own`` are those of this update by ``id``, if known."""
-        if own is None:
-            own = {id(parameter): parameter for parameter in parameters if self._owns(parameter)}
-        self._reduced.update(own)
-
-    def note_applied(self, parameters: Iterable[Tensor]) -> None:
-        """The gradients of these parameters have been applied."""
-        noted = list(parameters)
-        self._applied.update(zip(map(id, noted), noted, strict=True))
-
-    def note_unused(self, parameters: Iterable[Tensor]) -> None:
-        """No rank has used these parameters in this backward, so that DDP leaves their ``.grad`` as it is."""
-        self._unused.update(map(id, parameters))
-
-    def was_unused(self, parameter: Tensor) -> bool:
-        """Whether no rank has used ``parameter`` in the last backward, as far as was asked."""
-        return id(parameter) in self._unused
-
-    def note_released(self, parameters: Iterable[Tensor]) -> None:
-        """The memory of these gradients, which have been applied, was released when backward was over."""
-        self._released = {id(parameter) for parameter in parameters if self._owns(parameter)}
+    # In backward.
 
     def begin_pass(self) -> None:
         """A backward begins."""
         self.forget()
-        self._cleared = []
-        self._unused = set()
+        self._cleared, self.unused = [], set()
 
     def forget(self) -> None:
         """Reset: ``.grad`` no longer holds gradients of a backward that was reduced."""
-        self._reduced, self._applied, self._released = {}, {}, set()
-        self._handed, self._left, self._views, self._is_replayed = [], [], [], False
+        self.reduced, self.applied, self.released = {}, {}, set()
+        self._handed, self._left, self._views, self.is_replayed = [], [], [], False
 
-    def note_replayed(self) -> None:
-        """The pass was a replay, after which ``Join`` puts the mean into ``.grad``: nothing there is the loop's."""
-        self._is_replayed = True
+    def note_reduced(self, owned: Mapping[int, Tensor]) -> None:
+        """A bucket has been reduced that holds the gradients of ``owned``, this update's parameters by ``id``."""
+        self.reduced.update(owned)
 
-    def forget_cleared(self) -> None:
-        """Forget the parameters without a gradient: the next one in ``.grad`` is not of a backward that was reduced."""
-        self._reduced = {key: parameter for key, parameter in self._reduced.items() if parameter.grad is not None}
+    def note_applied(self, parameters: Iterable[Tensor]) -> None:
+        """The gradients of these parameters, all of them this update's, have been applied."""
+        applied = self.applied
+        for parameter in parameters:
+            applied[id(parameter)] = parameter
 
-    # Between an update and the next forward.
+    # Between backward and step().
 
     def hand_over(self, *, parts: bool = False, allows_unscaling: bool = False) -> None:
         """Give the loop the gradients that were applied, to be read; or with ``parts``, where this rank has only a part
@@ -144,9 +101,9 @@ class PassGradients(Terms):
         ``GradScaler`` may unscale them where the update ``allows_unscaling``."""
         self._has_parts, self.allows_unscaling = parts, allows_unscaling
         spare, handed = self._spare, self._handed
-        for key, parameter in (self._reduced if parts else self._applied).items():
+        for key, parameter in (self.reduced if parts else self.applied).items():
             gradient = parameter.grad
-            if key in self._released:
+            if key in self.released:
                 gradient = None
             elif gradient is None or gradient.is_sparse:
                 continue
@@ -159,21 +116,30 @@ class PassGradients(Terms):
             parameter.grad = wrapper
             handed.append((parameter, weakref.ref(wrapper)))
 
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Within it ``.grad`` are ordinary tensors; what this rank has only in part is handed over again afterwards."""
+        parts = self._has_parts
+        if parts:
+            self._replace(_same, keeps_empty=True)
+        try:
+            yield
+        finally:
+            if parts:
+                self.hand_over(parts=True, allows_unscaling=True)
+
     def take_replaced(self) -> list[Tensor]:
         """Parameters in whose ``.grad`` the loop has put something else than was handed over, each once; that counts as
         applied from now on, so that the next forward clears it."""
-        replaced = [p for p, wrapper in self._handed if p.grad is None or p.grad is not wrapper()]
+        replaced: list[Tensor] = []
+        for parameter, wrapper in self._handed:
+            if (gradient := parameter.grad) is None or gradient is not wrapper():
+                replaced.append(parameter)
         if replaced:
             ids = set(map(id, replaced))
             self._handed = [(p, wrapper) for p, wrapper in self._handed if id(p) not in ids]
             self._left += [(p, weakref.ref(p.grad), p.grad._version) for p in replaced if p.grad is not None]
         return replaced
-
-    def take_back(self) -> None:
-        """Put ordinary tensors back into ``.grad``, except where this rank has only a part of the gradient, or none."""
-        if not self._has_parts:
-            self._replace(_same, keeps_empty=True)
-        self.note_left()
 
     def _replace(
         self, new: Callable[[Tensor | None, Tensor], Tensor | None] | None, *, keeps_empty: bool = False
@@ -200,56 +166,43 @@ class PassGradients(Terms):
         self._handed = kept
         return replaced
 
+    # From step() to the next forward.
+
+    def take_back(self) -> None:
+        """Put ordinary tensors back into ``.grad``, except where this rank has only a part of the gradient, or none."""
+        if not self._has_parts:
+            self._replace(_same, keeps_empty=True)
+        self.note_left()
+
     def note_left(self) -> None:
         """Note the gradients that were applied as they are now; the next forward clears them if they still are.
 
         Views of a bucket of DDP's share one version counter, so that an edit of one would count for all. So until then
         other views take their place, each with a counter of its own.
         """
-        pairs = [
-            (parameter, gradient)
-            for parameter in self._applied.values()
-            if (gradient := parameter.grad) is not None and type(gradient) is not AppliedGradient
-        ]
-        pairs = [(parameter, gradient) for parameter, gradient in pairs if self._owns(parameter)]
-        for place, (parameter, gradient) in enumerate(pairs):
+        self._left = left = []
+        for parameter in self.applied.values():
+            gradient = parameter.grad
+            if gradient is None or type(gradient) is AppliedGradient:
+                continue
             if gradient._is_view():
-                parameter.grad = alone = gradient.data
-                self._views.append((parameter, weakref.ref(alone), gradient))
-                pairs[place] = parameter, alone
-        noted = versions(gradient for _, gradient in pairs)
-        self._left = [(p, weakref.ref(gradient), version) for (p, gradient), version in zip(pairs, noted, strict=True)]
+                view, gradient = gradient, gradient.data
+                parameter.grad = gradient
+                self._views.append((parameter, weakref.ref(gradient), view))
+            left.append((parameter, weakref.ref(gradient), gradient._version))
 
-    def _put_views_back(self) -> None:
-        for parameter, alone, view in self._views:
-            if parameter.grad is not None and parameter.grad is alone():
-                parameter.grad = view
-        self._views = []
-
-    def _as_left(self) -> list[Tensor]:
+    def as_left(self) -> list[Tensor]:
         """Parameters whose gradients are still what :meth:`note_left` noted."""
-        there = [
-            (p, grad, version) for p, noted, version in self._left if (grad := p.grad) is not None and grad is noted()
-        ]
-        now = versions(gradient for _, gradient, _ in there)
-        return [p for (p, _, before), version in zip(there, now, strict=True) if before == version]
+        found: list[Tensor] = []
+        for parameter, noted, version in self._left:
+            gradient = parameter.grad
+            if gradient is not None and gradient is noted() and gradient._version == version:
+                found.append(parameter)
+        return found
 
-    @property
-    def left_ids(self) -> frozenset[int]:
-        """The ``id`` of each parameter whose gradient is as the last ``step()`` that applied it has left it."""
-        return frozenset(map(id, self._as_left()))
-
-    def clear_applied(self) -> None:
-        """Clear the gradients that were applied and are as they were left."""
-        self._cleared += self._replace(None)
-        for parameter in self._applied.values() if self._is_replayed else self._as_left():
-            parameter.grad = None
-            self._cleared.append(parameter)
-        if self._views:
-            self._put_views_back()
-        self._left = []
-        self._reduced = {key: parameter for key, parameter in self._reduced.items() if key not in self._applied}
-        self._applied = {}
+    def has_left(self) -> bool:
+        """Whether a gradient that was applied is still in ``.grad``, or was released."""
+        return bool(self.released) or any(parameter.grad is not None for parameter in self.applied.values())
 
     def has_added_to_applied(self) -> bool:
         """Whether a backward may have added to gradients that had been applied: ``.grad`` is still the tensor that was
@@ -258,48 +211,21 @@ class PassGradients(Terms):
 
     def has_changed_applied(self) -> bool:
         """Whether the loop has changed a gradient since it was applied, or has put another in its place."""
-        left = self.left_ids
-        there = (p for p in self._applied.values() if p.grad is not None and id(p) not in left)
+        left = set(map(id, self.as_left()))
+        there = (p for p in self.applied.values() if p.grad is not None and id(p) not in left)
         return any(type(p.grad) is not AppliedGradient for p in there)
 
-    def is_released(self, parameter: Tensor | None) -> bool:
-        """Whether the memory of the last backward's gradient of ``parameter`` was released."""
-        return id(parameter) in self._released
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Within it ``.grad`` are ordinary tensors; what this rank has only in part is handed over again afterwards."""
-        parts = self._has_parts
-        if parts:
-            self._replace(_same, keeps_empty=True)
-        try:
-            yield
-        finally:
-            if parts:
-                self.hand_over(parts=True, allows_unscaling=True)
-
-    def has_left(self) -> bool:
-        """Whether a gradient that was applied is still in ``.grad``, or was released."""
-        return bool(self._released) or any(parameter.grad is not None for parameter in self._applied.values())
-
-    def clear_all(self, names: Iterable[Tensor]) -> None:
-        """Clear every gradient of the model, after a failure."""
-        for parameter in {**self._reduced, **{id(p): p for p in names}}.values():
-            if self._owns(parameter):
-                parameter.grad = None
-        self.forget()
-        self._cleared = []
-
-    def clear_for_good(self) -> None:
-        """Clear gradients that were applied, so that no optimizer that is left alone applies them again."""
-        for parameter in (p for p in self._applied.values() if type(p.grad) is AppliedGradient):
+    def clear_applied(self) -> None:
+        """Clear the gradients that were applied and are as they were left."""
+        self._cleared += self._replace(None)
+        for parameter in self.applied.values() if self.is_replayed else self.as_left():
             parameter.grad = None
-        for parameter in (p for p, noted, _ in self._left if p.grad is noted()):
-            parameter.grad = None
+            self._cleared.append(parameter)
         self._put_views_back()
-        self._spare = {}
-        self.forget()
-        self._cleared = []
+        self._left = []
+        for key in self.applied:
+            self.reduced.pop(key, None)
+        self.applied = {}
 
     @torch.no_grad()
     def note_zero_grad(self, *, set_to_none: bool, restores: bool) -> None:
@@ -311,6 +237,31 @@ class PassGradients(Terms):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._cleared = []
+
+    def clear_all(self, names: Iterable[Tensor]) -> None:
+        """Clear every gradient of the model, after a failure."""
+        for parameter in {**self.reduced, **{id(p): p for p in names}}.values():
+            if self.owns(parameter):
+                parameter.grad = None
+        self.forget()
+        self._cleared = []
+
+    def clear_for_good(self) -> None:
+        """Clear gradients that were applied, so that no optimizer that is left alone applies them again."""
+        for parameter in (p for p in self.applied.values() if type(p.grad) is AppliedGradient):
+            parameter.grad = None
+        for parameter in (p for p, noted, _ in self._left if p.grad is noted()):
+            parameter.grad = None
+        self._put_views_back()
+        self._spare = {}
+        self.forget()
+        self._cleared = []
+
+    def _put_views_back(self) -> None:
+        views, self._views = self._views, []
+        for parameter, alone, view in views:
+            if parameter.grad is not None and parameter.grad is alone():
+                parameter.grad = view
 
     # Terms: a gradient that was handed over is used by the loop.
 

@@ -22,7 +22,7 @@ from torch.optim import Adafactor, Optimizer
 from overlap._checks import described, is_one_of, told
 from overlap._torch.optimizer import global_pre_hooks, own_step, unhooked_step
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.step_guard import refused_pre_hooks
+from overlap.optim.proxy import refused_pre_hooks
 
 __all__ = [
     "KNOWN",
@@ -112,6 +112,8 @@ _HARMLESS = frozenset(
 _OF_OBJECT = frozenset({"defaults", "param_groups", "state"})
 
 _declared: WeakKeyDictionary[type[Optimizer], Unit] = WeakKeyDictionary()
+# What runs_on_current_stream has found out of classes.
+_on_current_stream: WeakKeyDictionary[type[Optimizer], bool] = WeakKeyDictionary()
 
 
 @overload
@@ -163,6 +165,7 @@ def declare(cls: T | Unit, unit: Unit | None = None) -> T | Callable[[T], T]:
         instead = f"declare(type(optimizer), {unit!r})" if isinstance(cls, Optimizer) else 'declare(Lion, "element")'
         raise ConfigurationError(f"declare takes a class of optimizers, got {described(cls)}; use {instead}")
     _declared[cls] = _checked(unit, cls.__name__)
+    _on_current_stream.clear()
     return cls
 
 
@@ -261,5 +264,8 @@ def check_one_eps(optimizer: Optimizer, *, instead: str) -> None:
 
 def runs_on_current_stream(optimizer: Optimizer) -> bool:
     """Whether all kernels of ``optimizer`` run on the current stream."""
-    packages = {base.__module__.partition(".")[0] for base in type(optimizer).__mro__}
-    return unit_of(optimizer) is not None and packages.isdisjoint(_ON_DEFAULT_STREAM) and own_step(optimizer) is None
+    cls = type(optimizer)
+    if (known := _on_current_stream.get(cls)) is None:
+        packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
+        known = _on_current_stream[cls] = unit_of(cls) is not None and packages.isdisjoint(_ON_DEFAULT_STREAM)
+    return known and own_step(optimizer) is None

@@ -44,7 +44,7 @@ from overlap.optim.phases import (
     Phase,
     Refusal,
 )
-from overlap.optim.veto import Veto
+from overlap.optim.scaler import Veto
 
 __all__ = ["UpdateLifecycle", "refusals_told"]
 
@@ -120,12 +120,15 @@ class UpdateLifecycle:
             TrainingLoopError: ``step()`` is due, and the loop has put something else into ``.grad``.
         """
         self._clear_before_pass()
-        if self.phase is Phase.REDUCED and all(parameter.grad is None for parameter in self.gradients.reduced):
+        if self.phase is Phase.REDUCED and all(p.grad is None for p in self.gradients.reduced.values()):
             self.on_zero_grad()  # The loop has cleared them by itself.
         self._move(Event.FORWARD)
         if self.phase is Phase.FORWARD:
             self.gradients.forget()
-        self.gradients.forget_cleared()
+        else:
+            reduced = self.gradients.reduced
+            for key in [key for key, parameter in reduced.items() if parameter.grad is None]:
+                del reduced[key]
 
     def on_backward(self, *, is_replay: bool, outcome: Phase | None = None) -> None:
         """The first bucket has come, of a backward that leads to ``outcome``; to the form's own where ``None``.
@@ -168,17 +171,17 @@ class UpdateLifecycle:
         """All buckets are through and DDP has set ``.grad``; ``outcome`` is the pass's own where ``None``."""
         self.phase = outcome or self.outcome
         if self._is_replay:
-            self.gradients.note_replayed()
+            self.gradients.is_replayed = True
             return
         if self.has_parts or self.phase is not Phase.REDUCED:
             self.gradients.hand_over(parts=self.has_parts, allows_unscaling=self.phase is Phase.REDUCED)
         if self.phase is Phase.APPLIED and self._groups is not None:
-            self._used = UsedValues(self._groups, self.gradients.applied)
+            self._used = UsedValues(self._groups, list(self.gradients.applied.values()))
 
     def on_step(self, updated: Iterable[Tensor] = ()) -> None:
         """``step()`` has made its update, of ``updated`` among others; :meth:`check_step` came first."""
         if self.phase in (Phase.REDUCED, Phase.APPLIED):
-            self.gradients.note_applied(p for p in updated if self.gradients.has_reduced(p))
+            self.gradients.note_applied([p for p in updated if id(p) in self.gradients.reduced])
             self.gradients.take_back()
             self.gradients.allows_unscaling = False
         self._used = None
@@ -244,7 +247,7 @@ class UpdateLifecycle:
         """Raises: TrainingLoopError: a gradient that ``step()`` would apply is this rank's own, and not the mean."""
         if self.phase is Phase.IDLE and applies_what_the_user_set:
             return  # No forward came before: the user set these gradients, to have the optimizer make its state, say.
-        local = [p for p in pending if p in self.names and not self.gradients.has_reduced(p)]
+        local = [p for p in pending if p in self.names and id(p) not in self.gradients.reduced]
         if applies_what_the_user_set:
             local = _nonzero(local)
         if local:
@@ -273,7 +276,7 @@ class UpdateLifecycle:
         """The error for an attempt to use a gradient that was handed over."""
         form = self.form
         name = "a parameter" if parameter is None else self.names.get(parameter, "a parameter")
-        if self.gradients.is_released(parameter) and attempt not in (Attempt.ACCUMULATE, Attempt.UNSCALE):
+        if id(parameter) in self.gradients.released and attempt not in (Attempt.ACCUMULATE, Attempt.UNSCALE):
             text = REFUSED_ATTEMPTS["released"]
         elif self.has_parts and self.phase in (Phase.REDUCED, Phase.FAILED) and attempt is Attempt.ACCUMULATE:
             text = REFUSED_ATTEMPTS["accumulate part"]
@@ -304,7 +307,8 @@ class UpdateLifecycle:
             self.phase = outcome
 
     def _refuse(self, refusal: Refusal) -> None:
-        missing = [name for parameter, name in self.names.items() if self.gradients.lacks(parameter)]
+        reduced, owns = self.gradients.reduced, self.gradients.owns
+        missing = [name for parameter, name in self.names.items() if id(parameter) not in reduced and owns(parameter)]
         listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         self.phase = refusal.then or self.phase
         form = self.form

@@ -1,11 +1,10 @@
-"""The update of replicated parameters, in backward or after it."""
+"""The update of replicated parameters: every rank makes the whole of it. See [Note: an update]."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import compress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,27 +12,35 @@ from torch.optim import Optimizer
 
 from overlap._checks import as_list, told
 from overlap._torch import classes
-from overlap._torch.optimizer import mark_stepped, unwrapped
-from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap._torch.optimizer import unwrapped
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext
-from overlap.optim.deferred import DeferredUpdate
+from overlap.hooks.transforms.clip import in_model_order
+from overlap.join.active import active_join
+from overlap.optim.declared import check_nothing_before, check_one_eps, check_unit
 from overlap.optim.functional import FunctionalOptimizer
-from overlap.optim.overlapped import OverlappedOptimizer
-from overlap.optim.phases import Phase
-from overlap.optim.share import Share, Shares
-from overlap.optim.skipping import SkippedUpdates
-from overlap.optim.step_checks import check_coverage, check_in_backward, check_params, instead_of_step
-from overlap.optim.step_guard import StepGuard, check_one_model, guarded_by
-from overlap.optim.unused import used_on_any_rank
-from overlap.optim.update_stage import UpdateStage
+from overlap.optim.optimizer import OverlappedOptimizer
+from overlap.optim.phases import Form, Phase
+from overlap.optim.proxy import StepGuard, check_one_model, guarded_by
+from overlap.optim.subset import grads_replaced, raise_versions, step_whole
+from overlap.optim.update import BucketLayout, Update
 
 __all__ = ["Step"]
 
 _DEFERRED = "Step(optimizer, deferred=True)"
 _DEFERRED_AUTOMATIC = f"an OverlappedOptimizer and {_DEFERRED}"
+_WHOLE = "Step(OverlappedOptimizer(optimizer), deferred=True)"
 
 
-class Step(UpdateStage):
+@dataclass(frozen=True, eq=False)
+class StepLayout(BucketLayout):
+    """As :class:`BucketLayout`."""
+
+    places: list[int] | None
+    """Of the parameters that are updated in the bucket; ``None``: all are."""
+
+
+class Step(Update[StepLayout]):
     """Updates parameters with the averaged gradients of their bucket, on every rank alike.
 
     *Interleaved* (default): each bucket's parameters are updated as soon as it is reduced, while backward still
@@ -68,7 +75,7 @@ class Step(UpdateStage):
             so that gradients hardly add to the peak. ``.grad`` cannot be read after backward. Needs
             ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
 
-    Issues: nothing; where DDP looks for unused parameters and the update is interleaved, one all-reduce of a byte a
+    Communication: none; where DDP looks for unused parameters and the update is interleaved, one all-reduce of a byte a
     parameter, because a parameter that no rank used must not be updated (weight decay and momentum would move it).
 
     Raises:
@@ -100,38 +107,138 @@ class Step(UpdateStage):
             raise ConfigurationError(
                 "Step updates on every rank alike; for a ZeroRedundancyOptimizer use ZeroStep(zero)"
             )
-        automatic = not isinstance(optimizer, OverlappedOptimizer)
+        self._functional = optimizer if isinstance(optimizer, FunctionalOptimizer) else None
+        plain = optimizer.optimizer if isinstance(optimizer, FunctionalOptimizer) else optimizer
+        automatic = not isinstance(plain, OverlappedOptimizer)
+        self.optimizer: OverlappedOptimizer
+        deferred_form = _DEFERRED_AUTOMATIC if automatic else _DEFERRED
         super().__init__(
+            plain if isinstance(plain, OverlappedOptimizer) else OverlappedOptimizer(plain),
+            Form(
+                Phase.APPLIED,
+                "optimizer.step()",
+                deferred_form,
+                edits=deferred_form,
+                clip="Step(optimizer, clip_grad_norm=max_norm)",
+                skip="stage.skip_update()" if automatic else "optimizer.skip_update()",
+            ),
             deferred=deferred,
             automatic=automatic,
             clip_grad_norm=clip_grad_norm,
             norm_type=norm_type,
-            step="optimizer.step()",
-            deferred_form=(deferred_form := _DEFERRED_AUTOMATIC if automatic else _DEFERRED),
-            edits=deferred_form,
-            clip="Step(optimizer, clip_grad_norm=max_norm)",
-            skip="stage.skip_update()" if automatic else "optimizer.skip_update()",
-            adds_up=True,
             release_gradients=release_gradients,
         )
-        self._functional = optimizer if isinstance(optimizer, FunctionalOptimizer) else None
-        plain = optimizer.optimizer if isinstance(optimizer, FunctionalOptimizer) else optimizer
-        self.optimizer = plain if isinstance(plain, OverlappedOptimizer) else OverlappedOptimizer(plain)
-        self._only = None if params is None else _by_id(params)
-        check_params(self._only, self.optimizer, is_deferred=self.is_deferred)
+        self._only = None if params is None else self._checked(params)
         self._may_defer = self._may_defer and self._only is None
         self._guard: torch.utils.hooks.RemovableHandle | None = None
-        self._shares = Shares(self._updates, self.owns_gradient_of)
-        self._finds_unused: bool | None = None
-        self._deferred = DeferredUpdate(self.optimizer, self.lifecycle, clipping=self.clipping, is_automatic=automatic)
+
+    def _checked(self, params: Iterable[Tensor]) -> dict[int, Tensor]:
+        """``params`` by ``id``. Raises: ConfigurationError: backward cannot update these parameters alone."""
+        if (given := as_list(params)) is None or not all(isinstance(one, Tensor) for one in given):
+            raise ConfigurationError(f"params is an iterable of parameters, or None for all, got {told(params)}")
+        if not given:
+            raise ConfigurationError("params is empty: nothing would be updated; leave it out to update all")
+        if not all(map(self.optimizer.stepper.covers, given)):
+            raise ConfigurationError(f"params has parameters that the {self.optimizer_name} does not have")
+        if self.is_deferred:
+            raise ConfigurationError("params chooses what is updated in backward, but deferred updates come after it")
+        return {id(parameter): parameter for parameter in given}
+
+    # The primitives of an update.
+
+    def owns_gradient_of(self, parameter: Tensor) -> bool:
+        return self.optimizer.stepper.covers(parameter) and (
+            not self.is_automatic or self._only is None or id(parameter) in self._only
+        )
+
+    def make_layout(self, bucket: Bucket) -> StepLayout:
+        if self._adopts_parameters:
+            self._adopt(bucket.parameters)
+        covers, only = self.optimizer.stepper.covers, self._only
+        places = [place for place, p in enumerate(bucket.parameters) if covers(p) and (only is None or id(p) in only)]
+        return StepLayout(
+            bucket.parameters,
+            [bucket.parameters[place] for place in places],
+            {id(p): p for p in bucket.parameters if self.owns_gradient_of(p)},
+            None if len(places) == len(bucket.parameters) else places,
+        )
+
+    def gradients(
+        self, bucket: Bucket, layout: StepLayout, used: list[bool] | None
+    ) -> tuple[Sequence[Tensor], list[Tensor]]:
+        parameters, gradients = layout.parameters, list(bucket.gradients)
+        if layout.places is not None:
+            gradients = [gradients[place] for place in layout.places]
+        if used is not None:
+            parameters, gradients = list(compress(parameters, used)), list(compress(gradients, used))
+        return parameters, gradients
+
+    def apply(self, layout: StepLayout, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
+        veto = self.lifecycle.veto
+        if veto.found_inf is None:
+            self.optimizer.stepper.step(parameters, gradients)
+        elif not veto.stops:
+            with veto.passed_to(self.stepped):
+                self.optimizer.stepper.step(parameters, gradients)
+        self.lifecycle.gradients.note_applied(parameters)
+
+    async def clip_held(self, held: dict[Tensor, Tensor], bucket: Bucket) -> None:
+        assert self.clipping is not None, "asked for"
+        every = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        ordered = in_model_order((one for one in every if one in held), self.lifecycle.names)
+        self.clipping.clip_([held[parameter] for parameter in ordered])
+
+    @torch.no_grad()
+    def apply_held(self, held: dict[Tensor, Tensor]) -> None:
+        groups = self.optimizer.param_groups
+        every = [parameter for group in groups for parameter in group["params"]]
+        with grads_replaced(every, [held.get(one) for one in every]), self.lifecycle.veto.passed_to(self.stepped):
+            step_whole(self.stepped)
+        raise_versions(list(held), groups)
+
+    def check_backward(self, *, is_replay: bool) -> None:
+        assert self.context is not None, "backward runs while the stage is attached"
+        is_asked = is_replay and self.finds_unused and self.updates_in_step
+        if is_asked and active_join(self.context.group) is None:
+            raise UnsupportedError(
+                "PyTorch's Join with find_unused_parameters does not tell a rank without inputs which parameters the "
+                "others used; use `with overlap.Join([ddp, optimizer])`, or the interleaved update"
+            )
+
+    def begin(self) -> None:
+        self.optimizer.begin_backward(self)
+
+    def before_forward(self) -> None:
+        self.optimizer.outside.clear_applied()
+        super().before_forward()
+
+    def conclude(self) -> None:
+        """Raises: TrainingLoopError: a parameter has a gradient but came in no bucket, such as one added since."""
+        if not self.is_automatic or self.lifecycle.is_replay or self._only is not None:
+            return
+        if left := self.optimizer.outside_of_models():
+            raise TrainingLoopError(
+                f"{len(left)} parameters of the {self.optimizer_name} have gradients but are in no bucket of the "
+                "model, so backward never updates them; give OverlappedOptimizer(optimizer) to Step and call its step()"
+            )
+
+    def end_step(self) -> None:
+        self.optimizer.end_step(self)
+
+    def describe_failure(self) -> str | None:
+        updated = len(self.lifecycle.gradients.applied)
+        if not updated:
+            return None
+        return (
+            f"{updated} parameters had been updated by then, and on other ranks perhaps more or fewer: load a "
+            "checkpoint before going on, or use Step(optimizer, deferred=True), which updates all or none"
+        )
+
+    # Registration.
 
     @property
-    def stepped(self) -> Optimizer:
-        return self.optimizer.optimizer
-
-    @property
-    def optimizer_name(self) -> str:
-        return type(self.optimizer.optimizer).__name__
+    def updated(self) -> Sequence[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"] if self.owns_gradient_of(p)]
 
     @property
     def signature(self) -> str:
@@ -142,38 +249,60 @@ class Step(UpdateStage):
         """Whether the functional optimizer was given no parameters, and takes those that come."""
         return self._functional is not None and self._functional.adopts
 
+    def _adopt(self, parameters: Iterable[Tensor]) -> None:
+        assert self._functional is not None, "only these adopt parameters"
+        self._functional.adopt(parameters)
+        self.optimizer.stepper.refresh()
+
     def attach(self, context: StageContext) -> None:
-        if not self._adopts_parameters:
-            check_coverage(context, self.optimizer, is_automatic=self.is_automatic, updates_all=self._only is None)
-        self.optimizer.registered_updates.check_same_way(self)
-        check_one_model(self.optimizer.optimizer, context)
+        optimizer = self.optimizer
+        if not self._adopts_parameters and context.names is not None:
+            self._check_coverage(context.names)
+        optimizer.check_same_way(self)
+        check_one_model(self.stepped, context)
         if not self.updates_in_step:
-            check_in_backward(self.optimizer, is_deferred=self.is_deferred)
+            # An update in backward need not equal one whole step. See [Note: known or declared].
+            check_unit(self.stepped, instead=_WHOLE)
+            if not self.is_deferred:
+                check_nothing_before(self.stepped)
+                check_one_eps(self.stepped, instead=_WHOLE)
         super().attach(context)
-        if self._functional is not None and self._adopts_parameters and context.names is not None:
+        if self._adopts_parameters and context.names is not None:
             # In the model's order, which is that of its state, and not as buckets bring them.
-            self._functional.adopt(parameter for parameter in context.names if parameter.requires_grad)
-            self.optimizer.stepper.refresh()
-        self.optimizer.registered_updates.adopt(self)
-        self._finds_unused = context.finds_unused
+            self._adopt(parameter for parameter in context.names if parameter.requires_grad)
+        optimizer.updates.append(self)
+        optimizer.was_registered = True
         if self._functional is None:
-            through = None if self.is_automatic else self.optimizer
-            guard = StepGuard(self, instead_of_step(is_automatic=self.is_automatic), through=through)
-            self._guard = guarded_by(guard, self.optimizer.optimizer)
+            guard = StepGuard(self, self._instead_of_step(), through=None if self.is_automatic else optimizer)
+            self._guard = guarded_by(guard, self.stepped)
 
-    def detach(self) -> None:
-        super().detach()
-        self._shares.forget()
-        self.optimizer.registered_updates.release(self)
-        if self._guard is not None:
-            self._guard.remove()
+    def _check_coverage(self, names: Mapping[Tensor, str]) -> None:
+        """Raises: ConfigurationError: the optimizer has no parameter of the model, or some that nothing updates."""
+        self.optimizer.stepper.refresh()
+        every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if not any(parameter in names for parameter in every):
+            raise ConfigurationError(
+                f"the {self.optimizer_name} has no parameter of this model; build it from ddp.parameters()"
+            )
+        outside = [parameter for parameter in every if parameter not in names and parameter.requires_grad]
+        if outside and self.is_automatic and self._only is None:
+            raise ConfigurationError(
+                f"{len(outside)} parameters of the {self.optimizer_name} are not in this model, so backward would "
+                "never update them; give OverlappedOptimizer(optimizer) to Step and call its step()"
+            )
 
-    def owns_gradient_of(self, parameter: Tensor) -> bool:
-        return self._updates(parameter) or (not self.is_automatic and self.optimizer.stepper.covers(parameter))
-
-    @property
-    def updated(self) -> Sequence[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"] if self.owns_gradient_of(p)]
+    def _instead_of_step(self) -> str:
+        """How the optimizer is stepped, and what to call in place of its own ``step()``."""
+        if not self.is_automatic:
+            return (
+                "by the OverlappedOptimizer that wraps it, and its own step() would apply the gradients again: call "
+                "step() of the OverlappedOptimizer"
+            )
+        return (
+            "inside backward, and step() would apply the gradients again: leave the call out, or give "
+            "OverlappedOptimizer(optimizer) to Step and call that one's step() (with GradScaler, together with "
+            "deferred=True)"
+        )
 
     def check_together(self, stages: Sequence[Stage]) -> None:
         super().check_together(stages)
@@ -184,97 +313,12 @@ class Step(UpdateStage):
                 f"the {self.optimizer_name} its own parameters"
             )
 
-    @property
-    def skipped(self) -> SkippedUpdates:
-        return self.optimizer.skipped
-
-    def groups(self) -> Sequence[Mapping[str, Any]]:
-        return self.optimizer.param_groups
-
-    def before_forward(self) -> None:
-        self.optimizer.outside.clear_applied()
-        super().before_forward()
-
-    def before_backward(self, *, is_replay: bool) -> None:
-        super().before_backward(is_replay=is_replay)
-        self.optimizer.begin_backward(self)
-        self._deferred.clear()
-
-    async def __call__(self, bucket: Bucket) -> None:
-        if bucket.is_replay and not bucket.is_mean:
-            return  # Zeros of a rank that has run out of inputs: other ranks' gradients have not been added to them.
-        if self._functional is not None and self._functional.adopts:
-            self._functional.adopt(bucket.parameters)
-            self.optimizer.stepper.refresh()
-        share = self._shares.of(bucket, self.optimizer.stepper.layout)
-        if self.is_deferred:
-            await self._deferred.take(bucket, share, self._finds_unused)
-        else:
-            await self._interleave(bucket, share)
-        self.lifecycle.gradients.note_reduced(bucket.parameters, own=share.owned)
-
-    async def _interleave(self, bucket: Bucket, share: Share) -> None:
-        parameters, gradients = share.parameters, share.gradients(bucket)
-        if self._finds_unused is not False:
-            used = await used_on_any_rank(bucket, parameters, self._finds_unused)
-            self.lifecycle.gradients.note_unused(compress(parameters, map(operator.not_, used)))
-            parameters, gradients = list(compress(parameters, used)), list(compress(gradients, used))
-        if not self.lifecycle.leaves_update:
-            self._apply(parameters, gradients)
-
-    def _apply(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        veto = self.lifecycle.veto
-        if not veto.stops:
-            with veto.passed_to(self.stepped):
-                self.optimizer.stepper.step(parameters, gradients)
-        self.lifecycle.gradients.note_applied(parameters)
-
-    def _updates(self, parameter: Tensor) -> bool:
-        return (self._only is None or id(parameter) in self._only) and self.optimizer.stepper.covers(parameter)
-
-    def after_backward(self, *, failed: bool) -> str | None:
-        if failed:
-            return self._note_failure()
-        outcome = Phase.STEPPED if self.lifecycle.is_replay else self.lifecycle.outcome
-        if self.is_automatic and not self.lifecycle.is_replay:
-            self._check_left_out()
-        if outcome is Phase.STEPPED and not self.is_deferred and not self.lifecycle.veto.stops:
-            self._end_step()
-        self.note_released()
-        self.lifecycle.on_reduced(outcome)
-        if outcome is Phase.STEPPED:
-            mark_stepped(self.optimizer.optimizer)
-        self.refuse_use_elsewhere()
-        return None
-
-    def _check_left_out(self) -> None:
-        """Raises: TrainingLoopError: a parameter has a gradient but came in no bucket, such as one added since."""
-        left = [] if self._only is not None else self.optimizer.registered_updates.outside_of_models()
-        if left:
-            self.lifecycle.on_failure()
-            raise TrainingLoopError(
-                f"{len(left)} parameters of the {self.optimizer_name} have gradients but are in no bucket of the "
-                "model, so backward never updates them; give OverlappedOptimizer(optimizer) to Step and call its step()"
-            )
-
-    def _end_step(self) -> None:
-        """All updates of the backward have been made, and no ``step()`` follows."""
-        try:
-            self.optimizer.end_step(self)
-        except BaseException:
-            self.lifecycle.on_failure()
-            raise
-
-    def _note_failure(self) -> str | None:
-        is_in_backward = self.lifecycle.phase is Phase.BACKWARD
-        updated = len(self.lifecycle.gradients.applied) if is_in_backward and not self.is_deferred else 0
-        self.lifecycle.on_failure()
-        if not updated:
-            return None
-        return (
-            f"{updated} parameters had been updated by then, and on other ranks perhaps more or fewer: load a "
-            "checkpoint before going on, or use Step(optimizer, deferred=True), which updates all or none"
-        )
+    def detach(self) -> None:
+        super().detach()
+        if self in self.optimizer.updates:
+            self.optimizer.updates.remove(self)
+        if self._guard is not None:
+            self._guard.remove()
 
     def __repr__(self) -> str:
         parts = [self.optimizer_name, "deferred" if self.is_deferred else "interleaved"]
@@ -285,10 +329,3 @@ class Step(UpdateStage):
         if self.releases_gradients:
             parts.append("release_gradients=True")
         return f"Step({', '.join(parts)})"
-
-
-def _by_id(params: object) -> dict[int, Tensor]:
-    """Raises: ConfigurationError: ``params`` are not parameters."""
-    if (given := as_list(params)) is None or not all(isinstance(one, Tensor) for one in given):
-        raise ConfigurationError(f"params is an iterable of parameters, or None for all, got {told(params)}")
-    return {id(parameter): parameter for parameter in given}

@@ -46,10 +46,16 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from overlap._checks import described, told
 from overlap._torch.device import current_stream, default_stream, on_stream
-from overlap._torch.optimizer import drop_hooks, global_step_hooks_suspended, hook_attributes, unhooked_step
+from overlap._torch.optimizer import (
+    global_step_hooks_suspended,
+    has_global_step_hooks,
+    hook_attributes,
+    no_step_hooks,
+    unhooked_step,
+)
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.declared import runs_on_current_stream
-from overlap.optim.step_guard import guards_lifted
+from overlap.optim.proxy import guards_lifted
 
 __all__ = [
     "SubsetStepper",
@@ -68,6 +74,7 @@ _MISSING = object()
 _NONE: dict[str, Any] = {}
 _is_fused = operator.methodcaller("get", "fused")
 _grad_of = operator.attrgetter("grad")
+_first_of = operator.itemgetter(0)
 
 _Split = list[tuple[int, dict[str, Any]]]
 """The places of groups, with the entries of each that list its parameters."""
@@ -108,7 +115,8 @@ class SubsetStepper:
         # The threads of two models may step parts of one optimizer at the same time.
         self._lock = threading.Lock()
         self._places: dict[int, int] = {}
-        self._layout: tuple[tuple[int, ...], ...] = ()
+        self.layout: list[list[int]] = []
+        """The parameters of each group, by ``id``; another object whenever the optimizer has other ones."""
         self._splits: dict[tuple[int, ...], _Split] = {}
         # Of the step under way: what parts have written, by the place of the group, or None for attributes; for each
         # group the containers that parts may change in place; and tensors, which they may not, with their versions.
@@ -116,6 +124,7 @@ class SubsetStepper:
         self._containers: dict[int | None, dict[str, Any]] = {}
         self._tensors: list[tuple[str, Tensor, int]] = []
         self._waits = False
+        self._unhooked = unhooked_step(type(optimizer))
         self.begin()
 
     def __reduce__(self) -> Any:
@@ -138,11 +147,7 @@ class SubsetStepper:
             if isinstance(value, Tensor) and not value.is_inference()
         ]
         self._waits = not runs_on_current_stream(self._optimizer)
-
-    @property
-    def layout(self) -> object:
-        """Another object whenever the optimizer has other parameters or groups, as of the last :meth:`begin`."""
-        return self._layout
+        self._unhooked = unhooked_step(type(self._optimizer))
 
     def covers(self, parameter: Tensor) -> bool:
         """Whether the optimizer has ``parameter``, as of the last :meth:`begin` or :meth:`refresh`."""
@@ -163,8 +168,11 @@ class SubsetStepper:
             UnsupportedError: a part has written another value to a group or an attribute than one before it.
         """
         if parameters:
+            key = tuple(map(id, parameters))
             with self._lock:
-                self._step(self._split(parameters), parameters, gradients, arguments)
+                if (split := self._splits.get(key)) is None:
+                    split = self._splits[key] = self._split(parameters)
+                self._step(split, parameters, gradients, arguments)
 
     def finish(self, **arguments: Any) -> dict[int, dict[str, Any]]:
         """The step ends: write back what its parts have written, once.
@@ -198,39 +206,48 @@ class SubsetStepper:
         optimizer, cls, groups = self._optimizer, type(self._optimizer), self._optimizer.param_groups
         twin = cls.__new__(cls)
         twin.__dict__.update(optimizer.__dict__)
+        twin.__dict__.update(no_step_hooks)
         twin.param_groups = own = []
         for place, members in split:
             own.append({**groups[place], **self._containers.get(place, _NONE), **members})
-        drop_hooks(twin)
+        hooks = global_step_hooks_suspended() if has_global_step_hooks() else nullcontext()
         waits = ordered_after_gradients(optimizer, parameters) if self._waits else nullcontext()
-        with grads_replaced(parameters, gradients), global_step_hooks_suspended(), waits:
-            unhooked_step(cls)(twin, **arguments)
-        self._note(None, optimizer.__dict__, twin.__dict__)
-        for (place, _), group in zip(split, own, strict=True):
-            self._note(place, groups[place], group)
+        kept = list(map(_grad_of, parameters))
+        try:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            with hooks, waits:
+                self._unhooked(twin, **arguments)
+        finally:
+            for parameter, gradient in zip(parameters, kept, strict=True):
+                parameter.grad = gradient
+        self._note_written(split, twin)
         for key, tensor, before in self._tensors:
             if tensor._version != before:
                 raise self._disagreement(key, "is a tensor that step() changes in place")
-        raise_versions(parameters, own)
+        if any(map(_is_fused, own)):
+            raise_versions(parameters, own)
 
-    def _note(self, place: int | None, began: Mapping[str, Any], ended: Mapping[str, Any]) -> None:
-        """A part of the group at ``place`` (``None``: any part) had ``began``, and left ``ended``."""
-        writes, skipped = {}, _SHARED if place is None else _MEMBERS
-        for key, value in ended.items():
-            before = began.get(key, _MISSING)
-            if value is not before and key not in skipped and not _same(before, value):
-                writes[key] = value
-                if key in (containers := self._containers.get(place, _NONE)):
-                    containers[key] = _copied(before)
-        first = self._written.setdefault(place, writes)
-        if first is writes or not (first or writes):
-            return
-        for key in {**first, **writes}:
-            one, other = first.get(key, began.get(key)), writes.get(key, began.get(key))
-            if not _same(one, other):
-                raise self._disagreement(
-                    key, f"is {told(one)} after a step with some parameters and {told(other)} after one with others"
-                )
+    def _note_written(self, split: _Split, twin: Optimizer) -> None:
+        """A part has been stepped: compare what it wrote to its groups and to attributes with the parts before it."""
+        optimizer = self._optimizer
+        places: list[int | None] = [None, *map(_first_of, split)]
+        before_of = [vars(optimizer), *map(optimizer.param_groups.__getitem__, places[1:])]  # type: ignore[arg-type]
+        for place, began, ended in zip(places, before_of, [vars(twin), *twin.param_groups], strict=True):
+            writes, skipped = {}, _SHARED if place is None else _MEMBERS
+            for key, value in ended.items():
+                before = began.get(key, _MISSING)
+                if value is not before and key not in skipped and not _same(before, value):
+                    writes[key] = value
+                    if key in (containers := self._containers.get(place, _NONE)):
+                        containers[key] = _copied(before)
+            first = self._written.setdefault(place, writes)
+            for key in () if first is writes else {**first, **writes}:
+                one, other = first.get(key, began.get(key)), writes.get(key, began.get(key))
+                if not _same(one, other):
+                    raise self._disagreement(
+                        key, f"is {told(one)} after a step with some parameters and {told(other)} after one with others"
+                    )
 
     def _disagreement(self, key: str, how: str) -> UnsupportedError:
         return UnsupportedError(
@@ -240,21 +257,18 @@ class SubsetStepper:
         )
 
     def _split(self, parameters: Sequence[Tensor]) -> _Split:
-        """``parameters`` by the place of their group, cached: buckets hold the same parameters step after step."""
-        key = tuple(map(id, parameters))
-        if (split := self._splits.get(key)) is None:
-            members: dict[int, list[Tensor]] = {}
-            for parameter in parameters:
-                members.setdefault(self._places[id(parameter)], []).append(parameter)
-            groups = self._optimizer.param_groups
-            split = self._splits[key] = [(place, _entries(groups[place], members[place])) for place in sorted(members)]
-        return split
+        """``parameters`` by the place of their group."""
+        members: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            members.setdefault(self._places[id(parameter)], []).append(parameter)
+        groups = self._optimizer.param_groups
+        return [(place, _entries(groups[place], members[place])) for place in sorted(members)]
 
     def refresh(self) -> None:
         """Look at which parameters are in which group now."""
-        layout = tuple(tuple(map(id, group["params"])) for group in self._optimizer.param_groups)
-        if layout != self._layout:
-            self._layout = layout
+        layout = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
+        if layout != self.layout:
+            self.layout = layout
             self._splits.clear()
             self._places = {parameter: place for place, group in enumerate(layout) for parameter in group}
 

@@ -15,7 +15,7 @@ from overlap import AllReduce, OverlappedOptimizer, Step, ZeroRedundancyOptimize
 from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.stage import walk
 from overlap.optim.release import GradientRelease
-from overlap.optim.update_stage import UpdateStage
+from overlap.optim.update import Update
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
@@ -29,7 +29,7 @@ def release_of(ddp: Any) -> GradientRelease:
     """What gives back the memory of a registered model's gradients."""
     registration = registration_of(ddp)
     assert registration is not None
-    found = [stage.release for stage in walk(registration.stage) if isinstance(stage, UpdateStage)]
+    found = [stage.release for stage in walk(registration.stage) if isinstance(stage, Update)]
     release = next(one for one in found if one is not None)
     assert all(one in (release, None) for one in found), "one for all updates of a model"
     return release

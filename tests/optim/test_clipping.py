@@ -93,15 +93,15 @@ def _zero_transform(ddp: Any, norm_type: float) -> Any:
     return zero
 
 
-_ZERO_IN_STEP = ("overlap.optim.zero.step_update", "in_model_order")
+_ZERO_IN_STEP = ("overlap.optim.zero.optimizer", "in_model_order")
 _TRANSFORM = ("", "")
 FORMS = {
-    "Step": Form(_step, ("overlap.optim.overlapped", "in_model_order")),
-    "Step, automatic": Form(_automatic, ("overlap.optim.deferred", "in_model_order")),
+    "Step": Form(_step, ("overlap.optim.optimizer", "in_model_order")),
+    "Step, automatic": Form(_automatic, ("overlap.optim.step", "in_model_order")),
     "ClipGradNorm, Step": Form(_transform, _TRANSFORM),
     "ZeroStep": Form(_zero, _ZERO_IN_STEP),
     "ZeroStep, automatic": Form(
-        functools.partial(_zero, automatic=True), ("overlap.optim.zero.backward_update", "in_model_order")
+        functools.partial(_zero, automatic=True), ("overlap.optim.zero.step", "in_model_order")
     ),
     "zero.clip_grad_norm_": Form(functools.partial(_zero, by_hand=True), _ZERO_IN_STEP, clips_by_hand=True),
     "ClipGradNorm, ZeroStep": Form(_zero_transform, _TRANSFORM),

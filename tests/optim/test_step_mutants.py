@@ -67,10 +67,10 @@ def _stale_hyperparameters() -> list[Any]:
 
 
 def _updates_what_no_rank_used() -> list[Any]:
-    async def all_used(bucket: Bucket, parameters: Any, finds_unused: Any) -> list[bool]:
-        return [True] * len(parameters)
+    async def all_used(self: Any, bucket: Bucket, parameters: Any) -> None:
+        return None
 
-    return [mock.patch("overlap.optim.step.used_on_any_rank", all_used)]
+    return [mock.patch.object(Step, "_used_on_any_rank", all_used)]
 
 
 def _keeps_gradients() -> list[Any]:
@@ -82,17 +82,17 @@ def _updates_twice() -> list[Any]:
 
 
 def _skips_the_last_bucket() -> list[Any]:
-    apply = Step._apply
+    apply = Step.apply
     calls = []
 
-    def forgetful(self: Any, parameters: Any, gradients: Any) -> None:
+    def forgetful(self: Any, layout: Any, parameters: Any, gradients: Any) -> None:
         calls.append(1)
         if len(calls) % 4:
-            apply(self, parameters, gradients)
+            apply(self, layout, parameters, gradients)
         else:
             self.lifecycle.gradients.note_applied(parameters)
 
-    return [mock.patch.object(Step, "_apply", forgetful)]
+    return [mock.patch.object(Step, "apply", forgetful)]
 
 
 FAULTS: dict[str, tuple[Callable[[], list[Any]], Case, bool]] = {

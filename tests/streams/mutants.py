@@ -194,10 +194,10 @@ MUTANTS: dict[str, Mutant] = {
         "factors, interleaved",
     ),
     "the host looks whether a step is left out": _waiting(
-        f"{_OPTIM}.veto:Veto.stops", "not has_streams(self.found_inf.device) and ", "", "log, skip"
+        f"{_OPTIM}.scaler:Veto.stops", "not has_streams(self.found_inf.device) and ", "", "log, skip"
     ),
     "the host looks whether shards are finite": _waiting(
-        f"{_OPTIM}.zero.sharded_gradients:FiniteVote.tell",
+        f"{_OPTIM}.zero.step:_FiniteVote.mark",
         "not has_streams(verdict.device) and ",
         "",
         "sharded, deferred",

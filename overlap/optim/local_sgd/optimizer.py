@@ -26,7 +26,6 @@ from overlap.hooks.wires import Wire
 from overlap.join.active import active_join, refuse_once_joined
 from overlap.join.adapters import once_after
 from overlap.join.joinable import refuse_before_model
-from overlap.optim.grad_scaler import LossScale
 from overlap.optim.lifecycle import UpdateLifecycle, refusals_told
 from overlap.optim.local_sgd.anchors import Anchors
 from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
@@ -41,7 +40,8 @@ from overlap.optim.local_sgd.several import name_of
 from overlap.optim.local_sgd.stages import LocalSGDStage, check_transforms, check_update
 from overlap.optim.local_sgd.synchronizer import Synchronizer
 from overlap.optim.phases import SCALED_UNDER_JOIN, Form, Phase
-from overlap.optim.update_stage import check_unscaled
+from overlap.optim.scaler import LossScale
+from overlap.optim.update import check_unscaled
 
 __all__ = ["LocalSGD"]
 

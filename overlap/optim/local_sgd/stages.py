@@ -16,9 +16,9 @@ from overlap.hooks.adapters import stage_from
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.local_sgd.several import SeveralOptimizers, name_of
 from overlap.optim.local_sgd.torch_names import ModelAverager
-from overlap.optim.overlapped import OverlappedOptimizer
+from overlap.optim.optimizer import OverlappedOptimizer
 from overlap.optim.phases import Phase
-from overlap.optim.update_stage import without_adding_up
+from overlap.optim.update import without_adding_up
 
 __all__ = ["Average", "LocalSGDStage", "check_transforms", "check_update"]
 
@@ -174,7 +174,7 @@ class LocalSGDStage(Stage):
         if self.holds_mean:
             self.held.update(zip(bucket.parameters, [each.clone() for each in bucket.gradients], strict=True))
         if self._lifecycle is not None:
-            self._lifecycle.gradients.note_reduced(bucket.parameters)
+            self._lifecycle.gradients.note_reduced({id(parameter): parameter for parameter in bucket.parameters})
 
     def before_forward(self) -> None:
         if self._lifecycle is not None:

@@ -2,8 +2,8 @@
 
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.reduce_scatter import ReduceScatter
+from overlap.optim.zero.step import ZeroStep
 from overlap.optim.zero.torch_names import hook_with_zero_step, hook_with_zero_step_interleaved
-from overlap.optim.zero.zero_step import ZeroStep
 
 __all__ = [
     "ReduceScatter",

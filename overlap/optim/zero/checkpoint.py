@@ -25,7 +25,7 @@ from torch import Tensor
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.packed_state import Order, cloned
 from overlap.optim.zero.partition import Range
-from overlap.optim.zero.sharding import Shard, flatten
+from overlap.optim.zero.shards import Shard, flatten
 from overlap.optim.zero.state import (
     Part,
     ShardedState,

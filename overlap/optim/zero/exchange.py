@@ -28,7 +28,7 @@ from overlap._torch.foreach import add_all, copy_all
 from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_recv
 from overlap.hooks.engine.background import Item
 from overlap.hooks.segments import cut_segments, room_for
-from overlap.optim.zero.bucket_shards import BucketShards
+from overlap.optim.zero.shards import BucketShards
 
 __all__ = ["Exchange", "Gather", "Workspace", "sum_rest"]
 

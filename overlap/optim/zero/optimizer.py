@@ -5,37 +5,40 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
-from overlap._checks import check_flag, check_group, refuse_capture
+from overlap._checks import check_flag, check_group, is_one_of, told
 from overlap._torch import classes
 from overlap._torch.c10d import backend_name
 from overlap._torch.checkpoint import is_in_checkpointing, is_in_loading
 from overlap._torch.device import has_streams
-from overlap._torch.optimizer import has_post_hooks
+from overlap._torch.optimizer import has_post_hooks, own_step
 from overlap._torch.state_dict_hooks import (
     after_load_state_dict,
     after_state_dict,
     before_load_state_dict,
     before_state_dict,
 )
-from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
-from overlap.hooks.transforms.clip import Clipping
-from overlap.join.active import refuse_once_joined
+from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError, UnsupportedError
+from overlap.hooks.engine.background import run_now
+from overlap.hooks.engine.executors import executor_for
+from overlap.hooks.transforms.clip import Clipping, ShardedNorm, in_model_order
+from overlap.join import Joinable
+from overlap.join.active import active_join, refuse_once_joined
 from overlap.join.board import Agreement
-from overlap.join.joinable import refuse_before_model
-from overlap.optim.grad_scaler import LossScale
-from overlap.optim.lifecycle import refusals_told
-from overlap.optim.phases import Event
-from overlap.optim.skipping import SkippedUpdates
-from overlap.optim.veto import Veto
+from overlap.join.group_collectives import all_reduce, broadcast
+from overlap.optim.declared import Unit, check_one_eps, check_unit
+from overlap.optim.phases import Event, Phase
+from overlap.optim.scaler import LossScale, Veto
+from overlap.optim.subset import SubsetStepper, check_optimizer
+from overlap.optim.update import LoopOptimizer
 from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
 from overlap.optim.zero.conversion import (
     check_convertible,
@@ -43,30 +46,36 @@ from overlap.optim.zero.conversion import (
     constructor_arguments,
     copy_attributes,
 )
-from overlap.optim.zero.exchange import Exchange, Workspace
-from overlap.optim.zero.join_hook import ZeroJoinHook
-from overlap.optim.zero.local_optimizer import LocalOptimizer
-from overlap.optim.zero.parameter_groups import (
+from overlap.optim.zero.exchange import Exchange, Gather, Workspace
+from overlap.optim.zero.partition import (
     check_class,
     check_master_dtype,
+    check_members,
     copy_options,
+    is_narrower,
     names_of,
+    orthogonalization_steps,
     read_groups,
     with_names,
 )
-from overlap.optim.zero.sharded_update import ShardedUpdate
-from overlap.optim.zero.sharding import Shard
-from overlap.optim.zero.state import ConsolidatedState, ShardedState, StateView
-from overlap.optim.zero.without_hooks import UpdateWithoutHooks
+from overlap.optim.zero.shards import BucketShards, Ownership, Shard, flatten, shards_of_bucket
+from overlap.optim.zero.state import ConsolidatedState, ShardedState, StateView, check_new_state
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
+# Of the buckets in which parameters are gathered without a stage, as large as DDP's.
+_BUCKET_BYTES = 25 * 2**20
+_INSTEAD = "chain(AllReduce(), Step(OverlappedOptimizer(optimizer), deferred=True))"
+
+Pairs = Sequence[tuple[Shard, Tensor]]
+"""Shards with this rank's parts of their gradients."""
+
 
 @classes.ZeroRedundancyOptimizer.register
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
+class ZeroRedundancyOptimizer(LoopOptimizer):
     """``optimizer_class`` with its state divided among the ranks: each of ``W`` ranks keeps and updates ``1/W``.
 
     This is ZeRO stage 1 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). With a :class:`ZeroStep` stage in
@@ -119,9 +128,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     >>> ZeroRedundancyOptimizer.from_optimizer(built).param_groups[0]["weight_decay"]
     0.1
     """
-
-    # GradScaler then leaves gradients as they are, always calls step(), and sets found_inf and grad_scale here.
-    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -177,15 +183,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
         self.partition, self.ownership = local.partition, local.ownership
         self.update = local.update
-        """Steps what this rank owns; not a method, since it is called for each bucket. See :class:`LocalOptimizer`."""
+        """Steps what this rank owns; see :class:`LocalOptimizer`."""
+        self.begin = local.begin
+        """Begins a step."""
         self.finish = local.finish
         """Ends a step."""
-        self._stage: ShardedUpdate | None = None
-        self.skipped = SkippedUpdates()
-        """Where the loop says that a backward is not this optimizer's."""
+        self.stage = None
         sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
         self.exchange = Exchange(sends_directly and not has_streams(self.ownership.device), Workspace())
-        self._without_hooks = UpdateWithoutHooks(self.ownership, self.exchange)
+        self.has_joined = False
+        """Whether this rank issues the collectives of a step after its last input, under a ``Join``."""
+        self._buckets: list[BucketShards] = []
+        self._bucketed: tuple[int, ...] = ()
         self._is_complete = False
         Joinable.__init__(self)
         Optimizer.__init__(self, [with_names(group) for group in groups], self.optim.defaults)
@@ -271,13 +280,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated.note_change()
 
     @property
-    def stage(self) -> ShardedUpdate | None:
-        """What updates in backward; ``None`` where nothing is registered."""
+    def stage(self) -> Any:
+        """The ``ZeroStep`` that updates with this optimizer; ``None`` where none is registered. Not of that type: the
+        stage's module imports this one."""
         return self._stage
 
     @stage.setter
-    def stage(self, stage: ShardedUpdate | None) -> None:
-        self._stage = stage
+    def stage(self, stage: Any) -> None:
+        self._stage, self.updates = stage, [] if stage is None else [stage]
         self._local.publishes = stage is None or not stage.gathers_differences
 
     @property
@@ -312,14 +322,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Bring the state into the order of parameters whose memory format was changed; call it on every rank."""
         self.sharded_state().follow_strides()
 
-    def begin(self) -> None:
-        """Begin a step: take note of parameters that were moved or changed since the last one.
-
-        Raises:
-            ConfigurationError: parameters were put into the groups, or taken out, by hand.
-        """
-        self._local.begin()
-
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """Finish the step: update what a stage has not updated in backward, and gather the parameters.
 
@@ -329,8 +331,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             closure: evaluates the model and runs backward, as for any optimizer; its result is returned.
             **arguments: of the ``step`` of ``optimizer_class``.
 
-        Issues, on ``process_group``: nothing if interleaved; if deferred one gather per bucket, and one all-reduce of a
-        number if gradients are clipped; without a stage, gathers of all trainable parameters.
+        Communication, on ``process_group``: none if interleaved; if deferred one gather per bucket, and one all-reduce
+            of a number if gradients are clipped; without a stage, gathers of all trainable parameters, and under
+            PyTorch's ``Join`` before them one all-reduce of a number, a broadcast of one byte per parameter, and one
+            broadcast per gradient.
 
         Raises:
             RegistrationError: ``overlap_with_ddp=True``, and no stage is registered.
@@ -338,80 +342,104 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 interleaved updates.
             UnsupportedError: a CUDA graph is being captured.
         """
-        refuse_capture("ZeroRedundancyOptimizer.step()", "call it outside of the capture")
         if is_in_checkpointing():
             self._local.make_state()
             return None
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        refuse_before_model(self, lambda: self.stage is not None and self.stage.lifecycle.is_joining())
-        Join.notify_join_context(self)
-        try:
-            with self._refusals_told():
-                self._check_arguments(arguments)
-                self._local.step_arguments = arguments
-                self._finish_step()
-        finally:
-            self._local.step_arguments = {}
+        loss = super().step(closure, **arguments)
+        if has_post_hooks(self):
+            self.wait()  # They may read parameters.
         return loss
 
-    def _refusals_told(self) -> AbstractContextManager[None]:
-        return refusals_told([] if self.stage is None else [self.stage.lifecycle])
-
-    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
-        if not arguments:
-            return
-        given = ", ".join(f"{key}=..." for key in arguments)
-        if self.stage is not None and not self.stage.updates_in_step:
+    def _check_call(self, loss_scale: LossScale, arguments: Mapping[str, Any]) -> None:
+        stage, given = self.stage, ", ".join(f"{key}=..." for key in arguments)
+        if arguments and stage is not None and not stage.updates_in_step:
             raise TrainingLoopError(
                 f"zero.step({given}): the update was made in backward, without these arguments; "
                 "use ZeroStep(zero, deferred=True)"
             )
-        if self.is_joining:
+        if arguments and self.is_joining:
             raise TrainingLoopError(
                 f"zero.step({given}): a rank that has run out of inputs does not have these arguments; call zero.step()"
             )
-
-    def _finish_step(self) -> None:
-        loss_scale = LossScale.given_to(self)
-        if self.stage is not None:
-            self.stage.step(loss_scale)
-            if has_post_hooks(self):
-                self.wait()  # They may read parameters.
-        elif self.overlap_with_ddp:
+        if stage is not None and stage.leaves_update:
+            stage.wait()
+        elif stage is None and self.overlap_with_ddp:
             raise RegistrationError(
                 "this ZeroRedundancyOptimizer was made with overlap_with_ddp=True, but no stage updates it: "
                 "call chain(ZeroStep(zero)).register(ddp), or leave out overlap_with_ddp"
             )
-        else:
-            self._step_without_hooks(loss_scale)
+
+    def _is_due(self, phases: Sequence[Phase], pending: list[Tensor]) -> bool:
+        return not phases or Phase.REDUCED in phases
+
+    def _opened(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.stage is None else self.stage.lifecycle.gradients.opened()
+
+    def _gradients(self, pending: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor]]:
+        stage = self.stage
+        if stage is None:
+            self.follow_strides()
+        self.begin()  # Parameters may have been moved since backward.
+        if stage is None and self.is_joining and active_join(self.process_group) is None:
+            return _lent_gradients(self)
+        if stage is not None and stage.lifecycle.is_replay:
+            held, stage.held = stage.held, {}  # DDP sets no .grad on a rank that replays.
+            return list(held), list(held.values())
+        if stage is not None:
+            pending = [parameter for parameter in pending if id(parameter) in stage.lifecycle.gradients.reduced]
+            if stage.clips_whole:
+                return pending, [parameter.grad for parameter in pending if parameter.grad is not None]
+        return pending, [self.shards[id(parameter)].gradient() for parameter in pending]
+
+    def _clip_(self, clipping: Clipping, parameters: Sequence[Tensor], gradients: list[Tensor]) -> Tensor:
+        stage = self.stage
+        assert stage is not None, "only a stage clips"
+        if stage.clips_whole:
+            by_parameter = dict(zip(parameters, gradients, strict=True))
+            ordered = in_model_order(by_parameter, stage.lifecycle.names)
+            return clipping.clip_([by_parameter[parameter] for parameter in ordered])
+        return self._clip_parts_(clipping, gradients)
+
+    def _clip_parts_(self, clipping: Clipping, gradients: list[Tensor]) -> Tensor:
+        """Clip by the norm of all ranks' parts. Communication: one all-reduce of a number."""
+        norm = ShardedNorm(clipping, gradients, self.ownership.trained, self.join_device)
+        all_reduce(norm.partial, op=norm.op, group=self.process_group)
+        return norm.clip_()
 
     @torch.no_grad()
-    def _step_without_hooks(self, loss_scale: LossScale, *, is_joined: bool = False) -> None:
-        self.follow_strides()
-        self.begin()
-        self._without_hooks.step(
-            self.optim, self._update_at_once, loss_scale, is_joining=self.is_joining, is_joined=is_joined
-        )
-
-    def _update_at_once(self, pairs: Sequence[tuple[Shard, Tensor]], veto: Veto) -> None:
-        self.update(pairs, veto)
-        self.finish()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As any optimizer's; between backward and :meth:`step` it discards the backward.
-
-        A registered chain clears what it has applied by itself, so a loop need not call this.
-
-        Raises:
-            TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
-        """
+    def _apply(
+        self, parameters: Sequence[Tensor], gradients: list[Tensor], veto: Veto, arguments: dict[str, Any]
+    ) -> None:
         if self.stage is not None:
-            with self._refusals_told():
-                self.stage.lifecycle.on_zero_grad(set_to_none=set_to_none)
-        super().zero_grad(set_to_none)
+            pairs = self.stage.parts(parameters, gradients)
+        else:
+            pairs = [(self.shards[id(p)], gradient) for p, gradient in zip(parameters, gradients, strict=True)]
+        self._local.step_arguments = arguments
+        try:
+            self.update([(shard, gradient) for shard, gradient in pairs if shard.own is not None], veto)
+            self.finish()
+        finally:
+            self._local.step_arguments = {}
+
+    def _publish(self, parameters: Sequence[Tensor]) -> None:
+        # See [Note: versions of sharded parameters].
+        if self.stage is not None:
+            torch.autograd.graph.increment_version(list(self.stage.lifecycle.gradients.reduced.values()))
+            self.stage.gather()
+            return
+        torch.autograd.graph.increment_version([shard.parameter for shard in self.shards.values()])
+        # As after a backward, in buckets of all trainable parameters, and of others that had a gradient.
+        stepped = set(map(id, parameters))
+        shards = [s for s in self.shards.values() if s.parameter.requires_grad or id(s.parameter) in stepped]
+        if (bucketed := tuple(map(id, shards))) != self._bucketed:
+            found = [shards_of_bucket(parameters, [self.ownership]) for parameters in _in_buckets(shards)]
+            self._bucketed, self._buckets = bucketed, [bucket for bucket in found if bucket is not None]
+        gathers = [Gather(index=place, shards=bucket) for place, bucket in enumerate(self._buckets)]
+        executor = executor_for(self.process_group, self.ownership.device)
+        run_now(gathers, lambda gather: self.exchange.gather(gather.shards, self.process_group), executor)
+
+    def _finish_backward(self, pending: list[Tensor]) -> None:
+        self.finish()
 
     def clip_grad_norm_(
         self,
@@ -441,19 +469,34 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             UnsupportedError: under ``Join``.
         """
         clipping = Clipping(max_norm, norm_type, error_if_nonfinite, argument="max_norm")
-        if self.stage is not None:
-            return self.stage.clip_(clipping, foreach=foreach)
-        gradients = [shard.parameter.grad for shard in self.shards.values() if shard.parameter.grad is not None]
-        return clipping.clip_(gradients, foreach=foreach)
-
-    def skip_update(self) -> AbstractContextManager[None]:
-        """``with zero.skip_update():`` for backwards of a loss that is not this optimizer's.
-
-        A backward that begins inside reduces, and makes no update: as with ``ZeroStep(zero, deferred=True)``,
-        :meth:`step` then applies it and :meth:`zero_grad` discards it. Enter it on every rank alike. See
-        :meth:`OverlappedOptimizer.skip_update`; under ``Join`` it needs that form.
-        """
-        return self.skipped.skipping()
+        stage = self.stage
+        if stage is None:
+            gradients = [shard.parameter.grad for shard in self.shards.values() if shard.parameter.grad is not None]
+            return clipping.clip_(gradients, foreach=foreach)
+        if not stage.updates_in_step:
+            raise TrainingLoopError(
+                "zero.clip_grad_norm_() after backward, but the update had been made in backward: use "
+                "ZeroStep(zero, deferred=True), or ZeroStep(zero, clip_grad_norm=...) without the call"
+            )
+        if self.is_joining:
+            raise UnsupportedError(
+                "under Join a rank that has run out of inputs calls nothing: use ZeroStep(zero, clip_grad_norm=...) "
+                "instead of zero.clip_grad_norm_()"
+            )
+        if stage.lifecycle.phase is not Phase.REDUCED:
+            raise TrainingLoopError(
+                "zero.clip_grad_norm_() clips the mean over ranks: call it between a synchronized backward and step()"
+            )
+        reduced = [parameter for parameter in stage.lifecycle.gradients.reduced.values() if parameter.grad is not None]
+        with torch.no_grad(), stage.lifecycle.gradients.opened():
+            if stage.has_whole_mean:
+                ordered = in_model_order(reduced, stage.lifecycle.names)
+                return clipping.clip_([p.grad for p in ordered if p.grad is not None], foreach=foreach)
+            for p in reduced:
+                if p.grad is not None and p.grad.stride() != p.stride():
+                    p.grad = torch.empty_like(p, dtype=p.grad.dtype).copy_(p.grad)
+            shards = [self.shards[id(parameter)] for parameter in reduced]
+            return self._clip_parts_(clipping, [shard.gradient() for shard in shards if shard.own is not None])
 
     def wait(self) -> None:
         """Wait until every parameter holds its new value, if gathers run during the next forward.
@@ -472,7 +515,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Goes on updating this rank's chunks after its last input; for ``with Join([ddp, zero])``."""
-        return ZeroJoinHook(self.step_joined, self.wait)
+        return _ZeroJoinHook(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -485,11 +528,36 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.process_group
 
     def step_joined(self) -> None:
-        """Issue the collectives of one :meth:`step` on a rank that has run out of inputs."""
-        if self.stage is not None:
-            self.stage.step_replayed()
-        else:
-            self._step_without_hooks(LossScale(), is_joined=True)
+        """Issue the collectives of one :meth:`step` on a rank that has run out of inputs; none where the others only
+        accumulate."""
+        stage = self.stage
+        if stage is None:
+            self.has_joined = True
+            try:
+                self._update(self._pending(), LossScale(), Veto(), {})
+            finally:
+                self.has_joined = False
+        elif stage.lifecycle.phase is Phase.REDUCED and stage.lifecycle.is_replay:
+            try:
+                if not stage.lifecycle.veto.stops:
+                    self._update([], LossScale(), stage.lifecycle.veto, {})
+            except BaseException:
+                stage.lifecycle.on_update_failure()
+                raise
+            stage.lifecycle.on_step(stage.lifecycle.gradients.reduced.values())
+        self.wait()
+
+    @property
+    def stepped(self) -> Optimizer:
+        return self.optim
+
+    @property
+    def scheduled(self) -> Optimizer:
+        return self
+
+    @property
+    def version(self) -> object:
+        return self.ownership.version
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Gather the whole state in CPU memory, for :meth:`state_dict` to return until the state changes.
@@ -601,3 +669,241 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def __repr__(self) -> str:
         return f"ZeroRedundancyOptimizer({self.optim!r}, rank {self.rank} of {self.world_size})"
+
+
+class LocalOptimizer:
+    """An optimizer of the user's class that holds this rank's parts of the parameters, and steps them.
+
+    Args:
+        cls: its class.
+        groups: of whole parameters.
+        defaults: the arguments of ``cls``.
+        process_group: the ranks that divide the parameters.
+        partition: how, ``"element"`` or ``"parameter"``; ``None``: in the unit in which ``cls`` updates.
+        master_dtype: of copies of narrower parameters.
+        agreement: by which the ranks come to their first collective together.
+        on_change: called before the state changes.
+    """
+
+    def __init__(
+        self,
+        cls: type[Optimizer],
+        groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
+        process_group: dist.ProcessGroup,
+        *,
+        partition: str | None,
+        master_dtype: torch.dtype | None,
+        agreement: Agreement,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._cls, self._defaults, self._master_dtype = cls, defaults, master_dtype
+        orthogonalizes = self._tried(groups)
+        self.partition = _partition(check_unit(cls, instead=_INSTEAD), cls, partition)
+        self.ownership = Ownership(process_group, self.partition, master_dtype)
+        agreement.agree()
+        chunks = self.ownership.add(groups, first_group=0, orthogonalizes=orthogonalizes)
+        self.optim = _made(cls, chunks, defaults)
+        """The optimizer itself."""
+        self._stepper = SubsetStepper(self.optim)
+        self.param_groups: list[dict[str, Any]] = []
+        """The groups of whole parameters, as the loop sees them; their hyperparameters count."""
+        self._on_change = on_change
+        self.step_arguments: Mapping[str, Any] = {}
+        """Arguments of the optimizer's ``step``."""
+        self.publishes = True
+        """Whether :meth:`update` writes the parameters; a gather of differences does by itself."""
+        self._state_sizes: dict[int, int] = {}
+
+    @property
+    def shards(self) -> Mapping[int, Shard]:
+        """The shard of each parameter, by ``id`` of the parameter, in the groups' order."""
+        return self.ownership.shards
+
+    def check_addition(self, group: dict[str, Any]) -> None:
+        """Raises: ConfigurationError: the optimizer does not take this group."""
+        self._tried([group])
+
+    def add(self, group: dict[str, Any]) -> None:
+        """Add this rank's parts of the parameters of a group, after the others; call it on every rank."""
+        orthogonalizes = self._tried([group])
+        (chunks,) = self.ownership.add([group], first_group=len(self.param_groups), orthogonalizes=orthogonalizes)
+        self.optim.add_param_group(chunks)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin a step: take note of parameters that were moved or changed since the last one.
+
+        Raises:
+            ConfigurationError: parameters were put into the groups, or taken out, by hand.
+        """
+        check_members(self.param_groups, self.shards)
+        copy_options(self.param_groups, self.optim.param_groups)
+        self._stepper.begin()
+        for shard in self.ownership.shards.values():
+            own, parameter = shard.own, shard.parameter
+            if (
+                shard.has_master
+                or parameter.data_ptr() != shard.pointer
+                or parameter.stride() != shard.strides
+                or (own is not None and own.requires_grad != parameter.requires_grad)
+            ):
+                shard.refresh()
+
+    @torch.no_grad()
+    def update(self, pairs: Pairs, veto: Veto) -> None:
+        """Step what this rank owns of each shard with its flat gradient, and write the parameters, unless a gather of
+        differences is going to. Where ``veto`` is left to the device, it changes nothing there."""
+        if veto.found_inf is None:
+            self.step_owned(pairs)
+        else:
+            with veto.passed_to(self.optim):
+                self.step_owned(pairs)
+        for shard, _ in pairs if self.publishes else ():
+            if shard.has_master:
+                shard.publish()
+
+    def step_owned(self, pairs: Pairs) -> None:
+        """Step what this rank owns of each shard, where the optimizer has it, with its flat gradient."""
+        self._on_change()
+        chunks: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for shard, gradient in pairs:
+            if (own := shard.own) is not None:
+                shaped = shard.shaped(gradient) if shard.is_whole else gradient
+                chunks.append(own)
+                gradients.append(shaped if shaped.dtype == own.dtype else shaped.to(own.dtype))
+        self._stepper.step(chunks, gradients, **self.step_arguments)
+        if self.partition != "element":
+            return
+        state, sizes = self.optim.state, self._state_sizes
+        for shard, _ in pairs:
+            if shard.own is not None and not shard.is_whole and len(state.get(shard.own, ())) != sizes.get(id(shard)):
+                check_new_state(self.optim, [one for one, _ in pairs], sizes)
+                return
+
+    def finish(self) -> None:
+        """End a step: the groups, as its parts have left them, are then the same on all ranks."""
+        # Not all options: the loop may have changed others since the step began, for the next one.
+        for place, values in self._stepper.finish(**self.step_arguments).items():
+            self.param_groups[place].update(values)
+
+    @torch.no_grad()
+    def make_state(self) -> None:
+        """Let the optimizer make the state of this rank's part by a step on zeros, which changes no parameter."""
+        self.begin()
+        owned = [shard for shard in self.shards.values() if shard.own is not None and shard.parameter.requires_grad]
+        values = [shard.own.clone() for shard in owned if shard.own is not None]
+        self.step_owned([(shard, flatten(torch.zeros_like(shard.own))) for shard in owned if shard.own is not None])
+        for shard, value in zip(owned, values, strict=True):
+            if shard.own is not None:
+                shard.own.copy_(value)
+
+    def _tried(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Make the optimizer of one element of each parameter, before ranks exchange anything; returns for each group
+        in how many steps it orthogonalizes matrices.
+
+        Raises:
+            ConfigurationError: the class does not take the arguments.
+            UnsupportedError: it needs a closure or sparse gradients, or has a ``step()`` of its own.
+        """
+        few = [{**group, "params": [self._one_element_of(p) for p in group["params"]]} for group in groups]
+        tried = check_optimizer(_made(self._cls, few, self._defaults))
+        if own_step(tried) is not None:
+            raise UnsupportedError(
+                f"{self._cls.__name__} replaces step() on its object, which a sharded update would not call; use "
+                f"{_INSTEAD}"
+            )
+        check_one_eps(tried, instead=_INSTEAD)
+        return [orthogonalization_steps(group) for group in tried.param_groups]
+
+    def _one_element_of(self, parameter: Tensor) -> Tensor:
+        dtype = self._master_dtype if is_narrower(parameter, self._master_dtype) else parameter.dtype
+        return torch.zeros(
+            (1,) * parameter.dim(), dtype=dtype, device=parameter.device, requires_grad=parameter.requires_grad
+        )
+
+
+def _made(cls: type[Optimizer], groups: Any, defaults: Mapping[str, Any]) -> Optimizer:
+    """``cls(groups, **defaults)``.
+
+    Raises:
+        ConfigurationError: ``cls`` does not take the arguments.
+    """
+    try:
+        return cls(groups, **defaults)
+    except OverlapError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(f"{cls.__name__}: {error}") from error
+
+
+def _partition(unit: Unit, cls: type[Optimizer], partition: object) -> str:
+    """How ``cls`` is divided, which updates in ``unit``.
+
+    Raises:
+        ConfigurationError: there is no such ``partition``.
+        UnsupportedError: it is finer than ``unit``.
+    """
+    if partition is None:
+        return unit
+    if not is_one_of(partition, "element", "parameter"):
+        raise ConfigurationError(f"partition is 'element' or 'parameter', got {told(partition)}")
+    if partition == "element" and unit == "parameter":
+        raise UnsupportedError(
+            f"{cls.__name__} does not update each element by itself: use partition='parameter', or leave partition out"
+        )
+    return str(partition)
+
+
+class _ZeroJoinHook(JoinHook):
+    """On a rank that has run out of inputs, DDP's own hook runs what stages do in backward, and brings the last
+    joiner's parameters to all ranks."""
+
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        self._zero = zero
+
+    def main_hook(self) -> None:
+        """The collectives of one step, as the active ranks issue them."""
+        self._zero.step_joined()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """After the block parameters are final."""
+        self._zero.wait()
+
+
+def _lent_gradients(zero: ZeroRedundancyOptimizer) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters to step and this rank's parts of their averaged gradients, under PyTorch's ``Join``, which leaves
+    no ``.grad`` on a rank that has run out of inputs: the first rank with inputs left broadcasts its own.
+
+    Communication: one all-reduce of a number, one broadcast of one byte per parameter, and one broadcast per gradient.
+    """
+    group, device, rank = zero.process_group, zero.join_device, zero.rank
+    lender = torch.tensor([zero.world_size if zero.has_joined else rank], device=device)
+    all_reduce(lender, op=dist.ReduceOp.MIN, group=group)
+    src = int(lender.item())
+    shards = list(zero.shards.values())
+    has_gradient = torch.tensor([s.parameter.grad is not None for s in shards], dtype=torch.uint8, device=device)
+    broadcast(has_gradient, src=src, group=group)
+    lent = [shard for shard, flag in zip(shards, has_gradient.tolist(), strict=True) if flag]
+    parts: list[Tensor] = []
+    for shard in lent:
+        whole = torch.empty_like(shard.parameter)
+        if rank == src and shard.parameter.grad is not None:
+            whole.copy_(shard.parameter.grad)
+        flat = flatten(whole)
+        broadcast(flat, src=src, group=group)
+        parts.append(flat[slice(*shard.range)])
+    return [shard.parameter for shard in lent], parts
+
+
+def _in_buckets(shards: Sequence[Shard]) -> list[list[Tensor]]:
+    """Parameters of one dtype, in their order, about 25 MB in each bucket."""
+    open_ones: dict[torch.dtype, list[Tensor]] = {}
+    full: list[list[Tensor]] = []
+    for parameter in (shard.parameter for shard in shards):
+        bucket = open_ones.setdefault(parameter.dtype, [])
+        bucket.append(parameter)
+        if sum(member.nbytes for member in bucket) >= _BUCKET_BYTES:
+            full.append(open_ones.pop(parameter.dtype))
+    return [*full, *open_ones.values()]

@@ -59,7 +59,8 @@ class ParameterPrefetch:
             self._hooks.follow()
         completions = {gather: Completion(context.device) for gather in gathers}
         for gather, completion in completions.items():
-            self._completions.update((id(shard.parameter), completion) for shard in gather.shards)
+            for shard in gather.shards:
+                self._completions[id(shard.parameter)] = completion
 
         async def work(gather: Gather) -> None:
             self._hold(gather, current_stream(context.device))
@@ -93,6 +94,11 @@ class ParameterPrefetch:
             for completion in dict.fromkeys(map(self._completions.get, parameters)):
                 if completion is not None:
                     completion.wait()
+
+    def on_read(self, parameters: Iterable[Tensor | None]) -> None:
+        """Some parameters are about to be read."""
+        if self._completions:
+            self.wait_for(map(id, parameters))
 
     def forget(self, parameters: Iterable[int]) -> None:
         """Some parameters, given by ``id``, get other values: wait for their gathers, whether or not they failed."""
@@ -159,14 +165,11 @@ class _ModuleHooks:
     def follow(self) -> None:
         """Have readers of the model's modules wait, also of those that it has got since."""
         for module in self._modules():
-            notify_of_reads(module, self._on_read)
+            notify_of_reads(module, self._prefetch.on_read)
 
     def _modules(self) -> Iterable[nn.Module]:
         model = self._model()
         return () if model is None else model.modules()
-
-    def _on_read(self, parameters: Iterable[Tensor | None]) -> None:
-        self._prefetch.wait_for(map(id, parameters))
 
     def before_load(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
         """Called before the module's own parameters are loaded, so before they are read."""
@@ -177,7 +180,7 @@ class _ModuleHooks:
         for handle in self._handles:
             handle.remove()
         for module in self._modules():
-            stop_notifying(module, self._on_read)
+            stop_notifying(module, self._prefetch.on_read)
 
     def before_forward(self, name: str, below: tuple[int, ...], module: nn.Module, *_: Any) -> None:
         """Wait for the parameters that the forward of `module` reads."""

@@ -10,10 +10,10 @@ from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext
 from overlap.hooks.wires import Wire
-from overlap.optim.zero.bucket_shards import ShardsByBucket, in_elements, reduced
 from overlap.optim.zero.exchange import Exchange
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
-from overlap.optim.zero.parameter_groups import check_same_group
+from overlap.optim.zero.partition import check_same_group
+from overlap.optim.zero.shards import BucketShards, in_elements, reduced, shards_of_bucket
 
 __all__ = ["ReduceScatter"]
 
@@ -41,8 +41,8 @@ class ReduceScatter(Stage):
     Args:
         zeros: the optimizers; a ``ZeroStep`` of each follows in the chain.
 
-    Issues, per bucket: one reduce-scatter; one all-reduce of the parameters that none of ``zeros`` has, if there are
-    some. It sends ``N (W-1)/W`` elements of a bucket of ``N``.
+    Communication: per bucket one reduce-scatter, and one all-reduce of the parameters that none of ``zeros`` has, if
+    there are some. It sends ``N (W-1)/W`` elements of a bucket of ``N``.
 
     Raises:
         ConfigurationError: ``zeros`` are not different optimizers of one process group, or (at registration) the chain
@@ -69,7 +69,8 @@ class ReduceScatter(Stage):
             raise ConfigurationError("ReduceScatter was given one optimizer twice; give each once")
         self.exchange = self.zeros[0].exchange
         """How ranks exchange gradients."""
-        self._shards = ShardsByBucket([zero.ownership for zero in self.zeros], self._trim)
+        # By the index of a bucket: its parameters, the versions of the optimizers', and its shards.
+        self._found: dict[int, tuple[object, object, BucketShards | None]] = {}
 
     @classmethod
     def of(cls, updates: Sequence[_ShardedUpdate]) -> ReduceScatter:
@@ -111,17 +112,24 @@ class ReduceScatter(Stage):
 
     async def __call__(self, bucket: Bucket) -> None:
         bucket = in_elements(bucket)
-        shards = self._shards.of(bucket)
+        shards = self._shards_of(bucket)
         if shards is not None:
             await self.exchange.reduce(bucket, shards)
         else:
             await self.exchange.average(bucket)
 
     def passed(self, bucket: Bucket) -> Bucket:
-        return reduced(bucket, self._shards.of(bucket))
+        return reduced(bucket, self._shards_of(bucket))
 
-    def _trim(self) -> None:
-        self.exchange.workspace.trim()
+    def _shards_of(self, bucket: Bucket) -> BucketShards | None:
+        versions = [zero.ownership.version for zero in self.zeros]
+        found = self._found.get(bucket.index)
+        if found is None or found[0] is not bucket.parameters or found[1] != versions:
+            # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
+            self.exchange.workspace.trim()
+            shards = shards_of_bucket(bucket.parameters, [zero.ownership for zero in self.zeros])
+            found = self._found[bucket.index] = bucket.parameters, versions, shards
+        return found[2]
 
     def __repr__(self) -> str:
         return f"ReduceScatter({', '.join(type(zero.optim).__name__ for zero in self.zeros)})"

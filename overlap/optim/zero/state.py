@@ -30,9 +30,8 @@ from torch.optim import Optimizer
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.join.group_collectives import of_all_ranks, on_rank
 from overlap.optim.packed_state import as_plain, cloned, fingerprint, tensors_in
-from overlap.optim.zero.parameter_groups import copy_options, options_of
-from overlap.optim.zero.partition import Range
-from overlap.optim.zero.sharding import Shard, flatten
+from overlap.optim.zero.partition import Range, copy_options, options_of
+from overlap.optim.zero.shards import Shard, flatten
 
 __all__ = [
     "ConsolidatedState",

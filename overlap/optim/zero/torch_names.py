@@ -12,7 +12,7 @@ from overlap.errors import ConfigurationError
 from overlap.hooks import Chain, Stage, StageHook, chain
 from overlap.hooks.adapters import CommHook, stage_from
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
-from overlap.optim.zero.zero_step import ZeroStep
+from overlap.optim.zero.step import ZeroStep
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 

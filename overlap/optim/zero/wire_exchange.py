@@ -9,8 +9,8 @@ import torch.distributed as dist
 from overlap.hooks import Bucket
 from overlap.hooks.wires import Wire
 from overlap.hooks.wires.memory import WireMemory
-from overlap.optim.zero.bucket_shards import BucketShards
 from overlap.optim.zero.exchange import Exchange, sum_rest
+from overlap.optim.zero.shards import BucketShards
 from overlap.optim.zero.wire_gather import WireGather
 from overlap.optim.zero.wire_reduce import WireReduce
 

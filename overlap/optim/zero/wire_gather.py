@@ -21,7 +21,7 @@ from overlap.hooks import all_gather, send_recv
 from overlap.hooks.wires import Wire
 from overlap.hooks.wires.blocks import codecs_in_runs
 from overlap.hooks.wires.memory import WireMemory
-from overlap.optim.zero.bucket_shards import BucketShards, beginning, beginnings
+from overlap.optim.zero.shards import BucketShards, beginning, beginnings
 
 __all__ = ["WireGather"]
 

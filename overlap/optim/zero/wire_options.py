@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from overlap._checks import check_flag, described
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.wires import Wire
-from overlap.optim.zero.sharding import Shard
+from overlap.optim.zero.shards import Shard
 
 __all__ = ["check_real", "check_wires"]
 

@@ -23,7 +23,7 @@ from overlap.hooks.finite import all_finite
 from overlap.hooks.wires import ErrorFeedback, Wire
 from overlap.hooks.wires.blocks import codecs_in_runs
 from overlap.hooks.wires.memory import WireMemory
-from overlap.optim.zero.bucket_shards import BucketShards, beginning, beginnings
+from overlap.optim.zero.shards import BucketShards, beginning, beginnings
 
 __all__ = ["WireReduce"]
 

@@ -28,7 +28,7 @@ from overlap import (
     declare,
 )
 from overlap.hooks.stage import walk
-from overlap.optim.update_stage import UpdateStage
+from overlap.optim.update import Update
 
 
 class ArmedError(Exception):
@@ -172,7 +172,7 @@ class Form:
 
     def skipping(self, stage: Stage, optimizer: Any) -> AbstractContextManager[None]:
         """Where a backward makes no update."""
-        updates = [made for made in walk(stage) if isinstance(made, UpdateStage)]
+        updates = [made for made in walk(stage) if isinstance(made, Update)]
         if not updates:
             return contextlib.nullcontext()
         held: AbstractContextManager[None] = (updates[0] if self.is_automatic else optimizer).skip_update()

@@ -165,14 +165,14 @@ def _remove_clears_nothing(self: UpdateLifecycle) -> None:
 
 
 def _clears_what_is_new(self: PassGradients) -> None:
-    for key, parameter in self._applied.items():
+    for key, parameter in self.applied.items():
         parameter.grad = None
-        self._reduced.pop(key, None)
-    self._applied = {}
+        self.reduced.pop(key, None)
+    self.applied = {}
 
 
 def _clears_on_zero_grad_alone(self: PassGradients) -> None:
-    self._reduced, self._applied = {}, {}
+    self.reduced, self.applied = {}, {}
 
 
 def _zero_grad_remembers(self: UpdateLifecycle, *, set_to_none: bool = True) -> None:
@@ -185,7 +185,7 @@ def _skips_nothing(self: UpdateLifecycle, *, is_replay: bool, outcome: Phase | N
 
 def _hands_over_parts_to_be_read(self: PassGradients, *, parts: bool = False, allows_unscaling: bool = False) -> None:
     _hand_over(self, parts=parts, allows_unscaling=allows_unscaling)
-    for parameter in self._reduced.values():
+    for parameter in self.reduced.values():
         if parameter.grad is not None:
             parameter.grad.is_readable = True  # type: ignore[attr-defined]
 
@@ -258,7 +258,7 @@ METHODS: dict[str, Mutant] = {
         "forward backward step ddp_zero_grad:T own_gradient:1 forward",
     ),
     "what the loop set to zero cleared in forward": Mutant(
-        INTERLEAVED, _method("_as_left", _compares_no_versions), "forward backward step ddp_zero_grad:F forward"
+        INTERLEAVED, _method("as_left", _compares_no_versions), "forward backward step ddp_zero_grad:F forward"
     ),
     "gradients of a failed backward kept": Mutant(
         INTERLEAVED, _method("clear_all"), "forward failing_backward:first forward"

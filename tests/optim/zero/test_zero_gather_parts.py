@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from harness import assert_parity, run_ranks
 from overlap import Int8, ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap.optim.zero import gather_parts
-from overlap.optim.zero.bucket_shards import BucketShards
 from overlap.optim.zero.gather_parts import parts_by_need
+from overlap.optim.zero.shards import BucketShards
 
 WIDTH = 16
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)

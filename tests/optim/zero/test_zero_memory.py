@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness import bucket_sizes_bytes, run_ranks, wrap
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap.optim.zero import exchange, gather_parts, without_hooks
+from overlap.optim.zero import exchange, gather_parts, optimizer
 from overlap.optim.zero.exchange import Workspace
 
 
@@ -167,7 +167,7 @@ class Temporaries:
 
 def _temporaries(rank: int, world_size: int, form: dict[str, Any] | None) -> Temporaries:
     exchange._LARGE_NUMEL = 1000
-    without_hooks._BUCKET_BYTES = 30_000
+    optimizer._BUCKET_BYTES = 30_000
     torch.manual_seed(0)
     layers = [nn.Linear(64, 64) for _ in range(20)]
     model = nn.Sequential(*(layer for linear in layers for layer in (linear, nn.Tanh())))

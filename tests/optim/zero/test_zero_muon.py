@@ -15,8 +15,7 @@ from harness import assert_parity, run_ranks, wrap
 from harness.errors import RankFailed
 from harness.models import FROZEN, MLP, TIED, TRANSFORMER, mean_squared_error
 from overlap import ConfigurationError, ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap.optim.zero.partition import ByParameter, Extent
-from overlap.optim.zero.update_cost import orthogonalization_flops
+from overlap.optim.zero.partition import ByParameter, Extent, orthogonalization_flops
 
 
 def test_owners_are_balanced_by_the_cost_of_the_orthogonalization() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from harness.models import Case, mean_squared_error
 from overlap import Wire, ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap.hooks import Bucket
-from overlap.optim.zero.sharding import flatten
+from overlap.optim.zero.shards import flatten
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 Cut = Sequence[Sequence[str]]

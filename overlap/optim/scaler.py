@@ -1,22 +1,23 @@
-"""What ``torch.amp.GradScaler`` asks of an optimizer that it does not unscale and skip by itself.
+"""Updates that depend on whether gradients are finite: under ``torch.amp.GradScaler``, and after ``SkipNonFinite``.
 
-An optimizer with ``_step_supports_amp_scaling`` is always stepped; before that the scaler sets its ``found_inf`` (a
-gradient of this rank is not finite) and ``grad_scale``. Each rank must then come to ``step()``, also to a skipped one.
+``GradScaler`` always steps an optimizer with ``_step_supports_amp_scaling``; before that it sets ``found_inf`` (a
+gradient of this rank is not finite) and ``grad_scale`` on it. Each rank must then call ``step()``, even a skipped one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import scale_
 
-__all__ = ["LossScale", "skips_by_itself"]
+__all__ = ["LossScale", "Veto", "skips_by_itself"]
 
 
 @dataclass(frozen=True)
@@ -72,3 +73,35 @@ def skips_by_itself(optimizer: Optimizer) -> bool:
     momentum."""
     is_told = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     return is_told and not any(group.get("momentum") for group in optimizer.param_groups)
+
+
+class Veto:
+    """What was found of one pass: nothing, or a tensor that is not zero where the update must change nothing.
+
+    On the CPU the update is then not made. On an accelerator only the optimizer's kernel knows, as of ``GradScaler``'s
+    verdict, so that the host does not wait.
+    """
+
+    def __init__(self, found_inf: Tensor | None = None) -> None:
+        self.found_inf = found_inf
+
+    def clear(self) -> None:
+        """Nothing was found."""
+        self.found_inf = None
+
+    @property
+    def stops(self) -> bool:
+        """Whether the update is not to be made; ``False`` where only the kernel knows."""
+        return self.found_inf is not None and not has_streams(self.found_inf.device) and bool(self.found_inf.item())
+
+    def passed_to(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Tell ``optimizer`` while it steps, on an accelerator."""
+        if self.found_inf is None or not has_streams(self.found_inf.device):
+            return nullcontext()
+        return LossScale(self.found_inf).passed_to(optimizer)
+
+    @classmethod
+    def of_any(cls, vetoes: Iterable[Veto]) -> Veto:
+        """One that stops where any of ``vetoes`` does."""
+        found = [veto.found_inf.reshape(()) for veto in vetoes if veto.found_inf is not None]
+        return cls(torch.stack(found).amax() if len(found) > 1 else found[0] if found else None)

@@ -1,16 +1,19 @@
-"""What this rank owns: its part of every parameter, as tensors.
+"""What this rank owns: its part of every parameter, and of the parameters in a bucket, as tensors.
 
 [Note: versions of sharded parameters]
 
 Updates and gathers write parameters through views of ``parameter.data``, whose version counters are their own: some
 writes come from the network, some while the next forward runs. So the version of a parameter is raised explicitly and
-once, when its update is made (:func:`raise_versions_of`). A weight that a later node of this backward still needs is
+once, when its update is made. A weight that a later node of this backward still needs is
 then autograd's error, and between backward and ``step()`` a version changes only where the training loop writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,11 +22,34 @@ from torch import Tensor
 
 from overlap._torch.device import has_streams
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
-from overlap.optim.zero.parameter_groups import check_same_on_all_ranks, device_of, is_narrower, names_of
-from overlap.optim.zero.partition import ByElement, ByParameter, Extent, Partition, Range
-from overlap.optim.zero.update_cost import orthogonalization_flops
+from overlap.hooks import Bucket
+from overlap.hooks.segments import segment_multiple
+from overlap.optim.zero.gather_parts import bytes_at_once, least_part_bytes, parts_by_need
+from overlap.optim.zero.partition import (
+    ByElement,
+    ByParameter,
+    Extent,
+    Layout,
+    Partition,
+    Range,
+    check_same_on_all_ranks,
+    device_of,
+    is_narrower,
+    names_of,
+    orthogonalization_flops,
+)
 
-__all__ = ["Ownership", "Shard", "flatten", "raise_versions_of"]
+__all__ = [
+    "BucketShards",
+    "Ownership",
+    "Shard",
+    "beginning",
+    "beginnings",
+    "flatten",
+    "in_elements",
+    "reduced",
+    "shards_of_bucket",
+]
 
 
 class Ownership:
@@ -33,6 +59,8 @@ class Ownership:
         self.shards: dict[int, Shard] = {}
         """The shard of each parameter, by ``id`` of the parameter, in the groups' order."""
         self.group = group
+        self.version = object()
+        """Another object when parameters are added; they never leave."""
         self._settings = (partition, str(master_dtype))
         self._master_dtype = master_dtype
         ranks = group.size()
@@ -100,6 +128,7 @@ class Ownership:
             for name, (_, parameter), owned in zip(names, pairs, ranges, strict=True)
         ]
         self.shards.update((id(shard.parameter), shard) for shard in made)
+        self.version = object()
         return [self._chunks(group) for group in groups]
 
     def _chunks(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +178,8 @@ class Shard:
         """The parameter's own memory, cut by rank. See [Note: versions of sharded parameters]."""
         self.strides = parameter.stride()
         """The parameter's strides when it was cut: the order of its elements in memory."""
-        self._pointer = parameter.data_ptr()
+        self.pointer = parameter.data_ptr()
+        """Where its memory was then."""
         self.has_master = is_narrower(parameter, master_dtype)
         self.dtype = master_dtype if self.has_master and master_dtype is not None else parameter.dtype
         """That of what the optimizer steps."""
@@ -207,7 +237,7 @@ class Shard:
                 "model.to(memory_format=...) remove() the registration, build DistributedDataParallel anew and "
                 "register again, which brings the optimizer's state into the new order"
             )
-        if self.parameter.data_ptr() != self._pointer:
+        if self.parameter.data_ptr() != self.pointer:
             self.follow()
         if self.own is not None and self.own.requires_grad != self.parameter.requires_grad:
             self.own.requires_grad_(self.parameter.requires_grad)
@@ -261,7 +291,7 @@ class Shard:
         if self.own is not None and not self.has_master:
             self.own.data = self.shaped(self.views[self.rank])
         self.strides = self.parameter.stride()
-        self._pointer = self.parameter.data_ptr()
+        self.pointer = self.parameter.data_ptr()
 
     def publish(self) -> None:
         """Round the master, if there is one, into the parameter."""
@@ -274,12 +304,199 @@ class Shard:
             self.published.copy_(self.shaped(self.views[self.rank]))
 
 
-def raise_versions_of(shards: Iterable[Shard]) -> None:
-    """The parameters of ``shards`` are updated: raise their versions. See [Note: versions of sharded parameters]."""
-    torch.autograd.graph.increment_version([shard.parameter for shard in shards])
-
-
 def flatten(tensor: Tensor) -> Tensor:
     """A flat view of ``tensor``, whose memory has no gaps, in the order of its memory."""
     detached = tensor.detach()
     return detached.as_strided((tensor.numel(),), (1,), int(detached.storage_offset()))
+
+
+class BucketShards:
+    """Cuts the buffers of a bucket into the pieces that each rank owns."""
+
+    def __init__(self, layout: Layout, shards: tuple[Shard | None, ...], rank: int) -> None:
+        self.layout = layout
+        self.rank = rank
+        self._shards = tuple(shard for shard in shards if shard is not None)
+        self.segment = layout.segment(rank)
+        self._slice = layout.of_rank(rank)
+        self._by_place = shards
+
+    def __iter__(self) -> Iterator[Shard]:
+        """The shards in the bucket's order, without the parameters that are not sharded."""
+        return iter(self._shards)
+
+    @cached_property
+    def owned(self) -> tuple[Shard, ...]:
+        """The shards that this rank's optimizer has a part of, which may be empty."""
+        return tuple(shard for shard in self._shards if shard.own is not None)
+
+    @cached_property
+    def parameter_pieces(self) -> list[Tensor]:
+        """The parameters' own memory, in packed order."""
+        return [
+            shard.views[piece.rank]
+            for piece in self.layout.pieces
+            if (shard := self._by_place[piece.place]) is not None
+        ]
+
+    @cached_property
+    def owning(self) -> tuple[Shard, ...]:
+        """The shards of the pieces that this rank owns, in packed order."""
+        found = (self._by_place[piece.place] for piece in self.layout.pieces[self._slice])
+        return tuple(shard for shard in found if shard is not None)
+
+    @cached_property
+    def are_sharded(self) -> list[bool]:
+        """For each parameter of the bucket, whether it is sharded."""
+        return [shard is not None for shard in self._by_place]
+
+    def own_of(self, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Those of ``pieces``, in packed order, that this rank owns."""
+        return pieces[self._slice]
+
+    def others_of(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Those of ``pieces`` that other ranks own."""
+        return [*pieces[: self._slice.start], *pieces[self._slice.stop :]]
+
+    def by_rank(self, pieces: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """``pieces``, in packed order, of each rank."""
+        return list(map(pieces.__getitem__, self.layout.by_rank))
+
+    def cut_packed(self, packed: Tensor) -> list[Tensor]:
+        """The pieces of a packed buffer."""
+        return _cut(packed, self.layout.packed_cuts)
+
+    def cut_flat(self, flat: Tensor) -> list[Tensor]:
+        """The pieces of a flat buffer, in packed order."""
+        return _cut(flat, self.layout.flat_cuts)
+
+    def gradients(self, flat: Tensor) -> list[Tensor]:
+        """This rank's part of each of :attr:`owned` in a flat buffer of gradients, empty parts included."""
+        return list(map(flat.__getitem__, self._own_slices))
+
+    @cached_property
+    def _own_slices(self) -> list[slice]:
+        return [
+            place for shard, place in zip(self._by_place, self._slices, strict=True) if shard and shard.own is not None
+        ]
+
+    @cached_property
+    def _slices(self) -> list[slice]:
+        """Where this rank's part of each parameter is in a flat buffer; empty for one that is not sharded."""
+        starts = itertools.accumulate(self.layout.numels, initial=0)
+        ranges = [(0, 0) if shard is None else shard.range for shard in self._by_place]
+        return [slice(start + first, start + end) for start, (first, end) in zip(starts, ranges, strict=False)]
+
+    def means(self, flat: Tensor) -> tuple[Tensor | None, ...]:
+        """Where this rank has the mean after a reduction of ``flat``, for each parameter of the bucket: its own part of
+        a sharded one; ``None`` for one that is not sharded."""
+        parts: list[Tensor | None] = []
+        # DDP's buffer holds a complex gradient as pairs of real numbers.
+        is_paired = not flat.is_complex() and self._shards[0].parameter.is_complex()
+        for shard, place in zip(self._by_place, self._slices, strict=True):
+            if shard is None:
+                parts.append(None)
+            else:
+                parts.append(flat[2 * place.start : 2 * place.stop] if is_paired else flat[place])
+        return tuple(parts)
+
+    def rest(self, flat: Tensor) -> list[Tensor]:
+        """The parts of a flat buffer that belong to parameters which are not sharded."""
+        lengths, chosen = self.layout.flat_cuts
+        if len(chosen) == len(lengths):
+            return []
+        taken = set(chosen)
+        return [part for place, part in enumerate(flat.split_with_sizes(lengths)) if place not in taken]
+
+    @cached_property
+    def parts(self) -> tuple[BucketShards, ...]:
+        """The bucket in parts that are gathered one by one, the last parameters first. See [Note: parts of a gather]
+        in :mod:`overlap.optim.zero.gather_parts`."""
+        sizes_bytes = [0 if shard is None else shard.parameter.nbytes for shard in self._by_place]
+        least_bytes = least_part_bytes(self._shards[0].parameter.device)
+        if not self.layout.is_even or sum(sizes_bytes) < 2 * least_bytes:
+            return (self,)
+        return tuple(self._part(places) for places in parts_by_need(sizes_bytes, least_bytes))
+
+    @cached_property
+    def whole(self) -> tuple[tuple[BucketShards, slice], ...]:
+        """The bucket as one part, as :attr:`in_turn`."""
+        return ((self, slice(0, sum(self.layout.numels))),)
+
+    @cached_property
+    def in_turn(self) -> tuple[tuple[BucketShards, slice], ...]:
+        """The bucket in parts that are reduced in turn, each with its place in a flat buffer; those of which nothing is
+        sharded are left out. See [Note: what is reduced at once] in :mod:`overlap.optim.zero.gather_parts`."""
+        sizes_bytes = [0 if shard is None else shard.parameter.nbytes for shard in self._by_place]
+        parts = parts_by_need(sizes_bytes, bytes_at_once(self._shards[0].parameter.device))
+        if len(parts) == 1:
+            return self.whole
+        starts = [0, *itertools.accumulate(self.layout.numels)]
+        return tuple(
+            (self._part(places), slice(starts[places.start], starts[places.stop]))
+            for places in reversed(parts)
+            if any(shard is not None for shard in self._by_place[places])
+        )
+
+    def _part(self, places: slice) -> BucketShards:
+        return BucketShards(self.layout.part(places), self._by_place[places], self.rank)
+
+    def note_written(self) -> None:
+        """The gather has written the other ranks' parts."""
+        for shard in self._shards:
+            if shard.published is not None:
+                shard.note_written()
+
+
+def shards_of_bucket(parameters: Sequence[Tensor], ownerships: Sequence[Ownership]) -> BucketShards | None:
+    """The shards of a bucket of these parameters, in any of ``ownerships``; ``None`` if none is sharded."""
+    found = tuple(_first(ownership.shards.get(id(parameter)) for ownership in ownerships) for parameter in parameters)
+    if all(shard is None for shard in found):
+        return None
+    layout = Layout(
+        ranges=tuple(None if shard is None else shard.ranges for shard in found),
+        numels=tuple(parameter.numel() for parameter in parameters),
+        is_even=not any(shard is not None and shard.is_whole and shard.parameter.dim() for shard in found),
+        segment_multiple=segment_multiple(parameters[0].device),
+    )
+    return BucketShards(layout, found, ownerships[0].group.rank())
+
+
+def in_elements(bucket: Bucket) -> Bucket:
+    """``bucket`` with a complex buffer if its gradients are complex; DDP's holds pairs of real numbers.
+
+    A shard's elements are those of its parameter.
+    """
+    if bucket.parameters[0].is_complex() and not bucket.buffer.is_complex():
+        return replace(bucket, buffer=torch.view_as_complex(bucket.buffer.view(-1, 2)))
+    return bucket
+
+
+def reduced(bucket: Bucket, shards: BucketShards | None) -> Bucket:
+    """``bucket`` after the reduction of ``shards``, as the next stage sees it."""
+    return replace(bucket, is_mean=True, owned=None if shards is None else shards.means(bucket.buffer))
+
+
+def _first(shards: Iterable[Shard | None]) -> Shard | None:
+    return next((shard for shard in shards if shard is not None), None)
+
+
+def _cut(buffer: Tensor, cuts: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Tensor]:
+    lengths, chosen = cuts
+    return list(map(buffer.split_with_sizes(lengths).__getitem__, chosen))
+
+
+def beginning(flat: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The beginning of ``flat``, which may be longer, in parts of the lengths of ``pieces``."""
+    return beginnings(flat[None], [pieces])
+
+
+def beginnings(rows: Tensor, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The :func:`beginning` of each of ``rows``, which are contiguous, one after another."""
+    lengths: list[int] = []
+    for own in pieces:
+        numels = [piece.numel() for piece in own]
+        lengths += [*numels, rows.size(1) - sum(numels)]
+    ends = set(itertools.accumulate(len(own) + 1 for own in pieces))
+    parts = rows.view(-1).split_with_sizes(lengths)
+    return [part for place, part in enumerate(parts, start=1) if place not in ends]

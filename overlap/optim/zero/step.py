@@ -1,0 +1,505 @@
+"""The sharded update: each rank makes its part of it, and the parts are gathered. See [Note: an update].
+
+[Note: one verdict]
+
+``GradScaler`` looks at ``.grad`` on its own rank, and all ranks must reach the same verdict, or their scales drift
+apart. But after a reduce-scatter only the owner of a chunk holds its mean. So the ranks vote, and each rank that learns
+of a non-finite gradient elsewhere marks one element of a part that it does not own, where no update reads ``.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap._checks import check_flag, described, is_one_of, told
+from overlap._torch.device import has_streams
+from overlap._torch.optimizer import unwrapped
+from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
+from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
+from overlap.hooks.finite import LargestElements
+from overlap.hooks.transforms.clip import ShardedNorm, in_model_order
+from overlap.hooks.wires import Wire, redistribute
+from overlap.join.active import active_join
+from overlap.optim.phases import Form, Phase
+from overlap.optim.update import BucketLayout, Update
+from overlap.optim.zero.exchange import Gather
+from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
+from overlap.optim.zero.partition import check_covered, check_same_group
+from overlap.optim.zero.prefetch import ParameterPrefetch
+from overlap.optim.zero.reduce_scatter import ReduceScatter
+from overlap.optim.zero.sharded_wires import ShardedWires
+from overlap.optim.zero.shards import BucketShards, Shard, flatten, in_elements, reduced, shards_of_bucket
+from overlap.optim.zero.wire_options import check_wires
+
+__all__ = ["ZeroStep"]
+
+_PARTLY_UPDATED = (
+    "some parameters may have been updated by then, and not gathered on every rank: load a checkpoint before going on, "
+    "or use ZeroStep(zero, deferred=True), which updates all or none"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedLayout(BucketLayout):
+    """As :class:`BucketLayout`."""
+
+    shards: BucketShards | None
+    """Of the bucket; ``None`` if none of its parameters is sharded."""
+    own: list[Tensor]
+    """The parameters of which this rank's optimizer has a part, which may be empty."""
+
+
+class ZeroStep(Update[ShardedLayout]):
+    """Each rank updates its part of a bucket's parameters and gathers the others' parts.
+
+    If it is first in its chain, the stage reduce-scatters the bucket itself, and sends as much as DDP's all-reduce.
+    After a reducer, each rank updates its part with the reducer's result.
+
+    *Interleaved* (default): each bucket is updated as soon as it is reduced, while backward computes the next ones.
+    *Deferred* (``deferred=True``, or ``clip_grad_norm``): all buckets are updated at once in ``zero.step()``, as
+    clipping by the global norm and ``GradScaler`` need. Call ``zero.step()`` once for each synchronized backward in
+    either case, unless ``automatic``.
+
+    Without a reducer before it, this rank has the mean only of the elements that it owns, so ``.grad`` can neither be
+    read nor changed after backward: an attempt raises ``TrainingLoopError``. After a reducer ``.grad`` is the mean;
+    read-only until ``step()`` where the update was made in backward. It is cleared before the model's next forward.
+
+    Args:
+        zero: the optimizer; the model must have all its trainable parameters. Other parameters of the model are
+            averaged and keep their ``.grad``.
+        deferred: update in ``zero.step()``.
+        clip_grad_norm: scale the averaged gradients to at most this global norm first; implies ``deferred``. After a
+            reducer that is ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip_grad_norm)`` bit for bit (of the
+            parameters that ``zero`` has), since norms are summed in the model's order; where the stage reduces by
+            itself, the ranks' parts are summed, and the norm is the same up to the order of summation.
+        norm_type: the type of the norm; ``float("inf")`` for the maximum.
+        gather: ``"backward"`` waits for new parameters before backward (or a deferred ``zero.step()``) returns;
+            ``"forward"`` gathers them during the next forward. Looking a parameter up in the model waits for it;
+            call ``zero.wait()`` before you read one that you hold yourself, in a list or in ``param_groups``.
+        automatic: backward does everything, a deferred update with its last bucket; the loop calls no ``step()``.
+        reduce_wire: sends gradients to their owners in fewer bytes, such as ``Int4()``: the owner sums in fp32 what it
+            decodes and its own part, which is not rounded. The stage then reduces itself; no reducer may be before it.
+        gather_wire: sends new parameters in fewer bytes, such as ``Int8()``, as differences from the parameters that
+            all ranks have (SDP4Bit, https://arxiv.org/abs/2410.15526). The optimizer steps true weights, which the
+            owner keeps; all ranks, the owner too, add the same decoded differences to their parameters, so these are
+            equal bit for bit, and the next difference holds what rounding left out. Takes a copy of this rank's part
+            of the parameters, and one in the dtype of the true weights, ``master_dtype`` if that is wider.
+        error_feedback: add what ``reduce_wire`` left out of a step's gradients to the next step's; takes one fp32 copy
+            of the gradients, and in backward two. A pass with a mean that is not finite, or that fails, changes it on
+            no rank.
+        release_gradients: free a bucket's memory as soon as it is updated and gathered, and allocate it again for its
+            next gradient, so that gradients hardly add to the peak. ``.grad`` cannot be read after backward. Needs
+            ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
+
+    Communication: per bucket one reduce-scatter, if first; one all-gather; if DDP looks for unused parameters, one
+        all-reduce of one byte per parameter. Deferred and first: one all-reduce of a number per backward, so that all
+        ranks know of a gradient that is not finite. With ``error_feedback`` one all-reduce of a number per bucket. A
+        wire sends one message to each other rank, of ``wire.codec(n).message_bytes`` bytes: in a reduction for the
+        ``n`` elements of the bucket that are that rank's, in a gather for those that are this rank's (by element, all
+        send as much as the largest).
+
+    Raises:
+        ConfigurationError: an argument is out of range, or (at registration) the optimizer has parameters that the
+            model does not have.
+        UnsupportedError: (at registration) a parameter that would travel through a wire is complex.
+        TrainingLoopError: in ``backward``, if ``zero.step()`` was not called after the backward before, or if something
+            else refers to a gradient that is to be released.
+
+    >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, overlap_with_ddp=True)
+    >>> chain(ZeroStep(zero)).register(ddp)
+    <chain(ZeroStep(AdamW, interleaved)) registered>
+    >>> before = model[0].weight.clone()
+    >>> loss_fn(ddp(x), y).backward()  # reduces, updates and gathers
+    >>> zero.step()
+    >>> bool((model[0].weight != before).any())
+    True
+    """
+
+    optimizer: ZeroRedundancyOptimizer
+    is_sharded = True
+
+    def __init__(
+        self,
+        zero: ZeroRedundancyOptimizer,
+        *,
+        deferred: bool | None = None,
+        clip_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        gather: str = "backward",
+        automatic: bool = False,
+        reduce_wire: Wire | None = None,
+        gather_wire: Wire | None = None,
+        error_feedback: bool = False,
+        release_gradients: bool = False,
+    ) -> None:
+        zero = unwrapped(zero)
+        if not isinstance(zero, ZeroRedundancyOptimizer):
+            raise ConfigurationError(
+                f"ZeroStep takes an overlap.ZeroRedundancyOptimizer, got {described(zero)}; for an optimizer that "
+                "every rank holds in full use chain(AllReduce(), Step(optimizer))"
+            )
+        if not is_one_of(gather, "backward", "forward"):
+            raise ConfigurationError(f"gather is 'backward' or 'forward', got {told(gather)}")
+        check_flag("automatic", automatic)
+        check_wires(reduce_wire, gather_wire, error_feedback=error_feedback)
+        super().__init__(
+            zero,
+            Form(
+                Phase.APPLIED,
+                "zero.step()",
+                "ZeroStep(zero, deferred=True)",
+                edits="chain(AllReduce(), ZeroStep(zero, deferred=True))",
+                clip="ZeroStep(zero, clip_grad_norm=max_norm), or zero.clip_grad_norm_(max_norm) with deferred=True,",
+                skip="stage.skip_update()" if automatic else "zero.skip_update()",
+                adds_up=False,
+            ),
+            deferred=deferred,
+            automatic=automatic,
+            clip_grad_norm=clip_grad_norm,
+            norm_type=norm_type,
+            release_gradients=release_gradients,
+        )
+        self.zero = zero
+        self.reduce_wire, self.gather_wire, self.error_feedback = reduce_wire, gather_wire, error_feedback
+        self._wires = ShardedWires(
+            self, zero, reduce_wire=reduce_wire, gather_wire=gather_wire, error_feedback=error_feedback
+        )
+        self.exchange = self._wires.exchange
+        """How ranks exchange gradients and parameters."""
+        self._gathers_in_forward = gather == "forward"
+        self._prefetch = ParameterPrefetch()
+        self.has_whole_mean = False
+        """Whether a reducer before the stage has left the mean in all of ``.grad``."""
+        self._follows_its_reducer = False
+        # Whether step() of other sharded updates of the chain issues collectives, too, in the order of the calls.
+        self._is_in_step_with_others = False
+        self._shards = zero.ownership.shards
+        # Of the last backward: its buckets in their order, and whether its gradients are finite.
+        self._gathers: list[Gather] = []
+        self._vote = _FiniteVote()
+
+    # The primitives of an update.
+
+    def owns_gradient_of(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._shards
+
+    def make_layout(self, bucket: Bucket) -> ShardedLayout:
+        # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
+        self.zero.exchange.workspace.trim()
+        shards = shards_of_bucket(bucket.parameters, [self.zero.ownership])
+        parameters = [] if shards is None else [shard.parameter for shard in shards]
+        own = [] if shards is None else [shard.parameter for shard in shards.owned]
+        return ShardedLayout(bucket.parameters, parameters, {id(p): p for p in parameters}, shards, own)
+
+    async def reduce(self, bucket: Bucket, layout: ShardedLayout) -> Bucket:
+        bucket = in_elements(bucket)
+        self.has_whole_mean = bucket.is_mean and not self._follows_its_reducer
+        if layout.shards is not None:
+            self._gathers.append(Gather(index=bucket.index, step=bucket.step, shards=layout.shards))
+        if bucket.is_mean:
+            return bucket
+        if layout.shards is not None:
+            await self.exchange.reduce(bucket, layout.shards)
+        else:
+            await self.exchange.average(bucket)
+        return bucket
+
+    @property
+    def clips_whole(self) -> bool:
+        """Whether whole gradients are clipped, as every rank has them, and cut afterwards."""
+        return self.clipping is not None and self.has_whole_mean
+
+    def gradients(
+        self, bucket: Bucket, layout: ShardedLayout, used: list[bool] | None
+    ) -> tuple[Sequence[Tensor], list[Tensor]]:
+        if layout.shards is None:
+            return [], []
+        parameters: Sequence[Tensor]
+        if self.clips_whole:
+            parameters, gradients = bucket.parameters, list(bucket.gradients)
+            kept = layout.owned.keys()
+        else:
+            parameters, gradients = layout.own, layout.shards.gradients(bucket.buffer)
+            if used is None:
+                return parameters, gradients
+        if used is not None:
+            kept = {id(p): p for p, is_used in zip(layout.parameters, used, strict=True) if is_used}.keys()
+        pairs = [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if id(p) in kept]
+        return [parameter for parameter, _ in pairs], [gradient for _, gradient in pairs]
+
+    async def leave(self, bucket: Bucket, layout: ShardedLayout, used: list[bool] | None) -> None:
+        parameters, gradients = self.gradients(bucket, layout, used)
+        if bucket.is_replay:  # DDP sets no .grad on a rank that replays, and its buffers are gone afterwards.
+            self.held.update(zip(parameters, [gradient.clone() for gradient in gradients], strict=True))
+        if not self.has_whole_mean:
+            self._vote.look(gradients)
+            await self._vote.cast(bucket)
+
+    def apply(self, layout: ShardedLayout, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
+        veto = self.lifecycle.veto
+        if veto.found_inf is None or not veto.stops:
+            shards = map(self._shards.__getitem__, map(id, parameters))
+            self.zero.update(list(zip(shards, gradients, strict=True)), veto)
+
+    async def clip_held(self, held: dict[Tensor, Tensor], bucket: Bucket) -> None:
+        assert self.clipping is not None, "asked for"
+        if self.has_whole_mean:
+            self.clipping.clip_([held[parameter] for parameter in in_model_order(held, self.lifecycle.names)])
+            return
+        trained = self.zero.ownership.trained
+        norm = ShardedNorm(self.clipping, list(held.values()), trained, bucket.buffer.device)
+        await all_reduce(norm.partial, op=norm.op, group=bucket.group)
+        norm.clip_()
+
+    def apply_held(self, held: dict[Tensor, Tensor]) -> None:
+        self.zero.update(self.parts(held, list(held.values())), self.lifecycle.veto)
+        self.zero.finish()
+
+    def parts(self, parameters: Iterable[Tensor], gradients: Sequence[Tensor]) -> list[tuple[Shard, Tensor]]:
+        """This rank's shards, each with its part of the gradient, which is whole if :attr:`clips_whole`."""
+        pairs = [(self.zero.shards[id(p)], gradient) for p, gradient in zip(parameters, gradients, strict=True)]
+        if not self.clips_whole:
+            return pairs
+        return [(shard, flatten(whole)[slice(*shard.range)]) for shard, whole in pairs if shard.own is not None]
+
+    async def publish(self, bucket: Bucket, layout: ShardedLayout) -> None:
+        if layout.shards is None:
+            return
+        self.lifecycle.gradients.note_applied(layout.parameters)
+        # There is nothing new after a step that was left out; through a wire, rounding of earlier ones would go.
+        if self.lifecycle.veto.found_inf is not None and self.lifecycle.veto.stops:
+            return
+        torch.autograd.graph.increment_version(layout.parameters)  # See [Note: versions of sharded parameters].
+        if not self._gathers_in_forward:
+            await self.exchange.gather(layout.shards, bucket.group)
+
+    def check_backward(self, *, is_replay: bool) -> None:
+        self.wait()
+        zero = self.zero
+        if zero.is_skipping and not self.updates_in_step and self.lifecycle.is_joining():
+            raise TrainingLoopError(
+                "skip_update() under Join: ranks that have run out of inputs make the update in backward, and are not "
+                "told that it is skipped; use ZeroStep(zero, deferred=True)"
+            )
+        if is_replay and not zero.is_joining and self.updates_after_backward:
+            raise TrainingLoopError(f"{self!r} acts outside of backward, too: use `with Join([ddp, zero])`")
+        if self._is_in_step_with_others and zero.is_joining and active_join(zero.process_group) is None:
+            raise UnsupportedError(
+                "PyTorch's Join does not tell a rank without inputs in which order the others call step() of several "
+                "sharded optimizers: use `with overlap.Join([ddp, ...])`, or leave out deferred=True"
+            )
+
+    def begin(self) -> None:
+        self._gathers = []
+        self._vote.begin()
+        self.zero.begin()
+        self._wires.begin(None if self.context is None else self.context.names)
+
+    def after_backward(self, *, failed: bool) -> str | None:
+        self._wires.settle(failed=failed)
+        if self.releases_gradients:
+            self.exchange.workspace.trim()  # For the forward, as the buckets.
+        try:
+            note = super().after_backward(failed=failed)
+        except BaseException:
+            self.exchange.workspace.forget()
+            raise
+        if failed:
+            self.exchange.workspace.forget()
+        elif self.leaves_update:
+            self.note_used_gradients()
+        return note
+
+    def conclude(self) -> None:
+        self.lifecycle.has_parts = not self.has_whole_mean
+        if self.leaves_update:
+            self._vote.mark(self.zero.shards.values())
+        elif self._gathers_in_forward and not self.lifecycle.veto.stops:
+            self.gather()
+
+    def end_step(self) -> None:
+        self.zero.finish()
+
+    def describe_failure(self) -> str | None:
+        return _PARTLY_UPDATED
+
+    # Gathers that do not run bucket by bucket in backward.
+
+    def gather(self) -> None:
+        """Outside of a backward: bring what each rank owns to all, in the next forward if it was asked for."""
+        assert self.context is not None, "gathers run while the stage is attached"
+        gathers = self._gathers[::-1]  # The last bucket has the first layers, which the next forward needs first.
+        if self._gathers_in_forward and not self.gathers_differences:
+            gathers = [replace(gather, shards=part) for gather in gathers for part in gather.shards.parts]
+        prefetch = self._prefetch if self._gathers_in_forward else ParameterPrefetch()
+        prefetch.begin(self.context, gathers, self.exchange)
+        # When all have joined DDP brings parameters to all. A replay must not wait inside of DDP's shadow: its hook
+        # does.
+        if not self._gathers_in_forward or (self.zero.is_joining and not self.lifecycle.is_replay):
+            prefetch.wait()
+
+    def wait(self) -> None:
+        """Wait for gathers that run during the next forward."""
+        self._prefetch.wait()
+
+    @property
+    def gathers_differences(self) -> bool:
+        """Whether the gather writes the parameters on the ranks that own them, too."""
+        return self._wires.gathers_differences
+
+    @property
+    def updates_after_backward(self) -> bool:
+        return self.updates_in_step or self._gathers_in_forward
+
+    # Registration.
+
+    @property
+    def signature(self) -> str:
+        return f"{self!r} by {self.zero.partition}"
+
+    @property
+    def reduces(self) -> bool:
+        return True
+
+    def reducer_for(self, updates: Sequence[Stage]) -> ReduceScatter:
+        return ReduceScatter.of([update for update in updates if isinstance(update, ZeroStep)])
+
+    def passed(self, bucket: Bucket) -> Bucket:
+        return bucket if bucket.is_mean else reduced(bucket, self.layout_of(bucket).shards)
+
+    @property
+    def updated(self) -> Sequence[Tensor]:
+        return [shard.parameter for shard in self.zero.shards.values()]
+
+    def check_together(self, stages: Sequence[Stage]) -> None:
+        super().check_together(stages)
+        self._follows_its_reducer = any(
+            isinstance(stage, ReduceScatter) and self.zero in stage.zeros for stage in stages
+        )
+        self._wires.check_reducer(next((stage for stage in stages if stage.role is Role.REDUCER), None))
+        in_step = [stage for stage in stages if isinstance(stage, ZeroStep) and stage.updates_in_step]
+        self._is_in_step_with_others = self in in_step and len(in_step) > 1
+
+    def attach(self, context: StageContext) -> None:
+        zero = self.zero
+        if zero.stage is not None and zero.stage is not self:
+            raise RegistrationError("this ZeroRedundancyOptimizer is registered already; .remove() that registration")
+        check_same_group(context.group, zero.process_group)
+        shards = zero.shards.values()
+        if context.names is not None:
+            check_covered(context.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
+        self._wires.check_named(context)
+        zero.follow_strides()
+        super().attach(context)
+        if context.names is None:
+            self.lifecycle.names = {shard.parameter: shard.name for shard in shards}
+        try:
+            self._wires.attach(context)
+            if self._gathers_in_forward:
+                self._prefetch.attach(context)
+        except BaseException:
+            self._wires.detach()
+            super().detach()
+            raise
+        zero.stage = self
+
+    def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Raises: ConfigurationError: the model does not train one of ``parameters``."""
+        if self.context is not None and self.context.names is not None:
+            check_covered(self.context.names, parameters, names)
+
+    def detach(self) -> None:
+        super().detach()
+        self._wires.detach()
+        if self.zero.stage is self:
+            self.zero.stage = None
+        self._prefetch.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """A snapshot of what the wires need on this rank; empty without wires and before the first pass.
+
+        ``error`` by parameter's name, the rounding's ``generator``, and the ``rank`` and number of ``ranks`` that it
+        belongs to. True weights are in the optimizer's state, as ``master_param``.
+        """
+        self.wait()
+        return {} if self._wires.memory is None else self._wires.memory.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned on this rank, before or after registering.
+
+        Raises:
+            ConfigurationError: it has errors and this stage keeps none, or it is another model's or another rank's; for
+                another number of ranks, see :meth:`redistribute`. If the stage is not yet registered, registering
+                raises the latter.
+        """
+        if self._wires.memory is None:
+            super().load_state_dict(state_dict)
+        else:
+            self._wires.memory.load_state_dict(state_dict)
+
+    redistribute = staticmethod(redistribute)
+
+    def __repr__(self) -> str:
+        parts = [self.optimizer_name, "deferred" if self.is_deferred else "interleaved"]
+        if self.clipping is not None:
+            parts.append(f"clip_grad_norm={self.clipping.max_norm} of norm {self.clipping.norm_type:g}")
+        if self._gathers_in_forward:
+            parts.append("gather in forward")
+        if self.is_automatic:
+            parts.append("automatic")
+        if self.reduce_wire is not None:
+            parts.append(f"reduce_wire={self.reduce_wire!r}")
+        if self.gather_wire is not None:
+            parts.append(f"gather_wire={self.gather_wire!r}")
+        if self.error_feedback:
+            parts.append("error_feedback=True")
+        if self.releases_gradients:
+            parts.append("release_gradients=True")
+        return f"ZeroStep({', '.join(parts)})"
+
+
+class _FiniteVote:
+    """Whether all gradients of a backward pass are finite, on any rank. See [Note: one verdict]."""
+
+    def __init__(self) -> None:
+        self._largest = LargestElements()
+        self._verdict: Tensor | None = None
+
+    def begin(self) -> None:
+        """A new pass begins."""
+        self._largest.clear()
+        self._verdict = None
+
+    def look(self, gradients: Sequence[Tensor]) -> None:
+        """Take note of averaged gradients."""
+        self._largest.look(gradients)
+
+    async def cast(self, bucket: Bucket) -> None:
+        """After the last bucket is reduced, ask the other ranks. Communication: one all-reduce of a number."""
+        await whole_pass()
+        if not bucket.is_last:
+            return
+        verdict = self._largest.found_inf(bucket.buffer.device)
+        await all_reduce(verdict, op=dist.ReduceOp.MAX, group=bucket.group)
+        self._verdict = verdict
+
+    @torch.no_grad()
+    def mark(self, shards: Iterable[Shard]) -> None:
+        """Mark ``.grad`` if a gradient is not finite on any rank; on an accelerator the host does not wait."""
+        verdict = self._verdict
+        if verdict is None or (not has_streams(verdict.device) and not verdict.item()):
+            return
+        for shard in shards:
+            grad = shard.parameter.grad
+            others = shard.foreign_element()
+            if grad is None or others is None or grad.stride() != shard.parameter.stride():
+                continue
+            element = grad.as_strided((1,), (1,), int(grad.storage_offset()) + others)
+            element.copy_(torch.where(verdict > 0, float("inf"), element))
+            return
