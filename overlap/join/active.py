@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from overlap.errors import TrainingLoopError, UnsupportedError
-
-if TYPE_CHECKING:
-    from overlap.join.board import Board
 
 __all__ = [
     "ActiveJoin",
@@ -49,11 +46,6 @@ class ActiveJoin(Protocol):
     @property
     def replays_own_gradients(self) -> bool:
         """Whether this rank replays a backward with what it had accumulated under ``no_sync`` when it ran out."""
-        ...
-
-    @property
-    def board(self) -> Board:
-        """Where the ranks in the block report failures."""
         ...
 
 

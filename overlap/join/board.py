@@ -37,7 +37,6 @@ from overlap._torch.c10d import PrefixStore, backend_name, group_timeout
 from overlap._torch.gloo import has_lost_connection
 from overlap._torch.stores import GroupStore
 from overlap.errors import CollectiveError, PeerError
-from overlap.join.active import active_join
 
 __all__ = ["Agreement", "Board", "agree", "explain", "explained", "is_reported", "is_lost_connection"]
 
@@ -52,6 +51,8 @@ _REPORTED = "_reported_to_other_ranks"
 
 # How often this process has agreed on a group: as often as every rank, so the number names the board.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+# The board of the Join whose block this process is in.
+_watched: weakref.WeakKeyDictionary[dist.ProcessGroup, Board] = weakref.WeakKeyDictionary()
 # Boards that this rank has left: all have when they agree again.
 _left: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Board]] = weakref.WeakKeyDictionary()
 
@@ -63,7 +64,7 @@ class Board:
         group: whose ranks.
         name: the same on every rank; no other board of the group has it.
         event: what a report means, in the words of a PeerError, as in "another rank failed under Join".
-        beside: another board on which a failure is looked for, too. That of the group's active Join always is.
+        beside: another board on which a failure is looked for, too; by default the group's watched one.
     """
 
     def __init__(
@@ -98,11 +99,9 @@ class Board:
             if self._store.check([_FAILED]):
                 text: str = self._store.get(_FAILED).decode()
                 return text
-        if self._beside is not None:
-            return self._beside.failure()
         group = self._group()
-        join = None if group is None else active_join(group)
-        return None if join is None or join.board is self else join.board.failure()
+        beside = self._beside or (None if group is None else _watched.get(group))
+        return None if beside is None or beside is self else beside.failure()
 
     def peer_error(self, *, within_s: float = 0.0) -> PeerError | None:
         """The error to raise where a rank has reported a failure, or does so within ``within_s``."""
@@ -140,10 +139,17 @@ class Board:
             for key in over:
                 self._store.delete_key(key)
 
+    def watch(self) -> None:
+        """Have every other board of the group look here, too, until this rank leaves: the block of a Join begins."""
+        if (group := self._group()) is not None:
+            _watched[group] = self
+
     def leave(self) -> None:
         """Called where this rank uses the board no more: what it wrote is deleted when all ranks agree again."""
         if (group := self._group()) is not None:
             _left.setdefault(group, []).append(self)
+            if _watched.get(group) is self:
+                del _watched[group]
 
     def read(self, keys: Sequence[str], *, late: Callable[[Sequence[str]], str]) -> list[Any]:
         """The values under ``keys``, once all are there.

@@ -150,6 +150,7 @@ class Join(base.Join):
         log = EventLog(self._group, agreement.name)
         iterations = Iterations(self._group, self._join_device, log, self._options, lengths=lengths)
         self._session = session = JoinSession(iterations, self._adapters, self._hyperparameters)
+        log.board.watch()
         set_active_join(self._group, session)
         self._undo.callback(clear_active_join, self._group)
         try:
