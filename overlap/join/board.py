@@ -315,8 +315,9 @@ def explain(error: BaseException, board: Board | None) -> None:
 
 
 def _has_peers(group: dist.ProcessGroup) -> bool:
-    """Whether other ranks are behind ``group``: not where a test pretends so."""
-    return backend_name(group, torch.device("cpu")) != "fake"
+    """Whether other processes are behind ``group``: not where a simulation pretends so."""
+    names = {backend_name(group, torch.device(device)) for device in ("cpu", "cuda")}
+    return bool(names & {"gloo", "nccl"})
 
 
 def _one_line(error: BaseException) -> str:
