@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -15,11 +16,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend, GradBucket, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
+from overlap._torch.foreach import add_all
+
 __all__ = [
     "Channel",
     "GradBucket",
     "GroupChannel",
     "PrefixStore",
+    "Row",
     "Store",
     "backend_name",
     "bucket_gradients",
@@ -128,6 +132,24 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout if isinstance(timeout, timedelta) else distributed_c10d.default_pg_timeout
 
 
+@dataclass(frozen=True)
+class Row:
+    """One message from each of the other ranks, which is added when it has been waited for."""
+
+    works: Sequence[dist.Work]
+    boxes: Sequence[Tensor]
+    """Where it is received from each of the other ranks, in their order."""
+    targets: Sequence[Tensor]
+    """The flat tensors that its parts are added to, one after another."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self.works:
+            work.wait()
+        for box in self.boxes:
+            add_all(self.targets, box.split_with_sizes([target.numel() for target in self.targets]))
+        return True
+
+
 class Channel(Protocol):
     """Starts collectives; each call returns at once, with the works to wait for. Tensors are real (not complex), and
     ranks are ranks of the channel."""
@@ -152,6 +174,12 @@ class Channel(Protocol):
     def send_recv(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
     ) -> Sequence[dist.Work]: ...
+
+    def add_messages(
+        self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]], tag: int
+    ) -> Sequence[dist.Work]:
+        """Send ``sends``, and add to each of ``rows`` what every other rank sends for it, in the order of ranks."""
+        ...
 
 
 class GroupChannel:
@@ -189,3 +217,12 @@ class GroupChannel:
             for tensor, peer in messages
         ]
         return list(dist.batch_isend_irecv(operations)) if operations else []
+
+    def add_messages(
+        self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]], tag: int
+    ) -> list[Any]:
+        peers = [peer for peer in range(self.size()) if peer != self.rank()]
+        boxes = [[row[0].new_empty(sum([target.numel() for target in row])) for _ in peers] for row in rows]
+        receives = [(box, peer) for of_row in boxes for box, peer in zip(of_row, peers, strict=True)]
+        works = self.send_recv(sends, receives, tag)
+        return [*works, *(Row((), of_row, row) for of_row, row in zip(boxes, rows, strict=True))]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap._threads import start
-from overlap._torch.c10d import Store
+from overlap._torch.c10d import Row, Store
 
 __all__ = ["GlooChannel", "has_lost_connection"]
 
@@ -92,11 +92,80 @@ class _Messages:
     def finish(self) -> None:
         """Wait for them, however long that takes."""
         try:
+            self._receive()
             for work in self._works:
                 work.wait()
         except Exception as error:
-            self._error = error
+            self._error = error.with_traceback(None)  # Whose frames keep gradients and the backend.
         self._is_over.set()
+
+    def _receive(self) -> None:
+        """Receive what has no memory of its own to go to; here nothing."""
+
+
+class _Sum(_Messages):
+    """Messages that are added to this rank's tensors as they come in.
+
+    [Note: rows of a sum]
+
+    What other ranks send needs memory until it is added. Gloo sends a message when its receiver is ready for it, so
+    this rank posts all its sends at once, and receives a row at a time: the part of a message from each of the others
+    that fits a box. While one row is added, the next one travels. So two rows of boxes are all that sums take, however
+    large they are and however many are in flight: the waiter's thread finishes them one after another, in the order in
+    which ranks issue them, and all use the same boxes. Each element has the same summands in the same order as if it
+    were added whole.
+
+    Args:
+        sends: works of what this rank sends.
+        rows: the flat tensors that each row is added to.
+        receive_row: starts to receive a row into the boxes of the first or the second place.
+        waiter: the thread that waits and adds.
+    """
+
+    def __init__(
+        self,
+        sends: Sequence[dist.Work],
+        rows: Sequence[Sequence[Tensor]],
+        receive_row: Callable[[Sequence[Tensor], int], Row],
+        waiter: _Waiter,
+    ) -> None:
+        super().__init__(sends, waiter)
+        self._rows, self._receive_row = rows, receive_row
+        self._is_submitted = True
+        waiter.submit(self)
+
+    def _receive(self) -> None:
+        rows, receive = self._rows, self._receive_row
+        del self._rows, self._receive_row  # Whoever waits for this may keep it.
+        before: Row | None = None
+        for place, row in enumerate(rows):
+            posted = receive(row, place % 2)
+            if before is not None:
+                before.wait()
+            before = posted
+        if before is not None:
+            before.wait()
+
+
+class _Boxes:
+    """Memory for two rows of messages from each of the other ranks. See [Note: rows of a sum]."""
+
+    def __init__(self) -> None:
+        self._places = [torch.empty(0, dtype=torch.uint8)] * 2
+
+    def take(self, place: int, row: Sequence[Tensor], others: int) -> list[Tensor]:
+        """Boxes from ``others`` ranks for what is added to ``row``, at the first or the second place."""
+        like = row[0]
+        numel = sum([target.numel() for target in row])
+        nbytes = others * numel * like.element_size()
+        if self._places[place].numel() < nbytes:
+            self._places[place] = torch.empty(nbytes, dtype=torch.uint8)
+        return list(self._places[place][:nbytes].view(like.dtype).view(others, numel))
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory that is kept for the next sum."""
+        return sum(place.numel() for place in self._places)
 
 
 class _Waiter:
@@ -154,6 +223,8 @@ class GlooChannel:
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self._waiter = _Waiter()
+        self._boxes = _Boxes()
+        self._peers = [peer for peer in range(size) if peer != rank]
         self._in_flight: list[dist.Work] = []
         self._options: dict[Any, dist.AllreduceOptions] = {}
         # Any: the type stubs lack a backend's collectives.
@@ -198,6 +269,19 @@ class GlooChannel:
         works = [self._backend.recv([tensor], peer, tag) for tensor, peer in receives]
         works += [self._backend.send([tensor], peer, tag) for tensor, peer in sends]
         return [_Messages(works, self._waiter)] if works else []
+
+    def add_messages(
+        self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]], tag: int
+    ) -> list[Any]:
+        """Send ``sends``, and add to each of ``rows`` what every other rank sends for it, in the order of ranks."""
+        backend, peers = self._backend, self._peers
+        works = [backend.send([tensor], peer, tag) for tensor, peer in sends]
+
+        def receive_row(targets: Sequence[Tensor], place: int) -> Row:
+            boxes = self._boxes.take(place, targets, len(peers))
+            return Row([backend.recv([box], peer, tag) for box, peer in zip(boxes, peers, strict=True)], boxes, targets)
+
+        return [_Sum(works, rows, receive_row, self._waiter)] if peers else []
 
     def abort(self) -> None:
         """Abandon what is in flight and close the connections; the other ranks see theirs close.

@@ -12,7 +12,7 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import stage_from
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.engine.registration import Registration, register
-from overlap.hooks.stage import Role, Stage, redistribute_parts
+from overlap.hooks.stage import Role, Stage
 
 __all__ = ["Chain", "chain"]
 
@@ -69,10 +69,9 @@ class Chain(Stage):
         for place, stage in enumerate(self.stages):
             stage.load_state_dict(state_dict.get(str(place), {}))
 
-    def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
-        """That of each stage; see :meth:`Stage.redistribute`."""
-        parts = {str(place): stage for place, stage in enumerate(self.stages)}
-        return redistribute_parts(parts, states, rank=rank, ranks=ranks)
+    @property
+    def state_parts(self) -> Mapping[str, Stage]:
+        return {str(place): stage for place, stage in enumerate(self.stages)}
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self.stages))})"

@@ -24,6 +24,7 @@ __all__ = [
     "FutureResult",
     "Operation",
     "WholePass",
+    "add_messages",
     "all_gather",
     "all_reduce",
     "broadcast",
@@ -240,7 +241,25 @@ def send_recv(
     def start(channel: Channel, next_tag: Callable[[], int]) -> Sequence[dist.Work]:
         return channel.send_recv(_all_as_real(sends), _all_as_real(receives), next_tag())
 
-    return Collective(label, group, start, sent=lambda size: sum(tensor.nbytes for tensor, _ in sends))
+    return Collective(label, group, start, sent=lambda size: sum([tensor.nbytes for tensor, _ in sends]))
+
+
+def add_messages(
+    sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]], *, group: dist.ProcessGroup
+) -> Operation:
+    """Send each ``(tensor, rank)`` of ``sends``, and add what every other rank sends this one, in the order of ranks.
+
+    This is a reduce-scatter of parts that are anywhere in memory. Each of ``rows`` stands for one message from every
+    other rank: the flat tensors that its parts are added to, one after another. Messages between two ranks are matched
+    in order. All tensors have one dtype. On Gloo what comes in takes the memory of two rows, elsewhere of all.
+    """
+
+    def start(channel: Channel, next_tag: Callable[[], int]) -> Sequence[dist.Work]:
+        is_complex = bool(rows) and rows[0][0].is_complex()
+        real = [[torch.view_as_real(target).view(-1) for target in row] for row in rows] if is_complex else rows
+        return channel.add_messages(_all_as_real(sends), real, next_tag())
+
+    return Collective("reduce_scatter", group, start, sent=lambda size: sum([tensor.nbytes for tensor, _ in sends]))
 
 
 def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None = None) -> Operation:

@@ -24,7 +24,7 @@ from overlap.hooks.adapters import stage_from
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.context import StageContext
-from overlap.hooks.stage import Stage, redistribute_parts, redistributed
+from overlap.hooks.stage import Stage, redistributed
 from overlap.hooks.stage_hook import StageHook
 from overlap.join.active import refuse_sample_weights
 from overlap.join.group_collectives import of_all_ranks
@@ -201,7 +201,11 @@ class PostLocal(Stage):
         """That of ``inner``; see :meth:`Stage.redistribute`."""
         if self._asks_is_local is not None or any("iter" not in state for state in states):
             return redistributed(self.inner, states, rank=rank, ranks=ranks)
-        return {"inner": {}, **redistribute_parts({"inner": self.inner}, states, rank=rank, ranks=ranks)}
+        return {"inner": {}, **super().redistribute(states, rank=rank, ranks=ranks)}
+
+    @property
+    def state_parts(self) -> Mapping[str, Stage]:
+        return {"inner": self.inner}
 
     def __repr__(self) -> str:
         return f"PostLocal({self.inner!r}, from step {told(self._state.start_localSGD_iter)})"

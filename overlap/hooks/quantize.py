@@ -15,7 +15,7 @@ from overlap.hooks.collectives import all_gather
 from overlap.hooks.context import StageContext
 from overlap.hooks.stage import Stage
 from overlap.hooks.wires import Int4, Int8, QuantizedSum, Wire, redistribute
-from overlap.hooks.wires.memory import WireMemory
+from overlap.hooks.wires.feedback import StageMemory
 from overlap.hooks.wires.numbers import Affine8
 
 __all__ = ["GatherQuantized", "Quantize"]
@@ -62,7 +62,7 @@ class Quantize(Stage):
     ) -> None:
         self.wire = _wire(wire, bits, {"chunk": chunk, "rounding": rounding})
         self.error_feedback = check_flag("error_feedback", error_feedback)
-        self._memory = WireMemory(self, error_feedback=error_feedback, wires=[self.wire])
+        self._memory = StageMemory(self, error_feedback=error_feedback, wires=[self.wire])
         self._is_attached = False
 
     def attach(self, context: StageContext) -> None:

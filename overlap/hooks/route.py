@@ -19,7 +19,7 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.context import StageContext
 from overlap.hooks.post_local_sgd import PostLocal
 from overlap.hooks.segments import can_be_sent
-from overlap.hooks.stage import Role, Stage, redistribute_parts, walk
+from overlap.hooks.stage import Role, Stage, walk
 
 __all__ = ["Route", "Rule", "by_ndim", "route"]
 
@@ -167,10 +167,9 @@ class Route(Stage):
         for place, reducer in enumerate(self.reducers):
             reducer.load_state_dict(states.get(str(place), {}))
 
-    def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
-        """That of each reducer; see :meth:`Stage.redistribute`."""
-        parts = {str(place): reducer for place, reducer in enumerate(self.reducers)}
-        return redistribute_parts(parts, states, rank=rank, ranks=ranks)
+    @property
+    def state_parts(self) -> Mapping[str, Stage]:
+        return {str(place): reducer for place, reducer in enumerate(self.reducers)}
 
     def _named(self) -> dict[str, list[str]]:
         """The parameters of each reducer, by its place."""

@@ -15,7 +15,7 @@ from overlap.hooks.bucket import Bucket
 from overlap.hooks.context import StageContext
 from overlap.hooks.same_state import is_same_state
 
-__all__ = ["Role", "Stage", "StageContext", "redistribute_parts", "redistributed", "walk", "with_contexts"]
+__all__ = ["Role", "Stage", "StageContext", "redistributed", "walk", "with_contexts"]
 
 
 class Role(enum.IntEnum):
@@ -115,9 +115,9 @@ class Stage(ABC):
             raise ConfigurationError(f"{self!r} has no state to load, but was given {sorted(state_dict)}")
 
     def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
-        """What to load on ``rank`` of ``ranks``, from what :meth:`state_dict` returned on all ranks of another number.
+        """The state to load on ``rank`` of ``ranks``, from those of :meth:`state_dict` on all ranks of another number.
 
-        As it is here for a stage that remembers the same on every rank.
+        As it is here for a stage whose own state is the same on every rank; :attr:`state_parts` have their own rules.
 
         Args:
             states: of all old ranks, in their order.
@@ -127,12 +127,23 @@ class Stage(ABC):
         Raises:
             ConfigurationError: the states differ.
         """
-        if not all(is_same_state(state, states[0]) for state in states):
+        parts = self.state_parts
+        own = [{key: value for key, value in state.items() if key not in parts} for state in states]
+        if not all(is_same_state(state, own[0]) for state in own):
             raise ConfigurationError(
                 f"{self!r} remembers other things on each rank, and has no rule for another number of ranks: resume "
                 f'with {len(states)}, or set state["stages"]["state"] = {{}} in every state, and all stages begin anew'
             )
-        return dict(states[0])
+        made = own[0]
+        for key, stage in parts.items():
+            if state := redistributed(stage, [state.get(key, {}) for state in states], rank=rank, ranks=ranks):
+                made[key] = state
+        return made
+
+    @property
+    def state_parts(self) -> Mapping[str, Stage]:
+        """The stages whose states are in this one's :meth:`state_dict`, by key."""
+        return {}
 
     @property
     def children(self) -> tuple[Stage, ...]:
@@ -246,17 +257,6 @@ def walk(stage: Stage) -> Iterator[Stage]:
 def redistributed(stage: Stage, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
     """:meth:`Stage.redistribute` of states that may all be empty, as before the first pass."""
     return stage.redistribute(states, rank=rank, ranks=ranks) if any(states) else {}
-
-
-def redistribute_parts(
-    parts: Mapping[str, Stage], states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int
-) -> dict[str, Any]:
-    """:func:`redistributed` for states by key, of several stages; what is under other keys is the same on all ranks."""
-    made = {key: value for key, value in states[0].items() if key not in parts}
-    for key, stage in parts.items():
-        if state := redistributed(stage, [state.get(key, {}) for state in states], rank=rank, ranks=ranks):
-            made[key] = state
-    return made
 
 
 def with_contexts(stage: Stage, context: StageContext) -> Iterator[tuple[Stage, StageContext]]:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap.errors import QuantizationOverflowError
-from overlap.hooks.collectives import Operation, all_gather, all_reduce, send_recv
+from overlap.hooks.collectives import Operation, all_gather, all_reduce
 from overlap.hooks.wires import RoundingGenerator
+from overlap.hooks.wires.exchange import sum_in_order, swap
 from overlap.quantized.formats import Format
 
 __all__ = ["Collective", "Exchange", "REDUCTIONS"]
@@ -57,7 +58,7 @@ class Exchange:
         numels = [output.numel() for output in outputs]
         received = [_empty(self.form.message_bytes(numel), messages[0]) for numel in numels]
         received[self.group.rank()] = messages[self.group.rank()]
-        await self._swap(messages, received)
+        await swap(messages, received, group=self.group)
         for message, output in zip(received, outputs, strict=True):
             if output.numel():
                 self._land(self.form.read(message[None], output.numel())[0], output)
@@ -99,7 +100,7 @@ class Exchange:
         overflowed = await self._agreed(flag)
         message_bytes = self.form.message_bytes(own.numel())
         received = _empty(ranks * message_bytes, own).view(ranks, message_bytes)
-        await self._swap(messages, received.unbind())
+        await swap(messages, received, group=self.group)
         total = self._total(own, received, op)
         return total.div_(ranks) if op == dist.ReduceOp.AVG else total, overflowed
 
@@ -108,29 +109,13 @@ class Exchange:
         rank = self.group.rank()
         is_sum = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         if is_sum and own.dtype != torch.float64 and own.numel():
-            codec = self.form.wire.codec(own.numel())
-            total = own.to(torch.float32, copy=True) if rank == 0 else self.form.read(received[:1], own.numel())[0]
-            codec.add_rows(received[1:rank], total)
-            if rank > 0:
-                total.add_(own)
-            codec.add_rows(received[rank + 1 :], total)
-            return total
+            return sum_in_order(self.form.wire.codec(own.numel()), own.to(torch.float32, copy=True), received, rank)
         wide = torch.float64 if own.dtype == torch.float64 else torch.float32
         total = own.new_empty(0)
         for peer, message in enumerate(received):
             values = (own if peer == rank else self.form.read(message[None], own.numel())[0]).to(wide)
             total = values.clone() if peer == 0 else REDUCTIONS[op](total, values)
         return total
-
-    async def _swap(self, messages: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Send ``messages`` to the other ranks, and receive theirs into ``received``."""
-        ranks, rank = self.group.size(), self.group.rank()
-        peers = [(rank + distance) % ranks for distance in range(1, ranks)]
-        await send_recv(
-            [(messages[peer], peer) for peer in peers if messages[peer].numel()],
-            [(received[peer], peer) for peer in peers if received[peer].numel()],
-            group=self.group,
-        )
 
     def _encoded(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         device = tensors[0].device

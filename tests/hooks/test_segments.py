@@ -51,7 +51,8 @@ class Spied:
 
     @contextlib.contextmanager
     def on(self, kind: type) -> Iterator[Spied]:
-        originals = {name: getattr(kind, name) for name in ("all_reduce", "all_gather", "reduce_scatter", "send_recv")}
+        names = ("all_reduce", "all_gather", "reduce_scatter", "send_recv", "add_messages")
+        originals = {name: getattr(kind, name) for name in names}
 
         def noting(name: str) -> Callable[..., Any]:
             def call(channel: Any, *args: Any) -> Any:
@@ -73,6 +74,9 @@ class Spied:
         if name == "send_recv":
             parts = [tensor for tensor, _ in (*first, *second)]
             self.sent_bytes += sum(tensor.nbytes for tensor, _ in first)
+        elif name == "add_messages":
+            parts = [tensor for tensor, _ in first]
+            self.sent_bytes += sum(tensor.nbytes for tensor in parts)
         elif name == "all_reduce":
             parts = [first]
             self.sent_bytes += first.nbytes

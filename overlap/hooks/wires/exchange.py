@@ -1,14 +1,13 @@
-"""A sum over ranks in quantized messages, whose traffic does not grow with the number of ranks.
+"""Messages between ranks, encoded by a wire.
 
-Each rank owns an equal part of the values. It sends each other rank that rank's part, quantized, sums in fp32 what it
-receives for its own part, quantizes the sum, and the sums are gathered. A rank sends as many values as in an
-all-reduce, ``2 (W-1)/W`` of them, and their scales.
+``swap`` sends each other rank a message of its own, ``sum_in_order`` adds up what comes in, and :class:`QuantizedSum`
+is a sum over ranks made of both. The sharded update and the quantized collectives use the first two.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +18,58 @@ from torch.nn.functional import pad
 from overlap.hooks.collectives import all_gather, send_recv
 from overlap.hooks.wires.wire import Codec, Wire
 
-__all__ = ["QuantizedSum"]
+__all__ = ["QuantizedSum", "sum_in_order", "swap"]
 
 _Encode = Callable[[Tensor, Tensor, torch.Generator | None], None]
 
 
+_ByRank = Sequence[Tensor] | Mapping[int, Tensor] | Tensor
+"""A tensor for each rank; this rank's own is not looked at."""
+
+
+async def swap(sent: _ByRank, received: _ByRank, *, group: dist.ProcessGroup, label: str = "send_recv") -> None:
+    """Send ``sent[r]`` to each other rank ``r`` and receive from it into ``received[r]``; empty ones do not travel.
+
+    Each rank starts with the next one, so that not all send to the same rank at once.
+
+    Communication: a send and a receive with every other rank. ``label`` names it in profiles.
+    """
+    ranks, rank = group.size(), group.rank()
+    peers = [(rank + distance) % ranks for distance in range(1, ranks)]
+    await send_recv(
+        [(sent[peer], peer) for peer in peers if sent[peer].numel()],
+        [(received[peer], peer) for peer in peers if received[peer].numel()],
+        group=group,
+        label=label,
+    )
+
+
+def sum_in_order(codec: Codec, own: Tensor, received: Tensor, rank: int) -> Tensor:
+    """The sum, in the order of ranks, of ``own`` and of what the other ranks' messages hold.
+
+    Args:
+        codec: of the messages.
+        own: the values of this ``rank``, fp32 of shape ``(numel,)``; may be overwritten by the sum.
+        received: a message from each rank, of shape ``(W, message_bytes)``; row ``rank`` is not read.
+    """
+    total = own
+    if rank:
+        total = torch.empty_like(own)
+        codec.decode_rows(received[:1], total[None])
+        codec.add_rows(received[1:rank], total)
+        total.add_(own)
+    codec.add_rows(received[rank + 1 :], total)
+    return total
+
+
 @dataclass(frozen=True)
 class QuantizedSum:
-    """Sums values over the ranks of ``group``."""
+    """Sums values over the ranks of ``group``, with traffic that does not grow with their number.
+
+    Each rank owns an equal part of the values. It sends each other rank that rank's part, quantized, sums in fp32 what
+    it receives for its own part, quantizes the sum, and the sums are gathered. A rank sends as many values as in an
+    all-reduce, ``2 (W-1)/W`` of them, and their scales.
+    """
 
     codec: Codec
     """Encodes one rank's part."""
@@ -49,7 +92,8 @@ class QuantizedSum:
 
         One rank alone rounds nothing.
 
-        Issues: a send and a receive of ``1/W`` of the values with every other rank, and an all-gather of as much.
+        Communication: a send and a receive of ``1/W`` of the values with every other rank, and an all-gather of as
+        much.
         """
         missing = out is not values
         if self.group.size() == 1 or values.numel() == 0:
@@ -84,9 +128,7 @@ class QuantizedSum:
             start, end = end, end + len(rows)
             encode(rows, sent[start:end], self.generator)
         received = torch.empty(self.group.size(), message_bytes, dtype=torch.uint8, device=device)
-        await send_recv(
-            list(zip(sent, peers, strict=True)), [(received[peer], peer) for peer in peers], group=self.group
-        )
+        await swap(dict(zip(peers, sent, strict=True)), received, group=self.group)
         return received
 
 

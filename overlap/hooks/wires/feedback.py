@@ -1,4 +1,8 @@
-"""The memory of those who use a wire: what it leaves out, to be added in the next step, and its random numbers.
+"""The memory of those who use a wire: rounding errors, to be added in the next step, and random numbers.
+
+:class:`ErrorFeedback` holds errors by the parameters' names and :class:`RoundingGenerator` a rank's random numbers;
+:class:`WireMemory` is both, with their state, and :class:`StageMemory` that of a stage, which may be loaded before the
+stage is registered.
 
 Error feedback: Seide et al., 2014; Karimireddy et al., 2019.
 """
@@ -14,10 +18,22 @@ from torch import Tensor
 from overlap._torch.device import has_streams, hold
 from overlap._torch.foreach import add_all
 from overlap.errors import ConfigurationError
+from overlap.hooks.context import StageContext
 from overlap.hooks.finite import all_finite
 from overlap.hooks.wires.wire import Wire
 
-__all__ = ["ErrorFeedback", "RoundingGenerator", "check_errors", "check_shape", "redistribute"]
+__all__ = [
+    "ErrorFeedback",
+    "RoundingGenerator",
+    "StageMemory",
+    "WireMemory",
+    "check_errors",
+    "check_rank",
+    "redistribute",
+]
+
+Place = tuple[int, int]
+"""A rank and the number of ranks."""
 
 
 class ErrorFeedback:
@@ -169,3 +185,132 @@ class RoundingGenerator:
         """Go on where the generator was that gave ``state``; anew where it is ``None``."""
         # A checkpoint may have been loaded to an accelerator.
         self._state, self._generator = None if state is None else state.cpu(), None
+
+
+class WireMemory:
+    """Errors and random numbers of one user of wires, on its rank.
+
+    Args:
+        error_feedback: whether to add a step's errors to the next step's values.
+        wires: at least one; stochastic ones draw from one generator.
+    """
+
+    def __init__(self, *, error_feedback: bool, wires: Sequence[Wire]) -> None:
+        self.feedback = ErrorFeedback() if error_feedback else None
+        stochastic = [wire for wire in wires if wire.is_stochastic]
+        self.is_of_rank = error_feedback or bool(stochastic)
+        """Whether each rank has its own."""
+        self._generator = RoundingGenerator([*stochastic, *wires][0])
+
+    def begin(self) -> None:
+        """A pass begins."""
+        if self.feedback is not None:
+            self.feedback.begin()
+
+    def settle(self, *, failed: bool) -> None:
+        """The pass is over; see :meth:`ErrorFeedback.settle`."""
+        if self.feedback is not None:
+            self.feedback.settle(failed=failed)
+
+    def generator_for(self, wire: Wire, rank: int, device: torch.device) -> torch.Generator | None:
+        """The generator with which ``wire`` rounds on this ``rank``; ``None`` if it rounds to nearest."""
+        return self._generator.of(rank, device) if wire.is_stochastic else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """A snapshot: ``error`` by parameter's name, and the rounding's ``generator``, where there are such."""
+        state: dict[str, Any] = {}
+        if self.feedback is not None:
+            state["error"] = self.feedback.state_dict()
+        if (generator := self._generator.state()) is not None:
+            state["generator"] = generator
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; without a key, as before the first pass."""
+        if self.feedback is not None:
+            self.feedback.load_state_dict(state_dict.get("error", {}))
+        self._generator.load(state_dict.get("generator"))
+
+
+class StageMemory(WireMemory):
+    """The memory of one stage, which may be loaded before the stage is registered.
+
+    Args:
+        owner: the stage, which messages name.
+        error_feedback: as for :class:`WireMemory`.
+        wires: as for :class:`WireMemory`.
+    """
+
+    def __init__(self, owner: object, *, error_feedback: bool, wires: Sequence[Wire]) -> None:
+        super().__init__(error_feedback=error_feedback, wires=wires)
+        self._owner = owner
+        self._saved_by: Place | None = None
+        self._context: StageContext | None = None
+
+    def attach(self, context: StageContext) -> None:
+        """Serve the model of ``context``.
+
+        Raises:
+            ConfigurationError: the state that was loaded is another rank's or another model's.
+        """
+        self._check(context, self._saved_by, {} if self.feedback is None else self.feedback.errors)
+        self._context = context
+
+    def detach(self) -> None:
+        """Stop serving the model; the memory stays."""
+        has_own = self._generator.state() is not None or (self.feedback is not None and self.feedback.errors)
+        if self._context is not None and has_own:
+            self._saved_by = _place(self._context)
+        self._context = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of :class:`WireMemory`, with the ``rank`` and number of ``ranks`` that it belongs to."""
+        state = super().state_dict()
+        saved_by = self._saved_by if self._context is None else _place(self._context)
+        if state and saved_by is not None:
+            state["rank"], state["ranks"] = saved_by
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned on this rank.
+
+        Raises:
+            ConfigurationError: ``state_dict`` has unknown keys, has errors and this memory keeps none, or is another
+                model's or another rank's.
+        """
+        if unknown := sorted(set(state_dict) - {"error", "generator", "rank", "ranks"}):
+            raise ConfigurationError(f"{self._owner!r} has no state {unknown}")
+        errors = state_dict.get("error", {})
+        if self.feedback is None and errors:
+            raise ConfigurationError(
+                f"the state has error feedback, but {self._owner!r} has none: make it with error_feedback=True"
+            )
+        saved_by = (state_dict["rank"], state_dict["ranks"]) if {"rank", "ranks"} <= set(state_dict) else None
+        if self._context is not None:
+            self._check(self._context, saved_by, errors)
+        self._saved_by = saved_by
+        super().load_state_dict(state_dict)
+
+    def _check(self, context: StageContext, saved_by: Place | None, errors: Mapping[str, Tensor]) -> None:
+        if saved_by is not None and self.is_of_rank:
+            check_rank(saved_by, _place(context), owner=type(self._owner).__name__, kept="errors")
+        if context.names is not None:
+            check_errors(errors, {name: parameter for parameter, name in context.names.items()})
+
+
+def check_rank(saved_by: Place, here: Place, *, owner: str, kept: str) -> None:
+    """Check that a state of ``kept`` is this rank's.
+
+    Raises:
+        ConfigurationError: it was saved by another; the message says how ``owner`` makes it this rank's.
+    """
+    if saved_by != here:
+        raise ConfigurationError(
+            f"the state was saved by rank {saved_by[0]} of {saved_by[1]}, but this is rank {here[0]} of {here[1]}, "
+            f"and each rank has its own {kept}: load this rank's file, or make its state with "
+            f"{owner}.redistribute(states, rank={here[0]}, ranks={here[1]})"
+        )
+
+
+def _place(context: StageContext) -> Place:
+    return context.group.rank(), context.group.size()

@@ -10,24 +10,38 @@ values of a chunk, and changes are much smaller than parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from overlap._checks import described, told
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.hooks import StageContext
+from overlap.hooks import StageContext, all_gather, reduce_scatter
 from overlap.hooks.engine.background import Item, run_and_wait, run_now
 from overlap.hooks.engine.executors import executor_for
-from overlap.hooks.wires import ErrorFeedback, RoundingGenerator, Wire
-from overlap.hooks.wires.feedback import check_errors
+from overlap.hooks.segments import round_up, segment_multiple
+from overlap.hooks.wires import QuantizedSum, Wire
+from overlap.hooks.wires.feedback import WireMemory, check_errors
 from overlap.optim.local_sgd.average import Packed, Weight, pack_named
-from overlap.optim.local_sgd.wired_sum import Ranks, wired_sum
 
-__all__ = ["CompressedMean", "check_real", "check_wire"]
+__all__ = ["CompressedMean", "Ranks", "check_real", "check_wire"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a sum."""
+
+    whole: dist.ProcessGroup
+    within: dist.ProcessGroup | None = None
+    """This rank's group, in which sums are exact, such as the ranks on one machine; ``None`` where each is alone."""
+    between: dist.ProcessGroup | None = None
+    """The ranks of the other groups at this rank's place, with which it exchanges messages through the wire."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,8 +60,7 @@ class CompressedMean:
 
     def __init__(self, wire: Wire, *, error_feedback: bool) -> None:
         self.wire = wire
-        self._feedback = ErrorFeedback() if error_feedback else None
-        self._generator = RoundingGenerator(wire)
+        self.memory = WireMemory(error_feedback=error_feedback, wires=[wire])
 
     @torch.no_grad()
     def average(
@@ -59,7 +72,8 @@ class CompressedMean:
         Where ``anchors`` is ``None``, what travels is the tensors themselves. On the connections of ``context``, where
         it is given, and otherwise on the process groups themselves.
 
-        Issues, for about each 8 MB: the collectives of :func:`wired_sum`. A tensor is not cut; two packs are in flight.
+        Communication, for about each 8 MB: the collectives of a sum through the wire. A tensor is not cut; two packs
+        are in flight.
         """
         by_device: dict[torch.device, list[_Pack]] = {}
         for place, (names, part) in enumerate(pack_named(tensors)):
@@ -70,7 +84,7 @@ class CompressedMean:
             await self.mean(flat, item.names, item.part, anchors, ranks, weight)
             item.part.store(flat)
 
-        self.begin()
+        self.memory.begin()
         try:
             for device, packs in by_device.items():
                 if context is not None and context.background is not None and context.device == device:
@@ -78,9 +92,9 @@ class CompressedMean:
                 else:
                     run_now(packs, work, executor_for(ranks.whole, device))
         except BaseException:
-            self.settle(failed=True)
+            self.memory.settle(failed=True)
             raise
-        self.settle(failed=False)
+        self.memory.settle(failed=False)
 
     async def mean(
         self, flat: Tensor, names: Sequence[str], part: Packed, anchors: Mapping[str, Tensor] | None, ranks: Ranks,
@@ -96,46 +110,33 @@ class CompressedMean:
         change = flat.to(torch.float32, copy=True) if anchor is None else (flat - anchor).float()
         weight.scale_(change)
         views = part.views(change)
-        if self._feedback is not None:
-            self._feedback.add_to(names, views)
+        if (feedback := self.memory.feedback) is not None:
+            feedback.add_to(names, views)
         total = torch.empty_like(change)
-        generator = self._generator.of(ranks.whole.rank(), flat.device)
-        await wired_sum(change, out=total, ranks=ranks, wire=self.wire, generator=generator)
-        if self._feedback is not None:
-            self._feedback.hold(names, views, total)
+        generator = self.memory.generator_for(self.wire, ranks.whole.rank(), flat.device)
+        await _sum(change, out=total, ranks=ranks, wire=self.wire, generator=generator)
+        if feedback is not None:
+            feedback.hold(names, views, total)
         flat.copy_(total if anchor is None else anchor.add_(total))
 
     def _deliver_rest(self, flat: Tensor, names: Sequence[str], part: Packed) -> None:
         """The mean of one rank is its own value, with what it still has from when there were more."""
-        if self._feedback is None or not self._feedback.errors:
+        feedback = self.memory.feedback
+        if feedback is None or not feedback.errors:
             return
         values = part.views(flat)
-        self._feedback.add_to(names, values)
-        self._feedback.hold(names, [torch.zeros_like(value, dtype=torch.float32) for value in values], flat)
-
-    def begin(self) -> None:
-        """A mean begins."""
-        if self._feedback is not None:
-            self._feedback.begin()
-
-    def settle(self, *, failed: bool) -> None:
-        """It is there, or has failed: then, or where it is not finite, the memory stays as it was, on every rank."""
-        if self._feedback is not None:
-            self._feedback.settle(failed=failed)
+        feedback.add_to(names, values)
+        feedback.hold(names, [torch.zeros_like(value, dtype=torch.float32) for value in values], flat)
 
     def restart(self) -> None:
-        """Forget what was left out."""
-        if self._feedback is not None:
-            self._feedback.load_state_dict({})
+        """Forget the errors of earlier means."""
+        if self.memory.feedback is not None:
+            self.memory.feedback.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
         """``error`` by name and the rounding's ``generator``, those of this rank; empty where there are none."""
-        state: dict[str, Any] = {}
-        if self._feedback is not None and (errors := self._feedback.state_dict()):
-            state["error"] = errors
-        if (generator := self._generator.state()) is not None:
-            state["generator"] = generator
-        return state
+        state = self.memory.state_dict()
+        return {key: value for key, value in state.items() if key != "error" or value}
 
     def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take over what :meth:`state_dict` gave.
@@ -144,14 +145,46 @@ class CompressedMean:
             ConfigurationError: it has errors and this has no error feedback, or they are not those of ``tensors``.
         """
         errors = state.get("error", {})
-        if errors and self._feedback is None:
+        if errors and self.memory.feedback is None:
             raise ConfigurationError(
                 "the state has the error feedback of a wire, which is still to be delivered: give error_feedback=True"
             )
         check_errors(errors, tensors)
-        if self._feedback is not None:
-            self._feedback.load_state_dict(errors)
-        self._generator.load(state.get("generator"))
+        self.memory.load_state_dict(state)
+
+
+async def _sum(values: Tensor, *, out: Tensor, ranks: Ranks, wire: Wire, generator: torch.Generator | None) -> None:
+    """Write the sum of ``values`` over ranks to ``out``, the same on all ranks bit for bit.
+
+    Args:
+        values: this rank's summand, fp32 of shape ``(numel,)``; overwritten with the rounding errors that this rank
+            made, whose sum over ranks is the error of the result.
+        out: another tensor of the same shape.
+        ranks: over which ranks.
+        wire: how values travel.
+        generator: rounds stochastically.
+
+    Communication: a send and a receive of ``1/W`` of the values with every other rank and an all-gather of as much,
+    through the wire. With groups: a reduce-scatter within the group in fp32, the same of this rank's part between
+    groups, and an all-gather within the group in fp32.
+    """
+    if ranks.within is None or ranks.between is None:
+        sum_over = QuantizedSum.of(values.numel(), wire=wire, generator=generator, group=ranks.whole)
+        await sum_over(values, out=out)
+        return
+    size, place = ranks.within.size(), ranks.within.rank()
+    part_numel = round_up(math.ceil(values.numel() / size), segment_multiple(values.device))
+    padded = pad(values, (0, part_numel * size - values.numel()))
+    part = torch.empty(part_numel, dtype=values.dtype, device=values.device)
+    await reduce_scatter(part, padded, group=ranks.within)
+    total = torch.empty_like(part)
+    sum_between = QuantizedSum.of(part_numel, wire=wire, generator=generator, group=ranks.between)
+    await sum_between(part, out=total)
+    await all_gather(padded, total, group=ranks.within)
+    out.copy_(padded[: values.numel()])
+    own = slice(place * part_numel, min((place + 1) * part_numel, values.numel()))
+    values.zero_()
+    values[own].copy_(part[: values[own].numel()])
 
 
 def check_wire(

@@ -14,8 +14,7 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.wires import Wire
 from overlap.optim.local_sgd.anchors import Anchors
 from overlap.optim.local_sgd.average import Weight, average_parts, into_parts, tensors_of
-from overlap.optim.local_sgd.compressed import CompressedMean, check_real, check_wire
-from overlap.optim.local_sgd.wired_sum import Ranks
+from overlap.optim.local_sgd.compressed import CompressedMean, Ranks, check_real, check_wire
 
 __all__ = ["Params", "WiredAverager", "average_parameters"]
 

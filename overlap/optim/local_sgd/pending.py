@@ -20,8 +20,7 @@ from overlap.errors import ConfigurationError
 from overlap.hooks import StageContext, all_reduce
 from overlap.hooks.engine.background import Completion, Item
 from overlap.optim.local_sgd.average import Packed, Weight, pack_named
-from overlap.optim.local_sgd.compressed import CompressedMean
-from overlap.optim.local_sgd.wired_sum import Ranks
+from overlap.optim.local_sgd.compressed import CompressedMean, Ranks
 
 __all__ = ["PendingAverage", "Sent"]
 
@@ -105,7 +104,7 @@ class PendingAverage:
             if not piece.is_compressed:
                 weight.scale_(piece.mean)
         if compressed is not None:
-            compressed.begin()
+            compressed.memory.begin()
             self._compressed = compressed
 
         async def work(piece: _Piece) -> None:
@@ -132,10 +131,10 @@ class PendingAverage:
                 piece.completion.wait()
         except BaseException:
             if compressed is not None:
-                compressed.settle(failed=True)
+                compressed.memory.settle(failed=True)
             raise
         if compressed is not None:
-            compressed.settle(failed=False)
+            compressed.memory.settle(failed=False)
 
     @torch.no_grad()
     def apply(self, step: Step | None = None, *, stepped: Sequence[str] = ()) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from overlap._checks import check_whole_number, told
 from overlap.errors import ConfigurationError
-from overlap.optim.local_sgd.wired_sum import Ranks
+from overlap.optim.local_sgd.compressed import Ranks
 
 __all__ = ["Period", "Schedule", "check_hierarchy", "due_group", "make_groups", "make_ranks"]
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
 from overlap.hooks import StageContext
+from overlap.hooks.wires.feedback import check_rank
 from overlap.join.group_collectives import all_reduce
 from overlap.optim.local_sgd.anchors import Anchors
 from overlap.optim.local_sgd.average import Weight, average_parts, into_parts
@@ -160,13 +161,8 @@ class Synchronizer:
                     "no wire: give the wire and error_feedback=True of the run that was saved"
                 )
             return
-        saved, here = (wire.get("rank"), wire.get("ranks")), self._place
-        if saved != here and ("error" in wire or "generator" in wire):
-            raise ConfigurationError(
-                f"the state was saved by rank {saved[0]} of {saved[1]}, but this is rank {here[0]} of {here[1]}, and "
-                "each rank has its own error feedback: load this rank's file, or make its state with "
-                f"LocalSGD.redistribute(states, rank={here[0]}, ranks={here[1]})"
-            )
+        if "error" in wire or "generator" in wire:
+            check_rank((wire["rank"], wire["ranks"]), self._place, owner="LocalSGD", kept="error feedback")
 
     def _drop_pending(self) -> None:
         if self.pending is not None:

@@ -15,9 +15,9 @@ from overlap._torch import classes
 from overlap.errors import ConfigurationError
 from overlap.hooks.wires import Wire
 from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
+from overlap.optim.local_sgd.compressed import Ranks
 from overlap.optim.local_sgd.model_averaging import Params, WiredAverager, average_parameters
 from overlap.optim.local_sgd.schedule import check_hierarchy, due_group, make_groups, make_ranks
-from overlap.optim.local_sgd.wired_sum import Ranks
 
 __all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager", "PostLocalSGDOptimizer"]
 

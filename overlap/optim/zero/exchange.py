@@ -1,6 +1,6 @@
-"""Sends chunks between their owners and the other ranks.
+"""Gradients on their way to their owners, and new parameters on their way to all ranks.
 
-Per bucket of N elements a rank sends N (W-1)/W in the reduction and as much in the gather, together what one
+Per bucket of N elements a rank sends N (W-1)/W in the reduction and as much in the gather, together as much as one
 all-reduce sends. If parameters are not cut (`ByParameter`), that holds for the sum of all buckets, but in one bucket a
 rank may send more than another.
 
@@ -12,28 +12,57 @@ would cost more than dividing the state saves. Small pieces share one message, s
 Sender and receiver use the same order: large pieces first, then the small ones. Where the device has streams, all
 pieces for a rank are one message: copying is cheap there next to sending, and pieces begin anywhere (see
 [Note: segments] in :mod:`overlap.hooks.segments`).
+
+[Note: wires of a sharded update]
+
+A gradient is rounded once on its way to its owner, who sums in fp32 with its own part as it is; an all-reduce through a
+wire rounds twice (ZeRO++'s qgZ, https://arxiv.org/abs/2306.10209, sends directly for the same reason).
+
+Parameters travel as differences from the parameters that all ranks have. An optimizer's steps are small next to the
+weights, so a difference keeps more in few bits than the weights would (SDP4Bit, https://arxiv.org/abs/2410.15526;
+ZeRO++'s qwZ sends the weights). The owner of a part keeps its true weights beside the parameter (see
+:meth:`Shard.keep_true`). It encodes the difference of the two, and every rank, the owner too, adds the same decoded
+message to the parameter. So parameters are equal on all ranks bit for bit, and the next difference holds the rounding
+error of the one before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, compress
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap._checks import check_flag, described
 from overlap._torch.device import has_streams
-from overlap._torch.foreach import add_all, copy_all
-from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_recv
+from overlap._torch.foreach import add_all, copy_all, subtract_from_
+from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.hooks import Bucket, Stage, StageContext, all_gather, all_reduce, reduce_scatter, send_recv
+from overlap.hooks.collectives import add_messages
 from overlap.hooks.engine.background import Item
-from overlap.hooks.segments import cut_segments, room_for
-from overlap.optim.zero.shards import BucketShards
+from overlap.hooks.finite import all_finite
+from overlap.hooks.segments import room_for
+from overlap.hooks.wires import ErrorFeedback, Wire
+from overlap.hooks.wires.blocks import codecs_in_runs
+from overlap.hooks.wires.exchange import sum_in_order, swap
+from overlap.hooks.wires.feedback import StageMemory
+from overlap.optim.zero.shards import BucketShards, beginning, beginnings
 
-__all__ = ["Exchange", "Gather", "Workspace", "sum_rest"]
+if TYPE_CHECKING:  # The optimizer has an exchange.
+    from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
+
+__all__ = ["Exchange", "Gather", "ShardedWires", "Workspace"]
 
 # A message costs tens of microseconds, in which about 256 KB can be copied.
 _LARGE_NUMEL = 64 * 1024
+# Of what all other ranks send; two rows are in memory at a time. See [Note: rows of a sum] in overlap._torch.gloo.
+_ROW_BYTES = 2**19
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,7 +72,7 @@ class Gather(Item):
     shards: BucketShards
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Exchange:
     """How the ranks of a group exchange gradients and parameters."""
 
@@ -51,46 +80,80 @@ class Exchange:
     """Whether to use messages between ranks instead of collectives: true on Gloo, whose reduce-scatter sends as much as
     an all-reduce, and whose all-gather copies its result. Segments of unequal lengths are always sent as messages."""
     workspace: Workspace
+    reduce_wire: Wire | None = None
+    """How gradients travel; in full where ``None``."""
+    gather_wire: Wire | None = None
+    """How parameters travel; in full where ``None``. See [Note: wires of a sharded update]."""
+    memory: StageMemory | None = None
+    """The memory of the wires; ``None`` where there are none."""
+    _messages: WeakKeyDictionary[BucketShards, _Messages] = field(default_factory=WeakKeyDictionary, init=False)
 
     async def reduce(self, bucket: Bucket, shards: BucketShards) -> None:
-        """Make what this rank owns of ``bucket.buffer`` the mean; the rest becomes this rank's own gradient, divided.
+        """Make the part of ``bucket.buffer`` that this rank owns the mean; the rest becomes this rank's own gradient,
+        divided.
 
         Parameters that are not sharded are averaged on every rank.
+
+        Communication: one reduce-scatter, or a message to each other rank; one all-reduce of the parameters that are
+        not sharded, if there are some; with error feedback one all-reduce of a number.
         """
-        # As in DDP, each rank divides before the sum, which keeps half precision in range.
-        bucket.buffer.mul_(1 / bucket.divisor)
-        is_only = bucket.index == 0 and bucket.is_last
-        for part, place in shards.in_turn if is_only else shards.whole:
-            if not part.layout.packed_numel:
-                continue
-            if self.sends_directly or not part.layout.is_even:
-                await _reduce_by_messages(bucket.buffer[place], part, bucket.group, self.workspace)
+        if self.reduce_wire is not None:
+            await self._reduce_through(self.reduce_wire, bucket, shards)
+        else:
+            # As in DDP, each rank divides before the sum, which keeps half precision in range.
+            bucket.buffer.mul_(1 / bucket.divisor)
+            if self.sends_directly:
+                await self._reduce_by_messages(bucket.buffer, shards, bucket.group)
             else:
-                await self._reduce_scatter(bucket.buffer[place], part, bucket.group)
-        await sum_rest(bucket, shards)
+                for part, place in shards.in_turn if bucket.index == 0 and bucket.is_last else shards.whole:
+                    reduce = self._reduce_scatter if part.layout.is_even else self._reduce_by_messages
+                    await reduce(bucket.buffer[place], part, bucket.group)
+        if shards.has_rest:
+            rest = shards.rest(bucket.buffer)
+            flat = torch.cat(rest)
+            await all_reduce(flat, op=dist.ReduceOp.SUM, group=bucket.group)
+            copy_all(rest, flat.split_with_sizes([part.numel() for part in rest]))
+            for mean in rest:
+                self._note(mean)
+
+    async def average(self, bucket: Bucket) -> None:
+        """Make ``bucket.buffer``, of parameters that are not sharded, the mean on every rank."""
+        bucket.buffer.mul_(1 / bucket.divisor)
+        await all_reduce(bucket.buffer, group=bucket.group)
+        self._note(bucket.buffer)
+
+    async def gather(self, shards: BucketShards, group: dist.ProcessGroup) -> None:
+        """Send the part of the parameters that each rank owns to all ranks. Changes the parameters.
+
+        Communication: one all-gather, or a message to each other rank.
+        """
+        if shards.layout.packed_numel == 0:
+            return
+        if self.gather_wire is not None:
+            await self._gather_through(self.gather_wire, shards, group)
+        elif self.sends_directly or not shards.layout.is_even:
+            await self._gather_by_messages(shards, group)
+        else:
+            await self._all_gather(shards, group)
+        shards.note_written()
+
+    def _note(self, mean: Tensor) -> None:
+        """Gradients that are not sharded came out as ``mean``: a pass in which they are not finite is not applied, so
+        it may not change the memory of the wire either."""
+        if (feedback := self._feedback) is not None:
+            feedback.note(mean)
+
+    # By collectives of equal segments ----------------------------------------------------------------------
 
     async def _reduce_scatter(self, flat: Tensor, shards: BucketShards, group: dist.ProcessGroup) -> None:
+        if not shards.layout.packed_numel:
+            return
         packed = self.workspace.take(shards.layout.packed_numel, flat)
         pieces, packed_pieces = shards.cut_flat(flat), shards.cut_packed(packed)
         copy_all(packed_pieces, pieces)
         await reduce_scatter(packed[shards.segment], packed, group=group)
         copy_all(shards.own_of(pieces), shards.own_of(packed_pieces))
         self.workspace.give(packed)
-
-    async def average(self, bucket: Bucket) -> None:
-        """Make ``bucket.buffer``, of parameters that are not sharded, the mean on every rank."""
-        bucket.buffer.mul_(1 / bucket.divisor)
-        await all_reduce(bucket.buffer, group=bucket.group)
-
-    async def gather(self, shards: BucketShards, group: dist.ProcessGroup) -> None:
-        """Send what each rank owns of the parameters to all ranks. Changes the parameters."""
-        if shards.layout.packed_numel == 0:
-            return
-        if self.sends_directly or not shards.layout.is_even:
-            await _gather_by_messages(shards, group, self.workspace)
-        else:
-            await self._all_gather(shards, group)
-        shards.note_written()
 
     async def _all_gather(self, shards: BucketShards, group: dist.ProcessGroup) -> None:
         packed = self.workspace.take(shards.layout.packed_numel, shards.parameter_pieces[0])
@@ -100,103 +163,227 @@ class Exchange:
         copy_all(shards.others_of(shards.parameter_pieces), shards.others_of(pieces))
         self.workspace.give(packed)
 
+    # By messages, as in [Note: messages] ---------------------------------------------------------------------
 
-async def sum_rest(bucket: Bucket, shards: BucketShards) -> None:
-    """Sum what of the bucket is not sharded, on every rank."""
-    rest = shards.rest(bucket.buffer)
-    if not rest:
-        return
-    flat = torch.cat(rest)
-    await all_reduce(flat, op=dist.ReduceOp.SUM, group=bucket.group)
-    copy_all(rest, flat.split_with_sizes([part.numel() for part in rest]))
+    async def _reduce_by_messages(self, flat: Tensor, shards: BucketShards, group: dist.ProcessGroup) -> None:
+        """Add the other ranks' gradients to the part of ``flat`` that this rank owns, in the order of ranks.
 
+        Sends each rank its part, ``N (W-1)/W`` elements in all, and receives as many.
+        """
+        if not shards.layout.packed_numel:
+            return
+        messages = self._messages.get(shards) or self._made(shards)
+        pieces, packed = shards.cut_flat(flat), self.workspace.take(messages.room, flat)
+        rooms = packed.split_with_sizes(messages.rooms)
+        sends: list[tuple[Tensor, int]] = []
+        for peer in messages.peers:
+            sends += [(message, peer) for message in messages.of[peer].pack(pieces, rooms[peer])]
+        await add_messages(sends, messages.of[shards.rank].rows(pieces), group=group)
+        self.workspace.give(packed)
 
-class _Transfer:
-    """The pieces that one rank sends to another, as messages."""
+    async def _gather_by_messages(self, shards: BucketShards, group: dist.ProcessGroup) -> None:
+        """Send the part of the parameters that this rank owns to the other ranks, and receive theirs."""
+        messages = self._messages.get(shards) or self._made(shards)
+        packed = self.workspace.take(messages.room, shards.parameter_pieces[0])
+        rooms = packed.split_with_sizes(messages.rooms)
+        own = messages.of[shards.rank]
+        copy_all(own.cut(rooms[shards.rank]), own.small_parameters)
+        boxes = [room[:numel] for room, numel in zip(rooms, messages.packed_numels, strict=True)]
+        sends, receives = messages.sends, messages.receives
+        if own.small_parameters:
+            sends = [*sends, *[(boxes[shards.rank], peer) for peer in messages.peers]]
+        receives = [*receives, *[(boxes[peer], peer) for peer in messages.peers if messages.packed_numels[peer]]]
+        await send_recv(sends, receives, group=group, label="all_gather")
+        for peer in messages.peers:
+            other = messages.of[peer]
+            copy_all(other.small_parameters, other.cut(rooms[peer]))
+        self.workspace.give(packed)
 
-    def __init__(self, pieces: Sequence[Tensor]) -> None:
-        self.large = [piece for piece in pieces if _is_sent_in_place(piece)]
-        self.small = [piece for piece in pieces if not _is_sent_in_place(piece)]
-        self.small_numel = sum(piece.numel() for piece in self.small)
-        self.numel = sum(piece.numel() for piece in self.large) + self.small_numel
+    def _made(self, shards: BucketShards) -> _Messages:
+        """The messages of a bucket that comes for the first time."""
+        self._messages[shards] = made = _Messages(shards)
+        return made
+
+    # Through wires, as in [Note: wires of a sharded update] --------------------------------------------------
+
+    async def _reduce_through(self, wire: Wire, bucket: Bucket, shards: BucketShards) -> None:
+        """Change ``bucket.buffer``: the mean where this rank owns it, elsewhere this rank's own gradient, divided.
+
+        Parameters that are not sharded are divided and left alone.
+        """
+        feedback = self._feedback
+        # As in DDP, each rank divides before the sum.
+        values = bucket.buffer.to(torch.float32, copy=feedback is not None).mul_(1 / bucket.divisor)
+        if values is not bucket.buffer:
+            bucket.buffer.mul_(1 / bucket.divisor)
+        if shards.layout.packed_numel == 0:
+            return
+        names: list[str] = []
+        errors: list[Tensor] = []
+        if feedback is not None:
+            names = list(compress(bucket.names, shards.are_sharded))
+            errors = list(compress(bucket.with_buffer(values).gradients, shards.are_sharded))
+            feedback.add_to(names, errors)
+        pieces = shards.by_rank(shards.cut_flat(values))
+        mean = await self._sum_through(wire, pieces, shards, bucket.group)
+        own = shards.own_of(shards.cut_flat(bucket.buffer))
+        copy_all(own, beginning(mean, own))
+        if feedback is None:
+            return
+        # What rounding the mean to the gradients' dtype loses is not delivered either.
+        copy_all(pieces[shards.rank], own)
+        subtract_from_(pieces[shards.rank], beginning(mean, own))
+        # Each rank sees only its part of the result, so ranks ask each other whether all of it is finite.
+        verdict = torch.zeros((), device=bucket.buffer.device)
+        if own:
+            verdict = torch.where(torch.stack([all_finite(piece) for piece in own]).all(), verdict, math.inf)
+        await all_reduce(verdict, op=dist.ReduceOp.SUM, group=bucket.group)
+        feedback.hold(names, errors, verdict)
+
+    async def _sum_through(
+        self, wire: Wire, pieces: Sequence[Sequence[Tensor]], shards: BucketShards, group: dist.ProcessGroup
+    ) -> Tensor:
+        """The sum over ranks of this rank's part, fp32, packed.
+
+        With error feedback the other parts of ``pieces``, which are given by rank, become their rounding errors.
+        """
+        device, rank, ranks = shards.parameter_pieces[0].device, shards.rank, len(pieces)
+        generator = self._generator_for(wire, shards)
+        codecs = [wire.codec(numel) if numel else None for numel in shards.layout.owned_numels]
+        messages = [torch.empty(0, dtype=torch.uint8, device=device)] * ranks
+        # Starting with the next rank, as they are sent.
+        peers = [(rank + distance) % ranks for distance in range(1, ranks)]
+        for codec, alike in codecs_in_runs(codecs, peers, device):
+            encoded = torch.empty(len(alike), codec.message_bytes, dtype=torch.uint8, device=device)
+            parts = [pieces[peer] for peer in alike]
+            summands = _packed(parts, codec.numel, device)
+            if self._feedback is None:
+                codec.encode_rows(summands, encoded, generator)
+            else:
+                codec.subtract_rows(summands, encoded, generator)
+                copy_all(list(chain.from_iterable(parts)), beginnings(summands, parts))
+            for peer, message in zip(alike, encoded, strict=True):
+                messages[peer] = message
+        own = codecs[rank]
+        received = torch.empty(ranks, own.message_bytes if own else 0, dtype=torch.uint8, device=device)
+        await swap(messages, received, group=group, label="reduce_scatter")
+        if own is None:
+            return torch.empty(0, device=device)
+        return sum_in_order(own, _packed([pieces[rank]], own.numel, device)[0], received, rank)
+
+    async def _gather_through(self, wire: Wire, shards: BucketShards, group: dist.ProcessGroup) -> None:
+        """Add to the parameters the differences between them and their owners' true weights, as the wire rounds them.
+
+        Communication: a send and a receive of one message with every other rank if messages are of unequal lengths or
+        sent directly; else one all-gather.
+        """
+        device, rank = shards.parameter_pieces[0].device, shards.rank
+        codecs = [wire.codec(numel) if numel else None for numel in shards.layout.gathered_numels]
+        lengths = [0 if codec is None else codec.message_bytes for codec in codecs]
+        space = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+        messages = space.split_with_sizes(lengths)
+        pieces = shards.by_rank(shards.parameter_pieces)
+        if (codec := codecs[rank]) is not None:
+            differences = torch.zeros(codec.numel, dtype=torch.float32, device=device)
+            for shard, part in zip(shards.owning, beginning(differences, pieces[rank]), strict=True):
+                shard.write_difference(part)
+            codec.encode(differences, messages[rank], self._generator_for(wire, shards))
+        if shards.layout.is_even and not self.sends_directly:
+            await all_gather(space, messages[rank], group=group)
+        else:
+            await swap([messages[rank]] * len(messages), messages, group=group, label="all_gather")
+        for codec, alike in codecs_in_runs(codecs, range(len(codecs)), device):
+            start, end = sum(lengths[: alike[0]]), sum(lengths[: alike[-1] + 1])
+            decoded = torch.empty(len(alike), codec.numel, dtype=torch.float32, device=device)
+            codec.decode_rows(space[start:end].view(len(alike), -1), decoded)
+            changed = [pieces[peer] for peer in alike]
+            add_all(list(chain.from_iterable(changed)), beginnings(decoded, changed))
 
     @property
-    def pieces(self) -> list[Tensor]:
-        """In the order in which they travel."""
-        return [*self.large, *self.small]
+    def _feedback(self) -> ErrorFeedback | None:
+        return None if self.memory is None else self.memory.feedback
 
-    def messages(self, packed: Tensor) -> list[Tensor]:
-        """What to send or receive; ``packed`` holds the small pieces."""
-        return [*self.large, packed] if self.small_numel else self.large
-
-    def pack(self, packed: Tensor) -> None:
-        """Copy the small pieces together."""
-        copy_all(_cut_like(packed, self.small), self.small)
-
-    def unpack(self, packed: Tensor) -> None:
-        """Copy the small pieces to where they belong."""
-        copy_all(self.small, _cut_like(packed, self.small))
+    def _generator_for(self, wire: Wire, shards: BucketShards) -> torch.Generator | None:
+        assert self.memory is not None, "wires have a memory"
+        return self.memory.generator_for(wire, shards.rank, shards.parameter_pieces[0].device)
 
 
-def _is_sent_in_place(piece: Tensor) -> bool:
-    return piece.numel() >= _LARGE_NUMEL and not has_streams(piece.device)
+def _packed(pieces: Sequence[Sequence[Tensor]], numel: int, device: torch.device) -> Tensor:
+    """A row of ``numel`` values for each of ``pieces``: one after another, with zeros at the end."""
+    rows = torch.empty(len(pieces), numel, dtype=torch.float32, device=device)
+    rows[:, min(sum(piece.numel() for piece in own) for own in pieces) :].zero_()
+    copy_all(beginnings(rows, pieces), list(chain.from_iterable(pieces)))
+    return rows
 
 
-def _cut_like(flat: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
-    return flat.split_with_sizes([piece.numel() for piece in pieces])
+class _Messages:
+    """The messages of one bucket, in both directions. See [Note: messages]."""
+
+    def __init__(self, shards: BucketShards) -> None:
+        places, layout = range(len(shards.layout.pieces)), shards.layout
+        self.of = [_Pieces(shards, places[layout.of_rank(rank)]) for rank in range(layout.ranks)]
+        """The pieces of each rank."""
+        self.rooms = [pieces.room for pieces in self.of]
+        """The elements to reserve for the small pieces of each rank, packed."""
+        self.packed_numels = [pieces.packed_numel for pieces in self.of]
+        self.room = sum(self.rooms)
+        self.peers = [rank for rank in range(layout.ranks) if rank != shards.rank]
+        # In a gather, from and to the parameters' own memory.
+        self.sends = [(piece, peer) for peer in self.peers for piece in self.of[shards.rank].large_parameters]
+        self.receives = [(piece, peer) for peer in self.peers for piece in self.of[peer].large_parameters]
 
 
-async def _reduce_by_messages(
-    flat: Tensor, shards: BucketShards, group: dist.ProcessGroup, workspace: Workspace
-) -> None:
-    """Add the other ranks' gradients to what this rank owns of ``flat``, in the order of ranks.
+class _Pieces:
+    """The pieces of one rank: the large ones travel by themselves, the small ones packed together.
 
-    Sends each rank its part, ``N (W-1)/W`` elements in all, and receives as many into the workspace.
+    Args:
+        shards: of the bucket.
+        places: of the rank's pieces among all, in packed order.
     """
-    transfers = [_Transfer(pieces) for pieces in shards.by_rank(shards.cut_flat(flat))]
-    own = transfers[shards.rank]
-    others = [(rank, transfer) for rank, transfer in enumerate(transfers) if rank != shards.rank]
-    outgoing_numels = [transfer.small_numel for _, transfer in others]
-    incoming_numels = [own.numel] * len(others)
-    outgoing = workspace.take(room_for(outgoing_numels, flat.device), flat)
-    incoming = workspace.take(room_for(incoming_numels, flat.device), flat)
-    outboxes, inboxes = cut_segments(outgoing, outgoing_numels), cut_segments(incoming, incoming_numels)
-    sends: list[tuple[Tensor, int]] = []
-    receives: list[tuple[Tensor, int]] = []
-    for (rank, transfer), outbox, inbox in zip(others, outboxes, inboxes, strict=True):
-        transfer.pack(outbox)
-        sends += [(message, rank) for message in transfer.messages(outbox)]
-        coming = inbox.split_with_sizes([*(piece.numel() for piece in own.large), own.small_numel])
-        receives += [(message, rank) for message in coming if message.numel()]
-    await send_recv(sends, receives, group=group, label="reduce_scatter")
-    for inbox in inboxes:
-        add_all(own.pieces, _cut_like(inbox, own.pieces))
-    workspace.give(outgoing)
-    workspace.give(incoming)
 
+    def __init__(self, shards: BucketShards, places: Sequence[int]) -> None:
+        like = shards.parameter_pieces[0]
+        numels = {place: shards.layout.pieces[place].numel for place in places}
+        self._large = [place for place in places if numels[place] >= _LARGE_NUMEL and not has_streams(like.device)]
+        self._small = [place for place in places if place not in self._large]
+        self.large_parameters = [shards.parameter_pieces[place] for place in self._large]
+        self.small_parameters = [shards.parameter_pieces[place] for place in self._small]
+        # In a reduction a message is a row of a sum (see [Note: rows of a sum] in overlap._torch.gloo), or a part of a
+        # large piece of as many elements.
+        self._row_numel = shards.layout.packed_numel
+        if not has_streams(like.device):
+            others = max(1, shards.layout.ranks - 1)
+            self._row_numel = max(_LARGE_NUMEL, _ROW_BYTES // others // like.element_size())
+        self._rows: list[list[int]] = []
+        self._row_numels: list[int] = []
+        for place in self._small:
+            if not self._rows or self._row_numels[-1] + numels[place] > self._row_numel:
+                self._rows.append([])
+                self._row_numels.append(0)
+            self._rows[-1].append(place)
+            self._row_numels[-1] += numels[place]
+        self.packed_numel = sum(self._row_numels)
+        self.room = room_for([self.packed_numel], like.device)
+        padding = self.room - self.packed_numel
+        self._cuts = [*(numels[place] for place in self._small), padding]
+        self._row_numels.append(padding)
 
-async def _gather_by_messages(shards: BucketShards, group: dist.ProcessGroup, workspace: Workspace) -> None:
-    """Send what this rank owns of the parameters to the other ranks, and receive what they own."""
-    transfers = [_Transfer(pieces) for pieces in shards.by_rank(shards.parameter_pieces)]
-    own = transfers[shards.rank]
-    numels = [transfer.small_numel for transfer in transfers]
-    space = workspace.take(room_for(numels, shards.parameter_pieces[0].device), shards.parameter_pieces[0])
-    boxes = cut_segments(space, numels)
-    own.pack(boxes[shards.rank])
-    others = [
-        (rank, transfer, box)
-        for rank, (transfer, box) in enumerate(zip(transfers, boxes, strict=True))
-        if rank != shards.rank
-    ]
-    await send_recv(
-        [(message, rank) for rank, _, _ in others for message in own.messages(boxes[shards.rank])],
-        [(message, rank) for rank, transfer, box in others for message in transfer.messages(box)],
-        group=group,
-        label="all_gather",
-    )
-    for _, transfer, box in others:
-        transfer.unpack(box)
-    workspace.give(space)
+    def cut(self, room: Tensor) -> Sequence[Tensor]:
+        """The places of the small pieces in ``room``."""
+        return room.split_with_sizes(self._cuts)[:-1]
+
+    def pack(self, pieces: Sequence[Tensor], room: Tensor) -> list[Tensor]:
+        """The messages of a sum, the small pieces copied to ``room``."""
+        messages = [part for place in self._large for part in pieces[place].split(self._row_numel)]
+        if self._small:
+            copy_all(self.cut(room), [pieces[place] for place in self._small])
+            messages += room.split_with_sizes(self._row_numels)[:-1]
+        return messages
+
+    def rows(self, pieces: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The pieces, or parts of one, that each of the messages of a sum is added to."""
+        large = [[part] for place in self._large for part in pieces[place].split(self._row_numel)]
+        return [*large, *[[pieces[place] for place in row] for row in self._rows]]
 
 
 class Workspace:
@@ -212,23 +399,27 @@ class Workspace:
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         """A flat tensor of ``numel`` elements with undefined values, of the dtype and device of ``like``."""
-        if has_streams(like.device):
+        if numel == 0 or has_streams(like.device):
             return torch.empty(numel, dtype=like.dtype, device=like.device)
-        same = sorted((kept for kept in self._free if kept.dtype == like.dtype), key=Tensor.numel)
-        whole = next((kept for kept in same if kept.numel() >= numel), None)
-        # A larger buffer replaces one that is too small, so there are never more than were in use at once.
-        spent = whole if whole is not None else (same[-1] if same else None)
-        self._free = [kept for kept in self._free if kept is not spent]
-        if whole is None:
-            whole = torch.empty(numel, dtype=like.dtype, device=like.device)
-        part = whole[:numel]
-        self._lent[id(part)] = (part, whole)
+        # The smallest that is large enough; or else a larger one replaces the largest, so there are never more than
+        # were in use at once.
+        found, taken = torch.empty(0, dtype=like.dtype), -1
+        for place, kept in enumerate(self._free):
+            is_better = found.numel() < kept.numel() if found.numel() < numel else numel <= kept.numel() < found.numel()
+            if kept.dtype == like.dtype and is_better:
+                found, taken = kept, place
+        if taken >= 0:
+            del self._free[taken]
+        if found.numel() < numel:
+            found = torch.empty(numel, dtype=like.dtype, device=like.device)
+        part = found[:numel]
+        self._lent[id(part)] = (part, found)
         return part
 
     def give(self, part: Tensor) -> None:
         """Take back what :meth:`take` gave."""
-        if not has_streams(part.device):
-            self._free.append(self._lent.pop(id(part))[1])
+        if (lent := self._lent.pop(id(part), None)) is not None:
+            self._free.append(lent[1])
 
     def trim(self) -> None:
         """Free the buffers that are not lent, before buckets of other sizes."""
@@ -243,3 +434,116 @@ class Workspace:
     def held_bytes(self) -> int:
         """The size of the buffers kept for the next bucket."""
         return sum(kept.nbytes for kept in self._free)
+
+
+class ShardedWires:
+    """How gradients and parameters of one stage are sent, and what the stage keeps of that on its rank.
+
+    Args:
+        stage: which messages name.
+        zero: the optimizer.
+        reduce_wire: sends gradients to their owners; ``None``: they travel as they are.
+        gather_wire: sends differences of parameters; ``None``: parameters travel as they are.
+        error_feedback: add what ``reduce_wire`` left out of a step's gradients to the next step's.
+
+    Raises:
+        ConfigurationError: an argument is none of those.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        zero: ZeroRedundancyOptimizer,
+        *,
+        reduce_wire: Wire | None,
+        gather_wire: Wire | None,
+        error_feedback: bool,
+    ) -> None:
+        _check_wires(reduce_wire, gather_wire, error_feedback=error_feedback)
+        self._stage = stage
+        self._zero = zero
+        self._reduce_wire, self._error_feedback = reduce_wire, error_feedback
+        self.gathers_differences = gather_wire is not None and zero.world_size > 1
+        """Whether the gather writes the parameters on the ranks that own them, too."""
+        wires = [wire for wire in (reduce_wire, gather_wire) if wire is not None]
+        self.memory = StageMemory(stage, error_feedback=error_feedback, wires=wires) if wires else None
+        """``None`` where there are no wires."""
+        self.exchange = zero.exchange
+        """How ranks exchange gradients and parameters."""
+        if self.memory is not None:
+            gathers = gather_wire if self.gathers_differences else None
+            self.exchange = replace(zero.exchange, reduce_wire=reduce_wire, gather_wire=gathers, memory=self.memory)
+
+    def check_reducer(self, reducer: Stage | None) -> None:
+        """Raises: ConfigurationError: ``reduce_wire`` is to reduce, but ``reducer`` before the stage has."""
+        is_own = getattr(reducer, "exchange", None) is self.exchange
+        if self._reduce_wire is not None and reducer is not None and not is_own:
+            raise ConfigurationError(
+                f"{self._stage!r} reduces by itself, so that {self._reduce_wire!r} can carry gradients to their "
+                f"owners, but {reducer!r} before it has reduced them: leave that out, or use ZeroStep without "
+                "reduce_wire"
+            )
+
+    def check_named(self, context: StageContext) -> None:
+        """Raises: ConfigurationError: errors are to be remembered by the parameters' names, which are not known."""
+        if self._error_feedback and context.names is None:
+            raise ConfigurationError(
+                f"{self._stage!r} keeps errors by the parameters' names, which are not known to a hook registered "
+                "with ddp.register_comm_hook: use chain(...).register(ddp), or error_feedback=False"
+            )
+
+    def attach(self, context: StageContext) -> None:
+        """Serve the model of ``context``.
+
+        Raises:
+            ConfigurationError: what was loaded is another rank's or another model's.
+            UnsupportedError: a parameter is complex.
+        """
+        if self.memory is not None:
+            self.memory.attach(context)
+            self._prepare(context.names)
+
+    def detach(self) -> None:
+        """Stop serving the model; what is remembered stays."""
+        if self.memory is not None:
+            self.memory.detach()
+
+    def begin(self, names: Mapping[Tensor, str] | None) -> None:
+        """A pass begins; ``names`` are the model's parameters. Raises: UnsupportedError: one is complex."""
+        if self.memory is not None:
+            self.memory.begin()
+            self._prepare(names)
+
+    def settle(self, *, failed: bool) -> None:
+        """The pass is over."""
+        if self.memory is not None:
+            self.memory.settle(failed=failed)
+
+    def _prepare(self, names: Mapping[Tensor, str] | None) -> None:
+        """Prepare the parameters that travel through wires, those added since, too."""
+        shards = [shard for shard in self._zero.shards.values() if names is None or shard.parameter in names]
+        for shard in shards:
+            if shard.parameter.is_complex():
+                raise UnsupportedError(
+                    f"{shard.name} is {shard.parameter.dtype}, and wires take real numbers: leave reduce_wire and "
+                    "gather_wire out, or give complex parameters to an optimizer of their own"
+                )
+        if self.gathers_differences:
+            for shard in shards:
+                shard.keep_true()
+
+
+def _check_wires(reduce_wire: Wire | None, gather_wire: Wire | None, *, error_feedback: bool) -> None:
+    """Raises: ConfigurationError: one of these is not what it should be."""
+    for name, wire in (("reduce_wire", reduce_wire), ("gather_wire", gather_wire)):
+        if isinstance(wire, type) and issubclass(wire, Wire):
+            raise ConfigurationError(f"{name} is the class {wire.__name__}: give one of its objects, {wire.__name__}()")
+        if wire is not None and not isinstance(wire, Wire):
+            raise ConfigurationError(f"{name} is a Wire such as Int8(), or None, got {described(wire)}")
+    check_flag("error_feedback", error_feedback)
+    if error_feedback and reduce_wire is None:
+        raise ConfigurationError(
+            "error_feedback=True keeps what reduce_wire leaves out of gradients, and reduce_wire is None: give one, as "
+            "reduce_wire=Int4(), or leave error_feedback out; gather_wire needs none, since each difference holds what "
+            "the one before left out"
+        )

@@ -17,11 +17,12 @@ Which parts a bucket has depends on the sizes of its parameters alone, so it is 
 
 [Note: what is reduced at once]
 
-What other ranks send needs memory until it is added: up to ``(W-1)/W`` of a bucket, or on an accelerator a packed copy
-of all of it. DDP's first pass has one bucket of the whole model, and that memory would be the largest of the whole run.
-So a pass of a single large bucket is reduced in parts, one after another; each has at least about the size of DDP's
-usual buckets, which loses nothing. Each sum has the same summands in the same order. Where other buckets follow, a part
-would wait for the next of them to come, and the link would rest; those are reduced whole.
+A collective needs a packed copy of what it reduces. DDP's first pass has one bucket of the whole model, and that copy
+would be the largest of the whole run. So a pass of a single large bucket is reduced in parts, one after another; each
+has at least about the size of DDP's usual buckets, which loses nothing. Each sum has the same summands in the same
+order. Where other buckets follow, a part would wait for the next of them to come, and the link would rest; those are
+reduced whole. On Gloo messages are added row by row instead: see [Note: rows of a sum] in
+:mod:`overlap._torch.gloo`.
 """
 
 from __future__ import annotations

@@ -400,6 +400,11 @@ class BucketShards:
                 parts.append(flat[2 * place.start : 2 * place.stop] if is_paired else flat[place])
         return tuple(parts)
 
+    @cached_property
+    def has_rest(self) -> bool:
+        """Whether some of the bucket's parameters are not sharded."""
+        return not all(self.are_sharded)
+
     def rest(self, flat: Tensor) -> list[Tensor]:
         """The parts of a flat buffer that belong to parameters which are not sharded."""
         lengths, chosen = self.layout.flat_cuts

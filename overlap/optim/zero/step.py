@@ -28,14 +28,12 @@ from overlap.hooks.wires import Wire, redistribute
 from overlap.join.active import active_join
 from overlap.optim.phases import Form, Phase
 from overlap.optim.update import BucketLayout, Update
-from overlap.optim.zero.exchange import Gather
+from overlap.optim.zero.exchange import Gather, ShardedWires
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.partition import check_covered, check_same_group
 from overlap.optim.zero.prefetch import ParameterPrefetch
 from overlap.optim.zero.reduce_scatter import ReduceScatter
-from overlap.optim.zero.sharded_wires import ShardedWires
 from overlap.optim.zero.shards import BucketShards, Shard, flatten, in_elements, reduced, shards_of_bucket
-from overlap.optim.zero.wire_options import check_wires
 
 __all__ = ["ZeroStep"]
 
@@ -147,7 +145,6 @@ class ZeroStep(Update[ShardedLayout]):
         if not is_one_of(gather, "backward", "forward"):
             raise ConfigurationError(f"gather is 'backward' or 'forward', got {told(gather)}")
         check_flag("automatic", automatic)
-        check_wires(reduce_wire, gather_wire, error_feedback=error_feedback)
         super().__init__(
             zero,
             Form(

@@ -25,6 +25,11 @@ def _message(channel: GlooChannel) -> list[Any]:
     return channel.send_recv([], [(torch.empty(1000), (channel.rank() + 1) % channel.size())], 0)
 
 
+def _sum(channel: GlooChannel) -> list[Any]:
+    """Of rows from the other ranks, which send none."""
+    return channel.add_messages([], [[torch.zeros(1000)], [torch.zeros(1000)]], 0)
+
+
 def _broadcast(channel: GlooChannel) -> list[Any]:
     """Of the next rank, which has begun another one."""
     return channel.broadcast(torch.empty(200_000), (channel.rank() + 1) % channel.size())
@@ -57,12 +62,12 @@ def _abandons(rank: int, world_size: int, begin: Callable[[GlooChannel], list[An
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("delay_s", [0.0, 0.2], ids=["at once", "one by one"])
-@pytest.mark.parametrize("begin", [_message, _broadcast], ids=["messages", "collectives"])
+@pytest.mark.parametrize("begin", [_message, _sum, _broadcast], ids=["messages", "sums", "collectives"])
 def test_ranks_that_wait_for_each_other_are_woken(begin: Any, delay_s: float, world_size: int) -> None:
     run_ranks(_abandons, world_size, begin, delay_s, timeout_s=60)
 
 
-@pytest.mark.parametrize("begin", [_message, _broadcast], ids=["messages", "collectives"])
+@pytest.mark.parametrize("begin", [_message, _sum, _broadcast], ids=["messages", "sums", "collectives"])
 def test_so_they_are_with_several_interfaces(begin: Any) -> None:
     """Each has connections of its own."""
     run_ranks(_abandons, 2, begin, 0.2, env={"GLOO_SOCKET_IFNAME": "lo,lo,lo"}, timeout_s=60)

@@ -19,8 +19,7 @@ from overlap.hooks import GatherQuantized, quantize
 from overlap.hooks.wires import QuantizedSum, exchange
 from overlap.hooks.wires.numbers import Affine8
 from overlap.hooks.wires.wire import Codec
-from overlap.optim.zero.wire_gather import WireGather
-from overlap.optim.zero.wire_reduce import WireReduce
+from overlap.optim.zero.exchange import Exchange
 
 from ..one_stream import OneStream
 
@@ -80,7 +79,7 @@ class Loopback:
 def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coroutine[Any, Any, Any]], int]:
     """Counts the operators of a stage, whose collectives are those of this rank alone."""
 
-    def send_recv(sends: Any, receives: Any, *, group: Any) -> Loopback:
+    def send_recv(sends: Any, receives: Any, *, group: Any, label: str) -> Loopback:
         return Loopback((received, sent) for (received, _), (sent, _) in zip(receives, sends, strict=True))
 
     def all_gather(output: torch.Tensor, input: torch.Tensor, *, group: Any) -> Loopback:
@@ -139,14 +138,14 @@ def test_the_operators_of_a_gather_do_not_depend_on_the_number_of_ranks(has_stre
 
 
 def _zero(rank: int, world_size: int, has_streams: bool) -> tuple[int, int]:
-    operators = {WireReduce: Operators(), WireGather: Operators()}
-    for kind, into in operators.items():
-        original = kind.__call__
+    operators = {"_reduce_through": Operators(), "_gather_through": Operators()}
+    for name, into in operators.items():
+        original = getattr(Exchange, name)
 
-        async def counted(self: Any, *args: Any, original: Any = original, into: Any = into, **options: Any) -> None:
-            await Counted(original(self, *args, **options), into)
+        async def counted(self: Any, *args: Any, original: Any = original, into: Any = into) -> None:
+            await Counted(original(self, *args), into)
 
-        kind.__call__ = counted
+        setattr(Exchange, name, counted)
     with _on(has_streams):
         # Such that all of 4 or 5 ranks own as much, and the messages to them are alike.
         model = torch.nn.Linear(128 * 8, 60, bias=False)
@@ -155,7 +154,7 @@ def _zero(rank: int, world_size: int, has_streams: bool) -> tuple[int, int]:
         chain(ZeroStep(zero, reduce_wire=Int8(), gather_wire=Int4(), error_feedback=True)).register(ddp)
         ddp(torch.ones(1, 128 * 8)).sum().backward()
         zero.step()
-    return len(operators[WireReduce].names), len(operators[WireGather].names)
+    return len(operators["_reduce_through"].names), len(operators["_gather_through"].names)
 
 
 @DEVICE

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness import bucket_sizes_bytes, run_ranks, wrap
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap._torch import gloo
 from overlap.optim.zero import exchange, gather_parts, optimizer
 from overlap.optim.zero.exchange import Workspace
 
@@ -228,6 +229,7 @@ def _first_pass(rank: int, world_size: int, at_once_bytes: int) -> tuple[int, li
     trained = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
     # The model's other parameters are averaged.
     zero = ZeroRedundancyOptimizer([*trained[:4], *trained[6:]], torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    object.__setattr__(zero.exchange, "sends_directly", False)  # As where a group has collectives of its own.
     chain(ZeroStep(zero)).register(ddp)
     taken: list[int] = []
     take = Workspace.take
@@ -239,7 +241,9 @@ def _first_pass(rank: int, world_size: int, at_once_bytes: int) -> tuple[int, li
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workspace, "take", watched)
         patch.setattr(gather_parts, "_AT_ONCE_BYTES", at_once_bytes)
-        patch.setattr(exchange, "_LARGE_NUMEL", 1)  # So that only what comes in needs workspace.
+        # So that only the reduction needs workspace.
+        patch.setattr(exchange.Exchange, "_all_gather", exchange.Exchange._gather_by_messages)
+        patch.setattr(exchange, "_LARGE_NUMEL", 1)
         ddp(torch.randn(4, 40, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
         zero.step()
     return max(taken), [tensor.detach().clone() for tensor in trained]
@@ -251,4 +255,37 @@ def test_a_bucket_of_the_whole_model_is_reduced_in_parts(world_size: int) -> Non
     parts = run_ranks(_first_pass, world_size, 8 * 1024)
     for (whole_bytes, expected), (part_bytes, found) in zip(whole, parts, strict=True):
         assert part_bytes < whole_bytes / 2
+        assert all(map(torch.equal, found, expected))
+
+
+def _in_rows(rank: int, world_size: int, row_bytes: int) -> tuple[int, list[torch.Tensor]]:
+    """The memory for what other ranks send, and what two passes have made of the parameters."""
+    boxes: list[gloo._Boxes] = []
+    make = gloo._Boxes.__init__
+
+    def noted(self: gloo._Boxes) -> None:
+        make(self)
+        boxes.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo._Boxes, "__init__", noted)
+        patch.setattr(exchange, "_ROW_BYTES", row_bytes)
+        patch.setattr(exchange, "_LARGE_NUMEL", 100)  # Weights travel by themselves, biases packed.
+        torch.manual_seed(0)
+        ddp = wrap(nn.Sequential(*(nn.Linear(40, 40) for _ in range(8))))
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+        chain(ZeroStep(zero)).register(ddp)
+        for step in range(2):
+            ddp(torch.randn(4, 40, generator=torch.Generator().manual_seed(2 * step + rank))).square().mean().backward()
+            zero.step()
+    return sum(one.held_bytes for one in boxes), [parameter.detach().clone() for parameter in ddp.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_other_ranks_send_takes_two_rows_however_large_a_bucket_is(world_size: int) -> None:
+    row_bytes = 1600
+    for (_, expected), (held_bytes, found) in zip(
+        run_ranks(_in_rows, world_size, 2**20), run_ranks(_in_rows, world_size, row_bytes), strict=True
+    ):
+        assert 0 < held_bytes <= 2 * row_bytes
         assert all(map(torch.equal, found, expected))
