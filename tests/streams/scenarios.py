@@ -148,7 +148,7 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
             build=step(AllReduce, Log),
             loop=loops.logs,
             plain=adamw,
-            host_syncs=("overlap/hooks/transforms/log.py:read",),
+            host_syncs=("overlap/hooks/transforms/log.py:write_late",),
         ),
         "everything around": Scenario(
             build=step(lambda: scale(2.0), AllReduce, lambda: scale(0.5), lambda: centralize, noise, after=(log,))

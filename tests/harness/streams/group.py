@@ -96,10 +96,12 @@ class StreamGroup(dist.ProcessGroup):
         rank: this rank.
         size: how many there are.
         values: the backend that moves the data, with the methods of ``dist.ProcessGroupGloo``.
+        name: of the backend; "fake", as PyTorch's, where no other processes are behind it.
     """
 
-    def __init__(self, rank: int, size: int, values: Any) -> None:
+    def __init__(self, rank: int, size: int, values: Any, *, name: str = STREAMS_BACKEND) -> None:
         super().__init__(rank, size)
+        self._name = name
         self._size = size
         self._values = values
         self._stream: tuple[Detector, Stream] | None = None
@@ -109,7 +111,7 @@ class StreamGroup(dist.ProcessGroup):
         return self._size
 
     def getBackendName(self) -> str:  # noqa: N802 - the name that C++ looks up
-        return STREAMS_BACKEND
+        return self._name
 
     # A collective is a name, what it writes, what it reads, and the arguments of the backend's method.
 

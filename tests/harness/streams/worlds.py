@@ -78,7 +78,7 @@ def one_process(size: int) -> Iterator[None]:
     """Within it this process is rank 0 of ``size`` ranks that all have its data: the default group."""
 
     def create(*_: Any) -> StreamGroup:
-        return StreamGroup(0, size, _EqualRanks(size))
+        return StreamGroup(0, size, _EqualRanks(size), name="fake")
 
     dist.Backend.register_backend(_ONE_PROCESS, create, devices=["cpu"])
     with tempfile.TemporaryDirectory() as folder:
