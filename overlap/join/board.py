@@ -316,7 +316,7 @@ def explain(error: BaseException, board: Board | None) -> None:
 
 def _has_peers(group: dist.ProcessGroup) -> bool:
     """Whether other processes are behind ``group``: PyTorch's "fake" backend only pretends so."""
-    return backend_name(group, torch.device("cpu")) != "fake"
+    return "fake" not in (group.name(), backend_name(group, torch.device("cpu")))
 
 
 def _one_line(error: BaseException) -> str:
