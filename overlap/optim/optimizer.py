@@ -63,7 +63,7 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
             raise ConfigurationError("this optimizer is an OverlappedOptimizer already; use it as it is")
         self.optimizer = check_optimizer(optimizer)  # The wrapped one runs the step hooks: step() is not patched.
         Joinable.__init__(self)
-        self.updates = []
+        self.updates, self.blocks = [], []
         self.was_registered = False
         """Whether a stage has ever updated with this optimizer; if none has, nothing averages its gradients."""
         self.stepper = SubsetStepper(self.optimizer)

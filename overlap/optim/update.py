@@ -440,7 +440,9 @@ class LoopOptimizer(Optimizer, Joinable):
 
     updates: list[Update[Any]]
     """The registered stages that update with this optimizer, each for a model of its own."""
-    _skipping = 0
+    blocks: list[None]
+    """An entry for each block of :meth:`skip_update` that the loop is in. This list and ``updates`` are never replaced:
+    Lightning's wrapper of an optimizer has copies of its attributes."""
 
     @property
     @abstractmethod
@@ -581,7 +583,7 @@ class LoopOptimizer(Optimizer, Joinable):
     @property
     def is_skipping(self) -> bool:
         """Whether the loop is in a block of :meth:`skip_update`."""
-        return self._skipping > 0
+        return bool(self.blocks)
 
     @contextmanager
     def skip_update(self) -> Iterator[None]:
@@ -600,11 +602,11 @@ class LoopOptimizer(Optimizer, Joinable):
         begins inside of the block. Without a registered stage it has no effect. A sharded update has to be deferred
         where it is used under ``Join``.
         """
-        self._skipping += 1
+        self.blocks.append(None)
         try:
             yield
         finally:
-            self._skipping -= 1
+            self.blocks.pop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As any optimizer's; between backward and :meth:`step` it discards the backward.

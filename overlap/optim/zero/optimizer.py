@@ -188,6 +188,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """Begins a step."""
         self.finish = local.finish
         """Ends a step."""
+        self.updates, self.blocks = [], []
         self.stage = None
         sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
         self.exchange = Exchange(sends_directly and not has_streams(self.ownership.device), Workspace())
@@ -283,11 +284,11 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     def stage(self) -> Any:
         """The ``ZeroStep`` that updates with this optimizer; ``None`` where none is registered. Not of that type: the
         stage's module imports this one."""
-        return self._stage
+        return self.updates[0] if self.updates else None
 
     @stage.setter
     def stage(self, stage: Any) -> None:
-        self._stage, self.updates = stage, [] if stage is None else [stage]
+        self.updates[:] = [] if stage is None else [stage]
         self._local.publishes = stage is None or not stage.gathers_differences
 
     @property
