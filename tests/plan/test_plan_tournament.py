@@ -21,10 +21,10 @@ FORWARD = Candidate("zero-forward")
 
 
 class _OneRank:
-    def exchange(self, value: Any) -> list[Any]:
+    def agree(self, value: Any) -> list[Any]:
         return [value]
 
-    def from_first(self, value: Any) -> Any:
+    def from_rank_0(self, value: Any) -> Any:
         return value
 
 
