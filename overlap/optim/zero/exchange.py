@@ -29,21 +29,18 @@ error of the one before.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import chain, compress
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._checks import check_flag, described
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import add_all, copy_all, subtract_from_
-from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.hooks import Bucket, Stage, StageContext, all_gather, all_reduce, reduce_scatter, send_recv
+from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_recv
 from overlap.hooks.collectives import add_messages
 from overlap.hooks.engine.background import Item
 from overlap.hooks.finite import all_finite
@@ -54,10 +51,7 @@ from overlap.hooks.wires.exchange import sum_in_order, swap
 from overlap.hooks.wires.feedback import StageMemory
 from overlap.optim.zero.shards import BucketShards, beginning, beginnings
 
-if TYPE_CHECKING:  # The optimizer has an exchange.
-    from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
-
-__all__ = ["Exchange", "Gather", "ShardedWires", "Workspace"]
+__all__ = ["Exchange", "Gather", "Workspace"]
 
 # A message costs tens of microseconds, in which about 256 KB can be copied.
 _LARGE_NUMEL = 64 * 1024
@@ -434,116 +428,3 @@ class Workspace:
     def held_bytes(self) -> int:
         """The size of the buffers kept for the next bucket."""
         return sum(kept.nbytes for kept in self._free)
-
-
-class ShardedWires:
-    """How gradients and parameters of one stage are sent, and what the stage keeps of that on its rank.
-
-    Args:
-        stage: which messages name.
-        zero: the optimizer.
-        reduce_wire: sends gradients to their owners; ``None``: they travel as they are.
-        gather_wire: sends differences of parameters; ``None``: parameters travel as they are.
-        error_feedback: add what ``reduce_wire`` left out of a step's gradients to the next step's.
-
-    Raises:
-        ConfigurationError: an argument is none of those.
-    """
-
-    def __init__(
-        self,
-        stage: Stage,
-        zero: ZeroRedundancyOptimizer,
-        *,
-        reduce_wire: Wire | None,
-        gather_wire: Wire | None,
-        error_feedback: bool,
-    ) -> None:
-        _check_wires(reduce_wire, gather_wire, error_feedback=error_feedback)
-        self._stage = stage
-        self._zero = zero
-        self._reduce_wire, self._error_feedback = reduce_wire, error_feedback
-        self.gathers_differences = gather_wire is not None and zero.world_size > 1
-        """Whether the gather writes the parameters on the ranks that own them, too."""
-        wires = [wire for wire in (reduce_wire, gather_wire) if wire is not None]
-        self.memory = StageMemory(stage, error_feedback=error_feedback, wires=wires) if wires else None
-        """``None`` where there are no wires."""
-        self.exchange = zero.exchange
-        """How ranks exchange gradients and parameters."""
-        if self.memory is not None:
-            gathers = gather_wire if self.gathers_differences else None
-            self.exchange = replace(zero.exchange, reduce_wire=reduce_wire, gather_wire=gathers, memory=self.memory)
-
-    def check_reducer(self, reducer: Stage | None) -> None:
-        """Raises: ConfigurationError: ``reduce_wire`` is to reduce, but ``reducer`` before the stage has."""
-        is_own = getattr(reducer, "exchange", None) is self.exchange
-        if self._reduce_wire is not None and reducer is not None and not is_own:
-            raise ConfigurationError(
-                f"{self._stage!r} reduces by itself, so that {self._reduce_wire!r} can carry gradients to their "
-                f"owners, but {reducer!r} before it has reduced them: leave that out, or use ZeroStep without "
-                "reduce_wire"
-            )
-
-    def check_named(self, context: StageContext) -> None:
-        """Raises: ConfigurationError: errors are to be remembered by the parameters' names, which are not known."""
-        if self._error_feedback and context.names is None:
-            raise ConfigurationError(
-                f"{self._stage!r} keeps errors by the parameters' names, which are not known to a hook registered "
-                "with ddp.register_comm_hook: use chain(...).register(ddp), or error_feedback=False"
-            )
-
-    def attach(self, context: StageContext) -> None:
-        """Serve the model of ``context``.
-
-        Raises:
-            ConfigurationError: what was loaded is another rank's or another model's.
-            UnsupportedError: a parameter is complex.
-        """
-        if self.memory is not None:
-            self.memory.attach(context)
-            self._prepare(context.names)
-
-    def detach(self) -> None:
-        """Stop serving the model; what is remembered stays."""
-        if self.memory is not None:
-            self.memory.detach()
-
-    def begin(self, names: Mapping[Tensor, str] | None) -> None:
-        """A pass begins; ``names`` are the model's parameters. Raises: UnsupportedError: one is complex."""
-        if self.memory is not None:
-            self.memory.begin()
-            self._prepare(names)
-
-    def settle(self, *, failed: bool) -> None:
-        """The pass is over."""
-        if self.memory is not None:
-            self.memory.settle(failed=failed)
-
-    def _prepare(self, names: Mapping[Tensor, str] | None) -> None:
-        """Prepare the parameters that travel through wires, those added since, too."""
-        shards = [shard for shard in self._zero.shards.values() if names is None or shard.parameter in names]
-        for shard in shards:
-            if shard.parameter.is_complex():
-                raise UnsupportedError(
-                    f"{shard.name} is {shard.parameter.dtype}, and wires take real numbers: leave reduce_wire and "
-                    "gather_wire out, or give complex parameters to an optimizer of their own"
-                )
-        if self.gathers_differences:
-            for shard in shards:
-                shard.keep_true()
-
-
-def _check_wires(reduce_wire: Wire | None, gather_wire: Wire | None, *, error_feedback: bool) -> None:
-    """Raises: ConfigurationError: one of these is not what it should be."""
-    for name, wire in (("reduce_wire", reduce_wire), ("gather_wire", gather_wire)):
-        if isinstance(wire, type) and issubclass(wire, Wire):
-            raise ConfigurationError(f"{name} is the class {wire.__name__}: give one of its objects, {wire.__name__}()")
-        if wire is not None and not isinstance(wire, Wire):
-            raise ConfigurationError(f"{name} is a Wire such as Int8(), or None, got {described(wire)}")
-    check_flag("error_feedback", error_feedback)
-    if error_feedback and reduce_wire is None:
-        raise ConfigurationError(
-            "error_feedback=True keeps what reduce_wire leaves out of gradients, and reduce_wire is None: give one, as "
-            "reduce_wire=Int4(), or leave error_feedback out; gather_wire needs none, since each difference holds what "
-            "the one before left out"
-        )
