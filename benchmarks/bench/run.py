@@ -19,7 +19,7 @@ _USABLE = 0.7
 
 
 def bench(settings: Settings) -> Report:
-    """Measures what the settings ask for."""
+    """Runs the benchmark of the settings."""
     until = time.time() + settings.time_limit_s - _CLOSING_S
     variants = choose(settings)
     with open_network(**settings.network) as network:

@@ -54,7 +54,7 @@ class Cell:
 
 
 class Results:
-    """The cells of a file by course, or none where there is no file yet.
+    """The cells of a file by course, empty if the file does not exist.
 
     Raises:
         ConfigurationError: the file is not one that a race has saved.
