@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["add_all", "copy_all", "flattened", "norms", "scale_", "subtract_from_"]
+__all__ = ["add_all", "copy_all", "norms", "scale_", "subtract_from_"]
 
 
 def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
@@ -29,12 +29,6 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
     # On a CPU the call for many rounds the number to a dtype of half precision first.
     for tensor in tensors:
         tensor.mul_(factor)
-
-
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """All tensors, of one dtype and device, one after the other in a 1-D tensor. Private: as :func:`norms`."""
-    flat: Tensor = torch._utils._flatten_dense_tensors(list(tensors))
-    return flat
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

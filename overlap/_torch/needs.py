@@ -117,7 +117,6 @@ NEEDS = (
             "torch._foreach_copy_",
             "torch._foreach_add_",
             "torch._foreach_neg_",
-            "torch._utils._flatten_dense_tensors",
         ),
     ),
     Need("gathers in the next forward", ("module._parameters", "module._compiled_call_impl")),

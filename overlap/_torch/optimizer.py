@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,6 @@ __all__ = [
     "has_global_step_hooks",
     "has_post_hooks",
     "hook_attributes",
-    "is_called_by_grad_scaler",
     "is_scheduled",
     "mark_stepped",
     "no_step_hooks",
@@ -39,7 +37,6 @@ __all__ = [
     "without_init",
 ]
 
-_GRAD_SCALER = "torch.amp.grad_scaler"
 _ONLY_WATCHES = "_overlap_only_watches"
 
 
@@ -132,18 +129,6 @@ def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
         else:
             break
     return None if inner is None or inner is getattr(type(optimizer), "step", None) else step
-
-
-def is_called_by_grad_scaler() -> bool:
-    """Whether a ``GradScaler`` that is enabled calls the step that runs. It tells only optimizers that support it, so
-    this looks at who has called."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _GRAD_SCALER:
-            scaler = frame.f_locals.get("self")
-            return scaler is None or bool(scaler.is_enabled())
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def is_scheduled(optimizer: Optimizer) -> bool:

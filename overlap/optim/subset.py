@@ -225,8 +225,7 @@ class SubsetStepper:
         for key, tensor, before in self._tensors:
             if tensor._version != before:
                 raise self._disagreement(key, "is a tensor that step() changes in place")
-        if any(map(_is_fused, own)):
-            raise_versions(parameters, own)
+        raise_versions(parameters, own)
 
     def _note_written(self, split: _Split, twin: Optimizer) -> None:
         """A part has been stepped: compare what it wrote to its groups and to attributes with the parts before it."""
