@@ -1,162 +1,30 @@
 """Let everything that must happen to a gradient run in DDP's backward.
 
+``__all__`` lists the names that most programs need. The other public names of the packages, such as PyTorch's names in
+``overlap.hooks`` and ``overlap.optim``, are attributes of ``overlap``, too. Each is imported when it is first used.
+
 >>> import overlap
 >>> overlap.chain(overlap.AllReduce())
 chain(AllReduce())
 """
 
-from typing import TYPE_CHECKING
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-from overlap._lazy import lazy_names
+from overlap._lazy import missing_name as _missing_name
 
-if TYPE_CHECKING:
-    from overlap.activations import apply_activation_checkpointing, checkpoint_wrapper, offload_wrapper
-    from overlap.compose import OptimizerHookState, hook_then_optimizer
-    from overlap.errors import (
-        CollectiveError,
-        ConfigurationError,
-        OverlapError,
-        PeerError,
-        QuantizationOverflowError,
-        RegistrationError,
-        TrainingLoopError,
-        UnsupportedError,
-    )
-    from overlap.hooks import (
-        AllGather,
-        AllReduce,
-        BFloat16,
-        Bucket,
-        Cast,
-        Chain,
-        ClipGradNorm,
-        Float8,
-        Float16,
-        Hierarchical,
-        Int4,
-        Int8,
-        Log,
-        NoReduction,
-        PowerSGD,
-        PowerSGDState,
-        Quantize,
-        Registration,
-        SkipNonFinite,
-        Stage,
-        TopK,
-        Transform,
-        Wire,
-        allgather_then_aggregate_hook,
-        allreduce_hook,
-        as_hook,
-        as_stage,
-        batched_powerSGD_hook,
-        bf16_compress_hook,
-        bf16_compress_wrapper,
-        by_ndim,
-        chain,
-        fp16_compress_hook,
-        fp16_compress_wrapper,
-        noop_hook,
-        powerSGD_hook,
-        quantization_perchannel_hook,
-        quantization_pertensor_hook,
-        reducer,
-        register,
-        route,
-    )
-    from overlap.join import Join, Joinable, JoinHook
-    from overlap.optim import (
-        LocalSGD,
-        OverlappedOptimizer,
-        ReduceScatter,
-        Step,
-        ZeroRedundancyOptimizer,
-        ZeroStep,
-        declare,
-        hook_with_zero_step,
-        hook_with_zero_step_interleaved,
-    )
-    from overlap.plan import Plan, auto
-    from overlap.quantized import DQuantType, auto_quantize
-    from overlap.resume import TrainState, load_state_dict, state_dict
-    from overlap.timeline import Timeline
-else:
-    # Where each name is from; see overlap._lazy.
-    _PARTS = {
-        "errors": (
-            "CollectiveError",
-            "ConfigurationError",
-            "OverlapError",
-            "PeerError",
-            "QuantizationOverflowError",
-            "RegistrationError",
-            "TrainingLoopError",
-            "UnsupportedError",
-        ),
-        "join": ("Join", "Joinable", "JoinHook"),
-        "hooks": (
-            "AllGather",
-            "AllReduce",
-            "BFloat16",
-            "Bucket",
-            "Cast",
-            "Chain",
-            "ClipGradNorm",
-            "Float8",
-            "Float16",
-            "Hierarchical",
-            "Int4",
-            "Int8",
-            "Log",
-            "NoReduction",
-            "PowerSGD",
-            "PowerSGDState",
-            "Quantize",
-            "Registration",
-            "SkipNonFinite",
-            "Stage",
-            "TopK",
-            "Transform",
-            "Wire",
-            "allgather_then_aggregate_hook",
-            "allreduce_hook",
-            "as_hook",
-            "as_stage",
-            "batched_powerSGD_hook",
-            "bf16_compress_hook",
-            "bf16_compress_wrapper",
-            "by_ndim",
-            "chain",
-            "fp16_compress_hook",
-            "fp16_compress_wrapper",
-            "noop_hook",
-            "powerSGD_hook",
-            "quantization_perchannel_hook",
-            "quantization_pertensor_hook",
-            "reducer",
-            "register",
-            "route",
-        ),
-        "optim": (
-            "LocalSGD",
-            "OverlappedOptimizer",
-            "ReduceScatter",
-            "Step",
-            "ZeroRedundancyOptimizer",
-            "ZeroStep",
-            "declare",
-            "hook_with_zero_step",
-            "hook_with_zero_step_interleaved",
-        ),
-        "compose": ("OptimizerHookState", "hook_then_optimizer"),
-        "activations": ("apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"),
-        "plan": ("Plan", "auto"),
-        "quantized": ("DQuantType", "auto_quantize"),
-        "resume": ("TrainState", "load_state_dict", "state_dict"),
-        "timeline": ("Timeline",),
-    }
-    __getattr__, __dir__ = lazy_names(__name__, _PARTS)
+if _TYPE_CHECKING:
+    from overlap.activations import *
+    from overlap.compose import *
+    from overlap.errors import *
+    from overlap.hooks import *
+    from overlap.join import *
+    from overlap.optim import *
+    from overlap.plan import *
+    from overlap.quantized import *
+    from overlap.resume import *
+    from overlap.timeline import *
 
 __all__ = [
     "AllGather",
@@ -164,11 +32,7 @@ __all__ = [
     "BFloat16",
     "Bucket",
     "Cast",
-    "Chain",
     "ClipGradNorm",
-    "CollectiveError",
-    "ConfigurationError",
-    "DQuantType",
     "Float16",
     "Float8",
     "Hierarchical",
@@ -179,60 +43,59 @@ __all__ = [
     "Joinable",
     "LocalSGD",
     "Log",
-    "NoReduction",
     "OptimizerHookState",
     "OverlapError",
     "OverlappedOptimizer",
-    "PeerError",
-    "Plan",
     "PowerSGD",
-    "PowerSGDState",
-    "QuantizationOverflowError",
     "Quantize",
     "ReduceScatter",
-    "Registration",
-    "RegistrationError",
     "SkipNonFinite",
     "Stage",
     "Step",
     "Timeline",
     "TopK",
-    "TrainState",
-    "TrainingLoopError",
-    "Transform",
-    "UnsupportedError",
-    "Wire",
     "ZeroRedundancyOptimizer",
     "ZeroStep",
-    "allgather_then_aggregate_hook",
-    "allreduce_hook",
-    "apply_activation_checkpointing",
-    "as_hook",
-    "as_stage",
     "auto",
     "auto_quantize",
-    "batched_powerSGD_hook",
-    "bf16_compress_hook",
-    "bf16_compress_wrapper",
-    "by_ndim",
     "chain",
     "checkpoint_wrapper",
     "declare",
-    "fp16_compress_hook",
-    "fp16_compress_wrapper",
     "hook_then_optimizer",
-    "hook_with_zero_step",
-    "hook_with_zero_step_interleaved",
     "load_state_dict",
-    "noop_hook",
     "offload_wrapper",
-    "powerSGD_hook",
-    "quantization_perchannel_hook",
-    "quantization_pertensor_hook",
-    "reducer",
     "register",
     "route",
     "state_dict",
 ]
 
 __version__ = "0.1.0"
+
+# In the order in which they import each other: a name of an early one is found without importing the later ones.
+_PACKAGES = (
+    "errors",
+    "join",
+    "hooks",
+    "optim",
+    "timeline",
+    "compose",
+    "resume",
+    "quantized",
+    "activations",
+    "plan",
+)
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _PACKAGES:
+        return _import_module(f"{__name__}.{name}")
+    for package in () if name.startswith("_") else _PACKAGES:
+        module = _import_module(f"{__name__}.{package}")
+        if name in module.__all__:
+            value = globals()[name] = getattr(module, name)
+            return value
+    raise _missing_name(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_PACKAGES, *(name for name in globals() if name.startswith("__"))])

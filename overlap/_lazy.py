@@ -1,8 +1,8 @@
-"""Public names that are imported when they are first used.
+"""Public names that are imported when they are first used, and those that the package no longer has.
 
-To import all of the library takes a second or two, most of it in packages of PyTorch's that ``import torch`` leaves
+Importing all of the library takes a second or two, most of it in packages of PyTorch's that ``import torch`` leaves
 out (``torch._dynamo``, ``torch.distributed.optim``). A package that lists its names here costs next to nothing until
-one of them is asked for; everything else is as with names that were imported at once (PEP 562).
+one of them is used; everything else is as with names that were imported at once (PEP 562).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-__all__ = ["REMOVED", "check_not_removed", "lazy_names"]
+__all__ = ["REMOVED", "check_imported_as", "lazy_names", "missing_name"]
 
 
 REMOVED = {
@@ -29,13 +29,27 @@ REMOVED = {
 """Names that the package had, and what takes their place; kept for one release."""
 
 
-def check_not_removed(package: str, name: str) -> None:
-    """Raises: ImportError, AttributeError: ``package`` no longer has ``name``; the message says what to use instead."""
+def missing_name(package: str, name: str) -> Exception:
+    """The error for a ``name`` that ``package`` does not have; where it had it, the message says what to use instead.
+
+    ``from package import name`` shows the message of an ``ImportError`` alone; ``hasattr`` takes an ``AttributeError``
+    alone.
+    """
+    message = f"module {package!r} has no attribute {name!r}"
     if name in REMOVED:
-        # `from package import name` shows the message of an ImportError alone; hasattr() takes an AttributeError alone.
-        is_import = sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap"
         message = f"{package}.{name} has been removed: {REMOVED[name]}"
-        raise ImportError(message, name=package) if is_import else AttributeError(message, name=name)
+        if sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap":
+            return ImportError(message, name=package)
+    return AttributeError(message, name=name, obj=sys.modules[package])
+
+
+def check_imported_as(module: str, package: str) -> None:
+    """Raise an ImportError if a package of this library is imported by way of a link to its folder.
+
+    It would be a second copy, whose classes are not those of ``package``.
+    """
+    if module != package:
+        raise ImportError(f"import {package}, not {module}: {module} is a link to the folder of {package}", name=module)
 
 
 def lazy_names(
@@ -54,13 +68,12 @@ def lazy_names(
         if name in parts:
             return import_module(f"{package}.{name}")
         if name not in home:
-            check_not_removed(package, name)
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise missing_name(package, name)
         value = getattr(import_module(f"{package}.{home[name]}"), name)
         setattr(sys.modules[package], name, value)
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *home, *parts})
+        return sorted({*home, *parts, *(name for name in vars(sys.modules[package]) if name.startswith("__"))})
 
     return get, names

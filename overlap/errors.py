@@ -1,4 +1,4 @@
-"""What can go wrong, a class each.
+"""The exceptions of this library.
 
 ::
 
@@ -67,7 +67,14 @@ class UnsupportedError(ConfigurationError):
 
 
 class ArgumentTypeError(ConfigurationError, TypeError):
-    """An argument is of another kind; also the ``TypeError`` that PyTorch's class of the same name raises there."""
+    """An argument is of another kind; also the ``TypeError`` that PyTorch's class of the same name raises there.
+
+    >>> try:
+    ...     ZeroRedundancyOptimizer(ddp, optimizer_class=torch.optim.SGD, lr=0.1)
+    ... except TypeError as error:
+    ...     print(type(error).__name__)
+    ArgumentTypeError
+    """
 
 
 class RegistrationError(OverlapError, RuntimeError):

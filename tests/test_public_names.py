@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import pytest
+
+import overlap
 
 NAMES = {
     "overlap": [
@@ -13,11 +16,7 @@ NAMES = {
         "BFloat16",
         "Bucket",
         "Cast",
-        "Chain",
         "ClipGradNorm",
-        "CollectiveError",
-        "ConfigurationError",
-        "DQuantType",
         "Float16",
         "Float8",
         "Hierarchical",
@@ -28,57 +27,27 @@ NAMES = {
         "Joinable",
         "LocalSGD",
         "Log",
-        "NoReduction",
         "OptimizerHookState",
         "OverlapError",
         "OverlappedOptimizer",
-        "PeerError",
-        "Plan",
         "PowerSGD",
-        "PowerSGDState",
-        "QuantizationOverflowError",
         "Quantize",
         "ReduceScatter",
-        "Registration",
-        "RegistrationError",
         "SkipNonFinite",
         "Stage",
         "Step",
         "Timeline",
         "TopK",
-        "TrainState",
-        "TrainingLoopError",
-        "Transform",
-        "UnsupportedError",
-        "Wire",
         "ZeroRedundancyOptimizer",
         "ZeroStep",
-        "allgather_then_aggregate_hook",
-        "allreduce_hook",
-        "apply_activation_checkpointing",
-        "as_hook",
-        "as_stage",
         "auto",
         "auto_quantize",
-        "batched_powerSGD_hook",
-        "bf16_compress_hook",
-        "bf16_compress_wrapper",
-        "by_ndim",
         "chain",
         "checkpoint_wrapper",
         "declare",
-        "fp16_compress_hook",
-        "fp16_compress_wrapper",
         "hook_then_optimizer",
-        "hook_with_zero_step",
-        "hook_with_zero_step_interleaved",
         "load_state_dict",
-        "noop_hook",
         "offload_wrapper",
-        "powerSGD_hook",
-        "quantization_perchannel_hook",
-        "quantization_pertensor_hook",
-        "reducer",
         "register",
         "route",
         "state_dict",
@@ -177,6 +146,30 @@ NAMES = {
         "offloaded_bytes",
         "release_offload_pool",
     ],
+    "overlap.errors": [
+        "ArgumentTypeError",
+        "CollectiveError",
+        "ConfigurationError",
+        "OverlapError",
+        "PeerError",
+        "QuantizationOverflowError",
+        "RegistrationError",
+        "TrainingLoopError",
+        "UnsupportedError",
+    ],
+    "overlap.plan": [
+        "Plan",
+        "auto",
+    ],
+    "overlap.quantized": [
+        "DQuantType",
+        "auto_quantize",
+    ],
+    "overlap.resume": [
+        "TrainState",
+        "load_state_dict",
+        "state_dict",
+    ],
     "overlap.join": [
         "Join",
         "JoinHook",
@@ -198,3 +191,27 @@ def test_all_lists_these_names_and_no_others(name: str) -> None:
 def test_every_listed_name_can_be_imported(name: str) -> None:
     module = importlib.import_module(name)
     assert all(hasattr(module, public) for public in module.__all__)
+
+
+def test_the_first_page_is_short() -> None:
+    assert len(overlap.__all__) <= 40
+
+
+@EVERY_MODULE
+def test_every_listed_name_of_a_package_is_an_attribute_of_overlap_too(name: str) -> None:
+    module = importlib.import_module(name)
+    assert all(getattr(overlap, public) is getattr(module, public) for public in module.__all__)
+
+
+def test_dir_shows_the_names_and_the_packages_and_no_helpers() -> None:
+    shown = {name for name in dir(overlap) if not name.startswith("__")}
+    packages = {name.partition(".")[2] for name in NAMES} - {""}
+    assert shown == {*overlap.__all__, *packages, "compose", "timeline"}
+
+
+@pytest.mark.parametrize("package", ["hooks", "join", "optim"])
+def test_the_links_at_the_root_are_not_packages(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imported by that name they would be second copies, with classes of their own."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    with pytest.raises(ImportError, match=f"import overlap.{package}, not {package}"):
+        importlib.import_module(package)

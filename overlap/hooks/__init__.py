@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from overlap._lazy import check_not_removed
+from overlap._lazy import check_imported_as, missing_name
 from overlap.hooks.adapters import as_hook, as_stage, reducer
 from overlap.hooks.allreduce import AllGather, AllReduce, NoReduction
 from overlap.hooks.bucket import Bucket
@@ -37,15 +37,10 @@ from overlap.hooks.torch_names import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from overlap.hooks.transforms import (
-    ClipGradNorm,
-    Log,
-    SkipNonFinite,
-    Transform,
-)
+from overlap.hooks.transforms import ClipGradNorm, Log, SkipNonFinite, Transform
 from overlap.hooks.wires import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
 
-Site = StageContext  # Its name before.
+check_imported_as(__name__, "overlap.hooks")
 
 __all__ = [
     "AllGather",
@@ -107,5 +102,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    check_not_removed(__name__, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise missing_name(__name__, name)

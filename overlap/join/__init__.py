@@ -1,7 +1,10 @@
 """Ranks with different numbers of batches: which of them take part in a step, and how the others follow."""
 
+from overlap._lazy import check_imported_as
 from overlap.join.active import gradient_divisor
 from overlap.join.context import Join
 from overlap.join.joinable import Joinable, JoinHook
+
+check_imported_as(__name__, "overlap.join")
 
 __all__ = ["Join", "JoinHook", "Joinable", "gradient_divisor"]

@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from overlap._lazy import lazy_names
+from overlap._lazy import check_imported_as, lazy_names
+
+check_imported_as(__name__, "overlap.optim")
 
 if TYPE_CHECKING:
     from overlap.optim.declared import declare
