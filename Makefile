@@ -6,7 +6,6 @@ BENCH ?=
 GPU ?=
 MINUTES ?= 10
 SOAK ?=
-FUZZ ?=
 STEPS ?=
 DEVICE ?= cuda
 OUT ?= .
@@ -40,8 +39,7 @@ help:
 	@echo "make bench     step times beside PyTorch's own ways"
 	@echo "make gpu       all that needs a GPU, within eight minutes; a report in overlap-gpu (OUT=folder to put it elsewhere)"
 	@echo "               DEVICE=cpu is the dry run; PYTHON=python3 names the Python that has torch; it installs nothing"
-	@echo "make soak      random programs (FUZZ='--programs 100'), then faults at random moments for MINUTES=10, and exact"
-	@echo "               resumes; SOAK=... for more: SOAK='--seed 1'"
+	@echo "make soak      faults at random moments for MINUTES=10, and exact resumes; SOAK=... for more: SOAK='--seed 1'"
 	@echo "               STEPS=20000 adds so many steps of every form, in which nothing may grow"
 	@echo "make clean     remove what these made"
 
@@ -78,7 +76,6 @@ coverage: $(installed)
 	$(bin)/coverage report
 
 soak: $(installed)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(bin)/python -m soak.fuzz $(FUZZ)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(bin)/python -m soak --minutes $(MINUTES) $(SOAK)
 	$(if $(STEPS),OMP_NUM_THREADS=1 PYTHONPATH=tests $(bin)/python -m soak.slopes --steps $(STEPS))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from soak.long_run import samples_of
-from soak.slopes import MEASURES, Sample, fitted, growing, judged, markdown
+from soak.slopes import MEASURES, Sample, growing, judged, markdown
 
 STEPS, SAMPLES = 200, 20
 # A few hundred steps on a machine with other work say little of time; and memory comes in pages and arenas.
@@ -41,61 +39,20 @@ def _keep_memory(step: int, store: dist.Store) -> None:
     _kept.append(torch.ones(2**16))
 
 
-def _keep_objects(step: int, store: dist.Store) -> None:
-    _kept.append([{} for _ in range(8)])
-
-
 def _keep_a_thread(step: int, store: dist.Store) -> None:
     if step % 20 == 0:
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-
-
-def _keep_a_descriptor(step: int, store: dist.Store) -> None:
-    if step % 20 == 0:
-        _kept.append(os.open("/dev/null", os.O_RDONLY))
-
-
-def _keep_a_key(step: int, store: dist.Store) -> None:
-    store.set(f"step {step}", "")
-
-
-def _take_longer(step: int, store: dist.Store) -> None:
-    end_s = time.thread_time() + step * 1e-4
-    while time.thread_time() < end_s:
-        pass
 
 
 @pytest.mark.parametrize(
     ("leak", "named"),
     [
         (_keep_memory, "memory"),
-        (_keep_objects, "Python blocks"),
         (_keep_a_thread, "threads"),
-        (_keep_a_descriptor, "descriptors"),
-        (_keep_a_key, "store keys"),
-        (_take_longer, "CPU time"),
     ],
 )
 def test_what_leaks_on_purpose_is_found(leak: Callable[[int, dist.Store], object], named: str) -> None:
     assert any(text.startswith(f"{named} on rank") for text in _grown("plain DDP", leak))
-
-
-def test_the_standard_error_is_that_of_least_squares() -> None:
-    found = fitted([0, 1, 2, 3, 4], [1.0, 2.0, 4.0, 4.0, 6.0])  # Residuals that change sign are not widened.
-    assert found.per_step == pytest.approx(1.2)
-    assert found.error == pytest.approx((0.8 / 3 / 10) ** 0.5)
-
-
-def test_noise_is_seldom_taken_for_growth_where_neighbours_are_alike() -> None:
-    rng = random.Random(7)
-    significant = 0
-    for _ in range(400):
-        values, value = [], 0.0
-        for _ in range(160):
-            value = 0.8 * value + rng.gauss(0, 1)
-            values.append(value)
-        significant += fitted(range(160), values).is_significant
-    assert significant <= 8  # 0.1 % of normal noise; without the widening it is some 15 %.
 
 
 def _sample(step: int, **other: float) -> Sample:

@@ -1,4 +1,4 @@
-"""A small part of what `python -m soak.fuzz` plays."""
+"""Random arguments of public constructors are taken where right, or refused with an error of ours."""
 
 from __future__ import annotations
 
@@ -11,33 +11,7 @@ import torch
 
 from harness import run_ranks
 from overlap import ConfigurationError
-from overlap.hooks.engine.wavefront import Wavefront
-from soak import fuzz, options
-
-
-def test_the_order_of_collectives_holds_in_random_schedules() -> None:
-    fuzz.play_schedules(500)
-
-
-def test_a_wrong_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole pass that is not waited for."""
-
-    def arrive(self: Wavefront, task: Any, *, is_last: bool) -> None:
-        self._active.insert(0, task)
-        moving = self.active
-        while moving:
-            for each in moving:
-                each.advance()
-            self._active = [each for each in self._active if not each.is_done]
-            moving = self.active if is_last else []
-
-    monkeypatch.setattr(Wavefront, "arrive", arrive)
-    with pytest.raises(AssertionError, match="goes on at"):
-        fuzz.play_schedules(500)
-
-
-def test_random_stages_with_delays_issue_their_collectives_in_one_order() -> None:
-    assert fuzz.play_chains(8) > 100
+from soak import options
 
 
 def test_random_options_are_taken_or_refused_with_errors_of_ours() -> None:
