@@ -1,22 +1,26 @@
-"""The smallest overlapped training loop: torchrun --nproc-per-node 2 examples/train.py"""
+"""Plain DDP with one added line: torchrun --nproc-per-node 2 examples/train.py"""
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap import AllReduce, OverlappedOptimizer, Step, chain
+import overlap
 
-dist.init_process_group("gloo")  # or "nccl", with the model and its inputs on a GPU
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
 ddp = DistributedDataParallel(model)
-optim = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=1e-3, fused=True))
-chain(AllReduce(), Step(optim)).register(ddp)
+optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
 
-for _ in range(10):
-    x, y = torch.randn(32, 64), torch.randint(10, (32,))
+overlap.chain(overlap.Quantize(overlap.Int8())).register(ddp)  # the only new line: gradients are sent in 8 bits
+
+for step in range(100):
+    x = torch.randn(32, 64)
+    y = x[:, :10].argmax(dim=1)
+    optimizer.zero_grad()
     loss = torch.nn.functional.cross_entropy(ddp(x), y)
-    loss.backward()  # reduces each bucket of gradients and updates its parameters
-    optim.step()  # all is updated; gradients are cleared before the next forward
-
-print(f"rank {dist.get_rank()}: loss {loss.item():.3f}")
+    loss.backward()
+    optimizer.step()
+    if dist.get_rank() == 0 and step % 33 == 0:
+        print(f"step {step}: loss {loss.item():.3f}")
 dist.destroy_process_group()

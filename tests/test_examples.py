@@ -76,8 +76,9 @@ def _torchrun(program: Path) -> str:
     return done.stdout
 
 
-def test_the_smallest_loop_runs_on_two_ranks() -> None:
-    assert "rank 0: loss" in _torchrun(EXAMPLES / "train.py")
+def test_the_program_of_the_front_page_learns_on_two_ranks() -> None:
+    losses = [float(loss) for _, loss in re.findall(r"step (\d+): loss (\S+)", _torchrun(EXAMPLES / "train.py"))]
+    assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
 
 
 def test_a_transformer_learns_the_same_as_with_plain_ddp(printed: dict[str, str]) -> None:
