@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import trace
+from benchmarks import gpu, trace
 from benchmarks.bench import __main__ as bench
 from benchmarks.bench.variants import registry
 from benchmarks.link import parse_bandwidth
@@ -38,6 +38,14 @@ def test_a_link_can_be_simulated_in_one_process(tmp_path: Path) -> None:
     assert [(row["variant"], row["status"]) for row in rows[1:]] == [("ddp-sgd", "ok"), ("overlap-zero-sgd", "ok")]
     sent_bytes = rows[1]["bytes_sent_per_step"]
     assert rows[1]["median_ms"] >= 1000 * sent_bytes / parse_bandwidth("1gbit")
+
+
+def test_the_dry_run_for_a_gpu_reports_checks_and_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    asked = ["--only", "parity: AllReduce, Step, deferred", "--variants", "overlap-step-adamw-deferred"]
+    assert gpu.main(["--device", "cpu", "--budget", "60", "--folder", str(tmp_path), *asked]) == 0
+    report = (tmp_path / "report.md").read_text()
+    assert "| parity | 1 | 0 | 0 | 0 | 0 |" in report and "| **overlap-step-adamw-deferred** |" in report
+    assert report.strip() in capfd.readouterr().out
 
 
 def test_variants_have_baselines() -> None:

@@ -14,6 +14,12 @@ from .table import checks
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _CHAINS_ON_CPU = {
     "AllReduce, Step",
+    "route, ZeroStep, gather in forward",
+    "LocalSGD, outer, overlapped, few bits",
+    "ZeroStep, Join",
+}
+_ON_CPU = {
+    "AllReduce, Step",
     "PowerSGD in Int8, ZeroStep",
     "route, ZeroStep, gather in forward",
     "two ZeroSteps",
@@ -27,9 +33,7 @@ _CHAINS_ON_CPU = {
     "ZeroStep, automatic, deferred",
 }
 _ON_CPU = {
-    "parity at 4 ranks: Hierarchical, Step",
     "parity at 4 ranks: ZeroStep, gather in forward",
-    "parity of one rank: ZeroStep",
     "memory: offloaded activations",
     "times: a timeline",
     "times: a simulated link",

@@ -1,1 +1,0 @@
-"""What is run: one module a part, each with ``cases(given)``, their names, and ``run(case, given)``."""
