@@ -111,7 +111,8 @@ def _steps(
     argv = [
         "benchmarks.bench", "--device", device, "--simulate", "--ranks", "8", "--bandwidth", bandwidth,
         "--model", model, "--batch-size", str(batch_size), "--optimizer", "adamw-fused", "--gradient-as-bucket-view",
-        "--steps", "20" if device == "cuda" else "3", "--time-limit", f"{max(limit_s, 30.0):.0f}", "--variants", variants,
+        "--steps", "20" if device == "cuda" else "3", "--time-limit", f"{max(limit_s, 30.0):.0f}",
+        "--variants", variants,
         "--json", str(folder / f"{name}.json"), "--markdown", str(folder / f"{name}.md"),
     ]  # fmt: skip
     failure = _run(argv, folder / f"{name}.log", limit_s)

@@ -187,4 +187,4 @@ def require_extra(extra: str, *modules: str) -> None:
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        raise ConfigurationError(f"{', '.join(missing)} not installed: pip install 'ddp-overlap[{extra}]'")
+        raise ConfigurationError(f"{', '.join(missing)} not installed: pip install '.[{extra}]' in a clone of overlap")

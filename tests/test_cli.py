@@ -88,7 +88,7 @@ def test_a_missing_extra_is_one_line_that_names_it(
     with pytest.raises(SystemExit):
         main(["demo"])
     shown = capsys.readouterr().err
-    assert shown == "overlap demo: torchvision, sklearn not installed: pip install 'ddp-overlap[demo]'\n"
+    assert shown == "overlap demo: torchvision, sklearn not installed: pip install '.[demo]' in a clone of overlap\n"
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], *([name, "--help"] for name in COMMANDS)])

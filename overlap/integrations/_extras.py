@@ -21,6 +21,6 @@ def needs(extra: str) -> Iterator[None]:
         if (error.name or "").partition(".")[0] != extra:
             raise  # It is there, and something that it needs is not.
         raise ImportError(
-            f"overlap.integrations.{extra} needs the package {extra}: pip install 'ddp-overlap[{extra}]'",
+            f"overlap.integrations.{extra} needs the package {extra}: pip install '.[{extra}]' in a clone of overlap",
             name=error.name,
         ) from error

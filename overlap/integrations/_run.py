@@ -25,7 +25,7 @@ from overlap.resume import TrainState
 
 __all__ = ["ChainFor", "LocalSGDFor", "Recipe", "Run"]
 
-ChainFor = Stage | Callable[..., Stage]
+ChainFor = Stage | Sequence[Stage] | Callable[..., Stage]
 LocalSGDFor = Callable[[DistributedDataParallel, Any], LocalSGD]
 
 _logger = logging.getLogger(__name__)
@@ -35,9 +35,9 @@ _logger = logging.getLogger(__name__)
 class Recipe:
     """What a user gave, before there is a model.
 
-    ``chain`` is a stage that reduces and makes no update, or a function of the optimizers that returns a stage: it is
-    called with an ``OverlappedOptimizer`` of each (a ``ZeroRedundancyOptimizer`` as it is). ``local_sgd`` is a function
-    of the model in DDP and its optimizer that returns a ``LocalSGD``.
+    ``chain`` is a stage that reduces and makes no update, a list of stages, or a function of the optimizers that
+    returns either: it is called with an ``OverlappedOptimizer`` of each (a ``ZeroRedundancyOptimizer`` as it is).
+    ``local_sgd`` is a function of the model in DDP and its optimizer that returns a ``LocalSGD``.
     """
 
     chain: ChainFor | None = None
@@ -46,6 +46,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.chain is not None and self.local_sgd is not None:
             raise ConfigurationError("chain and local_sgd were both given: LocalSGD takes its reducer and its update")
+        if isinstance(self.chain, (list, tuple)):
+            object.__setattr__(self, "chain", chain(*self.chain))
         for name, given in (("chain", self.chain), ("local_sgd", self.local_sgd)):
             if given is not None and (isinstance(given, type) or not callable(given)):
                 raise ConfigurationError(
@@ -91,12 +93,15 @@ class Run:
             self.registration = chain(recipe.chain).register(self.ddp)
         elif recipe.chain is not None:
             self.optimizers = [_overlapped(one) for one in self.given]
-            made = recipe.chain(*self.optimizers)
+            returned: Any = recipe.chain(*self.optimizers)
+            made = chain(*returned) if isinstance(returned, (list, tuple)) else returned
             if not isinstance(made, Stage):
                 raise ConfigurationError(
                     f"chain is a function of the optimizer that returns a stage, such as {_EXAMPLES['chain']}; it "
                     f"returned {described(made)}"
                 )
+            if not any(isinstance(stage, Update) for stage in walk(made)):
+                self.optimizers = list(optimizers)
             if late:
                 _defer_updates(made, late)
             self.registration = chain(made).register(self.ddp)

@@ -47,8 +47,9 @@ def prepare(
         model: one that is not in DDP yet.
         optimizer: of its parameters, or a list of several.
         *others: loaders and schedulers.
-        chain: a stage that reduces and makes no update, or a function of the optimizers that returns one with updates;
-            it is called with an ``OverlappedOptimizer`` of each, or with a ``ZeroRedundancyOptimizer`` as it is.
+        chain: a stage that reduces and makes no update, such as ``PowerSGD(rank=4)``, or a list of stages; or a
+            function of the optimizers that returns a stage with updates: it is called with an ``OverlappedOptimizer``
+            of each, or with a ``ZeroRedundancyOptimizer`` as it is.
         local_sgd: a function of the DDP model and the optimizer that returns a ``LocalSGD``.
 
     Returns:

@@ -34,8 +34,9 @@ class OverlapMixin:
     If stages have state, a checkpoint has an additional file for each rank, ``overlap-rank-0.pt``.
 
     Args:
-        chain: a stage that reduces and makes no update, or a function of the optimizer that returns one with an update;
-            it is called with an ``OverlappedOptimizer``, or with the ``ZeroRedundancyOptimizer``.
+        chain: a stage that reduces and makes no update, such as ``PowerSGD(rank=4)``, or a list of stages; or a
+            function of the optimizer that returns a stage with an update: it is called with an ``OverlappedOptimizer``,
+            or with the ``ZeroRedundancyOptimizer``.
         local_sgd: a function of the DDP model and the optimizer that returns a ``LocalSGD``.
         zero: divide the state of the Trainer's optimizer among the ranks: ``True``, or options of
             ``ZeroRedundancyOptimizer.from_optimizer``.

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import os
+import threading
 import warnings
 
 _MODULES = (
@@ -35,6 +36,12 @@ for _name in (*_MODULES, *_MORE):
     # so must one that warns, since `python -W error` passes its options on to the server.
     with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
         importlib.import_module(_name)
+
+# tqdm's own lock is a semaphore of the system, which a rank would leave behind.
+with contextlib.suppress(ImportError):
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
 
 # Keeps the collector off the preloaded objects, so that a rank's collection is quick and copies no pages.
 gc.collect()

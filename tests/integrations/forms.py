@@ -23,7 +23,7 @@ def options_of(form: str, *, clip: float | None = None, is_resumed: bool = False
         "powersgd": Step,
     }
     if form == "reducer":
-        return {"chain": AllReduce()}
+        return {"chain": [AllReduce()]}
     if form == "local":
         # Equal to plain until it averages, and interrupted in the middle of a round.
         return {"local_sgd": partial(LocalSGD, period=4, start_step=2 if is_resumed else 1000)}

@@ -56,7 +56,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
     shown = subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, capture_output=True, text=True)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra, said in zip(needed, shown.stdout.splitlines(), strict=True):
-        assert f"pip install 'ddp-overlap[{extra}]'" in said
+        assert f"pip install '.[{extra}]'" in said
         assert any(re.match(rf"{extra}\b", package) for package in extras[extra])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import warnings
@@ -17,7 +18,8 @@ from lightning_runs import loader_of, module_of, strategy_of, trainer_of
 from playing import check_row
 
 from harness import run_ranks
-from overlap import AllReduce, ConfigurationError, LocalSGD, OverlapError, Step
+from overlap import AllReduce, ConfigurationError, Int8, LocalSGD, OverlapError
+from overlap.hooks.engine.registration import registration_of
 
 
 def _refused(rank: int, world_size: int, what: str) -> str:
@@ -91,7 +93,7 @@ def _wrong_options(rank: int, world_size: int) -> list[str]:
     prepare_rank(rank, world_size)
     said = []
     for options in (
-        {"chain": [AllReduce()]},
+        {"chain": [Int8()]},
         {"chain": AllReduce},
         {"chain": AllReduce(), "local_sgd": LocalSGD},
         {"ddp_comm_hook": print},
@@ -99,7 +101,7 @@ def _wrong_options(rank: int, world_size: int) -> list[str]:
         with pytest.raises(ConfigurationError) as error:
             strategy_of("wrong", **options)
         said.append(str(error.value))
-    strategy = strategy_of("wrong", chain=lambda optimizer: [AllReduce(), Step(optimizer)])
+    strategy = strategy_of("wrong", chain=lambda optimizer: AllReduce)
     with pytest.raises(ConfigurationError) as error:
         trainer_of("wrong", strategy).fit(module_of("wrong"), loader_of())
     return [*said, str(error.value)]
@@ -107,10 +109,10 @@ def _wrong_options(rank: int, world_size: int) -> list[str]:
 
 def test_wrong_options_are_refused_with_what_to_give() -> None:
     for said in run_ranks(_wrong_options, 2):
-        a_list, a_class, both, hook, returned_list = said
-        assert "got list" in a_list and "got the class AllReduce" in a_class
+        a_wire, a_class, both, hook, returned_class = said
+        assert "Int8() is" in a_wire and "got the class AllReduce" in a_class
         assert "both given" in both and "as_stage(hook, state)" in hook
-        assert "lambda optimizer: chain(AllReduce(), Step(optimizer))" in returned_list
+        assert "lambda optimizer: chain(AllReduce(), Step(optimizer))" in returned_class
 
 
 FORMS = ("interleaved", "powersgd")
@@ -204,3 +206,26 @@ def test_a_checkpoint_of_a_run_that_ends_suddenly_needs_no_other_rank_and_says_w
 @pytest.mark.parametrize("feature", FRAMEWORKS["Lightning"])
 def test_lightning_with_a_chain_is_what_the_table_says(feature: str, tmp_path: Path) -> None:
     check_row("Lightning", feature, play, tmp_path)
+
+
+def _named(rank: int, world_size: int, name: str) -> str:
+    prepare_rank(rank, world_size)
+    module, shown = module_of("reducer"), []
+    trainer = trainer_of("reducer", name, max_epochs=1)
+    pickle.loads(pickle.dumps(trainer.strategy))
+    module.on_train_start = lambda: shown.append(repr(registration_of(trainer.strategy.model)))
+    trainer.fit(module, loader_of(3))
+    return shown[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "chain"),
+    [
+        ("overlap", "AllReduce(), Step(AdamW, interleaved)"),
+        ("overlap_bf16", "Cast(bfloat16, AllReduce())"),
+        ("overlap_int8", "Quantize(Int8())"),
+        ("overlap_powersgd", "PowerSGD(rank=4)"),
+    ],
+)
+def test_a_chain_has_a_name_that_the_trainer_takes(name: str, chain: str) -> None:
+    assert run_ranks(_named, 2, name)[0] == f"<chain({chain}) registered>"

@@ -8,19 +8,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, OverlapError
+from overlap.hooks import AllReduce, Cast, Int8, PowerSGD, Quantize, Stage, chain
 from overlap.integrations._run import ChainFor, LocalSGDFor, Recipe, Run
 from overlap.integrations.lightning.uneven import ClosureFirst, UnevenInputs
+from overlap.optim import Step
 from overlap.resume.train_state import remembers
 
-__all__ = ["OverlapStrategy"]
+__all__ = ["OverlapStrategy", "register_names"]
 
 _KEY = "overlap"
 
@@ -36,13 +39,17 @@ class OverlapStrategy(DDPStrategy):
     Where the trainer clips (``gradient_clip_val``) or scales (``precision="16-mixed"``), interleaved updates of the
     chain are deferred.
 
+    Importing this module registers names for the usual chains: ``Trainer(strategy="overlap_int8")``. They are
+    ``overlap`` (the update in backward), ``overlap_bf16``, ``overlap_int8`` and ``overlap_powersgd`` (rank 4).
+
     If stages have state, the trainer's checkpoint has that of each rank under ``"overlap"``; the rest of it is
     unchanged.
 
     Args:
-        chain: a stage that reduces and makes no update, such as ``PowerSGD(rank=4)``, or a function of the optimizers
-            of ``configure_optimizers`` that returns one with updates. It is called with an ``OverlappedOptimizer`` of
-            each; a ``ZeroRedundancyOptimizer``, which ``configure_optimizers`` may return, is given as it is.
+        chain: a stage that reduces and makes no update, such as ``PowerSGD(rank=4)``, or a list of stages; or a
+            function of the optimizers of ``configure_optimizers`` that returns a stage with updates. It is called with
+            an ``OverlappedOptimizer`` of each; a ``ZeroRedundancyOptimizer``, which ``configure_optimizers`` may
+            return, is given as it is.
         local_sgd: a function of the DDP model and the optimizer that returns a ``LocalSGD``, such as
             ``functools.partial(LocalSGD, period=8)``.
         uneven_inputs: train each epoch in a ``Join``, so that ranks may have different numbers of batches. Needs
@@ -220,3 +227,26 @@ def _late_in(trainer: Trainer, *, has_scaler: bool) -> dict[str, str]:
     if has_scaler:
         late["precision='16-mixed' decides after backward whether to step"] = ", or 'bf16-mixed'"
     return late
+
+
+def _updated_in_backward(*optimizers: Any) -> Stage:
+    return chain(AllReduce(), *map(Step, optimizers))
+
+
+def _bf16(*optimizers: Any) -> Stage:
+    return Cast(torch.bfloat16)
+
+
+def _int8(*optimizers: Any) -> Stage:
+    return Quantize(Int8())
+
+
+def _powersgd(*optimizers: Any) -> Stage:
+    return PowerSGD(rank=4)
+
+
+def register_names() -> None:
+    """Register the names that ``Trainer(strategy=...)`` takes."""
+    names = {"": _updated_in_backward, "_bf16": _bf16, "_int8": _int8, "_powersgd": _powersgd}
+    for name, made in names.items():
+        StrategyRegistry.register(f"overlap{name}", OverlapStrategy, override=True, chain=made)
