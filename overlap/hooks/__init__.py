@@ -3,7 +3,7 @@
 from typing import Any
 
 from overlap._lazy import check_imported_as, missing_name
-from overlap.hooks.adapters import as_hook, as_stage, reducer
+from overlap.hooks.adapters import StageHook, as_hook, as_stage, reducer
 from overlap.hooks.allreduce import AllGather, AllReduce, NoReduction
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.cast import Cast
@@ -17,15 +17,13 @@ from overlap.hooks.collectives import (
     send_recv,
     whole_pass,
 )
-from overlap.hooks.context import StageContext
 from overlap.hooks.engine.registration import Registration, register
 from overlap.hooks.hierarchical import Hierarchical
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from overlap.hooks.quantize import GatherQuantized, Quantize
 from overlap.hooks.route import by_ndim, route
-from overlap.hooks.stage import Role, Stage
-from overlap.hooks.stage_hook import StageHook
+from overlap.hooks.stage import Role, Stage, StageContext
 from overlap.hooks.torch_names import (
     allgather_then_aggregate_hook,
     allreduce_hook,

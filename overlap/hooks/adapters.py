@@ -10,32 +10,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from overlap._checks import described, told
 from overlap._torch import classes
-from overlap._torch.autograd import in_backward
+from overlap._torch.autograd import in_backward, in_end_of_backward
 from overlap._torch.c10d import GradBucket, is_future
-from overlap.errors import ConfigurationError
+from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import future_result
-from overlap.hooks.stage import Role, Stage
-from overlap.hooks.stage_hook import StageHook
+from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
+from overlap.hooks.stage import Role, Stage, StageContext
 from overlap.hooks.wires.wire import Wire
 
 __all__ = [
     "CommHook",
     "HookStage",
+    "StageHook",
     "as_hook",
     "as_stage",
-    "hook_name",
     "check_hook",
+    "hook_name",
     "is_hook",
     "reducer",
     "shown",
     "stage_from",
-    "to_stage",
 ]
-
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -46,29 +46,17 @@ class CommHook(Protocol):
     def __call__(self, state: Any, bucket: GradBucket, /) -> torch.futures.Future[torch.Tensor]: ...
 
 
-def as_hook(stage: Stage | Callable[[Bucket], Any], *, group: dist.ProcessGroup | None = None) -> StageHook:
-    """``stage`` as a hook ``(state, bucket) -> Future[Tensor]`` for code that calls ``ddp.register_comm_hook``.
-
-    The hook ignores its state. A stage with memory serves one model: give each model its own hook.
-
-    Args:
-        stage: what the hook does; it must contain a reducer.
-        group: the process group of the model; the default one where ``None``.
-
-    >>> ddp.register_comm_hook(None, as_hook(Quantize(Int8())))
-    >>> loss_fn(ddp(x), y).backward()
-    """
-    made = to_stage(stage)
-    return StageHook(lambda state: made, repr(made), group_of=lambda state: group)
+# To a stage.
 
 
-def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
+def as_stage(hook: CommHook | Callable[..., Any] | Stage, state: Any = None) -> Stage:
     """The hook ``(state, bucket) -> Future[Tensor]`` as a reducer for a chain.
 
-    Any callable of two arguments is accepted: functions, partials, lambdas, instances, under any argument names.
+    Any callable of two arguments is accepted: functions, partials, lambdas, instances, under any argument names. A
+    function of one bucket becomes a stage, and a stage is returned as it is.
 
     Raises:
-        ConfigurationError: ``hook`` cannot be called with a state and a bucket.
+        ConfigurationError: ``hook`` cannot be called with a state and a bucket, nor with a bucket.
 
     >>> def hook(state, bucket):
     ...     future = torch.futures.Future()
@@ -80,10 +68,12 @@ def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
     """
     if isinstance(hook, StageHook):
         return hook.stage(state)
-    if not is_hook(hook) and (isinstance(hook, Stage) or _takes_a_bucket(hook)) and state is None:
-        return to_stage(hook)
+    if isinstance(hook, Stage) or _takes_a_bucket(hook):
+        if state is not None:
+            raise ConfigurationError(f"a stage keeps its own state, but {told(state)} was given for {shown(hook)}")
+        return hook if isinstance(hook, Stage) else _FunctionStage(hook)  # type: ignore[arg-type]
     if not is_hook(hook):
-        raise ConfigurationError(f"{shown(hook)} is not a hook, which is called with (state, bucket): {_remedy(hook)}")
+        raise ConfigurationError(f"{shown(hook)} is not a stage: {_remedy(hook)}")
     try:
         inspect.signature(hook).bind(state, None)
     except TypeError as error:
@@ -94,6 +84,9 @@ def as_stage(hook: CommHook | Callable[..., Any], state: Any = None) -> Stage:
     except ValueError:
         pass  # A builtin may have no signature to look at.
     return HookStage(hook, state)
+
+
+stage_from: Callable[..., Stage] = as_stage  # As functions that take stages call it.
 
 
 def reducer(function: Function) -> Function:
@@ -117,59 +110,22 @@ def reducer(function: Function) -> Function:
     return function
 
 
-def to_stage(thing: object) -> Stage:
-    """``thing`` as a stage: a stage as it is, a function of a bucket wrapped.
-
-    Raises:
-        ConfigurationError: ``thing`` is neither.
-    """
-    if isinstance(thing, Stage):
-        return thing
-    if _takes_a_bucket(thing):
-        return _FunctionStage(thing)  # type: ignore[arg-type]
-    if isinstance(thing, StageHook):
-        raise ConfigurationError(f"{thing!r} is a hook already, not a stage; as a stage it is as_stage(hook, state)")
-    raise ConfigurationError(f"{shown(thing)} is not a stage: {_remedy(thing)}")
+def check_hook(thing: object) -> None:
+    """Raises: ConfigurationError: ``thing`` is neither a hook nor a stage; its state is not known yet."""
+    if not isinstance(thing, StageHook):
+        as_stage(thing)  # type: ignore[arg-type]
 
 
-_CLIPS = {
-    torch.nn.utils.clip_grad_norm_: "write ClipGradNorm(max_norm)",
-    torch.nn.utils.clip_grad_value_: "write a function, def clip_value(bucket): bucket.buffer.clamp_(-value, value)",
-}
+def is_hook(thing: object) -> bool:
+    """Whether ``thing`` may be a communication hook: a callable that is neither a stage nor a function of a bucket."""
+    return callable(thing) and not (isinstance(thing, Stage) or _is_never_a_hook(thing) or _takes_a_bucket(thing))
 
 
-def _is_optimizer(thing: object) -> bool:
-    return isinstance(getattr(thing, "__self__", thing), Optimizer)  # Its step() is often given, too.
-
-
-def _is_clip(thing: object) -> bool:
-    return any(thing is clip for clip in _CLIPS)
-
-
-# Mistakes that people make, and what to write instead.
-_REMEDIES: tuple[tuple[Callable[[Any], bool], Callable[[Any], str]], ...] = (
-    (lambda thing: isinstance(thing, type), lambda cls: f"it is a class; write {cls.__name__}(...)"),
-    (lambda thing: isinstance(thing, Wire), lambda wire: f"write Quantize({wire!r})"),
-    (lambda thing: isinstance(thing, classes.ZeroRedundancyOptimizer), lambda zero: "write chain(ZeroStep(zero))"),
-    (_is_optimizer, lambda optimizer: "write chain(AllReduce(), Step(optimizer))"),
-    (lambda thing: isinstance(thing, list | tuple), lambda stages: "give stages one by one, as in chain(*stages)"),
-    (_is_clip, _CLIPS.__getitem__),
-)
-
-
-def _remedy(thing: object) -> str:
-    for is_it, remedy in _REMEDIES:
-        if is_it(thing):
-            return remedy(thing)
-    return (
-        "a stage is an overlap.Stage or a function of one bucket; a DDP communication hook becomes one with "
-        "overlap.hooks.as_stage(hook, state)"
-    )
-
-
-def _is_never_a_hook(thing: object) -> bool:
-    """Whether ``thing`` can be called with two arguments and is yet known to be something else."""
-    return isinstance(thing, nn.Module | type) or _is_optimizer(thing) or _is_clip(thing)
+def hook_name(hook: object) -> str:
+    """The name of ``hook`` in messages."""
+    function = getattr(hook, "func", hook)  # functools.partial
+    name: str = getattr(function, "__name__", None) or type(function).__name__
+    return name.removeprefix("overlap.")
 
 
 def shown(thing: object) -> str:
@@ -181,40 +137,11 @@ def shown(thing: object) -> str:
     return typed if is_typed else described(thing)
 
 
-def stage_from(thing: object, state: Any = None) -> Stage:
-    """``thing`` as a stage, by :func:`as_stage` with ``state`` if it is a hook and by :func:`to_stage` otherwise."""
-    return as_stage(thing, state) if is_hook(thing) else to_stage(thing)  # type: ignore[arg-type]
-
-
-def is_hook(thing: object) -> bool:
-    """Whether ``thing`` may be a communication hook: a callable that is neither a stage nor a function of a bucket."""
-    if not callable(thing) or isinstance(thing, Stage) or _is_never_a_hook(thing):
-        return False
-    return not _takes_a_bucket(thing)
-
-
-def check_hook(thing: object) -> None:
-    """Check what can be checked of a hook or a stage before its state is known.
-
-    Raises:
-        ConfigurationError: ``thing`` is neither.
-    """
-    if not isinstance(thing, StageHook):
-        stage_from(thing)
-
-
-def hook_name(hook: object) -> str:
-    """The name of ``hook`` in messages."""
-    function = getattr(hook, "func", hook)  # functools.partial
-    name: str = getattr(function, "__name__", None) or type(function).__name__
-    return name.removeprefix("overlap.")
-
-
 def _takes_a_bucket(thing: object) -> bool:
     """Whether ``thing`` is a function of a bucket: ``async``, or a plain one that must be given one argument."""
-    if isinstance(thing, Stage | StageHook | type) or not callable(thing) or _is_never_a_hook(thing):
+    if isinstance(thing, Stage | StageHook) or not callable(thing) or _is_never_a_hook(thing):
         return False
-    if _is_async(thing):
+    if inspect.iscoroutinefunction(thing) or inspect.iscoroutinefunction(getattr(thing, "__call__", None)):  # noqa: B004
         return True
     try:
         parameters = inspect.signature(thing).parameters.values()
@@ -222,12 +149,42 @@ def _takes_a_bucket(thing: object) -> bool:
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     is_variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    must = [p for p in positional if p.default is p.empty]
-    return len(must) == 1 and not is_variadic
+    return len([p for p in positional if p.default is p.empty]) == 1 and not is_variadic
 
 
-def _is_async(thing: object) -> bool:
-    return inspect.iscoroutinefunction(thing) or inspect.iscoroutinefunction(getattr(thing, "__call__", None))  # noqa: B004
+_CLIPS = {
+    nn.utils.clip_grad_norm_: "write ClipGradNorm(max_norm)",
+    nn.utils.clip_grad_value_: "write a function, def clip_value(bucket): bucket.buffer.clamp_(-value, value)",
+}
+
+
+def _is_optimizer(thing: object) -> bool:
+    return isinstance(getattr(thing, "__self__", thing), Optimizer)  # Its step() is often given, too.
+
+
+def _is_never_a_hook(thing: object) -> bool:
+    """Whether ``thing`` can be called with two arguments and is yet known to be something else."""
+    return isinstance(thing, nn.Module | type) or _is_optimizer(thing) or any(thing is clip for clip in _CLIPS)
+
+
+def _remedy(thing: Any) -> str:
+    """What to write in place of ``thing``, for the mistakes that people make."""
+    if isinstance(thing, type):
+        return f"it is a class; write {thing.__name__}(...)"
+    if isinstance(thing, Wire):
+        return f"write Quantize({thing!r})"
+    if isinstance(thing, classes.ZeroRedundancyOptimizer):
+        return "write chain(ZeroStep(zero))"
+    if _is_optimizer(thing):
+        return "write chain(AllReduce(), Step(optimizer))"
+    if isinstance(thing, list | tuple):
+        return "give stages one by one, as in chain(*stages)"
+    if callable(thing) and any(thing is clip for clip in _CLIPS):
+        return _CLIPS[thing]
+    return (
+        "a stage is an overlap.Stage or a function of one bucket; a DDP communication hook becomes one with "
+        "overlap.hooks.as_stage(hook, state)"
+    )
 
 
 class _FunctionStage(Stage):
@@ -263,8 +220,8 @@ class HookStage(Stage):
     """
 
     def __init__(self, hook: CommHook, state: Any) -> None:
-        self._hook = hook
-        self._state = state
+        self.hook = hook, state
+        """The hook and its state."""
 
     @property
     def starts_on_autograd_thread(self) -> bool:
@@ -276,12 +233,11 @@ class HookStage(Stage):
                 f"{self!r} must be called where DDP calls hooks, when its bucket arrives, but a transform before it "
                 "awaits something first: put that transform after the hook"
             )
-        raw = bucket.raw if bucket.raw is not None else _RawBucket(bucket)
-        future = self._hook(self._state, raw)  # type: ignore[arg-type]
+        hook, state = self.hook
+        future = hook(state, bucket.raw if bucket.raw is not None else _RawBucket(bucket))  # type: ignore[arg-type]
         if not is_future(future):
             raise ConfigurationError(
-                f"the hook {hook_name(self._hook)} returned {type(future).__name__}; "
-                "a hook returns a torch.futures.Future"
+                f"the hook {hook_name(hook)} returned {type(future).__name__}; a hook returns a torch.futures.Future"
             )
         result = await future_result(future)
         reduced = result[0] if isinstance(result, (list, tuple)) else result
@@ -291,16 +247,11 @@ class HookStage(Stage):
             bucket.buffer.copy_(reduced.view_as(bucket.buffer))
 
     @property
-    def hook(self) -> tuple[Any, Any]:
-        """The hook and its state."""
-        return self._hook, self._state
-
-    @property
     def signature(self) -> str:
         return repr(self)
 
     def __repr__(self) -> str:
-        return f"as_stage({hook_name(self._hook)})"
+        return f"as_stage({hook_name(self.hook[0])})"
 
 
 class _RawBucket:
@@ -329,3 +280,96 @@ class _RawBucket:
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
         self._bucket = self._bucket.with_buffer(buffer)
+
+
+# To a hook.
+
+
+def as_hook(stage: Stage | Callable[[Bucket], Any], *, group: dist.ProcessGroup | None = None) -> StageHook:
+    """``stage`` as a hook ``(state, bucket) -> Future[Tensor]`` for code that calls ``ddp.register_comm_hook``.
+
+    The hook ignores its state. A stage with memory serves one model: give each model its own hook.
+
+    Args:
+        stage: what the hook does; it must contain a reducer.
+        group: the process group of the model; the default one where ``None``.
+
+    >>> ddp.register_comm_hook(None, as_hook(Quantize(Int8())))
+    >>> loss_fn(ddp(x), y).backward()
+    """
+    if isinstance(stage, StageHook):
+        raise ConfigurationError(f"{stage!r} is a hook already: ddp.register_comm_hook(state, hook)")
+    made = as_stage(stage)
+    return StageHook(lambda state: made, repr(made), group_of=lambda state: group)
+
+
+class StageHook:
+    """A stage as a hook for ``ddp.register_comm_hook(state, hook)``; one object can serve several models.
+
+    ``build`` makes the stage of a model from the hook's state, when the model's first bucket arrives; collectives then
+    run on ``group_of(state)``, the default process group where that is ``None``. Registered this way, a stage does not
+    know the model's own process group or the names of parameters, and it is not called before the forward, so gradients
+    are not cleared for the user. :func:`overlap.register` does all of that.
+
+    >>> isinstance(allreduce_hook, StageHook)
+    True
+    >>> allreduce_hook.stage()
+    AllReduce()
+    """
+
+    def __init__(
+        self,
+        build: Callable[[Any], Stage],
+        name: str,
+        *,
+        group_of: Callable[[Any], dist.ProcessGroup | None] = lambda state: None,
+        doc: str | None = None,
+        module: str | None = None,
+        pickled_as: tuple[Any, ...] | None = None,
+    ) -> None:
+        # The prefix: DDP refuses PyTorch's bf16 hooks on Gloo by their bare names.
+        self.__name__ = self.__qualname__ = f"overlap.{name}"
+        self.__doc__ = doc or StageHook.__doc__
+        if module is not None:  # The hook is a global of it, and pickled by its name.
+            self.__module__ = module
+        self._pickled_as = pickled_as if module is None else name
+        self._name = name
+        self._build = build
+        self.group_of = group_of
+        """The process group that a state names, if it names one."""
+        # DDP does not say which model a bucket belongs to; its parameters do.
+        self._runtimes: Any = WeakIdKeyDictionary()
+        self._arriving: Runtime | None = None
+
+    def stage(self, state: Any = None) -> Stage:
+        """A new stage that does what this hook does with ``state``."""
+        return self._build(state)
+
+    # Without annotations: DDP compares them with its own types, and here they would be strings.
+    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        if not bucket.is_last() and in_end_of_backward():
+            # DDP's first backward with a static graph has all its buckets there, each with the number 0.
+            raise UnsupportedError(f"{self!r}: the model has parameters of several dtypes: {NO_LAST_BUCKET}")
+        parameters = bucket.parameters()
+        runtime = self._runtimes.get(parameters[0])
+        if runtime is None:
+            runtime = self._runtime(state, bucket) if bucket.index() == 0 else self._arriving
+            if runtime is None:
+                raise RegistrationError(f"{self!r}: bucket {bucket.index()} came, but bucket 0 of its model never did")
+        for parameter in parameters:
+            self._runtimes[parameter] = runtime
+        self._arriving = None if bucket.is_last() else runtime
+        return runtime.on_bucket(bucket)
+
+    def _runtime(self, state: Any, bucket: GradBucket) -> Runtime:
+        group: Any = self.group_of(state) or dist.group.WORLD
+        context = StageContext(group=group, device=bucket.buffer().device, names=None, finds_unused=None)
+        return Runtime(self.stage(state), context)
+
+    def __repr__(self) -> str:
+        return f"<hook {self._name}>"
+
+    def __reduce__(self) -> Any:
+        if self._pickled_as is None:
+            raise TypeError(f"{self!r} cannot be pickled: it belongs to one model; make it where it is registered")
+        return self._pickled_as

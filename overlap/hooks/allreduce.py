@@ -19,7 +19,7 @@ class AllReduce(Stage):
     Equal to plain DDP bit for bit at any number of ranks: as in DDP, each rank multiplies its gradient by
     ``1 / divisor`` first, so that a sum of half-precision gradients does not overflow.
 
-    Issues: one all-reduce of ``(numel,)`` in the bucket's dtype. Changes: ``bucket.buffer``.
+    Communication: one all-reduce of ``(numel,)`` in the bucket's dtype. Changes: ``bucket.buffer``.
 
     >>> AllReduce()
     AllReduce()
@@ -36,7 +36,7 @@ class AllGather(Stage):
     Sends ``W/2`` times as much as an all-reduce and takes ``W`` buckets of memory. Every element is summed in the same
     order, so it shows what the order of summation in another reducer changes.
 
-    Issues: one all-gather of ``(numel,)`` in the bucket's dtype. Changes: ``bucket.buffer``.
+    Communication: one all-gather of ``(numel,)`` in the bucket's dtype. Changes: ``bucket.buffer``.
 
     >>> chain(AllGather()).register(ddp)
     <chain(AllGather()) registered>

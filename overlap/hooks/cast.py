@@ -9,7 +9,7 @@ import torch
 
 from overlap._checks import told
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.hooks.adapters import to_stage
+from overlap.hooks.adapters import as_stage
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.stage import Role, Stage, redistributed
@@ -29,7 +29,7 @@ class Cast(Stage):
         dtype: a real floating-point dtype, or :class:`Float16` or :class:`BFloat16` for theirs.
         inner: the reducer, ``AllReduce()`` by default; may be another ``Cast``.
 
-    Issues: what ``inner`` issues, in ``dtype``. Changes: ``bucket.buffer``. Memory: one bucket in ``dtype``.
+    Communication: what ``inner`` issues, in ``dtype``. Changes: ``bucket.buffer``. Memory: one bucket in ``dtype``.
 
     Raises:
         ConfigurationError: ``dtype`` is not a real floating-point dtype nor a wire of one that rounds to nearest, or
@@ -42,7 +42,7 @@ class Cast(Stage):
 
     def __init__(self, dtype: torch.dtype | Wire, inner: Stage | None = None) -> None:
         self.dtype = _dtype(dtype)
-        self.inner = AllReduce() if inner is None else to_stage(inner)
+        self.inner = AllReduce() if inner is None else as_stage(inner)
         if self.inner.role is not Role.REDUCER:
             raise ConfigurationError(f"Cast wraps a reducer such as AllReduce(), got {self.inner!r}")
 

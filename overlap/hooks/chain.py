@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap.errors import ConfigurationError
-from overlap.hooks.adapters import stage_from
+from overlap.hooks.adapters import as_stage
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.engine.registration import Registration, register
 from overlap.hooks.stage import Role, Stage
@@ -99,7 +99,7 @@ def chain(*stages: Stage | Callable[..., Any]) -> Chain:
     chain(AllReduce())
     """
     flat: list[Stage] = []
-    for stage in map(stage_from, stages):
+    for stage in map(as_stage, stages):
         flat.extend(stage.stages if isinstance(stage, Chain) else [stage])
     if not flat:
         raise ConfigurationError("chain() needs at least one stage, such as chain(AllReduce(), Step(optimizer))")
@@ -109,7 +109,7 @@ def chain(*stages: Stage | Callable[..., Any]) -> Chain:
 
 
 def _with_reducer(stages: list[Stage]) -> list[Stage]:
-    """``stages`` with the reduction of an update that reduces by itself before whatever else needs the mean."""
+    """``stages`` with the reduction of an update that reduces by itself before the first that needs the mean."""
     first = next((place for place, stage in enumerate(stages) if stage.role is not Role.TRANSFORM), len(stages))
     updates = [stage for stage in stages if stage.role is Role.UPDATE]
     needing = next((place for place, stage in enumerate(stages[:first]) if stage.needs_mean), first)
@@ -121,24 +121,22 @@ def _with_reducer(stages: list[Stage]) -> list[Stage]:
 
 
 def _check_order(acting: Sequence[Stage], whole: Sequence[Stage]) -> None:
-    """Check the stages that are not transforms.
-
-    Raises:
-        ConfigurationError: they are not in the order of their roles, or there is no reducer.
-    """
+    """Raises: ConfigurationError: stages that are no transforms are out of order, or there is no reducer."""
     for before, after in itertools.pairwise(acting):
         if before.role > after.role or before.role is after.role is not Role.UPDATE:
             raise ConfigurationError(
                 f"{after!r} ({after.role.name.lower()}) cannot follow {before!r} ({before.role.name.lower()}): a chain "
                 "is one reducer, then updates, then at most one averager, with transforms anywhere"
             )
-    if not acting:
+    if not acting or not acting[0].reduces:
+        remedy = ", ".join(["AllReduce()", *map(_as_code, whole)])
+        missing = f"{acting[0]!r} needs a reducer before it" if acting else f"{whole[0]!r}: no stage here reduces"
         raise ConfigurationError(
-            f"{', '.join(map(repr, whole))}: no stage here reduces, so every rank would keep its own gradients. Add a "
-            f"reducer: chain(AllReduce(), {whole[0]!r}); a function that reduces is marked with @overlap.reducer"
+            f"{missing}, so every rank would use its own gradients. Write chain({remedy}); a function that reduces is "
+            "marked with @overlap.reducer"
         )
-    if not acting[0].reduces:
-        raise ConfigurationError(
-            f"{acting[0]!r} needs a reducer before it, or every rank would use its own gradients: "
-            f"chain(AllReduce(), {acting[0]!r}); a function that reduces is marked with @overlap.reducer"
-        )
+
+
+def _as_code(stage: Stage) -> str:
+    """``stage`` as a user types it."""
+    return f"{type(stage).__name__}(optimizer)" if stage.role is Role.UPDATE else repr(stage)

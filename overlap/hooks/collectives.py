@@ -9,6 +9,7 @@ ranks are ranks within it. Nothing here can be awaited outside of a stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from operator import methodcaller
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +40,7 @@ class Channels(Protocol):
     """Gives an operation what it needs to launch."""
 
     def of(self, group: dist.ProcessGroup | None) -> Channel:
-        """What carries the collectives of ``group``, the model's own where ``None``."""
+        """The channel that carries the collectives of ``group``, the model's own where ``None``."""
 
     def next_tag(self) -> int:
         """A new tag for messages, the same on every rank."""
@@ -49,8 +50,6 @@ class Operation:
     """Something that a stage awaits."""
 
     label: str = ""
-    is_under_way: bool = False
-    """Whether it had been started when the stage awaited it, so that launching it does nothing."""
 
     @property
     def sent_bytes(self) -> int:
@@ -61,41 +60,39 @@ class Operation:
         """Start it; returns at once."""
 
     def finish(self, wait: Callable[[dist.Work], None]) -> Any:
-        """Block until it is done and return the result; ``wait`` blocks the thread or makes its stream wait."""
+        """Wait until it is done and return the result; ``wait`` blocks the thread or makes its stream wait."""
 
     def abandon(self, wait: Callable[[dist.Work], None]) -> None:
-        """After the launch: wait for what is in flight, as :meth:`finish`, but for nothing that would follow."""
+        """As :meth:`finish`, for a stage that was closed: nothing follows."""
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """After the launch: have ``callback`` called on any thread when part of it is done, if that can be observed."""
+        """Have ``callback`` called on any thread when part of it is done, where that can be observed."""
 
     def __await__(self) -> Generator[Operation, Any, Any]:
         return (yield self)
 
 
 class Collective(Operation):
-    """An operation on a process group.
+    """An operation on a process group, the model's own where ``group`` is ``None``.
 
-    Args:
-        label: its name in profiles and messages.
-        group: the process group; the model's own where ``None``.
-        start: launches it on a channel and returns its works; may draw a tag for messages.
-        sent: the bytes that a rank sends, for a number of ranks.
-        then: called when all works are done.
+    ``start`` launches it on a channel and returns its works, or ``tagged`` does so with a tag for messages; ``sent``
+    gives the bytes that a rank sends, for a number of ranks; ``then`` is called when all works are done.
     """
 
     def __init__(
         self,
         label: str,
         group: dist.ProcessGroup | None,
-        start: Callable[[Channel, Callable[[], int]], Sequence[dist.Work]],
+        start: Callable[[Channel], Sequence[dist.Work]] | None = None,
         *,
         sent: Callable[[int], float],
         then: Callable[[], None] | None = None,
+        tagged: Callable[[Channel, int], Sequence[dist.Work]] | None = None,
     ) -> None:
         self.label = label
         self._group = group
         self._start = start
+        self._tagged = tagged
         self._sent = sent
         self._then = then
         self._channel: Channel | None = None
@@ -110,7 +107,10 @@ class Collective(Operation):
 
     def launch(self, channels: Channels) -> None:
         self._channel = channel = channels.of(self._group)
-        self._works = self._start(channel, channels.next_tag)
+        if self._start is not None:
+            self._works = self._start(channel)
+        elif self._tagged is not None:
+            self._works = self._tagged(channel, channels.next_tag())
 
     def finish(self, wait: Callable[[dist.Work], None]) -> None:
         for work in self._works:
@@ -135,7 +135,6 @@ class FutureResult(Operation):
     """Waits for a future that something else completes."""
 
     label = "future"
-    is_under_way = True
 
     def __init__(self, future: torch.futures.Future[Any]) -> None:
         self._future = future
@@ -168,12 +167,8 @@ def all_reduce(tensor: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.Proce
     <chain(mean) registered>
     >>> loss_fn(ddp(x), y).backward()
     """
-
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-    def start(channel: Channel, next_tag: Callable[[], int]) -> Sequence[dist.Work]:
-        return channel.all_reduce(real, op)
-
+    start = methodcaller("all_reduce", real, op)  # As a lambda it would be one more call of Python's for every bucket.
     return Collective("all_reduce", group, start, sent=lambda size: 2 * tensor.nbytes * (size - 1) / size)
 
 
@@ -193,7 +188,7 @@ def all_gather(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None
     >>> loss_fn(ddp(x), y).backward()
     """
 
-    def start(channel: Channel, next_tag: Callable[[], int]) -> Sequence[dist.Work]:
+    def start(channel: Channel) -> Sequence[dist.Work]:
         _check_numel("all_gather", output, input.numel() * channel.size())
         return channel.all_gather(_as_real(output), _as_real(input))
 
@@ -209,10 +204,7 @@ def broadcast(tensor: Tensor, *, src: int, group: dist.ProcessGroup | None = Non
     <chain(AllReduce(), as_on_rank_0) registered>
     >>> loss_fn(ddp(x), y).backward()
     """
-
-    def start(channel: Channel, next_tag: Callable[[], int]) -> Sequence[dist.Work]:
-        return channel.broadcast(_as_real(tensor), src)
-
+    start = methodcaller("broadcast", _as_real(tensor), src)
     return Collective("broadcast", group, start, sent=lambda size: tensor.nbytes * (size - 1) / size)
 
 
@@ -238,28 +230,29 @@ def send_recv(
     >>> loss_fn(ddp(x), y).backward()
     """
 
-    def start(channel: Channel, next_tag: Callable[[], int]) -> Sequence[dist.Work]:
-        return channel.send_recv(_all_as_real(sends), _all_as_real(receives), next_tag())
+    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
+        return channel.send_recv(_all_as_real(sends), _all_as_real(receives), tag)
 
-    return Collective(label, group, start, sent=lambda size: sum([tensor.nbytes for tensor, _ in sends]))
+    return Collective(label, group, tagged=start, sent=lambda size: sum([tensor.nbytes for tensor, _ in sends]))
 
 
 def add_messages(
     sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]], *, group: dist.ProcessGroup
 ) -> Operation:
-    """Send each ``(tensor, rank)`` of ``sends``, and add what every other rank sends this one, in the order of ranks.
+    """Send each ``(tensor, rank)`` of ``sends``, and add the messages of every other rank, in the order of ranks.
 
-    This is a reduce-scatter of parts that are anywhere in memory. Each of ``rows`` stands for one message from every
-    other rank: the flat tensors that its parts are added to, one after another. Messages between two ranks are matched
-    in order. All tensors have one dtype. On Gloo what comes in takes the memory of two rows, elsewhere of all.
+    A reduce-scatter of parts that are anywhere in memory. Each of ``rows`` is one message from every other rank: the
+    flat tensors that its parts are added to, one after another. Messages between two ranks are matched in order. All
+    tensors have one dtype. On Gloo received messages take the memory of two rows, elsewhere of all.
     """
 
-    def start(channel: Channel, next_tag: Callable[[], int]) -> Sequence[dist.Work]:
+    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
         is_complex = bool(rows) and rows[0][0].is_complex()
         real = [[torch.view_as_real(target).view(-1) for target in row] for row in rows] if is_complex else rows
-        return channel.add_messages(_all_as_real(sends), real, next_tag())
+        return channel.add_messages(_all_as_real(sends), real, tag)
 
-    return Collective("reduce_scatter", group, start, sent=lambda size: sum([tensor.nbytes for tensor, _ in sends]))
+    sent = sum([tensor.nbytes for tensor, _ in sends])
+    return Collective("reduce_scatter", group, tagged=start, sent=lambda size: sent)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None = None) -> Operation:
@@ -283,7 +276,7 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
     """
     parts: list[Tensor] = []
 
-    def start(channel: Channel, next_tag: Callable[[], int]) -> Sequence[dist.Work]:
+    def start(channel: Channel, tag: int) -> Sequence[dist.Work]:
         size, rank = channel.size(), channel.rank()
         _check_numel("reduce_scatter", input, output.numel() * size)
         if not channel.scatters_by_messages:
@@ -293,7 +286,7 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
         # Each rank starts with the next one, so that not all send to the same rank at once.
         peers = [(rank + distance) % size for distance in range(1, size)]
         sends, receives = ([(of_rank[peer], peer) for peer in peers] for of_rank in (chunks, parts))
-        return channel.send_recv(_all_as_real(sends), _all_as_real(receives), next_tag())
+        return channel.send_recv(_all_as_real(sends), _all_as_real(receives), tag)
 
     def add_up() -> None:
         if not parts:
@@ -306,7 +299,8 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
             total.add_(part)
         output.copy_(total.view_as(output))
 
-    return Collective("reduce_scatter", group, start, sent=lambda size: output.nbytes * (size - 1), then=add_up)
+    sent = output.nbytes
+    return Collective("reduce_scatter", group, tagged=start, sent=lambda size: sent * (size - 1), then=add_up)
 
 
 def future_result(future: torch.futures.Future[Any]) -> Operation:

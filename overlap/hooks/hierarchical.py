@@ -3,9 +3,8 @@
 [Note: one part of every parameter]
 
 Row ``r`` holds part ``r`` of every parameter of a bucket, one after another. A part is ``ceil(numel / rows)`` elements
-in the order of memory, and the last ones are filled up with zeros. So which elements of a parameter a rank sends to
-other machines does not depend on DDP's buckets, and memory by parameter name stays valid when those are rebuilt; and
-all rows are equally long, so that the ranks of a machine issue the same collectives.
+in the order of memory, and the last ones are filled up with zeros. So a rank sends the same elements of a parameter
+whatever DDP's buckets are, and all rows are equally long.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ from torch import Tensor
 from overlap._checks import check_whole_number
 from overlap._torch.c10d import group_timeout
 from overlap._torch.foreach import copy_all
-from overlap.errors import ConfigurationError, RegistrationError
-from overlap.hooks.adapters import HookStage, stage_from
+from overlap.errors import ConfigurationError
+from overlap.hooks.adapters import HookStage, as_stage
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket, BucketView
 from overlap.hooks.cast import Cast
 from overlap.hooks.collectives import all_gather, reduce_scatter
-from overlap.hooks.context import StageContext
 from overlap.hooks.post_local_sgd import PostLocal, check_is_whole_job, own_subgroup, ranks_by_machine
 from overlap.hooks.powersgd import PowerSGD
 from overlap.hooks.route import Route
 from overlap.hooks.segments import round_up, segment_multiple
-from overlap.hooks.stage import Role, Stage, walk
+from overlap.hooks.stage import Role, Stage, StageContext, StageOfOneModel, walk
 
 __all__ = ["Hierarchical"]
 
@@ -40,7 +38,7 @@ _PLACE = "place"
 _Views = tuple[BucketView, ...]
 
 
-class Hierarchical(Stage):
+class Hierarchical(StageOfOneModel):
     """The mean of the gradients over ranks, in two levels: exact within a machine, by ``outer`` between machines.
 
     Of ``L`` ranks on each of ``M`` machines, every rank gets the sum over its machine of one part of each gradient,
@@ -53,10 +51,9 @@ class Hierarchical(Stage):
         machine 1   rank 2  part 0 --+ |    |
                     rank 3  part 1 ----+    +-- all parts
 
-    So the ranks of a machine share the link to the others, and each value crosses it once. A part is cut from every
-    parameter, so a reducer with memory by parameter name works as ``outer``, whatever DDP's buckets are. The sum over
-    machines is taken of sums that are divided already, so ``outer`` gets buckets with a ``divisor`` of 1, whose
-    gradients are flat parts. On one machine, and where :class:`PostLocal` names a group of its own, ``inner`` reduces
+    So the ranks of a machine share the link to the others, and each value crosses it once. ``outer`` gets buckets of
+    flat parts with a ``divisor`` of 1; a part is cut from every parameter, so its memory by parameter name does not
+    depend on DDP's buckets. On one machine, and where :class:`PostLocal` names a group of its own, ``inner`` reduces
     alone.
 
     Args:
@@ -66,9 +63,8 @@ class Hierarchical(Stage):
             with one host name are on one machine.
 
     Communication, per bucket of ``N`` elements: within the machine a reduce-scatter and an all-gather, in which a rank
-    sends ``2 N (L-1)/L`` elements; between machines what ``outer`` issues for ``N/L`` elements. When it is registered
-    without ``machine_size``, a gather of host names; before the first pass, the collectives of making groups. Changes:
-    ``bucket.buffer``. Memory: a copy of the bucket.
+    sends ``2 N (L-1)/L`` elements; between machines that of ``outer`` for ``N/L`` elements. When it is registered, a
+    gather of host names; before the first pass, groups are made. Changes: ``bucket.buffer``. Memory: one bucket.
 
     Raises:
         ConfigurationError: ``inner`` is another reducer, or ``outer`` is not one or cannot work on parts; when it is
@@ -82,32 +78,27 @@ class Hierarchical(Stage):
     def __init__(
         self, inner: Stage | None = None, outer: Stage | None = None, *, machine_size: int | None = None
     ) -> None:
-        self.inner = AllReduce() if inner is None else stage_from(inner)
-        self.outer = AllReduce() if outer is None else stage_from(outer)
+        self.inner = AllReduce() if inner is None else as_stage(inner)
+        self.outer = AllReduce() if outer is None else as_stage(outer)
         self.machine_size = None if machine_size is None else check_whole_number("machine_size", machine_size, least=1)
         self._dtype = _dtype_of(self.inner)
         _check_outer(self.outer)
-        self._context: StageContext | None = None
         self._machines: list[list[int]] = []
         """The ranks of each machine."""
         self._inside: dist.ProcessGroup | None = None
         """The ranks of this machine; ``None`` before the first pass, and on one machine."""
         self._between: dist.ProcessGroup | None = None
         """The ranks in the same place on every machine."""
-        self._saved_by: Mapping[str, Any] | None = None
 
     @property
     def children(self) -> tuple[Stage, ...]:
         return self.inner, self.outer
 
     def attach(self, context: StageContext) -> None:
-        if self._context is not None:
-            raise RegistrationError(f"{self!r} is registered with a model already; give each model one of its own")
-        machines = _machines_of(context.group, size=self.machine_size)
-        self._check_place(self._saved_by, _place(context, len(machines[0])))
+        machines = self._machines if self.context is not None else _machines_of(context.group, size=self.machine_size)
         if machines != self._machines:
             self._machines, self._inside, self._between = machines, None, None
-        self._context = context
+        super().attach(context)
 
     def context_of(self, child: Stage, context: StageContext) -> StageContext:
         """For ``outer``, with the shapes of the parts in place of the parameters."""
@@ -120,15 +111,15 @@ class Hierarchical(Stage):
         return replace(context, names=parts)
 
     def detach(self) -> None:
-        if self._context is not None:
-            self._saved_by = _place(self._context, self._rows) if self.outer.state_dict() else None
-        self._context = None
+        super().detach()
+        if not self.outer.state_dict():
+            self.place = None
 
     def before_backward(self, *, is_replay: bool) -> None:
         # Here and not at registration, where ranks have not been found to have the same stages yet.
         if self._inside is None and len(self._machines) > 1:
-            assert self._context is not None, "a stage is attached before its first pass"
-            timeout = group_timeout(self._context.group, self._context.device)
+            assert self.context is not None, "a stage is attached before its first pass"
+            timeout = group_timeout(self.context.group, self.context.device)
             self._inside = own_subgroup(self._machines, timeout=timeout)
             self._between = own_subgroup([list(ranks) for ranks in zip(*self._machines, strict=True)], timeout=timeout)
 
@@ -138,8 +129,8 @@ class Hierarchical(Stage):
         return len(self._machines[0])
 
     async def __call__(self, bucket: Bucket) -> None:
-        assert self._context is not None, "a stage is attached before its first pass"
-        inside, between, ranks = self._inside, self._between, self._context.group.size()
+        assert self.context is not None, "a stage is attached before its first pass"
+        inside, between, ranks = self._inside, self._between, self.context.group.size()
         if inside is None or between is None or bucket.group.size() != ranks or bucket.buffer.numel() == 0:
             await self.inner(bucket)
             return
@@ -168,44 +159,45 @@ class Hierarchical(Stage):
     def state_dict(self) -> dict[str, Any]:
         """What ``outer`` remembers, and the ``place`` that its parts of parameters are for."""
         outer = self.outer.state_dict()
-        state: dict[str, Any] = {"outer": outer} if outer else {}
-        place = self._saved_by if self._context is None else _place(self._context, self._rows)
-        return {**state, _PLACE: place} if state and place is not None else state
+        place = self.place
+        return {} if not outer else {"outer": outer} if place is None else {"outer": outer, _PLACE: place}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned on this rank, before or after registering.
 
         Raises:
-            ConfigurationError: it is another rank's, of other machines, or of another reducer. If the stage is not yet
-                registered, registering raises the former.
+            ConfigurationError: it is another rank's, of other machines, or of another reducer; also when registering.
         """
         if unknown := sorted(set(state_dict) - {"outer", _PLACE}):
             raise ConfigurationError(f"{self!r} has no state {unknown}")
-        saved_by = state_dict.get(_PLACE)
-        if self._context is not None:
-            self._check_place(saved_by, _place(self._context, self._rows))
-        self._saved_by = saved_by
+        self.place = state_dict.get(_PLACE)
         self.outer.load_state_dict(state_dict.get("outer", {}))
 
     def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
-        """Refused: what is remembered is of parts that belong to places on machines.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Raises: ConfigurationError: always, since the memory is of parts that belong to places on machines."""
         raise ConfigurationError(
             f"{self!r} remembers parts of parameters by the place of a rank on its machine, and has no rule for "
             f'others: resume with {len(states)} ranks, or set state["stages"]["state"] = {{}} in every state, and all '
             "stages begin anew"
         )
 
-    def _check_place(self, saved_by: Mapping[str, Any] | None, here: Mapping[str, Any]) -> None:
-        """Raises: ConfigurationError: the state that was loaded is of another place."""
-        if saved_by is None or dict(saved_by) == dict(here):
+    def place_in(self, context: StageContext) -> dict[str, Any]:
+        """Says which elements this rank's parts are."""
+        unusual = {
+            name: list(parameter.stride())
+            for parameter, name in (context.names or {}).items()
+            if not parameter.is_contiguous()
+        }
+        rank, ranks = context.group.rank(), context.group.size()
+        return {"rank": rank, "ranks": ranks, "machine_size": self._rows, "strides": unusual}
+
+    def check_place(self, saved_at: Mapping[str, Any], context: StageContext) -> None:
+        here = self.place_in(context)
+        if dict(saved_at) == here:
             return
         was, now = (
             f"rank {place['rank']} of {place['ranks']}, {place['machine_size']} on each machine"
-            for place in (saved_by, here)
+            for place in (saved_at, here)
         )
         if was == now:
             raise ConfigurationError(
@@ -226,17 +218,6 @@ class Hierarchical(Stage):
     def __repr__(self) -> str:
         size = "" if self.machine_size is None else f", machine_size={self.machine_size}"
         return f"Hierarchical({self.inner!r}, {self.outer!r}{size})"
-
-
-def _place(context: StageContext, rows: int) -> dict[str, Any]:
-    """What says which elements a rank's parts are."""
-    unusual = {
-        name: list(parameter.stride())
-        for parameter, name in (context.names or {}).items()
-        if not parameter.is_contiguous()
-    }
-    rank, ranks = context.group.rank(), context.group.size()
-    return {"rank": rank, "ranks": ranks, "machine_size": rows, "strides": unusual}
 
 
 def _dtype_of(inner: Stage) -> torch.dtype | None:

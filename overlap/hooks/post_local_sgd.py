@@ -20,12 +20,10 @@ from overlap._checks import check_flag, check_group, check_whole_number, describ
 from overlap._torch import classes
 from overlap._torch.c10d import GradBucket, group_timeout
 from overlap.errors import ConfigurationError
-from overlap.hooks.adapters import stage_from
+from overlap.hooks.adapters import StageHook, stage_from
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket, on_group
-from overlap.hooks.context import StageContext
-from overlap.hooks.stage import Stage, redistributed
-from overlap.hooks.stage_hook import StageHook
+from overlap.hooks.stage import Stage, StageContext, redistributed
 from overlap.join.active import refuse_sample_weights
 from overlap.join.group_collectives import of_all_ranks
 

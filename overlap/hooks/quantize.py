@@ -12,8 +12,7 @@ from overlap._checks import check_flag, told
 from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_gather
-from overlap.hooks.context import StageContext
-from overlap.hooks.stage import Stage
+from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.wires import Int4, Int8, QuantizedSum, Wire, redistribute
 from overlap.hooks.wires.feedback import StageMemory
 from overlap.hooks.wires.numbers import Affine8
@@ -24,24 +23,24 @@ __all__ = ["GatherQuantized", "Quantize"]
 class Quantize(Stage):
     """The mean of the gradients over ranks, sent in fewer bytes; in integers of 4 bits, 0.127 of an fp32 all-reduce.
 
-    A rank sends each other rank that rank's part, encoded, sums in fp32 what it receives for its own part, and the
-    encoded sums are gathered. The traffic does not grow with the number of ranks, and the result is the same on all
-    ranks bit for bit. The error of a gradient is at most the wire's on each other rank plus the wire's for the sum. If
-    a gradient is not finite, neither are some of the results, so that ``GradScaler`` sees it. With one rank nothing is
-    rounded. Sums are taken in fp32 and rounded once to the gradients' dtype.
+    A rank sends each other rank that rank's part, encoded, sums in fp32 the messages for its own part, and the encoded
+    sums are gathered; they are rounded once to the gradients' dtype. The traffic does not grow with the number of
+    ranks, and the result is the same on all ranks bit for bit. The error of a gradient is at most the wire's on each
+    other rank plus the wire's for the sum; with one rank nothing is rounded. If a gradient is not finite, neither are
+    some of the results, so that ``GradScaler`` sees it.
 
     Args:
         wire: what is sent, :class:`Int8` by default; or its number of bits, 8 or 4.
         bits: 8 or 4, in place of ``Int8()`` or ``Int4()``.
         chunk: with ``bits``, how many values share a scale at most; a multiple of 8, 512 by default.
         rounding: with ``bits``, ``"nearest"``, the default, or ``"stochastic"``, whose error is zero on average.
-        error_feedback: whether to add what a step left out to the next step's gradients; takes one fp32 copy of the
+        error_feedback: whether to add a step's rounding errors to the next step's gradients; takes one fp32 copy of the
             gradients, and in backward two. A pass with a result that is not finite, or that fails, changes it on no
-            rank. Needs :func:`overlap.register` or :meth:`Chain.register`, which know the parameters' names.
+            rank. Needs the parameters' names, which a hook registered with DDP itself does not know.
 
-    Issues: a send and a receive with every other rank, then an all-gather, both of ``N/W`` encoded values. Changes:
-    ``bucket.buffer``. Memory: twice the bucket's messages; an fp32 copy of a bucket of another dtype; on an
-    accelerator, workspace of about another fp32 copy while it is encoded or decoded.
+    Communication: a send and a receive with every other rank, then an all-gather, both of ``N/W`` encoded values.
+    Changes: ``bucket.buffer``. Memory: twice the bucket's messages; an fp32 copy of a bucket of another dtype; on an
+    accelerator about another fp32 copy while it is encoded or decoded.
 
     Raises:
         ConfigurationError: an argument is not one of the above, or both ``wire`` and options of it are given.
@@ -115,20 +114,16 @@ class Quantize(Stage):
         await exchange(values, out=out)
 
     def state_dict(self) -> dict[str, Any]:
-        """A snapshot of this rank's own state; empty before the first pass.
-
-        ``error`` by parameter's name, the rounding's ``generator``, and the ``rank`` and number of ``ranks`` that it
-        belongs to.
-        """
+        """A snapshot of this rank's state, empty before the first pass: ``error`` by parameter's name, the rounding's
+        ``generator``, and the ``rank`` and number of ``ranks`` that it belongs to."""
         return self._memory.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned on this rank, before or after registering.
 
         Raises:
-            ConfigurationError: ``state_dict`` has unknown keys, has errors and this stage has no error feedback, or is
-                another model's or another rank's; for another number of ranks, see :meth:`redistribute`. If the stage
-                is not yet registered, registering raises the latter.
+            ConfigurationError: ``state_dict`` does not fit this stage, model or rank; also raised when registering. For
+                another number of ranks, see :meth:`redistribute`.
         """
         self._memory.load_state_dict(state_dict)
 
@@ -173,7 +168,7 @@ class GatherQuantized(Stage):
     Args:
         chunk: how many values share a scale; the whole bucket where ``None``.
 
-    Issues: one all-gather of ``numel`` bytes, padded to whole chunks, and 8 bytes per scale. Changes:
+    Communication: one all-gather of ``numel`` bytes, padded to whole chunks, and 8 bytes per scale. Changes:
     ``bucket.buffer``.
 
     >>> chain(GatherQuantized(512)).register(ddp)

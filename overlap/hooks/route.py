@@ -13,13 +13,12 @@ from torch import Tensor
 
 from overlap._checks import check_whole_number
 from overlap._torch.foreach import copy_all
-from overlap.errors import ConfigurationError, RegistrationError
-from overlap.hooks.adapters import HookStage, shown, stage_from
+from overlap.errors import ConfigurationError
+from overlap.hooks.adapters import HookStage, as_stage, shown
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.context import StageContext
 from overlap.hooks.post_local_sgd import PostLocal
 from overlap.hooks.segments import can_be_sent
-from overlap.hooks.stage import Role, Stage, walk
+from overlap.hooks.stage import Role, Stage, StageContext, StageOfOneModel, walk
 
 __all__ = ["Route", "Rule", "by_ndim", "route"]
 
@@ -30,7 +29,7 @@ Rule = str | Callable[[str, Tensor], bool]
 """A pattern of names, or a function of a parameter's name and the parameter."""
 
 
-class Route(Stage):
+class Route(StageOfOneModel):
     """Reducers, each for some of the parameters; made by :func:`route`."""
 
     def __init__(self, rules: Mapping[Rule, Stage]) -> None:
@@ -39,30 +38,43 @@ class Route(Stage):
         self.reducers = tuple(dict.fromkeys(self.rules.values()))
         self._place_of: dict[str, int] = {}
         """The reducer of each parameter, by name."""
-        self._is_attached = False
         self._expected = [0] * len(self.reducers)
         """How many parameters each reducer gets in a pass."""
         self._seen = [0] * len(self.reducers)
-        self._loaded: Mapping[str, Sequence[str]] = {}
 
     @property
     def children(self) -> tuple[Stage, ...]:
         return self.reducers
 
     def attach(self, context: StageContext) -> None:
-        if self._is_attached:
-            raise RegistrationError(f"{self!r} is registered with a model already; give each model one of its own")
         if context.names is None:
             raise ConfigurationError(
-                f"{self!r} needs the parameters' names, which a hook registered with ddp.register_comm_hook is not "
-                f"told; register it with overlap.register(ddp, ...)"
+                f"{self!r} needs the parameters' names, which a hook registered with ddp.register_comm_hook does not "
+                "know; register it with overlap.register(ddp, ...)"
             )
         place_of = self._assigned(context.names)
-        self._check_same(self._loaded, place_of)
-        self._place_of, self._is_attached = place_of, True
+        super().attach(context)
+        self._place_of = place_of
         self._expected = [0] * len(self.reducers)
         for parameter, name in context.names.items():
-            self._expected[place_of[name]] += parameter.requires_grad
+            self._expected[self._place_of[name]] += parameter.requires_grad
+
+    def place_in(self, context: StageContext) -> dict[str, list[str]]:
+        """The names of each reducer's parameters, by its place."""
+        named: dict[str, list[str]] = {str(place): [] for place in range(len(self.reducers))}
+        for name, place in self._assigned(context.names or {}).items():
+            named[str(place)].append(name)
+        return named
+
+    def check_place(self, saved_at: Mapping[str, Sequence[str]], context: StageContext) -> None:
+        here = self.place_in(context)
+        for place, saved in saved_at.items():
+            if other := sorted(set(saved) ^ set(here[place])):
+                raise ConfigurationError(
+                    f"the state of {self.reducers[int(place)]!r} was saved with other rules or of another model: "
+                    f"{other[0]} {'was' if other[0] in saved else 'was not'} one of its parameters; use the rules of "
+                    "the run that was saved"
+                )
 
     def context_of(self, child: Stage, context: StageContext) -> StageContext:
         """With the names of the parameters that ``child`` reduces."""
@@ -70,9 +82,6 @@ class Route(Stage):
         own = self.reducers.index(child)
         names = {parameter: name for parameter, name in context.names.items() if self._place_of[name] == own}
         return replace(context, names=names)
-
-    def detach(self) -> None:
-        self._is_attached = False
 
     def before_backward(self, *, is_replay: bool) -> None:
         self._seen = [0] * len(self.reducers)
@@ -111,11 +120,7 @@ class Route(Stage):
                     stage.note_result(bucket.buffer)
 
     def _assigned(self, names: Mapping[Tensor, str]) -> dict[str, int]:
-        """The reducer of each parameter.
-
-        Raises:
-            ConfigurationError: a parameter has none, or a rule has no parameter.
-        """
+        """The reducer of each parameter. Raises: ConfigurationError: one has none, or a rule has no parameter."""
         place_of: dict[str, int] = {}
         matched: dict[Rule, int] = dict.fromkeys(self.rules, 0)
         used: set[Rule] = set()
@@ -147,23 +152,19 @@ class Route(Stage):
         """The state of each reducer on this rank, by its place, and the ``parameters`` that it is for."""
         states = {str(place): reducer.state_dict() for place, reducer in enumerate(self.reducers)}
         kept: dict[str, Any] = {place: state for place, state in states.items() if state}
-        named = self._named() if self._place_of else self._loaded
+        named = self.place or {}
         return {**kept, _PARAMETERS: {place: list(named.get(place, ())) for place in kept}} if kept else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned on this rank, before or after registering.
 
         Raises:
-            ConfigurationError: the state is of other reducers, or of reducers that had other parameters. If the stage
-                is not yet registered, registering raises the latter.
+            ConfigurationError: it is of other reducers, or of other parameters of theirs; also when registering.
         """
         states = {place: state for place, state in state_dict.items() if place != _PARAMETERS}
         if unknown := sorted(set(states) - {str(place) for place in range(len(self.reducers))}):
             raise ConfigurationError(f"state of reducers {unknown} for the {len(self.reducers)} of {self!r}")
-        loaded = state_dict.get(_PARAMETERS, {})
-        if self._is_attached:
-            self._check_same(loaded, self._place_of)
-        self._loaded = loaded
+        self.place = state_dict.get(_PARAMETERS)
         for place, reducer in enumerate(self.reducers):
             reducer.load_state_dict(states.get(str(place), {}))
 
@@ -171,33 +172,15 @@ class Route(Stage):
     def state_parts(self) -> Mapping[str, Stage]:
         return {str(place): reducer for place, reducer in enumerate(self.reducers)}
 
-    def _named(self) -> dict[str, list[str]]:
-        """The parameters of each reducer, by its place."""
-        named: dict[str, list[str]] = {str(place): [] for place in range(len(self.reducers))}
-        for name, place in self._place_of.items():
-            named[str(place)].append(name)
-        return named
-
-    def _check_same(self, loaded: Mapping[str, Sequence[str]], place_of: Mapping[str, int]) -> None:
-        """Raises: ConfigurationError: a reducer had other parameters when its state was saved."""
-        for place, saved in loaded.items():
-            here = {name for name, own in place_of.items() if str(own) == place}
-            if other := sorted(set(saved) ^ here):
-                raise ConfigurationError(
-                    f"the state of {self.reducers[int(place)]!r} was saved with other rules or of another model: "
-                    f"{other[0]} {'was' if other[0] in saved else 'was not'} one of its parameters; use the rules of "
-                    "the run that was saved"
-                )
-
     @property
     def signature(self) -> str:
         """The rules; once registered, each reducer with its parameters."""
         rules = ", ".join(
             f"{_shown_rule(rule)}: {self.reducers.index(reducer)}" for rule, reducer in self.rules.items()
         )
-        named = self._named()
+        named = self.place or {}
         lines = [
-            f"{place}: {reducer.signature} for {', '.join(named[str(place)]) or 'no parameter'}"
+            f"{place}: {reducer.signature} for {', '.join(named.get(str(place), ())) or 'no parameter'}"
             for place, reducer in enumerate(self.reducers)
         ]
         return "\n".join([f"route({rules})", *lines])
@@ -213,15 +196,13 @@ def route(rules: Mapping[Rule, Stage | Callable[..., Any]]) -> Route:
     :func:`by_ndim` gives. ``*`` also stands for dots, and ``"*."`` at the front may stand for nothing, so
     ``"*.embedding.weight"`` is also the ``embedding.weight`` of the model itself. Several rules may share one reducer.
 
-    A bucket whose parameters all have one reducer goes to it as it is. Another one is split: each reducer gets a bucket
-    of its own parameters, one after another in the order of the rules, so that collectives are in one order on every
-    rank. Parameters that lie next to each other are reduced where they are; others are packed and copied back.
+    A bucket whose parameters all have one reducer goes to it as it is. Others are split: each reducer gets a bucket of
+    its own parameters, in the order of the rules. Neighbouring parameters are reduced in place, others are packed.
 
     Args:
         rules: reducers by rule, the first that matches first; ``"*": AllReduce()`` takes all that is left.
 
-    Communication: what the reducers issue. Changes: ``bucket.buffer``. Memory: a copy of those gradients in a bucket
-    that do not lie next to each other.
+    Communication: that of the reducers. Changes: ``bucket.buffer``. Memory: a copy of the gradients that are packed.
 
     Raises:
         ConfigurationError: there are no rules, or a value is not a reducer; when it is registered, a parameter has no
@@ -235,7 +216,7 @@ def route(rules: Mapping[Rule, Stage | Callable[..., Any]]) -> Route:
         raise ConfigurationError(
             f'route takes reducers by rule, as in route({{"*.bias": AllReduce(), "*": PowerSGD()}}), got {shown(rules)}'
         )
-    made = {rule: stage_from(value) for rule, value in rules.items()}
+    made = {rule: as_stage(value) for rule, value in rules.items()}
     for rule, reducer in made.items():
         if not isinstance(rule, str) and (isinstance(rule, type) or not callable(rule)):
             raise ConfigurationError(
@@ -315,10 +296,8 @@ def _shown_rule(rule: Rule) -> str:
 
 
 def _part_of(whole: Bucket, places: Sequence[int]) -> tuple[Bucket, Sequence[Tensor]]:
-    """A bucket of the parameters of ``whole`` at ``places``, in ascending order; and the runs to copy it back to.
-
-    Where their gradients lie in one run, it is a view of that run; where they lie in several, or where the run begins
-    is no place to send from (see [Note: segments] in :mod:`overlap.hooks.segments`), a copy of them.
+    """A bucket of the parameters of ``whole`` at ``places``, in ascending order, and the runs to copy it back to: none
+    where their gradients are one run that can be sent from where it begins ([Note: segments]), of which it is a view.
     """
     views = whole.layout
     starts: list[tuple[int, int]] = []

@@ -2,13 +2,10 @@
 
 [Note: segments]
 
-NCCL copies 16 bytes at a time where every address it is given is a multiple of 16, and an element at a time where one
-is not. Memory begins at such addresses, but the parts of it that a collective takes need not. So where a device has
-streams, each rank's part of a buffer has the room of a multiple of 16 elements, which is a multiple of 16 bytes in any
-dtype; and what begins elsewhere is copied before it is sent. Gloo copies bytes wherever they begin: on a CPU nothing is
-padded, and nothing is copied.
-
-How long segments are never reaches a checkpoint: state is kept by parameter name.
+NCCL copies 16 bytes at a time where every address it is given is a multiple of 16, and else an element at a time. So
+where a device has streams, each rank's part of a buffer has the room of a multiple of 16 elements, which is a multiple
+of 16 bytes in any dtype, and tensors that begin elsewhere are copied before they are sent. On a CPU nothing is padded
+or copied. State is kept by parameter name, so the length of segments never reaches a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,21 +1,38 @@
-"""What a stage is."""
+"""The Stage interface, and what a chain checks of its stages."""
 
 from __future__ import annotations
 
 import enum
+import hashlib
 import inspect
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from overlap.errors import ConfigurationError, RegistrationError, UnsupportedError
+from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.context import StageContext
-from overlap.hooks.same_state import is_same_state
 
-__all__ = ["Role", "Stage", "StageContext", "redistributed", "walk", "with_contexts"]
+__all__ = [
+    "Background",
+    "BucketWatcher",
+    "Role",
+    "Stage",
+    "StageContext",
+    "StageOfOneModel",
+    "check_pass",
+    "check_places",
+    "is_same_state",
+    "redistributed",
+    "walk",
+    "with_contexts",
+]
 
 
 class Role(enum.IntEnum):
@@ -35,6 +52,75 @@ class Role(enum.IntEnum):
     """Turns the mean into new parameters."""
     AVERAGER = 3
     """Turns parameters into their mean over ranks."""
+
+
+class BucketWatcher(Protocol):
+    """Follows DDP's own buckets, other than those of a replay, whose memory is given up anyway."""
+
+    def arrived(self, bucket: Bucket) -> Bucket:
+        """All gradients of ``bucket`` are there; on the thread of backward. Returns the bucket that stages are given.
+        When this returns for the last bucket, DDP may use the memory of all."""
+
+    def through(self, bucket: Bucket) -> None:
+        """Its last stage is done; on the thread that runs stages and, on accelerators, with their stream current.
+        ``bucket`` is the object that arrived."""
+
+    def over(self, *, failed: bool) -> None:
+        """Backward is over and DDP has set ``.grad``; on the training thread, before stages are notified."""
+
+
+Background = Callable[..., None]
+"""Runs ``work`` on each of ``items`` outside of a backward pass: ``background(items, work, on_failure=...)``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageContext:
+    """What a stage may know about the model before the first bucket arrives.
+
+    It does not refer to the model itself: DDP's reducer owns the hook, so the cycle could never be collected. Where
+    only a hook is registered, ``names``, ``finds_unused``, ``module`` and ``ddp`` are ``None``.
+
+    >>> class Described(Stage):
+    ...     role = Role.TRANSFORM
+    ...     def attach(self, context):
+    ...         print(context.device, sorted(context.names.values()))
+    ...     async def __call__(self, bucket):
+    ...         pass
+    >>> registration = chain(AllReduce(), Described()).register(ddp)
+    cpu ['0.bias', '0.weight', '2.bias', '2.weight']
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    """Device of the model's parameters, or of the first bucket."""
+    names: Mapping[torch.Tensor, str] | None
+    """Fully qualified name of each parameter that DDP reduces."""
+    finds_unused: bool | None
+    """Whether DDP accepts parameters without a gradient (``find_unused_parameters`` or ``static_graph``)."""
+    module: weakref.ref[torch.nn.Module] | None = None
+    """The wrapped module."""
+    ddp: weakref.ref[DistributedDataParallel] | None = None
+    """The model itself."""
+    is_joining: Callable[[], bool] = lambda: False
+    """Whether the model is inside of a ``Join``, overlap's or PyTorch's."""
+    tell: Callable[[BaseException], None] = lambda error: None
+    """Reports an error in the training loop between two passes, after which this rank stops, to the other ranks."""
+    note_unfinished: Callable[[], None] = lambda: None
+    """Has DDP forget the backward that it has prepared, before the next forward: it ended with an error."""
+    watch: Callable[[BucketWatcher], object] = lambda watcher: None
+    """Notifies a :class:`BucketWatcher` of buckets from now on, until the registration is removed."""
+    background: Background | None = None
+    """Runs work outside of a backward pass, on the same connections and after all work begun before; never ``None`` in
+    :meth:`Stage.attach`."""
+
+    @property
+    def model_in_words(self) -> str:
+        """The same text on every rank, if the model's parameters are the same."""
+        if self.names is None:
+            return "a model"
+        layout = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in self.names.items()]
+        digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
+        return f"a model of {len(layout)} parameters (names, shapes and dtypes: {digest})"
 
 
 class Stage(ABC):
@@ -60,21 +146,19 @@ class Stage(ABC):
     async def __call__(self, bucket: Bucket) -> None:
         """Change ``bucket.buffer`` or the bucket's parameters in place."""
 
-    # What follows has a default that fits most stages.
+    # Called by the scheduler. The defaults fit most stages.
 
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:  # noqa: B027
-        """Called at registration, before :meth:`attach`, with the stages of the chain around this one; raise here to
-        refuse the place. Not called on stages inside of other stages than chains."""
+        """Called before :meth:`attach`, with the stages of the chain around this one; raise to refuse the place."""
 
     def attach(self, context: StageContext) -> None:  # noqa: B027
-        """Called once, when the stage is registered, before anything else; raise here to refuse a model."""
+        """Called once, when the stage is registered; raise to refuse a model."""
 
     def check_together(self, stages: Sequence[Stage]) -> None:  # noqa: B027
-        """Called once, when all stages are attached, with those that run one after another; raise here to refuse
-        them. No collective has been issued yet."""
+        """Called once, when all stages of a chain are attached and before any collective; raise to refuse them."""
 
     def context_of(self, child: Stage, context: StageContext) -> StageContext:
-        """What ``child`` is attached with; here ``context``, with which this stage has been attached."""
+        """What ``child`` is attached with, given the ``context`` of this stage."""
         return context
 
     def detach(self) -> None:  # noqa: B027
@@ -87,42 +171,26 @@ class Stage(ABC):
         """Called on the training thread when the first bucket of a pass arrives, before any collective of the pass."""
 
     def after_backward(self, *, failed: bool) -> str | None:
-        """Called on the training thread when all buckets of a pass are done and DDP has set ``.grad``.
-
-        ``failed`` says that a stage raised, so some buckets may not be complete; ``backward()`` then raises that error,
-        with the returned text as a note.
-        """
+        """Called on the training thread when all buckets of a pass are done and DDP has set ``.grad``; ``failed`` where
+        a stage raised. ``backward()`` then raises that error, with the returned text as a note."""
         return None
 
     def note_result(self, result: Tensor) -> None:  # noqa: B027
-        """Called with what another reducer of the same pass has made, the same on all ranks.
-
-        A pass with a result that is not finite is not applied, so a stage with memory that it would change drops the
-        change.
-        """
+        """Called with the result of another reducer of the same pass, the same on all ranks. Where it is not finite the
+        pass is not applied, so a stage with memory drops what the pass would change."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the stage remembers between steps on this rank: tensors and plain values by name."""
+        """The stage's memory between steps on this rank: tensors and plain values by name."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned.
-
-        Raises:
-            ConfigurationError: the stage has no state and ``state_dict`` is not empty.
-        """
+        """Load what :meth:`state_dict` returned. Raises: ConfigurationError: it is not this stage's."""
         if state_dict:
             raise ConfigurationError(f"{self!r} has no state to load, but was given {sorted(state_dict)}")
 
     def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
-        """The state to load on ``rank`` of ``ranks``, from those of :meth:`state_dict` on all ranks of another number.
-
-        As it is here for a stage whose own state is the same on every rank; :attr:`state_parts` have their own rules.
-
-        Args:
-            states: of all old ranks, in their order.
-            rank: this rank in the new group.
-            ranks: size of the new group.
+        """The state to load on ``rank`` of ``ranks``, from the :meth:`state_dict` of all ranks of another number, in
+        their order; here for a stage whose state is the same on every rank.
 
         Raises:
             ConfigurationError: the states differ.
@@ -139,6 +207,8 @@ class Stage(ABC):
             if state := redistributed(stage, [state.get(key, {}) for state in states], rank=rank, ranks=ranks):
                 made[key] = state
         return made
+
+    # Facts about a stage, for the stages around it and for the scheduler. Most are of updates or transforms.
 
     @property
     def state_parts(self) -> Mapping[str, Stage]:
@@ -162,32 +232,31 @@ class Stage(ABC):
 
     @property
     def reduces(self) -> bool:
-        """Whether the stage starts from this rank's own gradients; also true of an update that reduces by itself."""
+        """Whether it starts from this rank's own gradients, as reducers and ``ZeroStep`` do."""
         return self.role is Role.REDUCER
 
     @property
     def needs_mean(self) -> bool:
-        """Whether a transform is meant for the mean, so that an update which reduces by itself reduces before it."""
+        """Whether a transform is meant for the mean, so that ``ZeroStep`` must reduce before it."""
         return False
 
     @property
     def updated(self) -> Sequence[Tensor]:
-        """The parameters that an update makes new values of, now; no two updates of a chain have one in common."""
+        """The parameters that an update updates."""
         return ()
 
     def reducer_for(self, updates: Sequence[Stage]) -> Stage | None:
-        """The reduction of an update that reduces by itself, as a stage of its own that serves ``updates``, this one
-        among them; ``None`` if it has none."""
+        """The reduction of an update that reduces by itself, as a stage that serves all of ``updates``."""
         return None
 
     @property
     def edits_gradients(self) -> bool:
-        """Whether a transform changes gradients, so that another backward would add to what was changed already."""
+        """Whether a transform changes gradients, so that another backward would add to changed ones."""
         return self.role is Role.TRANSFORM
 
     @property
     def commutes_with_scaling(self) -> bool:
-        """Whether gradients of a scaled loss are right for it: divided by the scale afterwards, they are the same."""
+        """Whether a transform of scaled gradients, unscaled afterwards, is the transform of unscaled ones."""
         return True
 
     @property
@@ -197,19 +266,15 @@ class Stage(ABC):
 
     @property
     def updates_after_backward(self) -> bool:
-        """Whether new parameters are in place only after backward, so that nothing can follow it in a chain."""
+        """Whether new parameters are in place only after backward, so that no transform can follow."""
         return False
 
     def check_skippable(self, context: StageContext) -> None:
-        """Called at registration by a stage before this update that may have it left out.
-
-        Raises:
-            UnsupportedError: it cannot be left out without a wait of the host, or at all.
-        """
+        """Called at registration by a stage that may skip this update; raises if it cannot be skipped."""
         raise UnsupportedError(f"{self!r} cannot leave out the update of a pass; use Step(optimizer) or ZeroStep(zero)")
 
     def skip_if(self, found_inf: Tensor) -> None:
-        """Have the update of the pass under way change nothing where ``found_inf``, 0-dimensional, is not zero."""
+        """Skip the update of the pass under way where ``found_inf``, 0-dimensional, is not zero."""
         raise UnsupportedError(f"{self!r} cannot leave out the update of a pass")
 
     @property
@@ -239,6 +304,50 @@ class Stage(ABC):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
+class StageOfOneModel(Stage):
+    """A stage that serves one model at a time, and whose state may be loaded before it is attached.
+
+    Its state belongs to a *place*, such as this rank of so many: a plain value that is saved with the state.
+    :meth:`check_place` is called where both are known: when the stage is attached, or when a state is loaded later.
+    """
+
+    context: StageContext | None = None
+    """Where it is attached."""
+    _saved_at: Any = None
+
+    @abstractmethod
+    def place_in(self, context: StageContext) -> Any:
+        """The place of a state that is saved now."""
+
+    @abstractmethod
+    def check_place(self, saved_at: Any, context: StageContext) -> None:
+        """Raises: ConfigurationError: a state that was saved at this place is not for ``context``."""
+
+    @property
+    def place(self) -> Any:
+        """To be saved with the state; ``None`` where it is not known."""
+        return self._saved_at if self.context is None else self.place_in(self.context)
+
+    @place.setter
+    def place(self, saved_at: Any) -> None:
+        """Called with the place of a state before that is loaded."""
+        if saved_at is not None and self.context is not None:
+            self.check_place(saved_at, self.context)
+        self._saved_at = saved_at
+
+    def attach(self, context: StageContext) -> None:
+        if self.context is not None:
+            raise RegistrationError(f"{self!r} is registered with a model already; give each model one of its own")
+        if self._saved_at is not None:
+            self.check_place(self._saved_at, context)
+        self.context = context
+
+    def detach(self) -> None:
+        if self.context is not None:
+            self._saved_at = self.place
+        self.context = None
+
+
 # Without annotations, which DDP compares with its own types.
 _SIGNATURE = inspect.Signature([inspect.Parameter("bucket", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
 
@@ -260,10 +369,71 @@ def redistributed(stage: Stage, states: Sequence[Mapping[str, Any]], *, rank: in
 
 
 def with_contexts(stage: Stage, context: StageContext) -> Iterator[tuple[Stage, StageContext]]:
-    """``stage`` and all stages that it is made of, each with what it is attached with.
-
-    Those of a stage's children are made when it has been attached.
-    """
+    """``stage`` and all stages that it is made of, each with its context, made when its parent has been attached."""
     yield stage, context
     for child in stage.children:
         yield from with_contexts(child, stage.context_of(child, context))
+
+
+def check_places(sequence: Sequence[Stage]) -> None:
+    """Have each stage of a chain check what stands around it. Raises: ConfigurationError: a place is wrong."""
+    for place, stage in enumerate(sequence):
+        before, after = sequence[:place], sequence[place + 1 :]
+        if stage.role is Role.TRANSFORM:
+            _check_transform(stage, before, after)
+        stage.placed(before, after)
+
+
+def _check_transform(stage: Stage, before: Sequence[Stage], after: Sequence[Stage]) -> None:
+    updates = [one for one in before if one.role is Role.UPDATE]
+    if not updates:
+        return
+    later = next((one for one in after if one.role is Role.UPDATE), None)
+    if later is not None:
+        raise ConfigurationError(
+            f"{stage!r} stands between the updates {updates[-1]!r} and {later!r}, where some parameters are new and "
+            "some are not: put it before both or after both"
+        )
+    deferred = next((one for one in updates if one.updates_after_backward), None)
+    if deferred is not None:
+        raise ConfigurationError(
+            f"{stage!r} stands after {deferred!r}, which makes new parameters only after backward, so it would see "
+            "the old ones: put it before the update, use an update that is made in backward, or do the same by hand "
+            "after step()"
+        )
+
+
+def check_pass(sequence: Sequence[Stage]) -> None:
+    """Raises: TrainingLoopError: a transform of new parameters would see old ones in the backward that begins."""
+    skipped: Stage | None = None
+    for stage in sequence:
+        if stage.role is Role.UPDATE and stage.leaves_update:
+            skipped = skipped or stage
+        elif stage.role is Role.TRANSFORM and skipped is not None:
+            raise TrainingLoopError(
+                f"skip_update() leaves the update of {skipped!r} to step(), so {stage!r} after it would see old "
+                "parameters: leave that stage out, and do the same by hand after step()"
+            )
+
+
+def is_same_state(one: Any, other: Any) -> bool:
+    """Whether nested tensors and plain values are the same, tensors bit for bit.
+
+    >>> is_same_state({"mean": torch.tensor([float("nan")])}, {"mean": torch.tensor([float("nan")])})
+    True
+    >>> is_same_state({"mean": torch.tensor([0.0])}, {"mean": torch.tensor([-0.0])})
+    False
+    """
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bits_of(one), _bits_of(other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(is_same_state(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same_state, one, other))
+    return type(one) is type(other) and (one == other or (one != one and other != other))
+
+
+def _bits_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)

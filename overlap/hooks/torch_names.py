@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
-from overlap.hooks.adapters import CommHook, as_stage, check_hook, hook_name
+from overlap.hooks.adapters import CommHook, StageHook, as_stage, check_hook, hook_name
 from overlap.hooks.allreduce import AllGather, AllReduce, NoReduction
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.cast import Cast
 from overlap.hooks.quantize import GatherQuantized
 from overlap.hooks.stage import Stage
-from overlap.hooks.stage_hook import StageHook
 
 __all__ = [
     "allgather_then_aggregate_hook",

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from overlap.errors import ConfigurationError
 from overlap.hooks import Stage
-from overlap.hooks.same_state import is_same_state
-from overlap.hooks.stage import redistributed
+from overlap.hooks.stage import is_same_state, redistributed
 from overlap.optim import LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.optim.proxy import OptimizerProxy
 from overlap.optim.zero.checkpoint import part_from_all

@@ -82,23 +82,23 @@ MUTANTS: dict[str, Mutant] = {
         f"{_ENGINE}.executors:StreamExecutor.begin", _BEGIN, "all-reduce, interleaved"
     ),
     "what is begun between passes waits for nothing": Mutant(
-        f"{_ENGINE}.runtime:Runtime.background",
-        "executor.begin()",
-        "getattr(executor, '_stream', None) or executor.begin()",
+        f"{_ENGINE}.executors:StreamExecutor.submit",
+        "self.begin()",
+        "self._stream or self.begin()",
         "sharded, deferred, in the next forward",
     ),
     "nobody waits for what is run at once": _without(f"{_ENGINE}.executors:StreamExecutor.join", _JOIN, "local"),
     "a replay ends before its stages": _without(
-        f"{_ENGINE}.backward_pass:BackwardPass.wait", "self.executor.join()", "joins, 4 bits", in_ranks=True
+        f"{_ENGINE}.wavefront:BackwardPass.wait", "self.executor.join()", "joins, 4 bits", in_ranks=True
     ),
     "a failed pass ends before its stages": _without(
-        f"{_ENGINE}.backward_pass:BackwardPass.fail", "self.executor.join()", "fails in a stage"
+        f"{_ENGINE}.wavefront:BackwardPass.fail", "self.executor.join()", "fails in a stage"
     ),
     "a collective is not waited for": _without(
-        f"{_ENGINE}.executors:Executor.wait", "work.wait()", "all-reduce, interleaved"
+        f"{_ENGINE}.executors:StreamExecutor.wait", "work.wait()", "all-reduce, interleaved"
     ),
     "DDP's future has no device": Mutant(
-        f"{_ENGINE}.executors:Executor.new_future",
+        f"{_ENGINE}.executors:StreamExecutor.new_future",
         "future_for(self._device)",
         "__import__('torch').futures.Future()",
         "all-reduce, no update",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,17 +13,14 @@ import torch
 from overlap._torch.device import current_stream, has_streams, recorded_event
 from overlap._torch.profiling import label_type
 from overlap.hooks.collectives import Operation
-from overlap.hooks.context import Background
 from overlap.hooks.engine.executors import Executor, Subject
 from overlap.hooks.engine.wavefront import Part, Task
+from overlap.hooks.stage import Background
 
 __all__ = ["BETWEEN_PASSES", "Completion", "Item", "run_and_wait", "run_items", "run_now"]
 
 BETWEEN_PASSES = "background"
 """The label of background work, in the place of a stage's."""
-
-# While one packs or unpacks, the other communicates; more would only take more memory.
-_IN_PROGRESS = 2
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,33 +41,28 @@ Work = Callable[[T], Coroutine[Operation, Any, None]]
 
 
 def run_items(items: Sequence[T], work: Work[T], executor: Executor) -> None:
-    """Run ``work(item)`` for each of ``items`` to the end, two items at a time.
+    """Run ``work(item)`` for each of ``items`` to the end, two items at a time: while one packs or unpacks, the other
+    communicates.
 
     The order of collectives depends only on the order of items: an item's first collective is launched after the first
     of the item before, and before the others of that item.
     """
-    active: deque[Task] = deque()
+    active: list[Task] = []
     parts, labelled = [Part(BETWEEN_PASSES, work)], label_type()
     try:
         with executor.scope():
-            for item in items:
-                task = Task(item, item, parts, executor, labelled=labelled)
-                active.append(task)
-                task.advance()
-                if len(active) == _IN_PROGRESS:
-                    _finish(active)
-            while active:
-                _finish(active)
+            for item in [*items, None]:
+                if item is not None:
+                    active.append(Task(item, item, parts, executor, labelled=labelled))
+                    active[-1].advance()
+                while len(active) > (0 if item is None else 1):
+                    while not active[0].is_done:
+                        active[0].advance()
+                    del active[0]
     except BaseException:
         for task in active:
             task.close()
         raise
-
-
-def _finish(active: deque[Task]) -> None:
-    while not active[0].is_done:
-        active[0].advance()
-    active.popleft()
 
 
 @torch.no_grad()
@@ -115,11 +106,8 @@ class Completion:
 
 
 def _copied(error: BaseException) -> BaseException:
-    """``error`` to be raised, while the original is kept.
-
-    What is raised gets the frames of all callers, which hold the model. Whoever keeps it beside a stage would keep the
-    model, its thread and its connections: DDP holds the stage where the garbage collector does not look.
-    """
+    """``error`` to be raised, while the original is kept: the one that is raised gets the frames of all callers, which
+    hold the model, and DDP holds stages where the garbage collector does not look."""
     try:
         made = copy.copy(error)
     except Exception:
@@ -131,10 +119,7 @@ def _copied(error: BaseException) -> BaseException:
 
 
 def run_and_wait(background: Background, items: Sequence[T], work: Work[T], device: torch.device) -> None:
-    """Run ``work`` on each of ``items`` with a runtime's ``background``; the current stream may use the results.
-
-    A failure is reported to the other ranks, which would otherwise wait for this one.
-    """
+    """Run ``work`` on each of ``items`` with a runtime's ``background``; the current stream may use the results."""
     completions = {item: Completion(device) for item in items}
 
     async def completed(item: T) -> None:

@@ -2,11 +2,11 @@
 
 [Note: names of connections]
 
-The ranks of a registration find each other on a board, each time that they connect: at first, and after each failure.
-Several registrations on one group connect again in any order, since each has a thread of its own: a count over all of
-them would pair the connections of two models. So the board's name has the number of the registration, by the order in
-which ranks register, which is the same on all, and how often this registration has connected. A rank that fails before
-it has connected again reports on the board where the others are about to, and all go on to the next.
+The ranks of a registration find each other on a board each time that they connect: at first, and after each failure.
+Registrations on one group connect again in any order, so a count over all of them would pair the connections of two
+models. The board's name has the number of the registration, in the order of registering, which is the same on all
+ranks, and how often this registration has connected. A rank that fails before it has connected again reports on the
+board where the others are about to.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class GroupChannels:
     """
 
     is_open = True
-    """Whether this rank is connected with the others of the model's group."""
     board: Board | None = None
     """Where these ranks report failures until they connect again; ``None`` where they are not about to connect."""
 
@@ -65,10 +64,14 @@ class GroupChannels:
         """Report ``error`` to the other ranks, then close the connections, so that nobody waits for a timeout."""
 
     def tell(self, error: BaseException) -> None:
-        """Report ``error`` of the training loop, which has left nothing in flight here; the next use connects again."""
+        """Report ``error`` of the training loop, which has left nothing in flight here; the next use connects again.
+
+        The connections stay open until then: another rank may still finish a collective on them, and be refused by
+        itself. Where nothing is connected the ranks know of a failure already.
+        """
 
     def abort(self) -> None:
-        """Abandon what is in flight; the other ranks see their connections close. The next use connects again."""
+        """Abandon what is in flight: the other ranks see their connections close. The next use connects again."""
 
     def forget_done(self) -> None:
         """Let go of the tensors of collectives that are done; called where collectives are issued."""
@@ -77,14 +80,13 @@ class GroupChannels:
 class PrivateChannels(GroupChannels):
     """Separate connections for a worker thread, one set for each process group that its stages use.
 
-    Nothing orders the worker and the training thread, so their collectives (the stages' here; DDP's buffers and the
-    user's metrics there) must not share connections. A channel is made on first use by all ranks of the group, in the
-    worker's order, which is the same on every rank.
+    Nothing orders the worker and the training thread, whose collectives (DDP's buffers, the user's metrics) must not
+    share connections with the stages'. A channel is made on first use by all ranks of the group, in the worker's order.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        # Those of the model's own group under ``None``, too.
+        # The model's own group is there under ``None``, too.
         self._channels: dict[dist.ProcessGroup | None, GlooChannel] = {}
         self._left: list[GlooChannel] = []
         # See [Note: names of connections].
@@ -99,20 +101,15 @@ class PrivateChannels(GroupChannels):
         return backend_name(group, torch.device("cpu")) == "gloo"
 
     def of(self, group: dist.ProcessGroup | None) -> Channel:
-        """The channel to the ranks of ``group``, the model's own where ``None``.
-
-        Raises:
-            ConfigurationError: ``group`` does not have Gloo for the CPU.
-            CollectiveError: another rank did not connect in time.
-        """
+        """As above. Raises: ConfigurationError: ``group`` lacks Gloo for the CPU; CollectiveError: a rank is late."""
         channel = self._channels.get(group)
         return self._connected(self.group if group is None else group) if channel is None else channel
 
     def _connected(self, group: dist.ProcessGroup) -> Channel:
         if not self.can_serve(group):
+            backend = backend_name(group, torch.device("cpu"))
             raise ConfigurationError(
-                f"a stage on CPU tensors uses a process group of backend "
-                f"{backend_name(group, torch.device('cpu'))!r}; it needs one that has Gloo for the CPU"
+                f"a stage on CPU tensors uses a process group of backend {backend!r}; it needs one with Gloo for CPUs"
             )
         if group is not self.group:
             self.open()
@@ -134,7 +131,7 @@ class PrivateChannels(GroupChannels):
         return channel
 
     def _opened_board(self) -> Board:
-        """The board of the connections that are there, or else of the next. See [Note: names of connections]."""
+        """The board of the present connections, or else of the next. See [Note: names of connections]."""
         if self.board is None:
             if self._number is None:
                 self._number = next(_connected.setdefault(self.group, itertools.count()))
@@ -153,11 +150,6 @@ class PrivateChannels(GroupChannels):
         self.abort()
 
     def tell(self, error: BaseException) -> None:
-        """Report ``error`` of the training loop, which has left nothing in flight here; the next use connects again.
-
-        Only then are these connections closed: another rank may still finish on them what this one is done with, and
-        learn by itself that it is refused, too. Where nothing is connected the ranks know of a failure already.
-        """
         if self.board is not None:
             self.board.report(error)
             self._leave()

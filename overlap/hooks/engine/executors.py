@@ -2,10 +2,10 @@
 
 [Note: small models]
 
-A worker thread lets the stages of one bucket run while autograd computes the next. That takes a hand-over from thread
-to thread for each bucket, and the interpreter's lock goes to and fro. Where a model is so small that all of it takes
-less time than that, or has a single bucket, which comes when nothing is left to compute, its stages run on autograd's
-thread, in the same order. The limit is the size of DDP's first bucket, which is sent at once anyhow.
+A worker thread lets the stages of one bucket run while autograd computes the next, at the price of a hand-over between
+threads for each bucket. Where all of a model takes less time than that, or there is one bucket, which comes when
+nothing is left to compute, stages run on autograd's thread, in the same order. The limit is the size of DDP's first
+bucket, which is sent at once anyhow.
 """
 
 from __future__ import annotations
@@ -54,15 +54,13 @@ __all__ = [
 
 BucketFuture = torch.futures.Future[torch.Tensor]
 _Job = Callable[[], None]
-_AS_IT_IS = nullcontext()
 
-# Others wait for what runs here, while what the training stream computes meanwhile has time: a message leaves earlier
-# if it need not be encoded behind the blocks of a large kernel. FSDP2's streams of copies have the same.
+# Before the training stream: a message leaves earlier if it need not be encoded behind the blocks of a large kernel.
 _PRIORITY = -1
-# How long a thread waits for a collective before it checks whether another rank has reported a failure.
-_PATIENCE = timedelta(seconds=1)
-# How often a worker without jobs looks whether its process group is still there.
-_LOOKING_S = 0.5
+# How long a thread waits for a collective before it polls whether another rank has reported a failure.
+_POLL_INTERVAL = timedelta(seconds=1)
+# How often a worker without jobs checks that its process group still exists.
+_CHECK_INTERVAL_S = 0.5
 
 _small_bytes = 2**20
 
@@ -101,124 +99,57 @@ class Subject(Protocol):
 
 
 class Observer(Protocol):
-    """Is notified of what happens, when it happens: on the thread where it happens and, on accelerators, with its
-    stream current. ``label`` is the stage's ``repr``."""
+    """Is notified when a bucket arrives, before and after a stage's code runs up to its next operation, when an
+    operation is launched, before the wait for it, and after that unless it failed: on the thread where it happens and,
+    on accelerators, with its stream current. ``label`` is the stage's ``repr``."""
 
-    def arrived(self, bucket: Bucket) -> None:
-        """DDP passed a bucket: all its gradients are computed."""
+    def arrived(self, bucket: Bucket) -> None: ...
 
-    def running(self, subject: Subject, label: str) -> None:
-        """Code of a stage is about to run, up to the stage's next operation."""
+    def running(self, subject: Subject, label: str) -> None: ...
 
-    def ran(self, subject: Subject, label: str) -> None:
-        """The code has run."""
+    def ran(self, subject: Subject, label: str) -> None: ...
 
-    def launched(self, subject: Subject, label: str, operation: Operation) -> None:
-        """An operation of a stage was started, or was already under way."""
+    def launched(self, subject: Subject, label: str, operation: Operation) -> None: ...
 
-    def waiting(self, subject: Subject, operation: Operation) -> None:
-        """The wait for an operation is about to begin."""
+    def waiting(self, subject: Subject, operation: Operation) -> None: ...
 
-    def finished(self, subject: Subject, operation: Operation) -> None:
-        """The wait is over, and the operation did not fail."""
+    def finished(self, subject: Subject, operation: Operation) -> None: ...
 
 
-class Executor:
-    """A place where code runs, one piece after another; here, that is where it is called."""
+class HostExecutor:
+    """Where stages of CPU tensors run: to wait is to block the thread, and to poll whether another rank has failed.
+
+    Args:
+        channels: they carry the collectives.
+        worker: the thread that runs what is submitted; the caller's thread does where ``None``.
+    """
 
     observer: Observer | None = None
     """Is notified of everything that runs, if set."""
+    new_future = BucketFuture
+    """A future for DDP: to wait for it is to wait for what runs in the scope."""
+    scope = nullcontext
+    """The context for the code that runs here."""
 
-    def __init__(self, channels: GroupChannels, device: torch.device) -> None:
+    def __init__(self, channels: GroupChannels, worker: Worker | None = None) -> None:
         self.channels = channels
-        self._device = device
-
-    def of(self, step: int) -> Executor:
-        """The executor of what belongs to backward pass number ``step``, or to none (-1)."""
-        return self
+        self.worker = worker
+        if worker is not None:
+            self.submit = worker.submit  # type: ignore[method-assign]
 
     def submit(self, job: _Job) -> None:
-        """Run ``job``, in the modes of an optimizer's step."""
-        with by_default(self._device), without_saved_context():
+        """Run ``job`` after what the caller has done so far, in the modes of an optimizer's step."""
+        with by_default(torch.device("cpu")), without_saved_context():
             job()
-
-    def new_future(self) -> BucketFuture:
-        """A future for DDP: to wait for it is to wait for what runs in the scope."""
-        return future_for(self._device)
 
     def begin(self) -> None:
         """Let what follows in the scope start after what the caller has done so far."""
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """The context for the code that runs here."""
-        return _AS_IT_IS
-
-    def wait(self, work: dist.Work) -> None:
-        """Make what follows in the scope wait for ``work``."""
-        work.wait()
-
-    def leave(self, operation: Operation) -> None:
-        """Make what follows in the scope wait for an operation in flight of which nobody wants the result."""
-        # This is for the buffers alone: an operation that has failed is done with them.
-        with contextlib.suppress(RuntimeError):
-            operation.abandon(self.wait)
 
     def join(self) -> None:
         """Make what the caller does next wait for what has run in the scope so far."""
 
     def launch(self, operation: Operation) -> None:
-        """Start ``operation``; returns at once."""
-        operation.launch(self.channels)
-
-
-class HostExecutor(Executor):
-    """For CPU tensors: to wait is to block the thread, and to look whether another rank has failed.
-
-    Args:
-        channels: they carry the collectives.
-        worker: runs what is submitted; the caller's thread does where ``None``.
-    """
-
-    new_future = torch.futures.Future
-
-    def __init__(self, channels: GroupChannels, worker: Worker | None = None) -> None:
-        super().__init__(channels, torch.device("cpu"))
-        if worker is not None:
-            self.submit = worker.submit  # type: ignore[method-assign]
-
-    def wait(self, work: dist.Work) -> None:
-        board = self.channels.board
-        if board is None:
-            with failures_explained():
-                work.wait()
-            return
-        start_s = time.monotonic()
-        while True:
-            is_over = work.is_completed()  # Asked before: it may be done a moment after the patience has ended.
-            try:
-                if is_over:
-                    work.wait()
-                else:
-                    work.wait(_PATIENCE)
-                return
-            except RuntimeError as error:
-                if is_over:
-                    raise explained(error, f"failed after {time.monotonic() - start_s:.1f} s", board) from error
-                board.poll()
-                self.look()
-
-    def look(self) -> None:
-        """Called now and then while a collective is not done, and raises where it will not be."""
-
-    def leave(self, operation: Operation) -> None:
-        """Does nothing: another rank may not come. The connections are closed, which ends what is in flight."""
-
-    def launch(self, operation: Operation) -> None:
-        """Start ``operation``; returns at once.
-
-        Raises:
-            CollectiveError: it cannot be started, since another rank has failed.
-        """
+        """Start ``operation``; returns at once. Raises: CollectiveError: another rank has failed."""
         try:
             operation.launch(self.channels)
         except RuntimeError as error:
@@ -229,17 +160,125 @@ class HostExecutor(Executor):
                 raise
             raise explained(error, "could not be launched") from error
 
+    def wait(self, work: dist.Work) -> None:
+        """Make what follows in the scope wait for ``work``."""
+        board = self.channels.board
+        if board is None:
+            with failures_explained():
+                work.wait()
+            return
+        start_s = time.monotonic()
+        while True:
+            is_over = work.is_completed()  # Asked before: it may be done a moment after the wait has timed out.
+            try:
+                if is_over:
+                    work.wait()
+                else:
+                    work.wait(_POLL_INTERVAL)
+                return
+            except RuntimeError as error:
+                if is_over:
+                    raise explained(error, f"failed after {time.monotonic() - start_s:.1f} s", board) from error
+                board.poll()
+                self.look()
+
+    def look(self) -> None:
+        """Called about once a second while a collective is not done; raises where it will not be."""
+
+    def leave(self, operation: Operation) -> None:
+        """Make what follows in the scope wait for an operation in flight that was given up; not here, where another
+        rank may not come: the connections are closed, which ends it."""
+
+
+class StreamExecutor:
+    """The same for accelerator tensors: a side stream; to wait is to make that stream wait, never the host.
+
+    [Note: one stream]
+
+    All that runs for a model runs on one stream, in the order in which it is called, so pieces wait for each other
+    without events. Nothing is late by that: collectives of one group run in the order of their launch, and the
+    scheduler waits for each only when the next one has been launched. What a stage allocates belongs to the stream, and
+    a work keeps its tensors alive until it is waited for. More in ``docs/notes/streams.md``.
+
+    [Note: the first pass]
+
+    In DDP's first pass one bucket has the gradients of the whole model. A side stream would keep workspace as large as
+    the model, since the caching allocator has a pool for each stream. So the first pass, and gathers that belong to it,
+    run on the stream that they are called on, whose pool serves the next forward.
+
+    Args:
+        channels: they carry the collectives.
+        device: that of the tensors.
+        owner: whose side stream it is; this executor's own where ``None``. It is made on first use.
+    """
+
+    observer: Observer | None = None
+    worker = None
+
+    def __init__(self, channels: GroupChannels, device: torch.device, *, owner: object | None = None) -> None:
+        self.channels = channels
+        self._device = device
+        self._owner = self if owner is None else owner
+        self._stream: Any | None = None
+
+    def of(self, step: int) -> StreamExecutor:
+        """The executor of what belongs to backward pass number ``step``, or to none (-1)."""
+        if step != 0:
+            return self
+        on_current = _CurrentStreamExecutor(self.channels, self._device)
+        on_current.observer = self.observer
+        return on_current
+
+    def submit(self, job: _Job) -> None:
+        self.begin()
+        with by_default(self._device), without_saved_context():
+            job()
+
+    def new_future(self) -> BucketFuture:
+        return future_for(self._device)
+
+    def begin(self) -> None:
+        if self._stream is None:
+            self._stream = stream_of(self._owner, self._device, priority=_PRIORITY)
+        self._stream.wait_stream(current_stream(self._device))
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return on_stream(self._stream)
+
+    def join(self) -> None:
+        if self._stream is not None:
+            current_stream(self._device).wait_stream(self._stream)
+
+    def launch(self, operation: Operation) -> None:
+        operation.launch(self.channels)
+
+    def wait(self, work: dist.Work) -> None:
+        work.wait()
+
+    def leave(self, operation: Operation) -> None:
+        # This is for the buffers alone: an operation that has failed is done with them.
+        with contextlib.suppress(RuntimeError):
+            operation.abandon(self.wait)
+
+
+class _CurrentStreamExecutor(StreamExecutor):
+    """See [Note: the first pass]."""
+
+    def begin(self) -> None:
+        return
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+Executor = HostExecutor | StreamExecutor
+
 
 class Worker:
     """A thread that runs the submitted jobs in order, without recording gradients.
 
-    It ends when it is asked to, or when ``group`` has been destroyed.
-
-    Args:
-        name: the thread's name.
-        abandon: makes a job fail that waits for other ranks, when the script has ended and it does not; and closes
-            connections where ``group`` has been destroyed.
-        group: the process group whose ranks its jobs talk to.
+    It ends when it is stopped, or when the process ``group`` that its jobs use has been destroyed. ``abandon`` closes
+    connections then, and where the script has ended but a job still waits for other ranks.
     """
 
     def __init__(self, name: str, *, abandon: _Job, group: dist.ProcessGroup | None = None) -> None:
@@ -248,7 +287,7 @@ class Worker:
         self._is_closed = False
         self._has_jobs = False
         self._abandon = abandon
-        # One that ``torch.distributed`` does not know cannot be seen to be destroyed.
+        # A group that ``torch.distributed`` does not know cannot be seen to be destroyed.
         self._group = group if group is not None and group_exists(group) else None
         # The thread refers to this object, which must not keep the model alive.
         start(self._run, name, stop=self.stop, abandon=abandon)
@@ -284,7 +323,7 @@ class Worker:
     def _run(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=_LOOKING_S)
+                job = self._jobs.get(timeout=_CHECK_INTERVAL_S)
             except queue.Empty:
                 if self._group is not None and not group_exists(self._group) and self._close():
                     self._abandon()
@@ -302,65 +341,9 @@ class Worker:
             return self._is_closed
 
 
-class StreamExecutor(Executor):
-    """For accelerator tensors: a side stream; to wait is to make that stream wait, never the host.
-
-    [Note: one stream]
-
-    All that runs for a model runs on one stream, in the order in which it is called, and so pieces wait for each other
-    without events. Nothing comes too late by that. Collectives of one group run in the order of their launch,
-    and the scheduler waits for them in that order, for each only when the next one has been launched: while the stream
-    waits for one or works on its result, the network has the next. What a stage allocates belongs to the stream, and a
-    work keeps its tensors alive until it is waited for; bucket buffers and parameters outlive the pass. More in
-    ``docs/notes/streams.md``.
-
-    [Note: the first pass]
-
-    In DDP's first pass one bucket has the gradients of the whole model (one for each dtype); the second pass has the
-    others. A side stream would keep workspace as large as the model, since the caching allocator has a pool for each
-    stream. So the first pass, and gathers that belong to it, run on the stream that they are called on: its pool serves
-    the next forward.
-
-    Args:
-        channels: they carry the collectives.
-        device: that of the tensors.
-        owner: whose side stream it is; this executor's own where ``None``. It is made on first use.
-    """
-
-    def __init__(self, channels: GroupChannels, device: torch.device, *, owner: object | None = None) -> None:
-        super().__init__(channels, device)
-        self._owner = self if owner is None else owner
-        self._stream: Any | None = None
-
-    def of(self, step: int) -> Executor:
-        if step != 0:
-            return self
-        on_current = Executor(self.channels, self._device)  # See [Note: the first pass].
-        on_current.observer = self.observer
-        return on_current
-
-    def begin(self) -> None:
-        """Let the stream go on after what the current stream has queued: in backward, the gradients."""
-        if self._stream is None:
-            self._stream = stream_of(self._owner, self._device, priority=_PRIORITY)
-        self._stream.wait_stream(current_stream(self._device))
-
-    def scope(self) -> AbstractContextManager[Any]:
-        return on_stream(self._stream)
-
-    def join(self) -> None:
-        if self._stream is not None:
-            current_stream(self._device).wait_stream(self._stream)
-
-
 def executor_for(group: dist.ProcessGroup, device: torch.device) -> Executor:
-    """An executor whose collectives run on ``group`` itself, for one call on the calling thread.
-
-    On an accelerator all calls on one group share a stream, on which they run in order.
-
-    Raises:
-        UnsupportedError: a CUDA graph is being captured.
-    """
+    """An executor whose collectives run on ``group`` itself, for one call on the calling thread; on an accelerator all
+    calls on one group share a stream. Raises: UnsupportedError: a CUDA graph is being captured."""
     refuse_capture("an average or another call of several collectives", "call it outside of the capture", device)
     channels = GroupChannels(group)
     if not has_streams(device):
@@ -370,16 +353,13 @@ def executor_for(group: dist.ProcessGroup, device: torch.device) -> Executor:
 
 def model_executor(
     ddp: DistributedDataParallel | None, group: dist.ProcessGroup, device: torch.device, name: str
-) -> tuple[Executor, Worker | None]:
-    """The executor of a model's stages and, where they have a thread of their own, that thread, called ``name``.
-
-    ``ddp`` is ``None`` where only a hook is registered.
-    """
+) -> Executor:
+    """The executor of a model's stages, whose thread, if it has one, is called ``name``; without ``ddp``, of a hook."""
     if has_streams(device):
-        return StreamExecutor(GroupChannels(group), device), None
+        return StreamExecutor(GroupChannels(group), device)
     if not PrivateChannels.can_serve(group):
-        return HostExecutor(GroupChannels(group)), None
+        return HostExecutor(GroupChannels(group))
     channels = PrivateChannels(group)
-    is_inline = ddp is not None and runs_inline(ddp)
-    worker = None if is_inline else Worker(name, abandon=channels.abort, group=group)
-    return HostExecutor(channels, worker), worker
+    if ddp is not None and runs_inline(ddp):
+        return HostExecutor(channels)
+    return HostExecutor(channels, Worker(name, abandon=channels.abort, group=group))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,30 +12,25 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap._checks import check_ddp, told
-from overlap._torch import ddp as ddp_state
+from overlap._checks import check_ddp
 from overlap._torch.autograd import without_saved_context
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
 from overlap._torch.device import has_streams
 from overlap._torch.join import is_joining, torch_join_divides_by_count
 from overlap.errors import CollectiveError, ConfigurationError, RegistrationError, UnsupportedError
-from overlap.hooks.adapters import is_hook, stage_from
-from overlap.hooks.context import StageContext
+from overlap.hooks.adapters import as_stage
 from overlap.hooks.engine.executors import BucketFuture, Observer
 from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
-from overlap.hooks.stage import Stage
+from overlap.hooks.stage import Stage, StageContext
 from overlap.join.board import Agreement, explain
 
 __all__ = ["Registration", "register", "registration_of"]
 
 
 class _Dispatcher:
-    """The hook that is registered with a DDP instance, once.
-
-    DDP takes one hook and keeps it forever. This one passes buckets to the current registration; without one it reduces
-    as DDP itself does. So a registration can be removed and replaced.
-    """
+    """The hook of a DDP instance, which takes one and keeps it forever: passes buckets to the current registration, or
+    without one reduces as DDP itself does. So a registration can be removed and replaced."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.__name__ = self.__qualname__ = "overlap"
@@ -76,14 +71,15 @@ class _Dispatcher:
 _dispatchers: weakref.WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = weakref.WeakKeyDictionary()
 
 
-class _BeforeForward:
-    """Runs before each forward of a model; does nothing in a copy of the model."""
+class _ForwardHooks:
+    """What runs before and after each forward of a model; nothing in a copy of the model."""
 
     def __init__(self, runtime: Runtime | None = None) -> None:
+        self._runtime = runtime
         # What stages do there does not belong to a compiled forward.
         self._before = None if runtime is None else torch.compiler.disable(runtime.before_forward)
 
-    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+    def before(self, module: torch.nn.Module, inputs: Any) -> None:
         if self._before is None or not torch.is_grad_enabled():
             return
         if isinstance(module, DistributedDataParallel) and torch_join_divides_by_count(module):
@@ -93,33 +89,22 @@ class _BeforeForward:
             )
         self._before()
 
-    def __reduce__(self) -> Any:
-        return _BeforeForward, ()
-
-
-class _AfterForward:
-    """Runs after each forward of a model, also where it raises; does nothing in a copy of the model.
-
-    What DDP itself issues there, of buffers and of the order of its buckets, fails with an error that names nobody.
-    """
-
-    def __init__(self, runtime: Runtime | None = None) -> None:
-        self._runtime = runtime
-
-    def __call__(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+    def after(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        """Also where the forward raised: DDP's own collectives there, of buffers and of the order of its buckets, fail
+        with an error that names no rank."""
         if torch.compiler.is_compiling():
             return  # To look at outputs would have the compiler read their ``.grad``, which warns.
         if outputs is None and self._runtime is not None and (error := sys.exception()) is not None:
             explain(error, self._runtime.executor.channels.board)
 
     def __reduce__(self) -> Any:
-        return _AfterForward, ()
+        return _ForwardHooks, ()
 
 
 class Registration:
     """A stage registered with a model; after :meth:`remove` the model reduces as plain DDP again.
 
-    As a block it lets an exception of the loop reach the other ranks, which would wait for this one in a collective,
+    As a block it reports an exception of the loop to the other ranks, which would wait for this one in a collective,
     and removes the registration in the end::
 
         with chain(AllReduce(), Step(optimizer)).register(ddp):
@@ -138,15 +123,15 @@ class Registration:
         self.runtime = runtime
         self.stage = runtime.stage
         self._dispatcher = dispatcher
-        self._ddp = weakref.ref(ddp)
-        self._forward_hooks = (
-            ddp.register_forward_pre_hook(_BeforeForward(runtime)),
-            ddp.register_forward_hook(_AfterForward(runtime), always_call=True),
+        hooks = _ForwardHooks(runtime)
+        self._handles = (
+            ddp.register_forward_pre_hook(hooks.before),
+            ddp.register_forward_hook(hooks.after, always_call=True),
         )
 
     @property
     def observer(self) -> Observer | None:
-        """Is told of everything that happens in a backward pass, if set."""
+        """Is notified of everything that happens in a backward pass, if set."""
         return self.runtime.executor.observer
 
     @observer.setter
@@ -163,18 +148,16 @@ class Registration:
         if not self.is_active:
             return
         self._dispatcher.registration = None
-        for hook in self._forward_hooks:
-            hook.remove()
+        for handle in self._handles:
+            handle.remove()
         self.runtime.close()
 
     close = remove
     """The same, by the name that :func:`contextlib.closing` calls."""
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed: what they wait for raises a ``PeerError`` that names it.
-
-        Then call :meth:`remove`, or go on on every rank.
-        """
+        """Report that this rank has failed: the waits of the others raise a ``PeerError`` that names it. Then call
+        :meth:`remove`, or continue on every rank."""
         if self.is_active:
             self.runtime.report(error)
 
@@ -189,7 +172,7 @@ class Registration:
         self.remove()
 
     def __repr__(self) -> str:
-        return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}{self.runtime.division}>"
+        return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}{self.runtime.divided}>"
 
 
 def register(
@@ -232,9 +215,7 @@ def _register(
     state: Any,
     agreement: Agreement,
 ) -> Registration:
-    made = stage_from(stage, state)
-    if state is not None and not is_hook(stage):
-        raise ConfigurationError(f"a stage keeps its own state, but register was given {told(state)} for {made!r}")
+    made = as_stage(stage, state)
     if not made.reduces and not any(child.reduces for child in made.children):
         raise ConfigurationError(f"{made!r} has no reducer; register chain(AllReduce(), {made!r})")
     dispatcher = _dispatcher_of(ddp)
@@ -244,7 +225,10 @@ def _register(
             "first call .remove() on what register returned, or make one chain of both"
         )
     named, alive = data_parallel_parameters(ddp), weakref.ref(ddp)
-    _check_static_graph(ddp, named)
+    dtypes = sorted({str(parameter.dtype) for parameter in named if parameter.requires_grad})
+    if ddp.static_graph and len(dtypes) > 1:
+        # DDP's first backward then has one bucket for each dtype, and all of them have the number 0.
+        raise UnsupportedError(f"the model has parameters of {' and '.join(dtypes)}: {NO_LAST_BUCKET}")
     context = StageContext(
         group=ddp.process_group,
         device=next(iter(named)).device,
@@ -255,11 +239,7 @@ def _register(
         is_joining=lambda: (model := alive()) is not None and is_joining(model),
     )
 
-    def forget_unfinished_backward() -> None:
-        if (model := alive()) is not None:
-            ddp_state.forget_unfinished_backward(model)
-
-    runtime = Runtime(made, context, forget_unfinished_backward=forget_unfinished_backward)
+    runtime = Runtime(made, context)
     try:
         runtime.open(agreement)
     except BaseException:
@@ -267,16 +247,6 @@ def _register(
         raise
     dispatcher.registration = Registration(runtime, dispatcher, ddp)
     return dispatcher.registration
-
-
-def _check_static_graph(ddp: DistributedDataParallel, named: Mapping[torch.Tensor, str]) -> None:
-    """Raises: UnsupportedError: DDP's first backward would not say which bucket is its last.
-
-    With a static graph that has one bucket for each dtype, and all of them have the number 0.
-    """
-    dtypes = sorted({str(parameter.dtype) for parameter in named if parameter.requires_grad})
-    if ddp.static_graph and len(dtypes) > 1:
-        raise UnsupportedError(f"the model has parameters of {' and '.join(dtypes)}: {NO_LAST_BUCKET}")
 
 
 def registration_of(ddp: DistributedDataParallel) -> Registration | None:

@@ -5,36 +5,33 @@ from __future__ import annotations
 import contextlib
 import enum
 import hashlib
-import inspect
 import operator
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from overlap._checks import refuse_capture
 from overlap._torch.autograd import after_backward, backward_id, by_default, if_abandoned, without_saved_context
 from overlap._torch.c10d import GradBucket, stride_of
-from overlap._torch.ddp import is_to_rebuild
+from overlap._torch.ddp import forget_unfinished_backward, is_to_rebuild
 from overlap._torch.device import is_capturing
 from overlap._torch.fingerprint import fingerprint
 from overlap.errors import CollectiveError, ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, all_reduce
-from overlap.hooks.context import BucketWatcher, StageContext
 from overlap.hooks.engine.background import Item, run_and_wait, run_items
-from overlap.hooks.engine.backward_pass import AbandonedBackwardError, BackwardPass
 from overlap.hooks.engine.channels import PrivateChannels
-from overlap.hooks.engine.executors import BucketFuture, Subject, model_executor
-from overlap.hooks.engine.wavefront import Part
-from overlap.hooks.places import check_pass, check_places
-from overlap.hooks.stage import Role, Stage, with_contexts
+from overlap.hooks.engine.executors import BucketFuture, Executor, StreamExecutor, Subject, model_executor
+from overlap.hooks.engine.wavefront import AbandonedBackwardError, BackwardPass, Part
+from overlap.hooks.stage import BucketWatcher, Role, Stage, StageContext, check_pass, check_places, with_contexts
 from overlap.join import gradient_divisor
 from overlap.join.board import Agreement, is_reported
 
@@ -43,6 +40,10 @@ __all__ = ["NO_LAST_BUCKET", "Runtime"]
 NO_LAST_BUCKET = (
     "with static_graph=True DDP has a bucket for each dtype in its first backward, and does not say which is the last: "
     "use find_unused_parameters=True, or parameters of one dtype"
+)
+_INSTEAD_OF_CAPTURE = (
+    "capture the model alone, by torch.cuda.make_graphed_callables before DistributedDataParallel wraps it or "
+    "torch.compile(mode='reduce-overhead'), or leave the registration out"
 )
 
 T = TypeVar("T", bound=Subject)
@@ -58,21 +59,15 @@ class _KnownBucket(NamedTuple):
     """Why stages must not use it."""
 
 
-_INSTEAD_OF_CAPTURE = (
-    "capture the model alone, by torch.cuda.make_graphed_callables before DistributedDataParallel wraps it or "
-    "torch.compile(mode='reduce-overhead'), or leave the registration out"
-)
-
-
 class _Phase(enum.Enum):
     """Where a runtime stands with its model between passes."""
 
     NEW = "new"
-    """No stage is attached: a hook is told of the model by the first bucket."""
+    """No stage is attached: a hook learns of the model from the first bucket."""
     READY = "ready"
     """Stages are attached, and DDP has finished its last backward."""
     FAILED = "failed"
-    """The last backward failed, which all ranks are told, and no forward has begun since."""
+    """The last backward failed, which all ranks know, and no forward has begun since."""
     UNFINISHED = "unfinished"
     """The last backward ended with an error of the model's own, and DDP forgets it before the next forward."""
 
@@ -85,20 +80,15 @@ class Runtime:
     autograd's thread, where the order of collectives is the program's own.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        context: StageContext,
-        *,
-        forget_unfinished_backward: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, stage: Stage, context: StageContext) -> None:
         self.stage = stage
+        self.divided = ""
+        """Which update has which parameters, in words; empty where one update has all."""
         self._phase = _Phase.NEW
-        self._forget_unfinished_backward = forget_unfinished_backward
         self._watched = -1
         self._watchers: list[BucketWatcher] = []
-        model = None if context.ddp is None else context.ddp()
-        self.executor, self._worker = model_executor(model, context.group, context.device, f"overlap-{id(self):x}")
+        self._model: Callable[[], DistributedDataParallel | None] = context.ddp or (lambda: None)
+        self.executor = model_executor(self._model(), context.group, context.device, f"overlap-{id(self):x}")
         self._context = replace(
             context,
             background=self.background,
@@ -108,18 +98,20 @@ class Runtime:
         )
         self._pass: BackwardPass | None = None
         self._steps = 0
-        # Those to detach; and once all are attached, all of them and those that run one after another.
+        # All; and those that do something before a forward or a pass, or after a pass.
         self._attached: list[Stage] = []
-        self._stages: Sequence[Stage] = ()
+        self._before_forward: list[Stage] = []
+        self._before_backward: list[Stage] = []
+        self._after_backward: list[Stage] = []
         self._parts: list[Part] = []
+        self._has_several_updates = False
         self._starts_on_autograd_thread = False
-        self.division = Division()
-        """Which update has which parameters."""
         # By the bucket's place in the pass.
         self._known: dict[int, _KnownBucket] = {}
         # As the parameters were at registration or, registered as a hook, when their gradients first came.
         self._strides = {id(parameter): parameter.stride() for parameter in context.names or ()}
-        self._end = weakref.finalize(self, self.executor.channels.abort if self._worker is None else self._worker.stop)
+        worker = self.executor.worker
+        self._end = weakref.finalize(self, self.executor.channels.abort if worker is None else worker.stop)
         self._end.atexit = False
 
     def open(self, agreement: Agreement | None = None) -> None:
@@ -129,18 +121,25 @@ class Runtime:
             ConfigurationError: a stage refuses the model.
             CollectiveError: another rank did not come in time, or registers something else.
         """
-        check_places(self.stage.sequence)
+        sequence = self.stage.sequence
+        check_places(sequence)
         for stage, context in with_contexts(self.stage, self._context):
             stage.attach(context)
             self._attached.append(stage)
         for stage in self._attached:
-            stage.check_together(self.stage.sequence)
-        self._stages = tuple(self._attached)
-        self._parts[:] = [Part(repr(stage), _coroutine_function(stage), stage.passed) for stage in self.stage.sequence]
-        self._starts_on_autograd_thread = self.stage.starts_on_autograd_thread
-        self.division = Division.of(self.stage.sequence, self._context.names)
+            stage.check_together(sequence)
+        self._before_forward = _that_override("before_forward", self._attached)
+        self._before_backward = _that_override("before_backward", self._attached)
+        self._after_backward = _that_override("after_backward", self._attached)
+        self._parts[:] = [Part(repr(stage), stage, _passed(stage)) for stage in sequence]
+        self._has_several_updates = len([stage for stage in sequence if stage.role is Role.UPDATE]) > 1
+        # Without a thread of their own, stages start there anyhow.
+        self._starts_on_autograd_thread = self.executor.worker is not None and self.stage.starts_on_autograd_thread
+        names = self._context.names
+        self.divided, digest = _divided(sequence, names)
         if agreement is not None:
-            described = agreement.agree(_description(self.stage, self._context, self.division))
+            signature = f"{self.stage.signature} for {self._context.model_in_words}{self.divided}{digest}"
+            described = agreement.agree([signature, fingerprint(names or ())])
             if (reason := _difference(described, self._context)) is not None:
                 raise CollectiveError(reason)
         self._phase = _Phase.READY
@@ -148,27 +147,30 @@ class Runtime:
 
     def close(self) -> None:
         """Detach the stages, end the thread and close its connections."""
-        if self._phase is _Phase.UNFINISHED:
-            self._forget_unfinished_backward()  # For plain DDP, or for the next registration.
+        self._forget_unfinished()  # For plain DDP, or for the next registration.
         for stage in self._attached:
             stage.detach()
         self._attached.clear()
         self._watchers.clear()
         self._known.clear()
         self._end.detach()
-        if self._worker is None:
-            self.executor.channels.abort()
+        channels, worker = self.executor.channels, self.executor.worker
+        if worker is None:
+            channels.abort()
         else:
             # After the jobs of a backward that ended before all buckets had come: they use the connections, too.
-            self._worker.stop(self.executor.channels.abort)
+            worker.stop(channels.abort)
+
+    def _forget_unfinished(self) -> None:
+        if self._phase is _Phase.UNFINISHED and (model := self._model()) is not None:
+            forget_unfinished_backward(model)
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks of an error outside of a backward; the next pass connects again.
+        """Report an error outside of a backward to the other ranks; the next pass connects again.
 
-        Not where they have been told already: to tell more this rank would connect, and wait for ranks that may have
-        left.
+        Not where they know it already: this rank would connect, and wait for ranks that may have left.
         """
-        if not (self._has_failed or is_reported(error)):
+        if self._phase not in (_Phase.FAILED, _Phase.UNFINISHED) and not is_reported(error):
             self._after_all(lambda: self.executor.channels.fail(error))
 
     def tell(self, error: BaseException) -> None:
@@ -176,16 +178,11 @@ class Runtime:
         self._after_all(lambda: self.executor.channels.tell(error))
 
     def _after_all(self, job: Callable[[], None]) -> None:
-        """Do ``job`` behind all that has been begun."""
+        """Do ``job`` after everything that was submitted."""
         with contextlib.suppress(CollectiveError):  # The group has been destroyed.
             self.executor.submit(job)
-        if self._worker is not None:
-            self._worker.wait_until_idle()
-
-    @property
-    def _has_failed(self) -> bool:
-        """Whether the last backward failed, which all ranks are told, and no forward has begun since."""
-        return self._phase in (_Phase.FAILED, _Phase.UNFINISHED)
+        if self.executor.worker is not None:
+            self.executor.worker.wait_until_idle()
 
     def before_forward(self) -> None:
         """Called before a forward that records gradients.
@@ -194,48 +191,50 @@ class Runtime:
             UnsupportedError: a CUDA graph is being captured.
             TrainingLoopError: a stage refuses what the loop has done.
         """
-        self._refuse_capture()
-        is_unfinished = self._phase is _Phase.UNFINISHED
-        if self._has_failed:
+        if is_capturing(self._context.device):
+            self._refuse_capture()
+        if self._phase is not _Phase.READY:
+            self._forget_unfinished()
             self._phase = _Phase.READY
-        if is_unfinished:
-            self._forget_unfinished_backward()
         try:
-            for stage in self._stages:
+            for stage in self._before_forward:
                 stage.before_forward()
         except TrainingLoopError as error:
             self.tell(error)
             raise
-        self._meet_before_rebuilding()
+        if self._steps == 1:
+            self._meet_before_rebuilding()
 
     def _meet_before_rebuilding(self) -> None:
         """Wait for the other ranks before the forward in which DDP compares its new buckets with theirs, once.
 
-        It does so by a collective in C++, where nothing looks whether a rank has failed: one that is refused in its
-        first ``step()``, say. Under Join ranks without inputs go there without a forward.
+        That is a collective in C++, which does not notice that a rank has failed: one that was refused in its first
+        ``step()``, say. Under Join ranks without inputs go there without a forward.
         """
-        model = None if self._context.ddp is None else self._context.ddp()
-        has_own_channels = isinstance(self.executor.channels, PrivateChannels)
-        if not has_own_channels or self._steps != 1 or model is None or not is_to_rebuild(model):
-            return
-        if not self._context.is_joining():
-            run_and_wait(self.background, [Item(index=0)], self._meet, self._context.device)
+        model, has_own_channels = self._model(), isinstance(self.executor.channels, PrivateChannels)
+        if has_own_channels and model is not None and is_to_rebuild(model) and not self._context.is_joining():
 
-    async def _meet(self, item: Item) -> None:
-        await all_reduce(torch.zeros(1), group=self._context.group)
+            async def meet(item: Item) -> None:
+                await all_reduce(torch.zeros(1), group=self._context.group)
+
+            run_and_wait(self.background, [Item(index=0)], meet, self._context.device)
 
     def on_bucket(self, raw: GradBucket) -> BucketFuture:
-        """The hook that DDP calls for each bucket, in order: on autograd's thread, or on the training thread when a
-        rank without inputs takes part with zeros (a replay, outside of any backward)."""
+        """The hook that DDP calls for each bucket, in order: on autograd's thread, or in a replay on the caller's."""
         graph, index = backward_id(), raw.index()
         is_replay = graph == -1
         if self._pass is None or index == 0:
             self._pass = self._begin(is_replay=is_replay)
-        current = self._pass
+        current, executor = self._pass, self._pass.executor
         if not is_replay and graph != self._watched:
             self._watched = graph
             if_abandoned(partial(self._abandon, current))
-        known = self._known_bucket(index, raw.parameters())
+        parameters = raw.parameters()
+        known = self._known.get(index)
+        strides = list(map(stride_of, parameters))
+        # The length comes with the strides.
+        if known is None or strides != known.strides or not all(map(operator.is_, parameters, known.parameters)):
+            known = self._note_bucket(index, parameters, strides)
         bucket = Bucket(
             index=index,
             is_last=raw.is_last(),
@@ -248,11 +247,9 @@ class Runtime:
             raw=raw,
             fqns=known.fqns,
         )
-        executor = current.executor
         future = executor.new_future()
         if executor.observer is not None:
             executor.observer.arrived(bucket)
-        executor.begin()
         if bucket.is_last and not is_replay:
             after_backward(partial(self._finish, current), if_dropped=partial(self._finish_unheard, current))
         refusal: Exception | None = None
@@ -271,29 +268,24 @@ class Runtime:
             self._finish(current)
         return future
 
-    def _known_bucket(self, index: int, parameters: Sequence[Tensor]) -> _KnownBucket:
-        """The bucket as noted in an earlier pass; noted anew if its parameters or their strides have changed."""
-        strides = list(map(stride_of, parameters))
-        known = self._known.get(index)
-        # The length comes with the strides.
-        if known is None or strides != known.strides or not all(map(operator.is_, parameters, known.parameters)):
-            names = self._context.names
-            fqns = None if names is None else tuple(names.get(parameter, "unknown") for parameter in parameters)
-            refusal = next(filter(None, map(self._refusal, parameters, fqns or [None] * len(parameters))), None)
-            known = self._known[index] = _KnownBucket(tuple(parameters), strides, fqns, refusal)
+    def _note_bucket(self, index: int, parameters: Sequence[Tensor], strides: list[tuple[int, ...]]) -> _KnownBucket:
+        names = self._context.names
+        fqns = None if names is None else tuple(names.get(parameter, "unknown") for parameter in parameters)
+        refusals = map(self._refusal, parameters, fqns or [None] * len(parameters))
+        known = _KnownBucket(tuple(parameters), strides, fqns, next(filter(None, refusals), None))
+        self._known[index] = known
         return known
 
     def _refusal(self, parameter: Tensor, name: str | None) -> str | None:
-        """The error where ``parameter`` had other strides when DDP laid out its buckets, which are still so."""
+        """The error where ``parameter`` had other strides when DDP laid out its buckets."""
         before, now = self._strides.setdefault(id(parameter), parameter.stride()), parameter.stride()
         # The stride of a dimension of one element does not matter.
         if all(length == 1 or one == other for length, one, other in zip(parameter.shape, before, now, strict=True)):
             return None
-        what = name or f"a parameter of shape {tuple(parameter.shape)}"
         return (
-            f"{what} has strides {now}, but had {before} when the model was registered, and DistributedDataParallel "
-            "still lays out its gradient in that way: after model.to(memory_format=...) build DistributedDataParallel "
-            "anew and register again"
+            f"{name or _by_shape(parameter)} has strides {now}, but had {before} when the model was registered, and "
+            "DistributedDataParallel still lays out its gradient in that way: after model.to(memory_format=...) build "
+            "DistributedDataParallel anew and register again"
         )
 
     def background(
@@ -307,8 +299,7 @@ class Runtime:
 
         Called on the training thread between backward passes, at the same place on every rank.
         """
-        executor = self.executor.of(items[0].step if items else -1)
-        executor.begin()
+        executor = self._executor_of(items[0].step if items else -1)
 
         def job() -> None:
             try:
@@ -326,22 +317,22 @@ class Runtime:
             stale = self._pass
             self.executor.submit(lambda: stale.fail(RuntimeError("a new backward began before all buckets had come")))
             stale.wait()
-        executor = self.executor.of(self._steps)
         begun = BackwardPass(
             self._steps,
             self._parts,
-            executor,
+            self._executor_of(self._steps),
             divisor=gradient_divisor(self._context.group),
             watchers=() if is_replay else self._watchers,
         )
         self._steps += 1
         try:
-            self._refuse_capture()  # Registered as a hook, it is not called before forwards.
+            if self._context.names is None or isinstance(self.executor, StreamExecutor):
+                self._refuse_capture()  # Registered as a hook, it is not called before forwards.
             if self._phase is _Phase.NEW:  # Registered as a hook: the model was not known before its first bucket.
                 self.open()
-            if self.division.is_of_several:  # The loop may have added parameters to an optimizer.
-                self.division = Division.of(self.stage.sequence, self._context.names)
-            for stage in self._stages:
+            if self._has_several_updates:  # The loop may have added parameters to an optimizer.
+                self.divided, _ = _divided(self.stage.sequence, self._context.names)
+            for stage in self._before_backward:
                 stage.before_backward(is_replay=is_replay)
             check_pass(self.stage.sequence)
         except Exception as error:
@@ -349,28 +340,29 @@ class Runtime:
             begun.fail(error)
         return begun
 
+    def _executor_of(self, step: int) -> Executor:
+        return self.executor.of(step) if isinstance(self.executor, StreamExecutor) else self.executor
+
     def _refuse_capture(self) -> None:
-        if is_capturing(self._context.device):
-            refuse_capture(repr(self.stage), _INSTEAD_OF_CAPTURE, self._context.device)
+        refuse_capture(repr(self.stage), _INSTEAD_OF_CAPTURE, self._context.device)
 
     def _finish(self, finished: BackwardPass) -> None:
         """Called on the training thread when DDP has set the gradients; raises the error of a failed pass."""
-        error = self._conclude(finished)
-        if error is not None:
+        if (error := self._conclude(finished)) is not None:
             raise error
 
     def _finish_unheard(self, finished: BackwardPass) -> None:
-        """Called in place of :meth:`_finish` where backward raises what another model's pass has failed with."""
+        """Called in place of :meth:`_finish` where backward raises the error of another model's pass."""
         if self._pass is finished:
             self._conclude(finished)
 
     def _conclude(self, finished: BackwardPass) -> BaseException | None:
-        """Tell every stage that the pass is over; the error with which it ended, or else a stage's own."""
+        """Notify every stage that the pass is over; returns the error with which it ended, or else a stage's own."""
         self._pass = None
         error = finished.error
         for watcher in self._watchers:
             watcher.over(failed=error is not None)
-        for stage in self._stages:
+        for stage in self._after_backward:
             try:
                 note = stage.after_backward(failed=error is not None)
             except Exception as raised:
@@ -379,10 +371,10 @@ class Runtime:
                 continue
             if note and error is not None:
                 error.add_note(note)
-        if AbandonedBackwardError.caused(error):
-            self._note_end(_Phase.UNFINISHED)
-        else:
-            self._note_end(_Phase.READY if finished.error is None else _Phase.FAILED)
+        if self._phase is not _Phase.NEW:
+            self._phase = _Phase.READY if finished.error is None else _Phase.FAILED
+            if error is not None and AbandonedBackwardError.caused(error):
+                self._phase = _Phase.UNFINISHED
         return error
 
     def _note_end(self, phase: _Phase) -> None:
@@ -390,15 +382,12 @@ class Runtime:
             self._phase = phase
 
     def _abandon(self, abandoned: BackwardPass) -> None:
-        """Called where autograd gives up a pass, for an error that it is about to raise: tell the other ranks at once.
-
-        They wait for collectives that this rank will not launch.
-        """
+        """Called where autograd gives up a pass: the other ranks wait for collectives that this one will not launch."""
         if self._pass is not abandoned:
             return
         error = AbandonedBackwardError()
-        # The worker may itself wait for another rank, and looks here meanwhile.
-        if self._worker is not None and (board := self.executor.channels.board) is not None:
+        # The worker may itself wait for another rank, and polls this board meanwhile.
+        if self.executor.worker is not None and (board := self.executor.channels.board) is not None:
             board.report(error)
         is_over = threading.Event()
 
@@ -412,15 +401,15 @@ class Runtime:
         self._note_end(_Phase.UNFINISHED)
 
 
-def _coroutine_function(stage: Stage) -> Callable[[Bucket], Coroutine[Operation, Any, None]]:
-    """``stage``; where it is a plain function that returns an awaitable, a coroutine function that awaits it."""
-    if inspect.iscoroutinefunction(type(stage).__call__):
-        return stage
+def _that_override(method: str, stages: Sequence[Stage]) -> list[Stage]:
+    return [stage for stage in stages if getattr(type(stage), method) is not getattr(Stage, method)]
 
-    async def run(bucket: Bucket) -> None:
-        await stage(bucket)
 
-    return run
+def _passed(stage: Stage) -> Callable[[Bucket], Bucket] | None:
+    """As :meth:`Stage.passed` of ``stage``, without a call where it changes nothing."""
+    if type(stage).passed is not Stage.passed:
+        return stage.passed
+    return Bucket.with_mean if stage.role is Role.REDUCER else None
 
 
 def _sparse(bucket: Bucket) -> UnsupportedError:
@@ -432,58 +421,32 @@ def _sparse(bucket: Bucket) -> UnsupportedError:
     return error
 
 
-@dataclass(frozen=True)
-class Division:
-    """The parameters of each update of a chain, and those that none has, which keep their averaged ``.grad``."""
-
-    shares: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """The text of each update and the names of its parameters."""
-    rest: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(stages: Sequence[Stage], names: Mapping[Tensor, str] | None) -> Division:
-        """How ``stages`` divide the parameters of a model, by name.
-
-        Raises:
-            ConfigurationError: two updates have a parameter in common.
-        """
-        updates = [stage for stage in stages if stage.role is Role.UPDATE]
-        holders: dict[int, Stage] = {}
-        shares = []
-        for update in updates:
-            mine = [parameter for parameter in update.updated if names is None or parameter in names]
-            for parameter in mine:
-                if (other := holders.setdefault(id(parameter), update)) is not update:
-                    raise ConfigurationError(
-                        f"{_name(parameter, names)} is a parameter of both {other!r} and {update!r}, which would both "
-                        "update it: give each optimizer parameters of its own"
-                    )
-            shares.append((repr(update), tuple(_name(parameter, names) for parameter in mine)))
-        rest = [name for parameter, name in (names or {}).items() if id(parameter) not in holders] if updates else []
-        return Division(tuple(shares), tuple(rest))
-
-    @property
-    def is_of_several(self) -> bool:
-        """Whether there is more than one update."""
-        return len(self.shares) > 1
-
-    @property
-    def signature(self) -> str:
-        """The part that must be the same on every rank, as text."""
-        if not str(self):
-            return ""
-        return f"{self} ({hashlib.sha256(repr((self.shares, self.rest)).encode()).hexdigest()[:8]})"
-
-    def __str__(self) -> str:
-        """The plan in words; nothing where one update has all parameters."""
-        if not (self.is_of_several or self.rest):
-            return ""
-        shares = [f"{update} updates {_listed(names)}" for update, names in self.shares]
-        return "; ".join(["", *shares, *([f"no update has {_listed(self.rest)}"] if self.rest else [])])
+def _divided(stages: Sequence[Stage], names: Mapping[Tensor, str] | None) -> tuple[str, str]:
+    """How the updates among ``stages`` divide the parameters of a model, in words, and a digest of the names; empty
+    where one update has all. Raises: ConfigurationError: two updates have a parameter in common."""
+    updates = [stage for stage in stages if stage.role is Role.UPDATE]
+    holders: dict[int, Stage] = {}
+    shares = []
+    for update in updates:
+        mine = [parameter for parameter in update.updated if names is None or parameter in names]
+        named = [_by_shape(parameter) if names is None else names[parameter] for parameter in mine]
+        for parameter, name in zip(mine, named, strict=True):
+            if (other := holders.setdefault(id(parameter), update)) is not update:
+                raise ConfigurationError(
+                    f"{name} is a parameter of both {other!r} and {update!r}, which would both update it: give each "
+                    "optimizer parameters of its own"
+                )
+        shares.append((repr(update), named))
+    rest = [name for parameter, name in (names or {}).items() if id(parameter) not in holders] if updates else []
+    if len(shares) < 2 and not rest:
+        return "", ""
+    words = [f"; {update} updates {_listed(named)}" for update, named in shares]
+    words += [f"; no update has {_listed(rest)}"] if rest else []
+    return "".join(words), f" ({hashlib.sha256(repr((shares, rest)).encode()).hexdigest()[:8]})"
 
 
-def _name(parameter: Tensor, names: Mapping[Tensor, str] | None) -> str:
-    return f"a parameter of shape {tuple(parameter.shape)}" if names is None else names[parameter]
+def _by_shape(parameter: Tensor) -> str:
+    return f"a parameter of shape {tuple(parameter.shape)}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -491,19 +454,8 @@ def _listed(names: Sequence[str]) -> str:
     return f"{len(names)} parameters ({shown}{', ...' if len(names) > 4 else ''})" if len(names) != 1 else shown
 
 
-class _Registered(NamedTuple):
-    layout: str
-    fingerprints: Sequence[str]
-    """Of each rank."""
-
-
-_registered: weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Registered]] = weakref.WeakKeyDictionary()
-
-
-def _description(stage: Stage, context: StageContext, division: Division) -> list[str]:
-    """The text that must be the same on every rank, and a fingerprint of the parameters; for :func:`_difference`."""
-    signature = f"{stage.signature} for {context.model_in_words}{division.signature}"
-    return [signature, fingerprint(context.names or ())]
+# What ranks have registered on a group: each time the model's layout, and a fingerprint of each rank's values.
+_registered: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[str, Sequence[str]]]] = weakref.WeakKeyDictionary()
 
 
 def _difference(described: Sequence[Sequence[str]], context: StageContext) -> str | None:
@@ -511,13 +463,12 @@ def _difference(described: Sequence[Sequence[str]], context: StageContext) -> st
 
     [Note: models of one layout]
 
-    Signatures say nothing of two models that differ only in their values: a generator's two copies, say. DDP has made
-    these equal on all ranks, so values tell one model from another. They may differ between ranks all the same, under
-    local SGD for one, and that is no mistake. So it is an error only where a rank registers what rank 0 registered at
-    another place.
+    Two models of one layout, such as a generator's two copies, have one signature; DDP has made their values equal on
+    all ranks, which tell them apart. Values may also differ between ranks, under local SGD for one. So it is an error
+    only where a rank registers the model that rank 0 registered at another place.
 
     Args:
-        described: the :func:`_description` of each rank.
+        described: the signature and the fingerprint of each rank.
         context: of this registration.
     """
     signatures, fingerprints = zip(*described, strict=True)
@@ -530,29 +481,15 @@ def _difference(described: Sequence[Sequence[str]], context: StageContext) -> st
     if not context.names:
         return None
     layout, past = context.model_in_words, _registered.setdefault(context.group, [])
-    past.append(_Registered(layout, fingerprints))
-    alike = [each.fingerprints for each in past if each.layout == layout]
-    for rank in range(len(fingerprints)):
-        if (places := _other_place([each[rank] for each in alike], [each[0] for each in alike])) is not None:
-            return (
-                f"rank {rank} registers as number {places[0]} of {layout} what rank 0 registers as number {places[1]}; "
-                "register models in the same order on every rank"
-            )
-    return None
-
-
-def _other_place(own: Sequence[str], of_rank_0: Sequence[str]) -> tuple[int, int] | None:
-    """The places, counted from 1, at which a rank and rank 0 have registered one model, the last of them now.
-
-    Args:
-        own: the fingerprints of what the rank has registered so far, in order.
-        of_rank_0: those of rank 0.
-    """
-    if own[-1] == of_rank_0[-1]:
-        return None
-    for place, (mine, theirs) in enumerate(zip(own[:-1], of_rank_0[:-1], strict=True), start=1):
-        if mine != theirs and theirs == own[-1]:
-            return len(own), place
-        if mine != theirs and mine == of_rank_0[-1]:
-            return place, len(own)
+    past.append((layout, fingerprints))
+    alike = [each for model, each in past if model == layout]
+    for rank, own in enumerate(fingerprints):
+        for place, earlier in enumerate(alike[:-1], start=1):
+            is_swapped = earlier[rank] != earlier[0] and own != fingerprints[0]
+            if is_swapped and (earlier[0] == own or earlier[rank] == fingerprints[0]):
+                places = (len(alike), place) if earlier[0] == own else (place, len(alike))
+                return (
+                    f"rank {rank} registers as number {places[0]} of {layout} the model that rank 0 registers as "
+                    f"number {places[1]}; register models in the same order on every rank"
+                )
     return None

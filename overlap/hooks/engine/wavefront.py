@@ -1,4 +1,4 @@
-"""The order in which the buckets of a backward pass advance.
+"""The buckets of a backward pass: the order in which they advance, and what happens when something fails.
 
 [Note: one order of collectives]
 
@@ -24,18 +24,24 @@ runs while b2 is in flight.
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from itertools import filterfalse
 from typing import Any, NamedTuple
 
-from overlap._torch.profiling import LabelType
-from overlap.hooks.collectives import Operation, WholePass
-from overlap.hooks.engine.executors import Executor
+import torch
 
-__all__ = ["Part", "Task", "Wavefront"]
+from overlap._torch.profiling import LabelType, label_type
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.collectives import Operation, WholePass
+from overlap.hooks.engine.executors import BucketFuture, Executor
+from overlap.hooks.stage import BucketWatcher
+
+__all__ = ["AbandonedBackwardError", "BackwardPass", "Part", "Task", "Wavefront"]
 
 _awaits_whole_pass = operator.attrgetter("awaits_whole_pass")
 _is_done = operator.attrgetter("is_done")
+_ABANDONED = "backward ended with an error outside of the stages, which that rank has raised"
 
 
 class Wavefront:
@@ -65,20 +71,15 @@ class Part(NamedTuple):
 
     label: str
     run: Callable[[Any], Coroutine[Operation, Any, None]]
-    passed: Callable[[Any], Any] = lambda given: given
-    """The bucket as the next stage gets it."""
+    passed: Callable[[Any], Any] | None = None
+    """Gives the bucket as the next stage gets it; the same bucket where ``None``."""
 
 
 class Task:
-    """Runs the stages' coroutines for one subject from one operation to the next.
+    """Runs the stages' coroutines for one subject, a bucket or an item, from one operation to the next.
 
-    Args:
-        subject: the bucket or item.
-        given: the same, as the first stage gets it.
-        parts: the stages, in order.
-        executor: where they run.
-        labelled: puts the code in profiles.
-        on_done: called with the subject when the last one is done.
+    ``given`` is the subject as the first stage gets it; ``labelled`` puts the code in profiles; ``on_done`` is called
+    with the subject when the last stage is done.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Task:
         executor: Executor,
         *,
         labelled: LabelType,
-        on_done: Callable[[Any], None] = lambda subject: None,
+        on_done: Callable[[Any], None] | None = None,
     ) -> None:
         self.subject = subject
         self.is_done = False
@@ -113,36 +114,77 @@ class Task:
 
         If the stage raises, :meth:`advance` raises it: only the thread that runs the stages may end the pass.
         """
-        self._is_ahead = True
         try:
-            with self._executor.scope():
-                self._resume()
+            self.advance(launches=False)
         except Exception as error:
             self._start_error = error
+        self._is_ahead = True
 
-    def advance(self) -> None:
+    def advance(self, *, launches: bool = True) -> None:
         """Wait for what is in flight, run to the next operation, launch it; called in the executor's scope."""
+        subject, observer, labelled = self.subject, self._executor.observer, self._labelled
+        result: Any = None
+        raised: Exception | None = None
         if self._start_error is not None:
             raise self._start_error
-        if self._is_ahead:
-            self._is_ahead = False
-        else:
-            self._resume()
-        operation = self._awaited
-        if operation is None:
+        if (operation := self._in_flight) is not None:
+            if observer is not None:
+                observer.waiting(subject, operation)
+            try:
+                with labelled(f"overlap::{operation.label}[bucket {subject.index}]"):
+                    result = operation.finish(self._executor.wait)
+            except Exception as error:
+                raised = error  # The stage's own code may handle it.
+            else:
+                if observer is not None:
+                    observer.finished(subject, operation)
+            # What it sent, too, is the stage's alone now, which can give it back before it continues.
+            self._awaited = self._in_flight = operation = None
+        while self._place < len(self._parts) and not self._is_ahead:
+            part = self._parts[self._place]
+            if observer is not None:
+                observer.running(subject, part.label)
+            try:
+                with labelled(f"overlap::{part.label}[bucket {subject.index}]"):
+                    if self._coroutine is None:
+                        self._coroutine = part.run(self._given)
+                    if raised is not None:
+                        self._awaited = self._coroutine.throw(raised)
+                    else:
+                        self._awaited = self._coroutine.send(result)
+                break
+            except StopIteration:
+                self._coroutine = result = None
+                self._place += 1
+                if self._place == len(self._parts):
+                    self._given = None  # Nothing here refers to the gradients any more.
+                elif part.passed is not None:
+                    self._given = part.passed(self._given)
+            except Exception as error:
+                error.add_note(f"raised in stage {part.label}, {subject.describe()}")
+                raise
+            finally:
+                raised = None  # It has this frame, which would keep it.
+                if observer is not None:
+                    observer.ran(subject, part.label)
+        self._is_ahead = False
+        if not launches:
+            return
+        if (operation := self._awaited) is None:
             self.is_done = True
-            self._on_done(self.subject)
+            if self._on_done is not None:
+                self._on_done(subject)
             return
         self.awaits_whole_pass = isinstance(operation, WholePass)
+        label = self._parts[self._place].label
         try:
             self._executor.launch(operation)
         except Exception as error:
-            label = self._parts[self._place].label
-            error.add_note(f"raised when stage {label} launched {operation.label}, {self.subject.describe()}")
+            error.add_note(f"raised when stage {label} launched {operation.label}, {subject.describe()}")
             raise
         self._in_flight = operation
-        if self._executor.observer is not None and not operation.is_under_way:
-            self._note_launched(operation)
+        if observer is not None:
+            observer.launched(subject, label, operation)
 
     def close(self) -> None:
         """Abandon the coroutine: its ``finally`` blocks run.
@@ -157,53 +199,108 @@ class Task:
         if self._coroutine is not None:
             self._coroutine.close()
 
-    def _resume(self) -> None:
-        """Wait for what is in flight, and run this stage or a later one to its next operation."""
-        subject, observer, labelled = self.subject, self._executor.observer, self._labelled
-        result: Any = None
-        raised: Exception | None = None
-        if (operation := self._in_flight) is not None:
-            if observer is not None:
-                observer.waiting(subject, operation)
-            try:
-                with labelled(f"overlap::{operation.label}[bucket {subject.index}]"):
-                    result = operation.finish(self._executor.wait)
-            except Exception as error:
-                raised = error  # The stage's own code may handle it.
-            else:
-                if observer is not None:
-                    observer.finished(subject, operation)
-            # What it sent, too, is the stage's alone now, which can give it back before it goes on.
-            self._awaited = self._in_flight = operation = None
-        while self._place < len(self._parts):
-            part = self._parts[self._place]
-            if observer is not None:
-                observer.running(subject, part.label)
-            try:
-                with labelled(f"overlap::{part.label}[bucket {subject.index}]"):
-                    if self._coroutine is None:
-                        self._coroutine = part.run(self._given)
-                    if raised is not None:
-                        self._awaited = self._coroutine.throw(raised)
-                    else:
-                        self._awaited = self._coroutine.send(result)
-            except StopIteration:
-                self._coroutine = result = None
-                self._place += 1
-                # The last stage done, nothing here refers to the gradients any more.
-                self._given = part.passed(self._given) if self._place < len(self._parts) else None
-                continue
-            except Exception as error:
-                error.add_note(f"raised in stage {part.label}, {subject.describe()}")
-                raise
-            finally:
-                raised = None  # It has this frame, which would keep it.
-                if observer is not None:
-                    observer.ran(subject, part.label)
-            if observer is not None and self._awaited.is_under_way:
-                self._note_launched(self._awaited)
-            return
 
-    def _note_launched(self, operation: Operation) -> None:
-        if (observer := self._executor.observer) is not None:
-            observer.launched(self.subject, self._parts[self._place].label, operation)
+class AbandonedBackwardError(RuntimeError):
+    """Stands for an error of the model's own in backward, where only autograd knows it."""
+
+    def __init__(self) -> None:
+        super().__init__(_ABANDONED)
+
+    @staticmethod
+    def caused(error: BaseException) -> bool:
+        """Whether ``error`` is one, on this rank or on another, so that DDP has a backward that it cannot finish."""
+        return _ABANDONED in str(error)
+
+
+class BackwardPass:
+    """Runs the stages on the buckets of one backward pass, which is number ``step``.
+
+    The futures always complete with the buckets' buffers: if a hook raised, or a future failed, DDP's reducer would
+    stay half finished and the model unusable. Instead the first error is kept in ``error``, to be raised when backward
+    is over.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        parts: Sequence[Part],
+        executor: Executor,
+        *,
+        divisor: int,
+        watchers: Sequence[BucketWatcher] = (),
+    ) -> None:
+        self.step = step
+        self.divisor = divisor
+        """Of all buckets: who takes part does not change within a pass."""
+        self.error: BaseException | None = None
+        self.executor = executor
+        self._parts = parts
+        self._labelled = label_type()
+        self._watchers = watchers
+        self._wavefront = Wavefront()
+        self._unfinished: dict[int, tuple[BucketFuture, torch.Tensor]] = {}
+        # The worker may fail the pass while the training thread adds buckets to it.
+        self._lock = threading.Lock()
+
+    def admit(self, bucket: Bucket, future: BucketFuture) -> Task | None:
+        """Accept a bucket, on the training thread; ``None`` if the pass has failed and nothing more is to run."""
+        given = bucket
+        for watcher in self._watchers:
+            given = watcher.arrived(given)
+        with self._lock:
+            if self.error is not None:
+                future.set_result(bucket.buffer)
+                return None
+            self._unfinished[bucket.index] = (future, bucket.buffer)
+        return Task(bucket, given, self._parts, self.executor, labelled=self._labelled, on_done=self._complete)
+
+    def drive(self, task: Task, is_last: bool, refusal: Exception | None = None) -> None:
+        """Add a bucket to the wavefront, on the thread that runs the stages; with a ``refusal`` the pass fails."""
+        if self.error is not None:
+            task.close()
+            return
+        try:
+            # After a failure the ranks connect again in every pass, so that a second failure is reported too.
+            if not self.executor.channels.is_open:
+                self.executor.channels.open()
+            if refusal is not None:
+                raise refusal
+            with self.executor.scope():
+                self._wavefront.arrive(task, is_last=is_last)
+        except BaseException as error:
+            task.close()
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End the pass: keep the first error, close what runs, return every bucket to DDP as it is; on the thread that
+        runs the stages, or before the first bucket."""
+        with self._lock:
+            if self.error is not None:
+                return
+            self.error = error
+            unfinished, self._unfinished = self._unfinished, {}
+        for task in self._wavefront.active:
+            task.close()
+        self.executor.join()
+        self.executor.channels.fail(error)
+        for future, buffer in unfinished.values():
+            future.set_result(buffer)
+
+    def wait(self) -> None:
+        """Block until every accepted bucket is done; on an accelerator the current stream waits, not the host."""
+        with self._lock:
+            futures = [future for future, _ in self._unfinished.values()]
+        for future in futures:
+            future.wait()
+        self.executor.join()  # Behind those, too, that were done before; in a backward, DDP waits for all.
+
+    def _complete(self, bucket: Bucket) -> None:
+        with self._lock:
+            future = self._unfinished.pop(bucket.index)[0]
+        try:
+            if self._watchers:
+                self.executor.channels.forget_done()
+            for watcher in self._watchers:
+                watcher.through(bucket)
+        finally:
+            future.set_result(bucket.buffer)

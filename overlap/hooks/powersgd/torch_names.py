@@ -16,12 +16,12 @@ from overlap._checks import check_flag, check_group, check_whole_number, describ
 from overlap._torch import classes
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
+from overlap.hooks.adapters import StageHook
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.powersgd.config import PowerSGDConfig
 from overlap.hooks.powersgd.memory import Memory, bucket_key
 from overlap.hooks.powersgd.stage import PowerSGD
 from overlap.hooks.stage import StageContext
-from overlap.hooks.stage_hook import StageHook
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

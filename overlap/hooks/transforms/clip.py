@@ -27,7 +27,7 @@ from overlap._torch.foreach import norms
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
-from overlap.hooks.context import StageContext
+from overlap.hooks.stage import StageContext
 from overlap.hooks.transforms.transform import WholePassTransform
 
 __all__ = ["ClipGradNorm", "Clipping", "ShardedNorm", "check_norm_type", "in_model_order"]

@@ -17,7 +17,7 @@ from overlap._torch.foreach import norms
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
-from overlap.hooks.context import StageContext
+from overlap.hooks.stage import StageContext
 from overlap.hooks.transforms.clip import check_norm_type
 from overlap.hooks.transforms.transform import Place, Transform
 

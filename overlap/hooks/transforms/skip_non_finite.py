@@ -11,9 +11,8 @@ from overlap._torch.device import hold
 from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
-from overlap.hooks.context import StageContext
 from overlap.hooks.finite import LargestElements
-from overlap.hooks.stage import Role, Stage
+from overlap.hooks.stage import Role, Stage, StageContext
 from overlap.hooks.transforms.transform import Place, WholePassTransform
 
 __all__ = ["SkipNonFinite"]

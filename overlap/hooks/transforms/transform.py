@@ -12,8 +12,7 @@ from torch import Tensor
 from overlap.errors import ConfigurationError, RegistrationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import whole_pass
-from overlap.hooks.context import StageContext
-from overlap.hooks.stage import Role, Stage
+from overlap.hooks.stage import Role, Stage, StageContext
 
 __all__ = ["Place", "Transform", "WholePassTransform"]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from overlap._torch.device import has_streams, hold
 from overlap._torch.foreach import add_all
 from overlap.errors import ConfigurationError
-from overlap.hooks.context import StageContext
 from overlap.hooks.finite import all_finite
+from overlap.hooks.stage import StageContext
 from overlap.hooks.wires.wire import Wire
 
 __all__ = [

@@ -14,7 +14,7 @@ from overlap._checks import described
 from overlap._torch import classes
 from overlap._torch.optimizer import hook_attributes, is_scheduled, own_step, unwrapped
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.hooks.same_state import is_same_state
+from overlap.hooks.stage import is_same_state
 from overlap.join.group_collectives import of_all_ranks
 from overlap.optim.packed_state import fingerprint
 from overlap.optim.proxy import OptimizerProxy
