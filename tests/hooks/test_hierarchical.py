@@ -21,14 +21,13 @@ from overlap import (
     Cast,
     ConfigurationError,
     Hierarchical,
-    Join,
     PowerSGD,
     Quantize,
     chain,
     register,
     route,
 )
-from overlap.hooks import PostLocal, PostLocalSGDState, all_gather
+from overlap.hooks import all_gather
 
 from .runs import plain, run
 
@@ -210,64 +209,8 @@ def test_memory_of_another_memory_format_is_refused() -> None:
     run_ranks(_formats, 2)
 
 
-def _by_hook(rank: int, world_size: int) -> None:
-    found, model = [], nn.Linear(4, 4)
-    for make in (lambda: Hierarchical(outer=Quantize(bits=8), machine_size=1), lambda: Quantize(bits=8)):
-        ddp = wrap(model)
-        ddp.register_comm_hook(None, overlap.as_hook(make()))
-        ddp(torch.full((2, 4), rank + 1.0)).square().sum().backward()
-        found.append(ddp.module.weight.grad.clone())
-    torch.testing.assert_close(found[0], found[1], rtol=0.05, atol=0.05)
-    assert found[0].abs().sum() > 0
-
-
-def test_without_memory_it_works_as_a_hook_too() -> None:
-    run_ranks(_by_hook, 2)
-
-
 def test_memory_of_the_outer_reducer_is_of_parts_of_parameters() -> None:
     run_ranks(_feedback, 4)
-
-
-def _joined(rank: int, world_size: int) -> None:
-    found = []
-    for make in (lambda: Hierarchical(machine_size=2), lambda: _by_hand(AllReduce, 2)):
-        for initial in (True, False):
-            ddp = wrap(ODD.model())
-            chain(make()).register(ddp)
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-            with Join([ddp], divide_by_initial_world_size=initial):
-                for step in range(2 + rank):
-                    optimizer.zero_grad()
-                    batch = ODD.batch(step, rank)
-                    nn.functional.mse_loss(ddp(*batch.inputs), batch.target).backward()
-                    optimizer.step()
-            found.append([parameter.detach().clone() for parameter in ddp.parameters()])
-    assert_parity(found[:2], found[2:], what="two levels under Join")
-    assert not torch.equal(found[0][0], found[1][0]), "the divisor matters"
-
-
-def test_under_join_the_mean_is_the_sum_by_the_divisor() -> None:
-    run_ranks(_joined, 4)
-
-
-def _local(rank: int, world_size: int) -> None:
-    subgroup, _ = dist.new_subgroups(2)
-    of_all = _by_hand(AllReduce, 2)
-
-    @overlap.reducer
-    async def by_hand(bucket: Bucket) -> None:
-        await (AllReduce()(bucket) if bucket.group is subgroup else of_all(bucket))
-
-    found = [
-        run(rank, chain(PostLocal(PostLocalSGDState(None, subgroup, 2), inner)).register, ODD)
-        for inner in (Hierarchical(machine_size=2), by_hand)
-    ]
-    assert_parity(found[0], found[1], what="two levels, then a subgroup")
-
-
-def test_on_a_subgroup_the_inner_reducer_works_alone() -> None:
-    run_ranks(_local, 4)
 
 
 def _refused(rank: int, world_size: int) -> None:
@@ -310,8 +253,3 @@ def _transform(bucket: Bucket) -> None:
 def test_what_cannot_work_within_or_between_machines_is_refused(inner: Any, outer: Any, told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         Hierarchical(inner, outer)
-
-
-def test_the_number_of_ranks_on_a_machine_is_a_whole_number() -> None:
-    with pytest.raises(ConfigurationError, match="machine_size must be a whole number of at least 1, got 0"):
-        Hierarchical(machine_size=0)

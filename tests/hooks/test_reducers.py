@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import overlap
-from harness import Record, assert_parity, run_ranks, run_threads, wrap
+from harness import Record, assert_parity, run_ranks, run_threads
 from harness.models import DTYPES, MLP, TRANSFORMER
-from overlap import AllGather, AllReduce, Cast, NoReduction, OverlappedOptimizer, Step, chain, register
+from overlap import AllGather, AllReduce, Cast, NoReduction, chain, register
 
-from .runs import SGD, Attach, plain, run, to_ddp, trained
+from .runs import Attach, plain, run, to_ddp, trained
 
 Runs = list[list[Record]]
 
@@ -79,11 +77,6 @@ def in_bfloat16() -> Runs:
     return records
 
 
-def test_a_cast_within_a_cast_to_the_same_dtype_changes_nothing(in_bfloat16: Runs) -> None:
-    (nested,) = trained(chain(Cast(torch.bfloat16, Cast(torch.bfloat16, AllReduce()))).register)
-    assert_parity(nested, in_bfloat16, what="a cast to the dtype that the bucket already has")
-
-
 def test_a_cast_to_bfloat16_rounds_and_stays_within_its_precision(in_bfloat16: Runs) -> None:
     (reference,) = trained(plain)
     for ours, theirs in zip(in_bfloat16, reference, strict=True):
@@ -103,46 +96,6 @@ def test_a_cast_to_float16_takes_gradients_of_every_dtype() -> None:
     (by_rank,) = trained(chain(Cast(torch.float16)).register, case=DTYPES)
     for record in (record for records in by_rank for record in records):
         assert all(torch.isfinite(gradient).all() for gradient in record.gradients.values())
-
-
-def _complex_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(8, 8, dtype=torch.complex64) for _ in range(3)))
-
-
-def _overlapped(ddp: Any, optimizer: Any) -> OverlappedOptimizer:
-    overlapped = OverlappedOptimizer(optimizer)
-    chain(AllReduce(), Step(overlapped)).register(ddp)
-    return overlapped
-
-
-def _complex(rank: int, world_size: int) -> None:
-    records = []
-    for make in (lambda ddp, sgd: sgd, _overlapped):
-        ddp = wrap(_complex_model())
-        optimizer = make(ddp, SGD(ddp.parameters()))
-        for step in range(4):
-            optimizer.zero_grad()
-            ddp(torch.full((2, 8), complex(step, rank + 1), dtype=torch.complex64)).abs().sum().backward()
-            optimizer.step()
-        records.append({name: p.detach().clone() for name, p in ddp.module.named_parameters()})
-    assert_parity(records[1], records[0], what="complex parameters")
-
-
-def test_complex_parameters_train_as_under_plain_ddp() -> None:
-    run_ranks(_complex, 2)
-
-
-def _complex_cast(rank: int, world_size: int) -> None:
-    ddp = wrap(nn.Linear(8, 8, dtype=torch.complex64))
-    register(ddp, overlap.bf16_compress_hook)
-    ddp(torch.ones(2, 8, dtype=torch.complex64)).abs().sum().backward()
-    assert ddp.module.weight.grad.imag.abs().sum() > 0, "no part is lost"
-
-
-def test_a_cast_of_complex_gradients_keeps_both_parts() -> None:
-    # DDP holds complex gradients as pairs of real numbers.
-    run_ranks(_complex_cast, 2)
 
 
 def _on_subgroups(rank: int, world_size: int) -> dict[str, list[Record]]:

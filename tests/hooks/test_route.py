@@ -24,8 +24,6 @@ from overlap import (
     Quantize,
     RegistrationError,
     Step,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
     as_stage,
     chain,
     register,
@@ -185,66 +183,6 @@ def test_compressing_reducers_by_parameter_equal_the_same_by_hand() -> None:
     run_ranks(_compressed, 2, timeout_s=120)
 
 
-def _nested(rank: int, world_size: int) -> None:
-    def rules(**options: Any) -> Any:
-        return route({"*.bias": AllReduce(), "*": AllReduce()})
-
-    reference = run(rank, chain(Cast(torch.bfloat16)).register)
-    assert_parity(run(rank, chain(Cast(torch.bfloat16, rules())).register), reference, what="inside of a cast")
-    each = route({"*.bias": Cast(torch.bfloat16), "*": Cast(torch.bfloat16)})
-    assert_parity(run(rank, chain(each).register), reference, what="casts inside")
-
-    def with_zero(reducer: Any) -> list[Tensor]:
-        ddp = wrap(MLP.model())
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01, overlap_with_ddp=True)
-        chain(reducer, ZeroStep(zero)).register(ddp)
-        for step in range(4):
-            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-            zero.step()
-        zero.wait()
-        return [parameter.detach().clone() for parameter in ddp.parameters()]
-
-    assert_parity(with_zero(rules()), with_zero(AllReduce()), what="before ZeroStep")
-    post = overlap.hooks.PostLocal(overlap.hooks.PostLocalSGDState(None, None, 100), rules())
-    assert_parity(run(rank, chain(post).register), run(rank, plain), what="inside of PostLocal")
-
-
-def test_rules_work_inside_of_other_reducers_and_before_a_sharded_update() -> None:
-    run_ranks(_nested, 2)
-
-
-class _Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Linear(8, 8, dtype=torch.complex64) for _ in range(3)))
-        self.conv = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
-
-    def forward(self, x: Tensor, image: Tensor) -> Tensor:
-        return self.layers(x).abs().sum() + self.conv(image).square().sum()
-
-
-def _strides(rank: int, world_size: int) -> None:
-    found = []
-    for attach in (plain, chain(route({"*.bias": AllReduce(), "*": AllReduce()})).register):
-        ddp = wrap(_Complex())
-        attach(ddp)
-        sgd = SGD(ddp.parameters())
-        for step in range(3):
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            x = torch.randn(2, 8, dtype=torch.complex64, generator=generator)
-            image = torch.randn(2, 4, 5, 5, generator=generator).to(memory_format=torch.channels_last)
-            sgd.zero_grad()
-            ddp(x, image).backward()
-            sgd.step()
-        found.append([parameter.detach().clone() for parameter in ddp.parameters()])
-    assert_parity(found[1], found[0], what="complex and channels_last parameters")
-
-
-def test_complex_and_channels_last_parameters_are_split_like_others() -> None:
-    run_ranks(_strides, 2)
-
-
 class _Fails(AllReduce):
     async def __call__(self, bucket: Bucket) -> None:
         if bucket.step == 2:
@@ -332,27 +270,6 @@ async def _transform(bucket: Bucket) -> None:
 def test_what_is_not_a_reducer_by_rule_is_refused(rules: Any, told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         route(rules)
-
-
-def _shown(rank: int, world_size: int) -> None:
-    shared = AllReduce()
-    stage = route({"*.bias": shared, by_ndim(least=2): PowerSGD(rank=4), "*": shared})
-    assert repr(stage) == "route({'*.bias': AllReduce(), by_ndim(least=2): PowerSGD(rank=4), '*': AllReduce()})"
-    assert len(stage.children) == 2
-    register(wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), stage)
-    assert stage.signature == (
-        "route('*.bias': 0, by_ndim(least=2): 1, '*': 0)\n"
-        "0: AllReduce() for 0.bias, 1.bias\n"
-        "1: PowerSGD(rank=4) for 0.weight, 1.weight"
-    )
-    # A name without a module before it.
-    embedding = route({"*.weight": AllReduce(), "*": AllGather()})
-    register(wrap(nn.Linear(2, 2)), embedding)
-    assert "0: AllReduce() for weight" in embedding.signature
-
-
-def test_the_signature_says_where_each_parameter_goes() -> None:
-    run_ranks(_shown, 2)
 
 
 def _state(rank: int, world_size: int, case: Case = MLP) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -37,21 +35,3 @@ def test_it_runs_before_backward_raises_and_not_otherwise() -> None:
     loss, said = _watched(x)
     loss.backward()
     assert said == []
-
-
-def test_no_python_code_runs_in_a_destructor_of_a_pass_that_succeeds() -> None:
-    """Where a signal's handler would raise in vain: the script would go on as if it had not been told to end."""
-    watch = autograd._Watch(lambda: None)
-    watch()
-    seen = []
-
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call":
-            seen.append(frame.f_code.co_name)
-
-    sys.setprofile(note)
-    try:
-        del watch
-    finally:
-        sys.setprofile(None)
-    assert seen == []

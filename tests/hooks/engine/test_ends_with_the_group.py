@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import run_ranks, wrap
+from harness import run_ranks
 from harness.models import MLP, mean_squared_error
-from overlap import AllReduce, CollectiveError, LocalSGD, ZeroRedundancyOptimizer, ZeroStep, chain
+from overlap import AllReduce, CollectiveError, chain
 from overlap.hooks.engine import executors
 from overlap.hooks.engine.background import Completion
 from overlap.hooks.engine.executors import Worker
 from overlap.hooks.engine.registration import registration_of
-from overlap.hooks.engine.runtime import Runtime
 
 
 class _Model:
@@ -57,60 +55,10 @@ def _thread_of(ddp: Any) -> threading.Thread:
     return thread
 
 
-def _local(ddp: Any) -> tuple[Any, Callable[[], Any]]:
-    local = LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=1, start_step=0, overlap=True)
-    return local, local.state_dict
-
-
-def _gathered_in_forward(ddp: Any) -> tuple[Any, Callable[[], Any]]:
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-    chain(ZeroStep(zero, gather="forward")).register(ddp)
-    return zero, ddp.module.state_dict
-
-
-def _leave_out(self: Runtime, items: Any, work: Any, *, on_failure: Callable[[BaseException], None]) -> None:
-    on_failure(CollectiveError("left out"))
-
-
-def _call_with(model: Any, read: Callable[[], Any]) -> None:
-    read()  # While this has the model, as a loop would.
-
-
-def _fails_in_the_background(rank: int, world_size: int, build: Callable[[Any], Any]) -> None:
-    if rank == 1:
-        Runtime.background = _leave_out  # type: ignore[method-assign]
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizer, read = build(ddp)
-    thread = _thread_of(ddp)
-    mean_squared_error(ddp, MLP.batch(0, rank)).backward()
-    optimizer.step()
-    if rank == 1:
-        registration = registration_of(ddp)
-        assert registration is not None
-        registration.runtime.executor.submit(registration.runtime.executor.channels.abort)
-        del registration
-    else:
-        for _ in range(2):
-            with pytest.raises(CollectiveError, match="no rank has reported an error"):
-                _call_with(ddp, read)
-    gone = weakref.ref(ddp)
-    del ddp, optimizer, read
-    deadline_s = time.monotonic() + 5
-    while (gone() is not None or thread.is_alive()) and time.monotonic() < deadline_s:
-        gc.collect()
-        time.sleep(0.02)
-    assert gone() is None and not thread.is_alive()
-
-
-@pytest.mark.parametrize("build", [_local, _gathered_in_forward])
-def test_a_failure_in_the_background_does_not_keep_the_model_and_its_thread(build: Callable[[Any], Any]) -> None:
-    run_ranks(_fails_in_the_background, 2, build)
-
-
 def test_a_thread_ends_when_its_process_group_has_been_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     is_there, done = [True], []
     monkeypatch.setattr(executors, "group_exists", lambda group: is_there[0])
-    monkeypatch.setattr(executors, "_LOOKING_S", 0.02)
+    monkeypatch.setattr(executors, "_CHECK_INTERVAL_S", 0.02)
     group: Any = object()
     made = Worker("overlap-ends", abandon=lambda: done.append("connections closed"), group=group)
     (thread,) = (one for one in threading.enumerate() if one.name == "overlap-ends")
@@ -126,18 +74,6 @@ def test_a_thread_ends_when_its_process_group_has_been_destroyed(monkeypatch: py
     made.wait_until_idle()
     made.stop(lambda: done.append("the last"))
     assert done == ["a job", "connections closed"]
-
-
-def test_a_group_that_torch_distributed_does_not_know_is_never_taken_for_destroyed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(executors, "_LOOKING_S", 0.02)
-    is_done = threading.Event()
-    made = Worker("overlap-other", abandon=lambda: None, group=dist.ProcessGroup(0, 1))
-    time.sleep(0.1)
-    made.submit(is_done.set)
-    assert is_done.wait(5)
-    made.stop()
 
 
 def _outlives_its_group(rank: int, world_size: int) -> None:
@@ -183,14 +119,3 @@ def _loses_a_connection_in_forward(rank: int, world_size: int) -> None:
 
 def test_a_connection_that_is_lost_in_ddps_own_collectives_gets_a_note() -> None:
     run_ranks(_loses_a_connection_in_forward, 2)
-
-
-def _registered_twice(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    for _ in range(2):
-        chain(AllReduce()).register(ddp).remove()
-    assert not ddp._forward_hooks and not ddp._forward_pre_hooks
-
-
-def test_a_registration_takes_its_hooks_of_the_model_with_it() -> None:
-    run_ranks(_registered_twice, 2)

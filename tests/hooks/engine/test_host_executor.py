@@ -41,12 +41,8 @@ def _executor(*failures: str | None) -> HostExecutor:
 
 
 @pytest.mark.parametrize("timeouts", [0, 1, 3])
-def test_what_is_done_a_moment_after_the_patience_has_ended_has_not_failed(timeouts: int) -> None:
+def test_a_collective_that_outlasts_the_poll_has_not_failed_and_one_that_has_is_an_error(timeouts: int) -> None:
     _executor().wait(_Work(timeouts))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("timeouts", [0, 1, 3])
-def test_what_has_failed_is_an_error(timeouts: int) -> None:
     with pytest.raises(CollectiveError, match=r"no rank has reported an error.*connection closed"):
         _executor().wait(_Work(timeouts, "connection closed"))  # type: ignore[arg-type]
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from harness import run_ranks, wrap
-from harness.errors import WorldError
 from harness.models import MLP
 from overlap import Bucket, Stage, chain
 from overlap.hooks import all_gather, all_reduce, broadcast, reduce_scatter, send_recv
@@ -87,47 +85,3 @@ def test_collectives_pair_up_under_random_delays(world_size: int, seeds: int, sm
     env = {"OVERLAP_SMALL_MODEL_BYTES": str(small_model_bytes)}
     counts = run_ranks(_delayed_backwards, world_size, seeds, timeout_s=110, env=env)
     assert len(set(counts)) == 1 and counts[0] >= seeds * 5
-
-
-def _launch_from_callbacks(rank: int, world_size: int, seeds: int) -> None:
-    """The same collectives as a hook would chain them: each next one is launched by the callback of the one before."""
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    delays = random.Random(rank)
-    problems: list[str] = []
-
-    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings.
-        index, buffer = bucket.index(), bucket.buffer()
-
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-
-        def launch(place: int) -> None:
-            tensor = torch.full((_numel(index, place),), float(rank + 1 + 10 * place))
-            work = dist.all_reduce(tensor, async_op=True)
-            assert work is not None
-            work.get_future().then(lambda future: follow_up(future, place))
-
-        def follow_up(future: torch.futures.Future[Any], place: int) -> None:
-            try:
-                time.sleep(delays.uniform(0, 0.002))
-                expected = float(sum(other + 1 + 10 * place for other in range(world_size)))
-                if not torch.equal(future.value()[0], torch.full((_numel(index, place),), expected)):
-                    problems.append(f"bucket {index}: the result of another collective")
-                if place < 2:
-                    launch(place + 1)
-                    return
-            except RuntimeError as error:
-                problems.append(str(error))
-            done.set_result(buffer)
-
-        launch(0)
-        return done
-
-    ddp.register_comm_hook(None, hook)
-    for seed in range(seeds):
-        ddp(*MLP.batch(seed, rank).inputs).sum().backward()
-        assert not problems, problems[0]
-
-
-def test_launching_from_callbacks_fails_under_the_same_delays() -> None:
-    with pytest.raises(WorldError, match=r"doesn.t match|another collective"):
-        run_ranks(_launch_from_callbacks, 2, SEEDS, timeout_s=15, group_timeout_s=4)

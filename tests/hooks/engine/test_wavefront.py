@@ -46,15 +46,6 @@ def test_the_order_that_the_note_promises() -> None:
     assert log == ["a1", "b1", "a2", "c1", "b2", "c2"]
 
 
-def test_what_was_launched_first_is_waited_for_first() -> None:
-    log = _run([["1", "2", "3"]] * 3)
-    assert log == ["a1", "b1", "a2", "c1", "b2", "a3", "c2", "b3", "a.", "c3", "b.", "c."]
-
-
-def test_a_bucket_without_collectives_is_done_at_once() -> None:
-    assert _run([[], ["1"]]) == ["a.", "b1", "b."]
-
-
 def test_the_whole_pass_waits_for_the_last_bucket() -> None:
     log = _run([["1", "|", "2"], ["1", "1", "|"], ["1", "|"]])
     releases = [log.index(entry) for entry in ("a2", "b.", "c.")]
@@ -72,19 +63,3 @@ def test_every_collective_runs_once_and_in_its_buckets_order(plans: list[list[st
     log = _run(plans)
     for name, plan in zip("abcdefgh", plans, strict=False):
         assert [entry[1:] for entry in log if entry[0] == name] == [*plan, "."]
-
-
-@given(st.lists(st.lists(st.just("1"), min_size=1, max_size=4), min_size=1, max_size=8))
-def test_who_waits_leaves_the_network_something_to_do(plans: list[list[str]]) -> None:
-    # So that one stream for all buckets is enough. See [Note: one stream].
-    in_flight: list[str] = []
-    unfinished = set("abcdefgh"[: len(plans)])
-    for entry in _run(plans):
-        name = entry[0]
-        if name in in_flight:
-            assert in_flight.pop(0) == name, "the network is done with what was launched first"
-            assert in_flight or unfinished == {name}
-        if entry[1] == ".":
-            unfinished.remove(name)
-        else:
-            in_flight.append(name)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,47 +80,6 @@ def test_means_equal_pytorchs_however_the_hook_is_registered(hook: Any, chunk: i
     run_ranks(_equals_torchs, 2, hook, chunk)
 
 
-def _not_finite(rank: int, world_size: int, hook: Any, chunk: int | None) -> None:
-    ddp = given(SIZES, hook)
-    for bad in (math.nan, -math.inf):
-        broken = [g.clone() for g in of_ranks(world_size, SIZES)[rank]]
-        broken[2][0] += bad if rank == 1 else 0.0
-        got = reduced(ddp, broken)
-        assert not got[2][:100].isfinite().any() and got[1].isfinite().all()
-        assert bool(got[2][-100:].isfinite().all()) == (chunk is not None)
-
-
-@HOOKS
-def test_a_value_that_is_not_finite_marks_all_that_share_its_scale(hook: Any, chunk: int | None) -> None:
-    run_ranks(_not_finite, 2, hook, chunk)
-
-
-def _extremes(rank: int, world_size: int, hook: Any) -> None:
-    ddp = given(SIZES, hook)
-    for extreme in (0.0, 3e38, -3e38, 1e-30):
-        got = reduced(ddp, [torch.full((size,), extreme) for size in SIZES])
-        assert all(torch.allclose(g, torch.full_like(g, extreme), rtol=1e-5, atol=0.0) for g in got), extreme
-
-
-@HOOKS
-def test_the_smallest_and_the_largest_numbers_stay_in_range(hook: Any, chunk: int | None) -> None:
-    run_ranks(_extremes, 2, hook)
-
-
-@pytest.mark.parametrize("name", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
-def test_a_hook_pickles_by_name(name: str) -> None:
-    hook = getattr(overlap, name)
-    assert pickle.loads(pickle.dumps(hook)) is hook
-
-
-def test_the_perchannel_hook_has_a_scale_for_each_512_values() -> None:
-    assert repr(overlap.quantization_perchannel_hook.stage()) == "GatherQuantized(512)"
-
-
 def test_a_chunk_of_no_values_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="bucket_size is 0"):
         GatherQuantized(0)
-
-
-def test_ranks_compare_the_chunk() -> None:
-    assert GatherQuantized(64).signature == "GatherQuantized(64)"

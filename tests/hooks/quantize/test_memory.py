@@ -54,11 +54,8 @@ def _most(of_ranks: list[list[int]]) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("wire", "error_feedback", "sent"),
     [
-        (Int8(), False, 0.252),
         (Int4(), False, 0.127),
-        (Int8(rounding="stochastic"), False, 0.252),
-        (Int8(), True, 0.252),
-        (Int4(), True, 0.127),
+        (Int8(rounding="stochastic"), True, 0.252),
         (TopK(0.01), True, 0.01),
     ],
     ids=str,
@@ -73,7 +70,3 @@ def test_the_peak_is_what_the_docstring_says(wire: Wire, error_feedback: bool, s
     assert later <= messages + 2 * error_feedback + MARGIN, f"later passes took {later:.2f} copies"
     if error_feedback:
         assert first >= 0.9 and later >= 1.9, "errors are not in what was measured"
-
-
-def test_weights_and_gradients_are_in_what_is_measured() -> None:
-    assert min(_plain()) >= 2 * GRADIENT_BYTES
