@@ -17,7 +17,7 @@ from overlap.hooks import Stage
 from overlap.hooks.same_state import is_same_state
 from overlap.hooks.stage import redistributed
 from overlap.optim import LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
-from overlap.optim.proxy import OptimizerProxy
+from overlap.optim.optimizer import OptimizerProxy
 from overlap.optim.zero.checkpoint import part_from_all
 
 __all__ = ["check_parameters", "class_of", "in_order", "labels_of", "order_of", "redistribute"]

@@ -34,7 +34,7 @@ from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.executors import BucketFuture, Subject, model_executor
 from overlap.hooks.engine.wavefront import Part
 from overlap.hooks.places import check_pass, check_places
-from overlap.hooks.stage import Role, Stage, with_contexts
+from overlap.hooks.stage import Role, Stage, walk, with_contexts
 from overlap.join import gradient_divisor
 from overlap.join.board import Agreement, is_reported
 
@@ -500,13 +500,14 @@ class _Registered(NamedTuple):
 _registered: weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Registered]] = weakref.WeakKeyDictionary()
 
 
-def _description(stage: Stage, context: StageContext, division: Division) -> list[str]:
-    """The text that must be the same on every rank, and a fingerprint of the parameters; for :func:`_difference`."""
+def _description(stage: Stage, context: StageContext, division: Division) -> tuple[str, str, dict[str, str]]:
+    """What must be the same on every rank: the signature, a fingerprint of the parameters, and settings by name."""
+    settings = {name: value for each in walk(stage) for name, value in each.settings.items()}
     signature = f"{stage.signature} for {context.model_in_words}{division.signature}"
-    return [signature, fingerprint(context.names or ())]
+    return signature, fingerprint(context.names or ()), settings
 
 
-def _difference(described: Sequence[Sequence[str]], context: StageContext) -> str | None:
+def _difference(described: Sequence[tuple[str, str, dict[str, str]]], context: StageContext) -> str | None:
     """How a rank's registration differs from rank 0's, as far as that can be known; the same text on every rank.
 
     [Note: models of one layout]
@@ -520,12 +521,18 @@ def _difference(described: Sequence[Sequence[str]], context: StageContext) -> st
         described: the :func:`_description` of each rank.
         context: of this registration.
     """
-    signatures, fingerprints = zip(*described, strict=True)
+    signatures, fingerprints, settings = zip(*described, strict=True)
     for rank, signature in enumerate(signatures):
         if signature != signatures[0]:
             return (
                 f"rank {rank} registers {signature}, but rank 0 registers {signatures[0]}; "
                 "every rank must run the same stages for the same model"
+            )
+    for rank, values in enumerate(settings):
+        for name in (name for name in {**settings[0], **values} if settings[0].get(name) != values.get(name)):
+            return (
+                f"{name} is {values.get(name)} on rank {rank}, but {settings[0].get(name)} on rank 0, so the ranks' "
+                "parameters would part: make the optimizer with the same arguments on every rank"
             )
     if not context.names:
         return None
