@@ -14,8 +14,8 @@ from torch.optim import optimizer as base
 
 __all__ = [
     "all_of",
+    "all_pre_hooks",
     "drop_hooks",
-    "global_pre_hooks",
     "global_step_hooks_suspended",
     "has_global_step_hooks",
     "has_post_hooks",
@@ -29,6 +29,7 @@ __all__ = [
     "pre_hooks",
     "run_post_hooks",
     "run_pre_hooks",
+    "run_step_hooks",
     "runs_step_hooks",
     "step_without_hooks",
     "unhooked_step",
@@ -214,14 +215,23 @@ def only_watches(hook: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
-def global_pre_hooks() -> list[Any]:
-    """The step pre-hooks of all optimizers."""
-    return list(base._global_optimizer_pre_hooks.values())
+def all_pre_hooks(optimizer: Optimizer) -> list[Any]:
+    """The step pre-hooks of all optimizers and those of ``optimizer`` itself, in the order of torch.optim's wrapper."""
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    return [*base._global_optimizer_pre_hooks.values(), *own.values()]
+
+
+def run_step_hooks(optimizer: Optimizer, *, leaving_out: type) -> None:
+    """Run the hooks around a ``step`` without arguments that was made already, except those of a class."""
+    after = [*getattr(optimizer, "_optimizer_step_post_hooks", {}).values()]
+    for hook in all_pre_hooks(optimizer) + after + list(base._global_optimizer_post_hooks.values()):
+        if not isinstance(hook, leaving_out):
+            hook(optimizer, (optimizer,), {})
 
 
 def run_pre_hooks(optimizer: Optimizer) -> None:
     """Run the hooks that run before a ``step`` without arguments, in the order of torch.optim's wrapper."""
-    for hook in global_pre_hooks() + list(pre_hooks(optimizer).values()):
+    for hook in all_pre_hooks(optimizer):
         hook(optimizer, (optimizer,), {})
 
 

@@ -231,6 +231,12 @@ class Stage(ABC):
         return f"{type(self).__name__}({', '.join(child.signature for child in self.children)})"
 
     @property
+    def settings(self) -> Mapping[str, str]:
+        """Values beside :attr:`signature` that must be the same on every rank, as text by name, such as a learning
+        rate."""
+        return {}
+
+    @property
     def reduces(self) -> bool:
         """Whether it starts from this rank's own gradients, as reducers and ``ZeroStep`` do."""
         return self.role is Role.REDUCER

@@ -6,10 +6,12 @@ on other ranks; see [Note: applied gradients are read-only] in :mod:`overlap._to
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +23,8 @@ from overlap.errors import TrainingLoopError
 
 __all__ = ["PassGradients", "UsedValues", "and_others"]
 
-_PLAIN = (bool, int, float, complex, str, type(None))
+_TENSOR = "another tensor"
+_PLAIN = frozenset({bool, int, float, complex, str, type(None)})
 
 
 class PassGradients(Terms):
@@ -217,7 +220,8 @@ class PassGradients(Terms):
 
     def clear_applied(self) -> None:
         """Clear the gradients that were applied and are as they were left."""
-        self._cleared += self._replace(None)
+        if self._handed:
+            self._cleared += self._replace(None)
         for parameter in self.applied.values() if self.is_replayed else self.as_left():
             parameter.grad = None
             self._cleared.append(parameter)
@@ -302,61 +306,67 @@ class UsedValues:
     edited by hand between the two is not looked at.
     """
 
-    def __init__(self, groups: Callable[[], Sequence[Mapping[str, Any]]], parameters: Sequence[Tensor]) -> None:
-        self._groups = groups
-        self._noted = [(group, list(map(id, group["params"])), _values(group)) for group in groups()]
+    def __init__(self, groups: Sequence[Mapping[str, Any]], parameters: Sequence[Tensor]) -> None:
+        self._groups = [(list(map(id, group["params"])), _values(group)) for group in groups]
         self._parameters = parameters
         self._versions = versions(parameters)
 
-    def refuse_changes(self, names: Mapping[Tensor, str], *, step: str, deferred: str) -> None:
+    def refuse_changes(
+        self, groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str], *, step: str, deferred: str
+    ) -> None:
         """Raises: TrainingLoopError: one of them has changed since."""
-        groups = self._groups()
-        for place, (_, members, before) in enumerate(self._noted):
-            group: Mapping[str, Any] = groups[place] if place < len(groups) else {}
-            now = list(map(id, group.get("params", ())))
+        for place, (members, before) in enumerate(self._groups):
+            group: Mapping[str, Any] = groups[place] if place < len(groups) else {"params": ()}
+            now = list(map(id, group["params"]))
             if now != members and not set(members) <= set(now):
                 raise TrainingLoopError(
                     f"parameters were taken out of parameter group {place} between backward and {step}, but the update "
-                    f"had been made in backward: take them out before the backward or after {step}, or use {deferred}"
+                    f"had been made in backward: use {deferred}, or take them out before the backward or after {step}"
                 )
             if (values := _values(group)) != before:
                 key = next(key for key in before if key not in values or values[key] != before[key])
                 raise TrainingLoopError(
                     f"{key!r} of parameter group {place} was changed from {_shown(before[key])} to "
                     f"{_shown(values.get(key))} between backward and {step}, but the update had been made in backward "
-                    f"with {_shown(before[key])}: change it before the backward or after {step}, or use {deferred}"
+                    f"with {_shown(before[key])}: use {deferred}, or change it before the backward or after {step}"
                 )
         now_versions = versions(self._parameters)
         if now_versions != self._versions:
-            changed = [
-                names.get(parameter, "a parameter")
-                for parameter, before_it, now_it in zip(self._parameters, self._versions, now_versions, strict=True)
-                if before_it != now_it
-            ]
+            differs = map(operator.ne, self._versions, now_versions)
+            changed = [names.get(parameter, "a parameter") for parameter in compress(self._parameters, differs)]
             raise TrainingLoopError(
                 f"{changed[0]}{and_others(changed, 'other parameter')} was changed between backward and {step}, but "
-                f"its update had been made in backward already, and plain DDP makes it after the change: change "
-                f"parameters after {step}, or use {deferred}"
+                f"its update had been made in backward already, and plain DDP makes it after the change: use "
+                f"{deferred}, or change parameters after {step}"
             )
 
 
 def _values(group: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a group without its parameters, so that equal dictionaries mean equal hyperparameters."""
-    return {key: value if type(value) in _PLAIN else _content(value) for key, value in group.items() if key != "params"}
+    values = {}
+    for key, value in group.items():
+        kind = type(value)
+        if kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, value))):
+            values[key] = value
+        elif key != "params":
+            values[key] = _content(value)
+    return values
 
 
 def _content(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return (id(value), *versions([value])) if value.numel() > 1 or value.device.type != "cpu" else value.item()
+        # The host would wait for a value on another device.
+        is_read = value.numel() == 1 and value.device.type == "cpu"
+        return value.item() if is_read else (_TENSOR, id(value), value._version)
     if isinstance(value, (list, tuple)):
-        return [each if isinstance(each, _PLAIN) else id(each) for each in value]
+        return [each if type(each) in _PLAIN else id(each) for each in value]
     if isinstance(value, dict):
-        return {key: each if isinstance(each, _PLAIN) else id(each) for key, each in value.items()}
-    return value if isinstance(value, _PLAIN) else id(value)
+        return {key: each if type(each) in _PLAIN else id(each) for key, each in value.items()}
+    return id(value)
 
 
 def _shown(value: Any) -> str:
-    return "another tensor" if isinstance(value, tuple) else repr(value)
+    return _TENSOR if isinstance(value, tuple) and value[:1] == (_TENSOR,) else repr(value)
 
 
 def and_others(names: Sequence[Any], noun: str = "other") -> str:

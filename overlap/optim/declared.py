@@ -20,9 +20,8 @@ from weakref import WeakKeyDictionary
 from torch.optim import Adafactor, Optimizer
 
 from overlap._checks import described, is_one_of, told
-from overlap._torch.optimizer import global_pre_hooks, own_step, unhooked_step
+from overlap._torch.optimizer import all_pre_hooks, own_step, unhooked_step
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.optim.proxy import refused_pre_hooks
 
 __all__ = [
     "KNOWN",
@@ -87,32 +86,10 @@ KNOWN: Mapping[str, Unit] = {
 # Packages whose kernels run on the default stream, whatever the current one is.
 _ON_DEFAULT_STREAM = frozenset({"bitsandbytes"})
 
-# Names that a derived class may define without changing how the class that it derives from makes an update.
-_HARMLESS = frozenset(
-    {
-        "__abstractmethods__",
-        "__annotate__",
-        "__annotations__",
-        "__dict__",
-        "__doc__",
-        "__firstlineno__",
-        "__init__",
-        "__module__",
-        "__orig_bases__",
-        "__parameters__",
-        "__qualname__",
-        "__repr__",
-        "__slots__",
-        "__static_attributes__",
-        "__weakref__",
-        "_abc_impl",
-    }
-)
-# Attributes of the object itself that a property would replace.
-_OF_OBJECT = frozenset({"defaults", "param_groups", "state"})
+# Names that a derived class must not define anew, beside all that are not special: properties would replace attributes.
+_DECISIVE = {"defaults", "param_groups", "state", "__getattribute__", "__getattr__", "__setattr__", "__setstate__"}
 
 _declared: WeakKeyDictionary[type[Optimizer], Unit] = WeakKeyDictionary()
-# What runs_on_current_stream has found out of classes.
 _on_current_stream: WeakKeyDictionary[type[Optimizer], bool] = WeakKeyDictionary()
 
 
@@ -202,8 +179,10 @@ def _known_base(cls: type) -> type[Optimizer] | None:
 def _overridden(cls: type, known: type[Optimizer]) -> str | None:
     """A name that a class between ``cls`` and ``known`` defines anew, of those that ``known`` has."""
     between = cls.__mro__[: cls.__mro__.index(known)]
-    names = _OF_OBJECT.union(*(vars(base) for base in known.__mro__ if base is not object)) - _HARMLESS
-    for name in (name for base in between for name in vars(base) if name in names):
+    inherited = set().union(*(vars(base) for base in known.__mro__))
+    for name in (name for base in between for name in vars(base)):
+        if name not in _DECISIVE and (name not in inherited or name.startswith("__") or name == "_abc_impl"):
+            continue
         # The first object of a class puts a wrapper around step() into the class, also if it has inherited it.
         if name != "step" or unhooked_step(cls) is not unhooked_step(known):
             return name
@@ -211,14 +190,9 @@ def _overridden(cls: type, known: type[Optimizer]) -> str | None:
 
 
 def check_unit(optimizer: Optimizer | type[Optimizer], *, instead: str) -> Unit:
-    """The unit in which ``optimizer`` (or the class) updates.
+    """:func:`unit_of`; ``instead`` says how to step any optimizer whole.
 
-    Args:
-        optimizer: what is to be stepped in parts.
-        instead: how to step any optimizer whole.
-
-    Raises:
-        UnsupportedError: it is neither known nor declared.
+    Raises: UnsupportedError: it is neither known nor declared.
     """
     unit = unit_of(optimizer)
     if unit is not None:
@@ -243,11 +217,13 @@ def check_nothing_before(optimizer: Optimizer) -> None:
             f"step() of this {name} was replaced on the object, and an update in backward would not call it; use "
             "Step(OverlappedOptimizer(optimizer), deferred=True)"
         )
-    if hooks := refused_pre_hooks(optimizer, global_pre_hooks()):
-        raise UnsupportedError(
-            f"the step pre-hook {hooks[0]} must run before the update of this {name}, when all gradients are there, "
-            "but updates are made while backward runs; use Step(OverlappedOptimizer(optimizer), deferred=True)"
-        )
+    for hook in all_pre_hooks(optimizer):
+        if not str(getattr(hook, "__module__", "")).startswith("overlap."):  # Those of this library only watch.
+            raise UnsupportedError(
+                f"the step pre-hook {getattr(hook, '__qualname__', repr(hook))} must run before the update of this "
+                f"{name}, when all gradients are there, but updates are made while backward runs; use "
+                "Step(OverlappedOptimizer(optimizer), deferred=True)"
+            )
 
 
 def check_one_eps(optimizer: Optimizer, *, instead: str) -> None:

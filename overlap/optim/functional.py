@@ -1,9 +1,4 @@
-"""Optimizers that take their gradients as arguments.
-
-``torch.optim`` reads gradients from ``.grad``; these take them as arguments, for code that updates a parameter as soon
-as its gradient is computed. Each wraps the ``torch.optim`` class of its name: same arguments, same arithmetic, and
-the groups' hyperparameters read at every call.
-"""
+"""Optimizers that take their gradients as arguments."""
 
 from __future__ import annotations
 
@@ -34,6 +29,9 @@ __all__ = [
 class FunctionalOptimizer:
     """Base of the functional optimizers.
 
+    Each wraps the ``torch.optim`` class of its name: same arguments, same arithmetic, and the groups' hyperparameters
+    read at every call.
+
     Args:
         params: parameters or groups of them, as for any optimizer; may be empty, since :meth:`step_param` adds what it
             has not seen.
@@ -42,11 +40,8 @@ class FunctionalOptimizer:
     Raises:
         ConfigurationError: an argument that the wrapped class does not take, or a value that it refuses.
 
-    >>> parameter, gradient = torch.ones(2), torch.ones(2)
-    >>> optimizer = FunctionalSGD([parameter], lr=0.5)
-    >>> isinstance(optimizer, FunctionalOptimizer)
-    True
-    >>> optimizer.step([gradient])
+    >>> parameter = torch.ones(2)
+    >>> FunctionalSGD([parameter], lr=0.5).step([torch.ones(2)])
     >>> parameter
     tensor([0.5000, 0.5000])
     """
@@ -59,7 +54,7 @@ class FunctionalOptimizer:
                 f"{type(self).__name__}: params is an iterable of parameters or of groups, got {described(params)}; "
                 "pass ddp.parameters(), or [parameter]"
             )
-        defaults.pop("_allow_empty_param_list", None)  # What PyTorch's need to be told is a matter of course here.
+        defaults.pop("_allow_empty_param_list", None)  # Accepted for compatibility; empty lists are always allowed.
         # An optimizer refuses an empty list of parameters, but not a group that has none yet.
         try:
             self.optimizer = self.optimizer_class(groups or [{"params": []}], **defaults)
@@ -131,10 +126,7 @@ class FunctionalOptimizer:
 class FunctionalSGD(FunctionalOptimizer):
     """``torch.optim.SGD`` with gradients as arguments.
 
-    >>> parameter = torch.ones(2)
-    >>> FunctionalSGD([parameter], lr=0.5).step([torch.ones(2)])
-    >>> parameter
-    tensor([0.5000, 0.5000])
+    >>> FunctionalSGD([torch.ones(2)], lr=0.5).step([torch.ones(2)])
     """
 
     optimizer_class = torch.optim.SGD
@@ -143,10 +135,7 @@ class FunctionalSGD(FunctionalOptimizer):
 class FunctionalAdam(FunctionalOptimizer):
     """``torch.optim.Adam`` with gradients as arguments.
 
-    >>> parameter = torch.ones(2)
-    >>> FunctionalAdam([parameter], lr=0.5).step([torch.ones(2)])
-    >>> parameter
-    tensor([0.5000, 0.5000])
+    >>> FunctionalAdam([torch.ones(2)], lr=0.5).step([torch.ones(2)])
     """
 
     optimizer_class = torch.optim.Adam
@@ -155,22 +144,16 @@ class FunctionalAdam(FunctionalOptimizer):
 class FunctionalAdamW(FunctionalOptimizer):
     """``torch.optim.AdamW`` with gradients as arguments.
 
-    >>> parameter = torch.ones(2)
-    >>> FunctionalAdamW([parameter], lr=0.5, weight_decay=0.0).step([torch.ones(2)])
-    >>> parameter
-    tensor([0.5000, 0.5000])
+    >>> FunctionalAdamW([torch.ones(2)], lr=0.5).step([torch.ones(2)])
     """
 
     optimizer_class = torch.optim.AdamW
 
 
 class FunctionalAdagrad(FunctionalOptimizer):
-    """``torch.optim.Adagrad`` with gradients as arguments; what is added late starts at its first step.
+    """``torch.optim.Adagrad`` with gradients as arguments; a parameter that is added late starts at its first step.
 
-    >>> parameter = torch.ones(2)
-    >>> FunctionalAdagrad([parameter], lr=0.5).step([torch.ones(2)])
-    >>> parameter
-    tensor([0.5000, 0.5000])
+    >>> FunctionalAdagrad([torch.ones(2)], lr=0.5).step([torch.ones(2)])
     """
 
     optimizer_class = torch.optim.Adagrad
@@ -179,8 +162,7 @@ class FunctionalAdagrad(FunctionalOptimizer):
 class FunctionalAdadelta(FunctionalOptimizer):
     """``torch.optim.Adadelta`` with gradients as arguments.
 
-    >>> optimizer = FunctionalAdadelta([torch.ones(2)], lr=0.5)
-    >>> optimizer.step([torch.ones(2)])
+    >>> FunctionalAdadelta([torch.ones(2)], lr=0.5).step([torch.ones(2)])
     """
 
     optimizer_class = torch.optim.Adadelta
@@ -189,10 +171,7 @@ class FunctionalAdadelta(FunctionalOptimizer):
 class FunctionalAdamax(FunctionalOptimizer):
     """``torch.optim.Adamax`` with gradients as arguments.
 
-    >>> parameter = torch.ones(2)
-    >>> FunctionalAdamax([parameter], lr=0.5).step([torch.ones(2)])
-    >>> parameter
-    tensor([0.5000, 0.5000])
+    >>> FunctionalAdamax([torch.ones(2)], lr=0.5).step([torch.ones(2)])
     """
 
     optimizer_class = torch.optim.Adamax
@@ -201,8 +180,7 @@ class FunctionalAdamax(FunctionalOptimizer):
 class FunctionalRMSprop(FunctionalOptimizer):
     """``torch.optim.RMSprop`` with gradients as arguments.
 
-    >>> optimizer = FunctionalRMSprop([torch.ones(2)], lr=0.5)
-    >>> optimizer.step([torch.ones(2)])
+    >>> FunctionalRMSprop([torch.ones(2)], lr=0.5).step([torch.ones(2)])
     """
 
     optimizer_class = torch.optim.RMSprop
@@ -211,10 +189,7 @@ class FunctionalRMSprop(FunctionalOptimizer):
 class FunctionalRprop(FunctionalOptimizer):
     """``torch.optim.Rprop`` with gradients as arguments.
 
-    >>> parameter = torch.ones(2)
-    >>> FunctionalRprop([parameter], lr=0.5).step([torch.ones(2)])
-    >>> parameter
-    tensor([0.5000, 0.5000])
+    >>> FunctionalRprop([torch.ones(2)], lr=0.5).step([torch.ones(2)])
     """
 
     optimizer_class = torch.optim.Rprop

@@ -2,15 +2,15 @@
 
 [Note: the update lifecycle]
 
-An update that is not made in ``optimizer.step()`` must be exactly plain DDP's, or an error. Which one depends on where
-the loop is: whether gradients are there, whether they are the mean over ranks, whether they have been applied. That is
-one value, the :class:`Phase`, and :data:`TRANSITIONS` says which phase each event leads to, and which events are
-refused. A comment in the table marks the entries that depend on the gradients, too; :class:`UpdateLifecycle` refuses
-those. The update of replicated parameters (``Step``), the sharded one (``ZeroStep``) and local SGD use it alike; no
-other object keeps a flag about it. ``docs/lifecycle.md`` shows the table as a picture.
+An update that is not made in ``optimizer.step()`` must be exactly plain DDP's, or an error. Which one depends on the
+loop's place: whether gradients are there, are the mean over ranks, have been applied. That is one value, the
+:class:`Phase`, and :data:`TRANSITIONS` lists the phase that follows each event, and the events that are refused. A
+comment in the table marks the entries that depend on the gradients, too; :class:`UpdateLifecycle` refuses those.
+``Step``, ``ZeroStep`` and local SGD use it alike; no other object keeps a flag about it. ``docs/lifecycle.md`` shows
+the table as a picture.
 
-What happens to ``.grad`` (local SGD without an update in backward is an ordinary optimizer, and clears what a failure
-left, but nothing else):
+What happens to ``.grad`` (local SGD without an update in backward is an ordinary optimizer, and only clears gradients
+of a failure):
 
 - A gradient that the library did not make is never cleared or overwritten.
 - One that has been applied is never applied again. It stays readable until the model's next forward clears it.
@@ -28,7 +28,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from overlap._torch.ddp import backward_may_synchronize
 from overlap._torch.read_only import Attempt
 from overlap.errors import TrainingLoopError
 from overlap.optim.applied import PassGradients, UsedValues, and_others
@@ -36,9 +38,13 @@ from overlap.optim.phases import (
     ADDED_TO_APPLIED,
     APPLIED_TWICE,
     CANNOT_DISCARD_UNDER_JOIN,
+    FORWARD_OUTSIDE_NO_SYNC,
+    ONE_STEP_A_BACKWARD,
     REFUSED_ATTEMPTS,
     SECOND_BACKWARD,
+    STRAY_FORWARD,
     TRANSITIONS,
+    UNREDUCED,
     Event,
     Form,
     Phase,
@@ -53,7 +59,7 @@ _OF_PARTS = (Attempt.READ, Attempt.WRITE, Attempt.SEND)
 
 @contextmanager
 def refusals_told(lifecycles: Iterable[UpdateLifecycle]) -> Iterator[None]:
-    """What the training loop calls, and may be refused on this rank alone: others learn of it where they wait."""
+    """Report a refusal inside the block to the other ranks, which would wait for this one."""
     try:
         yield
     except TrainingLoopError as error:
@@ -81,49 +87,46 @@ class UpdateLifecycle:
         self.form = form
         self.phase = Phase.IDLE
         self.outcome = form.outcome
-        """Where the last backward led, or the one under way leads: as the form says, unless its update was skipped."""
+        """The phase after the last backward, or the one under way: the form's own, unless its update was skipped."""
         self.names: Mapping[Tensor, str] = {}
         """The model's parameters, where they are known."""
+        self.ddp: Callable[[], DistributedDataParallel | None] = lambda: None
+        """The model, where it is known and alive."""
         self.sees_forwards = False
-        """Whether :meth:`on_forward` is called; a hook that is registered with DDP itself is not told of forwards."""
+        """Whether :meth:`on_forward` is called; not for a hook that is registered with DDP itself."""
         self.is_joining: Callable[[], bool] = lambda: False
         """Whether ranks that have run out of inputs make the updates of others as they are reduced."""
         self.tell: Callable[[BaseException], None] = lambda error: None
-        """Tells the other ranks of a refusal: they would wait for this one."""
+        """Reports a refusal to the other ranks, which would wait for this one."""
         self.note_unfinished: Callable[[], None] = lambda: None
         """Has DDP forget a backward that it has prepared, before the next forward."""
         self.veto = Veto()
         """Whether the update of the last backward is to change nothing."""
         self.has_parts = False
         """Whether ``.grad`` is the mean only where this rank owns it, after the last backward."""
+        self.is_replay = False
+        """Whether the last backward was a replay, so that no ``.grad`` came of it on this rank."""
         self.gradients = PassGradients(clears, error=self._error_for, on_zero=self._on_zero)
-        self._is_replay = False
         self._groups = groups
         self._used: UsedValues | None = None
-
-    @property
-    def is_replay(self) -> bool:
-        """Whether the last backward was a replay, so that no ``.grad`` came of it on this rank."""
-        return self._is_replay
-
-    @property
-    def leaves_update(self) -> bool:
-        """Whether the update of the last backward (or of the one under way) is left to ``step()``."""
-        return self.outcome is Phase.REDUCED
+        self._has_forward = False  # Since the last step().
+        # Why DDP synchronized the last backward against ddp.no_sync(), with the remedy.
+        self._unwanted_sync: tuple[str, str] | None = None
 
     # Events.
 
     def on_forward(self) -> None:
-        """A forward that records gradients begins; clears what has been applied.
+        """A forward that records gradients begins; clears applied gradients.
 
         Raises:
             TrainingLoopError: ``step()`` is due, and the loop has put something else into ``.grad``.
         """
         self._clear_before_pass()
+        self._has_forward = True
         if self.phase is Phase.REDUCED and all(p.grad is None for p in self.gradients.reduced.values()):
             self.on_zero_grad()  # The loop has cleared them by itself.
         self._move(Event.FORWARD)
-        if self.phase is Phase.FORWARD:
+        if self.phase is Phase.IDLE:
             self.gradients.forget()
         else:
             reduced = self.gradients.reduced
@@ -131,13 +134,17 @@ class UpdateLifecycle:
                 del reduced[key]
 
     def on_backward(self, *, is_replay: bool, outcome: Phase | None = None) -> None:
-        """The first bucket has come, of a backward that leads to ``outcome``; to the form's own where ``None``.
+        """The first bucket has arrived, of a backward that leads to ``outcome``; to the form's own where ``None``.
 
         Raises:
             TrainingLoopError: ``step()`` is still due for the backward before.
         """
         if self.phase is Phase.FAILED and not self.sees_forwards:
             self.phase = Phase.IDLE
+        unwanted, ddp = None, self.ddp()
+        if not is_replay and ddp is not None and not ddp.require_backward_grad_sync:
+            unwanted = FORWARD_OUTSIDE_NO_SYNC if backward_may_synchronize(ddp) else STRAY_FORWARD
+        self._unwanted_sync = unwanted or self._unwanted_sync
         if is_replay:
             self._begin_replay()
         elif self.phase is Phase.REDUCED and not self.form.adds_up:
@@ -148,15 +155,16 @@ class UpdateLifecycle:
             self._refuse(ADDED_TO_APPLIED)
         else:
             self._move(Event.BACKWARD)
+        self._unwanted_sync = unwanted
         self.outcome = outcome or self.form.outcome
-        self._is_replay = is_replay
+        self.is_replay = is_replay
         self._used = None
-        self.veto.clear()
+        self.veto.found_inf = None
         self.gradients.begin_pass()
 
     def _begin_replay(self) -> None:
         self._clear_before_pass()
-        if self.phase is Phase.REDUCED and self._is_replay:
+        if self.phase is Phase.REDUCED and self.is_replay:
             self.phase = Phase.IDLE  # The others have discarded that backward.
         self._move(Event.REPLAY)
 
@@ -170,22 +178,24 @@ class UpdateLifecycle:
     def on_reduced(self, outcome: Phase | None = None) -> None:
         """All buckets are through and DDP has set ``.grad``; ``outcome`` is the pass's own where ``None``."""
         self.phase = outcome or self.outcome
-        if self._is_replay:
+        if self.is_replay:
             self.gradients.is_replayed = True
             return
         if self.has_parts or self.phase is not Phase.REDUCED:
             self.gradients.hand_over(parts=self.has_parts, allows_unscaling=self.phase is Phase.REDUCED)
         if self.phase is Phase.APPLIED and self._groups is not None:
-            self._used = UsedValues(self._groups, list(self.gradients.applied.values()))
+            self._used = UsedValues(self._groups(), list(self.gradients.applied.values()))
 
     def on_step(self, updated: Iterable[Tensor] = ()) -> None:
         """``step()`` has made its update, of ``updated`` among others; :meth:`check_step` came first."""
         if self.phase in (Phase.REDUCED, Phase.APPLIED):
-            self.gradients.note_applied([p for p in updated if id(p) in self.gradients.reduced])
+            reduced = self.gradients.reduced
+            self.gradients.note_applied([p for p in updated if id(p) in reduced] if updated else ())
             self.gradients.take_back()
             self.gradients.allows_unscaling = False
         self._used = None
-        self.veto.clear()
+        self._has_forward = False
+        self.veto.found_inf = None
         self._move(Event.STEP)
 
     def on_zero_grad(self, *, set_to_none: bool = True) -> None:
@@ -195,8 +205,8 @@ class UpdateLifecycle:
             TrainingLoopError: the update was made in backward, and ``step()`` is due.
         """
         self.check(Event.ZERO_GRAD)
-        self.veto.clear()
-        is_before_backward = self.phase in (Phase.FORWARD, Phase.STEPPED)
+        self.veto.found_inf = None
+        is_before_backward = self.phase in (Phase.IDLE, Phase.STEPPED)
         self.gradients.note_zero_grad(set_to_none=set_to_none, restores=is_before_backward)
         self._move(Event.ZERO_GRAD)
         if self.phase is Phase.IDLE:
@@ -216,7 +226,7 @@ class UpdateLifecycle:
         self._move(Event.UPDATE_FAILURE)
 
     def on_remove(self) -> None:
-        """The registration is removed: what has been applied must not be applied again by an optimizer left alone."""
+        """The registration is removed: an optimizer that is left alone must not apply gradients again."""
         if self.phase is Phase.FAILED:
             self.gradients.clear_all(self.names)
         self.gradients.clear_for_good()
@@ -224,7 +234,7 @@ class UpdateLifecycle:
         self.tell = lambda error: None
         self._move(Event.REMOVE)
 
-    # What step() asks before it updates.
+    # Checks of step() before it updates.
 
     def check(self, event: Event) -> None:
         """Raises: TrainingLoopError: ``event`` is refused in this phase."""
@@ -240,26 +250,32 @@ class UpdateLifecycle:
         self.check(Event.STEP)
         self._refuse_replaced()
         used, self._used = self._used, None  # Report each change only once.
-        if used is not None and self.phase is Phase.APPLIED:
-            used.refuse_changes(self.names, step=self.form.step, deferred=self.form.deferred)
+        if used is not None and self._groups is not None and self.phase is Phase.APPLIED:
+            used.refuse_changes(self._groups(), self.names, step=self.form.step, deferred=self.form.deferred)
 
-    def check_reduced(self, pending: Iterable[Tensor], *, applies_what_the_user_set: bool = True) -> None:
-        """Raises: TrainingLoopError: a gradient that ``step()`` would apply is this rank's own, and not the mean."""
-        if self.phase is Phase.IDLE and applies_what_the_user_set:
-            return  # No forward came before: the user set these gradients, to have the optimizer make its state, say.
-        local = [p for p in pending if p in self.names and id(p) not in self.gradients.reduced]
-        if applies_what_the_user_set:
+    def check_reduced(self, pending: Iterable[Tensor], *, allows_zeros: bool = True) -> None:
+        """Raises: TrainingLoopError: a gradient that ``step()`` would apply is this rank's own, not the mean; zeros,
+        with which an optimizer makes its state, are the same on every rank."""
+        reduced = self.gradients.reduced
+        local = [p for p in pending if p in self.names and id(p) not in reduced]
+        if local and allows_zeros:
             local = _nonzero(local)
-        if local:
-            raise TrainingLoopError(
-                f"{self.form.step} cannot apply gradients that were not reduced over ranks "
-                f"({self.names[local[0]]}{and_others(local)}): the backward ran under no_sync(), or did not reach "
-                "every parameter"
-            )
+        if not local:
+            return
+        if reduced:
+            cause = "the backward did not reach them, or they were frozen when DistributedDataParallel was made"
+        elif self.sees_forwards and not self._has_forward:
+            cause = "they came of no forward of the DistributedDataParallel: call ddp(x), not model(x) or ddp.module(x)"
+        elif (ddp := self.ddp()) is not None and backward_may_synchronize(ddp):
+            cause = "no backward has followed the forward of the DistributedDataParallel"
+        else:
+            cause = "they came under ddp.no_sync(): run the last forward and backward of a step outside of it"
+        names = self.names[local[0]] + and_others(local)
+        raise TrainingLoopError(UNREDUCED.format(step=self.form.step, names=names, cause=cause))
 
     def check_once(self, *, is_all: bool = True) -> None:
-        """Raises: TrainingLoopError: nothing is there to apply but what has been applied already, or the loop has
-        changed that since, so that plain DDP would apply it again; ``is_all``: nothing else is to be applied."""
+        """Raises: TrainingLoopError: only applied gradients are there (``is_all``: nothing else is to be applied), or
+        the loop has changed one since, so that plain DDP would apply it again."""
         if self.phase is not Phase.STEPPED:
             return
         is_over = is_all and self.form.outcome is not Phase.STEPPED
@@ -307,14 +323,15 @@ class UpdateLifecycle:
             self.phase = outcome
 
     def _refuse(self, refusal: Refusal) -> None:
-        reduced, owns = self.gradients.reduced, self.gradients.owns
+        reduced, owns, form = self.gradients.reduced, self.gradients.owns, self.form
         missing = [name for parameter, name in self.names.items() if id(parameter) not in reduced and owns(parameter)]
         listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        cause, remedy = self._unwanted_sync or ONE_STEP_A_BACKWARD
+        if form.adds_up:
+            remedy = f"use {form.edits}, whose backwards add up as in plain DDP; or {remedy}"
         self.phase = refusal.then or self.phase
-        form = self.form
-        raise TrainingLoopError(
-            refusal.message.format(step=form.step, deferred=form.deferred, skip=form.skip, missing=listed)
-        )
+        words = {"step": form.step, "deferred": form.deferred, "skip": form.skip, "missing": listed, "cause": cause}
+        raise TrainingLoopError(refusal.message.format(remedy=remedy.format(step=form.step), **words))
 
 
 def _nonzero(parameters: list[Tensor]) -> list[Tensor]:

@@ -1,8 +1,8 @@
-"""The optimizer that a training loop holds when its update is made in backward."""
+"""The optimizer that a training loop holds when its update is made in backward, which wraps the loop's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,19 +10,70 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._torch.optimizer import run_post_hooks, run_pre_hooks, unwrapped
+from overlap._torch.optimizer import patch_step, run_step_hooks, unwrapped
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.transforms.clip import Clipping, in_model_order
 from overlap.join import Joinable, JoinHook
 from overlap.optim.applied import PassGradients
 from overlap.optim.declared import check_nothing_before
 from overlap.optim.phases import Event, Phase
-from overlap.optim.proxy import OptimizerProxy, guards_lifted
 from overlap.optim.scaler import LossScale, Veto
-from overlap.optim.subset import SubsetStepper, check_optimizer, grads_replaced, step_whole
+from overlap.optim.subset import StepGuard, SubsetStepper, check_optimizer, grads_replaced, step_whole
 from overlap.optim.update import LoopOptimizer, Update
 
-__all__ = ["OverlappedOptimizer"]
+__all__ = ["OptimizerProxy", "OverlappedOptimizer"]
+
+
+class OptimizerProxy(Optimizer):
+    """Shares everything with the optimizer that it wraps: groups, state, defaults and step hooks, at all times.
+
+    A subclass has a ``step`` of its own; its step hooks, which are the wrapped optimizer's, run around that.
+    """
+
+    # GradScaler then leaves gradients as they are, always calls step, and says there whether they are finite.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        """The wrapped optimizer."""
+        patch_step(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # Not set yet: a copy or an unpickled object in the making.
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(dict(state_dict))
 
 
 class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
@@ -71,21 +122,6 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         self.outside = PassGradients(owns=lambda parameter: True)
         """Gradients that :meth:`step` has applied of parameters which are in no registered model."""
 
-    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        """Update every parameter that has a gradient and was not updated in backward.
-
-        Args:
-            closure: evaluates the model and runs backward, as for any optimizer; its result is returned.
-            **arguments: of the wrapped optimizer's ``step``, where the update is left to this call.
-
-        Raises:
-            TrainingLoopError: a gradient has not been reduced (no stage was ever registered with this optimizer, the
-                backward ran under ``no_sync``, or did not reach every parameter), or was changed after an interleaved
-                update had applied it (clipping, ``GradScaler``); or the last backward raised.
-            UnsupportedError: a CUDA graph is being captured.
-        """
-        return super().step(closure, **arguments)
-
     def _check_call(self, loss_scale: LossScale, arguments: Mapping[str, Any]) -> None:
         if self.was_registered:
             return
@@ -96,8 +132,11 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
                 "averaged its gradients over ranks: first call chain(AllReduce(), Step(optimizer)).register(ddp)"
             )
 
-    def _pending(self, applied: Collection[int] = ()) -> list[Tensor]:
-        return super()._pending(list(map(id, self.outside.as_left())))
+    def _pending(self) -> list[Tensor]:
+        pending = super()._pending()
+        if pending and (as_left := set(map(id, self.outside.as_left()))):
+            pending = [parameter for parameter in pending if id(parameter) not in as_left]
+        return pending
 
     def _check_applied(self, arguments: Mapping[str, Any]) -> None:
         check_nothing_before(self.optimizer)
@@ -139,28 +178,19 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
 
     def _note_stepped(self, pending: list[Tensor]) -> None:
         models = [update.lifecycle.names for update in self.updates]
-        if pending and models and all(models):
+        if models and all(models):
             # The next forward of a model clears the gradients of parameters that are in no registered one, too.
             self.outside.note_applied([p for p in pending if not any(p in of_model for of_model in models)])
             self.outside.note_left()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's; between backward and :meth:`step` it discards the backward.
-
-        A registered chain clears what it has applied by itself, so a loop need not call this.
-
-        Raises:
-            TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
-        """
+        """See :meth:`LoopOptimizer.zero_grad`."""
         super().zero_grad(set_to_none)
         self.outside.forget()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As the wrapped optimizer's.
-
-        Raises:
-            TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
-        """
+        """As the wrapped optimizer's. Raises: TrainingLoopError: the update was made in backward, and :meth:`step` is
+        due."""
         for update in self.updates:
             update.lifecycle.check(Event.LOAD)
         for update in self.updates:
@@ -173,12 +203,11 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         self.stepper.refresh()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Nothing to do besides DDP's own hook: a rank that has joined makes the update in the replayed backward."""
+        """Empty: a rank that has joined makes the update in the replayed backward."""
         return JoinHook()
 
     @property
     def join_device(self) -> torch.device:
-        """The parameters' device."""
         device: torch.device = next(p.device for group in self.param_groups for p in group["params"])
         return device
 
@@ -245,10 +274,11 @@ class OverlappedOptimizer(LoopOptimizer, OptimizerProxy):
         self.stepper.begin()
 
     def end_step(self, update: Update[Any] | None = None) -> None:
-        """End a step whose updates were made in backward, by ``update`` in its own: write back what parts have left in
-        groups, unless backward of another model is under way, and run the step hooks, of which pre-hooks only watch."""
-        if all(other.lifecycle.phase is not Phase.BACKWARD for other in self.updates if other is not update):
+        """End a step that was made in backward, by ``update`` in its own: write back the values that parts have left,
+        unless backward of another model is under way, and run the step hooks, of which pre-hooks only watch."""
+        for other in self.updates:
+            if other is not update and other.lifecycle.phase is Phase.BACKWARD:
+                break
+        else:
             self.stepper.finish()
-        with guards_lifted(self.optimizer):
-            run_pre_hooks(self.optimizer)
-            run_post_hooks(self.optimizer)
+        run_step_hooks(self.optimizer, leaving_out=StepGuard)

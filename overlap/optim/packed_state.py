@@ -99,7 +99,8 @@ def fingerprint(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {fingerprint(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}({', '.join(map(fingerprint, value))})"
+        items = ", ".join(map(fingerprint, value))
+        return f"[{items}]" if isinstance(value, list) else f"({items})"
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return repr(value)
     return type(value).__name__

@@ -1,4 +1,4 @@
-"""Which phases an update goes through, what leads from one to another, and what is an error where.
+"""The phases of an update, the events that lead from one to another, and those that are errors.
 
 See [Note: the update lifecycle] in :mod:`overlap.optim.lifecycle`.
 """
@@ -13,11 +13,15 @@ __all__ = [
     "ADDED_TO_APPLIED",
     "APPLIED_TWICE",
     "CANNOT_DISCARD_UNDER_JOIN",
+    "FORWARD_OUTSIDE_NO_SYNC",
+    "ONE_STEP_A_BACKWARD",
     "REFUSED_ATTEMPTS",
     "SCALED_IN_BACKWARD",
     "SCALED_UNDER_JOIN",
     "SECOND_BACKWARD",
+    "STRAY_FORWARD",
     "TRANSITIONS",
+    "UNREDUCED",
     "Event",
     "Form",
     "Phase",
@@ -29,28 +33,26 @@ class Phase(enum.Enum):
     """Where a training loop stands with one model and the optimizer that updates it."""
 
     IDLE = "idle"
-    """No gradient is the library's: before the first forward, and after ``zero_grad()``."""
-    FORWARD = "forward"
-    """A forward recorded gradients. A backward under ``no_sync`` leaves this rank's own gradients, and the phase."""
+    """No gradient is the library's. A backward under ``no_sync`` leaves this rank's own gradients, and the phase."""
     BACKWARD = "backward"
-    """Buckets are coming; or backward ended before all had come."""
+    """Buckets arrive; or backward ended before all had arrived."""
     REDUCED = "reduced"
     """``.grad`` is the mean over ranks, and ``step()`` updates with it."""
     APPLIED = "applied"
     """The update was made in backward; ``step()`` is due."""
     STEPPED = "stepped"
-    """The update is complete. ``.grad`` holds what was applied, until the next forward."""
+    """The update is complete. ``.grad`` holds the applied gradients until the next forward."""
     FAILED = "failed"
     """Backward or the update raised: ``.grad`` is neither this rank's own nor the mean."""
 
 
 class Event(enum.Enum):
-    """What a training loop does, as the lifecycle sees it."""
+    """An action of a training loop, as the lifecycle sees it."""
 
     FORWARD = "forward"
     """A forward of the DDP model that records gradients begins."""
     BACKWARD = "backward"
-    """The first bucket of a backward that synchronizes gradients has come."""
+    """The first bucket of a backward that synchronizes gradients has arrived."""
     REPLAY = "replay"
     """The same on a rank without inputs, under ``Join``."""
     REDUCED = "all buckets through"
@@ -74,10 +76,25 @@ class Refusal:
 
 
 SECOND_BACKWARD = Refusal(
-    "a second backward began before step() was called for the first: call {step} after each synchronized backward, or "
-    "run all but the last backward of a step under ddp.no_sync(); run the backward of a loss that is not this "
-    "optimizer's, such as a generator's, in `with {skip}:`",
+    "a second backward began before step() was called for the first{cause}: {remedy}; run the backward of a loss that "
+    "is not this optimizer's, such as a generator's, in `with {skip}:`",
     then=Phase.FAILED,
+)
+ONE_STEP_A_BACKWARD = (
+    "",
+    (
+        "call {step} after each synchronized backward, or run all but the last forward and backward of a step under "
+        "ddp.no_sync()"
+    ),
+)
+"""How a second backward came about, and the remedy; likewise:"""
+FORWARD_OUTSIDE_NO_SYNC = (
+    " (one ran under ddp.no_sync(), but its forward did not, so DDP synchronized it)",
+    "run the forward inside of ddp.no_sync(), too",
+)
+STRAY_FORWARD = (
+    " (one ran under ddp.no_sync(), but DDP synchronized it, since a forward before had recorded gradients in vain)",
+    "run forwards that no backward follows, such as an evaluation's, under torch.no_grad()",
 )
 ADDED_TO_APPLIED = Refusal(
     "a backward has added to gradients that had been applied already, since no forward came after {step} to clear "
@@ -103,12 +120,12 @@ _FAILED = Refusal(
 )
 _CANNOT_DISCARD = Refusal(
     "zero_grad() between backward and {step} would discard this backward, but its update was made in backward already: "
-    "call {step} first, or use {deferred}, whose update can still be skipped; if the loss is not this optimizer's, "
+    "use {deferred}, whose update can still be skipped, or call {step} first; if the loss is not this optimizer's, "
     "run its backward in `with {skip}:`"
 )
 _CANNOT_LOAD = Refusal(
-    "load_state_dict() between backward and {step}: the update was made in backward, with the state from before; call "
-    "{step} first"
+    "load_state_dict() between backward and {step}: the update was made in backward, with the state from before; use "
+    "{deferred}, or call {step} first"
 )
 CANNOT_DISCARD_UNDER_JOIN = Refusal(
     "under Join a backward cannot be discarded or added to before {step}: ranks that have run out of inputs have made "
@@ -123,17 +140,17 @@ SCALED_UNDER_JOIN = (
     "scaler out under Join (bfloat16 needs none), or give every rank the same number of batches"
 )
 REFUSED_ATTEMPTS: Mapping[str, str] = {
-    "write": "the gradient of {name} cannot be changed after backward: its update was made in backward. Use {edits} "
-    "for edits of gradients, {clip} to clip, and torch.nn.utils.get_total_norm(gradients) to read a norm",
+    "write": "the gradient of {name} cannot be changed after backward: its update was made in backward. Use {edits}, "
+    "which is exact for any edit; or {clip} to clip, and torch.nn.utils.get_total_norm(gradients) to read a norm",
     "part": "the gradient of {name} is the mean over ranks only where this rank owns it, so it can neither be read nor "
-    "changed after backward: use {edits}, which has the whole mean on every rank, for any reads and edits, and {clip} "
+    "changed after backward: use {edits}, which has the whole mean on every rank and is exact for any edit; or {clip} "
     "to clip",
     "read": "the gradient of {name} can no longer be read: it was released, or this rank had only a part of it; keep a "
     ".clone() of a gradient that is needed later",
-    "released": "the gradient of {name} was released in backward, so it can neither be read nor changed: use "
-    "release_gradients=False to read it, {edits} for edits of gradients, and {clip} to clip",
+    "released": "the gradient of {name} was released in backward, so it can neither be read nor changed: use {edits}, "
+    "which is exact for any edit, release_gradients=False to read it, or {clip} to clip",
     "accumulate": "a second backward began before {step}, and adds to the gradient of {name}, whose update was made in "
-    "the first: call backward once, on the sum of the losses, or use {edits}",
+    "the first: use {edits}, or call backward once, on the sum of the losses",
     "accumulate part": "a second backward began before {step}, and adds to the gradient of {name}, of which this rank "
     "has only its part of the mean: call {step} after each synchronized backward, run all but the last under "
     "ddp.no_sync(), or use {edits}",
@@ -144,6 +161,11 @@ REFUSED_ATTEMPTS: Mapping[str, str] = {
     "unscale": SCALED_IN_BACKWARD,
 }
 """Errors for uses of a gradient that was handed over, by :class:`~overlap._torch.read_only.Attempt`."""
+UNREDUCED = (
+    "{step} cannot apply gradients that were not reduced over ranks ({names}): {cause}. Gradients that the loop "
+    "computes itself, by torch.autograd.grad, say, are reduced by torch.autograd.backward(list(ddp.parameters()), "
+    "gradients) after a forward of ddp outside of no_sync(), in place of p.grad = ..."
+)
 _LEFT_WITHOUT_STEP = Refusal(
     "this rank ran out of inputs between backward and {step}, so its last gradients were never applied: call {step} "
     "before the loop ends"
@@ -151,26 +173,23 @@ _LEFT_WITHOUT_STEP = Refusal(
 
 TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
     Event.FORWARD: {
-        Phase.IDLE: Phase.FORWARD,
-        Phase.FORWARD: Phase.FORWARD,
+        Phase.IDLE: Phase.IDLE,
         Phase.BACKWARD: Phase.BACKWARD,  # DDP itself refuses this forward, with its own error.
-        Phase.REDUCED: Phase.REDUCED,  # What step() is to apply is kept.
-        Phase.APPLIED: Phase.APPLIED,  # What was applied is cleared; step() is still due.
-        Phase.STEPPED: Phase.FORWARD,  # What was applied is cleared.
-        Phase.FAILED: Phase.FORWARD,  # Everything is cleared.
+        Phase.REDUCED: Phase.REDUCED,  # Gradients that step() is to apply are kept.
+        Phase.APPLIED: Phase.APPLIED,  # Applied gradients are cleared; step() is still due.
+        Phase.STEPPED: Phase.IDLE,  # Applied gradients are cleared.
+        Phase.FAILED: Phase.IDLE,  # Everything is cleared.
     },
     Event.BACKWARD: {
         Phase.IDLE: Phase.BACKWARD,
-        Phase.FORWARD: Phase.BACKWARD,
         Phase.BACKWARD: Phase.BACKWARD,
         Phase.REDUCED: Phase.BACKWARD,  # Adds up, as in plain DDP; refused where .grad is the mean in part only.
         Phase.APPLIED: SECOND_BACKWARD,
-        Phase.STEPPED: Phase.BACKWARD,  # Refused where it has added to what was applied, for want of a forward.
+        Phase.STEPPED: Phase.BACKWARD,  # Refused where it has added to applied gradients, for want of a forward.
         Phase.FAILED: _ADDED_TO_FAILED,  # A forward leads out; where none is seen, the loop clears gradients itself.
     },
     Event.REPLAY: {
         Phase.IDLE: Phase.BACKWARD,
-        Phase.FORWARD: Phase.BACKWARD,
         Phase.BACKWARD: Phase.BACKWARD,
         Phase.REDUCED: _LEFT_WITHOUT_STEP,
         Phase.APPLIED: Phase.BACKWARD,
@@ -178,17 +197,15 @@ TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
         Phase.FAILED: Phase.BACKWARD,
     },
     Event.STEP: {
-        Phase.IDLE: Phase.IDLE,  # Gradients that the user set are applied, as by any optimizer.
-        Phase.FORWARD: Phase.FORWARD,  # Refused where a gradient is this rank's own: it ran under no_sync.
+        Phase.IDLE: Phase.IDLE,  # Refused where a gradient is this rank's own.
         Phase.BACKWARD: _INCOMPLETE,
         Phase.REDUCED: Phase.STEPPED,
-        Phase.APPLIED: Phase.STEPPED,  # Refused where .grad holds something else by now.
-        Phase.STEPPED: Phase.STEPPED,  # Refused where the gradients that were applied are there, and nothing else is.
+        Phase.APPLIED: Phase.STEPPED,  # Refused where the loop has put another .grad.
+        Phase.STEPPED: Phase.STEPPED,  # Refused where only applied gradients are there.
         Phase.FAILED: _FAILED,
     },
     Event.ZERO_GRAD: {
         Phase.IDLE: Phase.IDLE,
-        Phase.FORWARD: Phase.FORWARD,
         Phase.BACKWARD: Phase.BACKWARD,
         Phase.REDUCED: Phase.IDLE,  # Discards the backward.
         Phase.APPLIED: _CANNOT_DISCARD,
@@ -197,7 +214,6 @@ TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
     },
     Event.LOAD: {
         Phase.IDLE: Phase.IDLE,
-        Phase.FORWARD: Phase.FORWARD,
         Phase.BACKWARD: Phase.BACKWARD,
         Phase.REDUCED: Phase.REDUCED,
         Phase.APPLIED: _CANNOT_LOAD,
@@ -212,22 +228,22 @@ TRANSITIONS: Mapping[Event, Mapping[Phase, Phase | Refusal]] = {
     },
     Event.REMOVE: dict.fromkeys(Phase, Phase.IDLE),
 }
-"""What each event leads to, by the phase that it meets. After :attr:`Event.REDUCED`, see :class:`Form`."""
+"""The phase that follows each event, by the phase before it. After :attr:`Event.REDUCED`, see :class:`Form`."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How one update is made, as far as its lifecycle can tell."""
+    """How one update is made, and the names of its remedies in messages."""
 
     outcome: Phase
-    """Where backward leads: ``REDUCED`` if ``step()`` updates, ``APPLIED`` if backward did and the loop calls
+    """The phase after backward: ``REDUCED`` if ``step()`` updates, ``APPLIED`` if backward did and the loop calls
     ``step()``, ``STEPPED`` if backward did and it does not."""
     step: str
-    """What messages call ``step()``."""
+    """The loop's call of ``step()``."""
     deferred: str
-    """How to ask for the deferred form."""
+    """The deferred form."""
     edits: str = ""
-    """How to ask for a form whose gradients are the whole mean, and the loop's to edit."""
+    """The form whose gradients are the whole mean, and the loop's to edit."""
     clip: str = "ClipGradNorm(max_norm) in the chain"
     """How to clip by the global norm."""
     skip: str = "optimizer.skip_update()"

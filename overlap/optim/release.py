@@ -2,8 +2,8 @@
 
 [Note: gradient release]
 
-A gradient is needed from the moment it is made until its bucket is updated. DDP keeps the memory of all its buckets all
-the time, and ``.grad`` are views of it (``gradient_as_bucket_view=True``). A released bucket goes through this:
+A gradient is needed until its bucket is updated. DDP keeps the memory of all buckets all the time, and ``.grad`` are
+views of it (``gradient_as_bucket_view=True``). A released bucket goes through this:
 
 1. *Empty*, between passes: its storage has no memory, and ``.grad`` of its parameters is ``None``.
 2. A tensor hook of each parameter runs before autograd sets ``.grad``, and so before DDP copies into the bucket. The
@@ -16,22 +16,20 @@ the time, and ``.grad`` are views of it (``gradient_as_bucket_view=True``). A re
    blocks, when the activations are gone.
 5. When backward is over, ``.grad`` is cleared and everything is emptied.
 
-A backward under ``no_sync`` does not touch the buckets: its gradients have memory of their own, and no storage is
-allocated. After its first pass DDP builds other buckets; the former ones, which it has dropped, stay empty.
+A backward under ``no_sync`` does not touch the buckets. After its first pass DDP builds other buckets; the former ones
+stay empty.
 
 Reading freed memory would crash, so a storage is emptied only if its use count is that of DDP's own tensors. For that,
 nobody is given a tensor of DDP's: stages get a bucket with a tensor of its own on the storage, and ``.grad`` is
-replaced by one wherever it stays. What somebody keeps then adds to the count, and the memory stays until it is dropped.
-A backend may keep a tensor for a moment after its collective is done, which is no fault: the bucket is emptied at the
-next event (another bucket, the end of backward, the next forward). A storage that is still in use when its bucket
-arrives again, and has been for a second when that backward is over, is an error.
+replaced by one wherever it stays. So a gradient or a bucket that a loop or a backend keeps adds to the count: its
+memory stays, and is emptied at the first event (another bucket, the end of backward, the next forward) after it was
+dropped.
 """
 
 from __future__ import annotations
 
 import enum
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,14 +48,13 @@ from overlap._torch.device import (
     storage_key,
     storage_uses,
 )
-from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import Bucket, StageContext
 
 __all__ = ["GradientRelease", "check_releasable"]
 
 # Of a storage, beside DDP's views: DDP's tensor of the whole bucket, and this module's reference to the storage.
 _OWN_USES = 2
-_PATIENCE_S = 1.0
 
 
 def check_releasable(context: StageContext, stage: object) -> None:
@@ -91,8 +88,6 @@ class _Memory:
         self.parameters = bucket.parameters
         self.is_done = False
         """Whether all of the bucket is updated, so that nothing needs its values until the next pass."""
-        self._is_excused = False
-        self._in_use_since_s: float | None = None
         self._storage = bucket.buffer.untyped_storage()
         self._nbytes = self._storage.nbytes()
         start = int(bucket.buffer.storage_offset())
@@ -104,15 +99,13 @@ class _Memory:
 
     def lend(self, bucket: Bucket) -> Bucket:
         """``bucket`` for the stages: its buffer counts as a use of the storage while anything keeps it."""
-        self._note_use(self.detach_gradients())
+        self._detach_gradients()
         return replace(bucket, buffer=bucket.buffer.data, raw=None, views=self._layout)
 
-    def detach_gradients(self) -> int:
-        """Replace each ``.grad`` in the storage, which may be DDP's view, by a tensor that counts; returns how many."""
-        gradients = self._gradients()
-        for parameter, gradient in gradients:
+    def _detach_gradients(self) -> None:
+        """Replace each ``.grad`` in the storage, which may be DDP's view, by a tensor that counts as a use."""
+        for parameter, gradient in self._gradients():
             parameter.grad = gradient.data
-        return len(gradients)
 
     def clear_gradients(self) -> None:
         for parameter, _ in self._gradients():
@@ -123,37 +116,9 @@ class _Memory:
         return [(p, gradient) for p, gradient in pairs if gradient is not None and storage_key(gradient) == self.key]
 
     def finalize(self, *, failed: bool) -> None:
-        """Backward is over. After a failure it is not known whether DDP has finalized, until the next pass is over, and
-        the exception refers to buckets for as long as it exists, which nobody is blamed for."""
+        """Backward is over. After a failure it is not known whether DDP has finalized, until the next pass is over."""
         self._is_finalized = not failed
-        self._is_excused |= failed
-        self._note_use(self.detach_gradients())
-
-    def _note_use(self, gradients: int) -> None:
-        """Note whether more than so many ``.grad`` and DDP's own tensors use the storage."""
-        if not self._is_finalized:
-            self._in_use_since_s = None
-        elif self._uses == gradients:
-            self._in_use_since_s, self._is_excused = None, False
-        elif self._in_use_since_s is None:
-            self._in_use_since_s = time.monotonic()
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether something uses the storage for longer than a backend may."""
-        if self._in_use_since_s is None or self._is_excused:
-            return False
-        return time.monotonic() - self._in_use_since_s > _PATIENCE_S
-
-    @property
-    def _uses(self) -> int:
-        """How many tensors use the storage beside DDP's own."""
-        return storage_uses(self._storage) - _OWN_USES - len(self.parameters) * (1 + self._is_finalized)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether only DDP's own tensors use the storage."""
-        return self._uses == 0
+        self._detach_gradients()
 
     @property
     def is_dropped(self) -> bool:
@@ -175,14 +140,13 @@ class _Memory:
         if self._allocation is not None and (current := current_stream(self._storage.device)) != self._allocation[0]:
             current.wait_event(self._allocation[1])
 
-    def empty(self) -> None:
+    def empty_if_idle(self) -> bool:
+        """Empty the storage if only DDP's own tensors use it; returns whether it did."""
+        if storage_uses(self._storage) != _OWN_USES + len(self.parameters) * (1 + self._is_finalized):
+            return False
         resize_storage(self._storage, 0)
         self._allocation = None
-
-    def empty_if_idle(self) -> bool:
-        if is_idle := self.is_idle:
-            self.empty()
-        return is_idle
+        return True
 
 
 class _Pass(enum.Enum):
@@ -223,7 +187,6 @@ class GradientRelease:
         self._memories: dict[int, _Memory] = {}  # By storage.
         self._by_parameter: dict[int, _Memory] = {}
         self._pass = _Pass.NONE
-        self._in_use: Tensor | None = None
         self._hooks: list[Any] = []
         self._without_hook = list(self._names)
         self.before_forward()
@@ -276,7 +239,7 @@ class GradientRelease:
         return bucket
 
     def _begin(self, state: _Pass) -> None:
-        self._pass, self.released, self._in_use = state, [], None
+        self._pass, self.released = state, []
         for memory in self._memories.values():
             memory.is_done = False
 
@@ -324,24 +287,13 @@ class GradientRelease:
             for memory in [memory for memory in self._memories.values() if memory.is_done]:
                 memory.clear_gradients()
                 self.released += [parameter for parameter in memory.parameters if self._is_applied(parameter)]
-                if not memory.empty_if_idle() and memory.is_kept:
-                    self._in_use = memory.parameters[0]
+                memory.empty_if_idle()
 
     def _empty_done(self) -> None:
         """Empty the buckets that are done, unless they are in use; DDP finalizes none of them now."""
         for memory in self._memories.values():
             if memory.is_done and not memory.is_empty and self._pass is not _Pass.ENDING:
                 memory.empty_if_idle()
-
-    def refuse_use_elsewhere(self) -> None:
-        """Raises: TrainingLoopError: a gradient was kept, so that its memory cannot be released; once."""
-        parameter, self._in_use = self._in_use, None
-        if parameter is not None:
-            raise TrainingLoopError(
-                f"the gradient of {self._names.get(parameter, 'a parameter')} cannot be released, because something "
-                "else refers to it, or to its bucket, and would read freed memory; the update has been made. Keep "
-                "copies (.clone()) of gradients and buckets, or use release_gradients=False"
-            )
 
     def remove(self) -> None:
         """Allocate every bucket again, for the model trains on without release."""

@@ -6,7 +6,7 @@ gradient of this rank is not finite) and ``grad_scale`` on it. Each rank must th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -22,16 +22,15 @@ __all__ = ["LossScale", "Veto", "skips_by_itself"]
 
 @dataclass(frozen=True)
 class LossScale:
-    """What the scaler sets on an optimizer before ``step()``: nothing if there is no scaler."""
+    """The values that the scaler sets on an optimizer before ``step()``: none if there is no scaler."""
 
     found_inf: Tensor | None = None
     """Not zero where a gradient is not finite."""
     scale: Tensor | None = None
-    """What the loss was multiplied by; ``None`` where ``GradScaler.unscale_`` has divided gradients already."""
+    """The factor of the loss; ``None`` where ``GradScaler.unscale_`` has divided gradients already."""
 
     @classmethod
     def given_to(cls, optimizer: Optimizer) -> LossScale:
-        """What was set on ``optimizer``."""
         return cls(optimizer.__dict__.get("found_inf"), optimizer.__dict__.get("grad_scale"))
 
     @property
@@ -76,7 +75,7 @@ def skips_by_itself(optimizer: Optimizer) -> bool:
 
 
 class Veto:
-    """What was found of one pass: nothing, or a tensor that is not zero where the update must change nothing.
+    """The verdict on one pass: none, or a tensor that is not zero where the update must change nothing.
 
     On the CPU the update is then not made. On an accelerator only the optimizer's kernel knows, as of ``GradScaler``'s
     verdict, so that the host does not wait.
@@ -84,10 +83,6 @@ class Veto:
 
     def __init__(self, found_inf: Tensor | None = None) -> None:
         self.found_inf = found_inf
-
-    def clear(self) -> None:
-        """Nothing was found."""
-        self.found_inf = None
 
     @property
     def stops(self) -> bool:
@@ -101,7 +96,7 @@ class Veto:
         return LossScale(self.found_inf).passed_to(optimizer)
 
     @classmethod
-    def of_any(cls, vetoes: Iterable[Veto]) -> Veto:
-        """One that stops where any of ``vetoes`` does."""
-        found = [veto.found_inf.reshape(()) for veto in vetoes if veto.found_inf is not None]
-        return cls(torch.stack(found).amax() if len(found) > 1 else found[0] if found else None)
+    def of_any(cls, found: Sequence[Tensor | None]) -> Veto:
+        """One that stops where any of ``found`` is not zero."""
+        present = [each.reshape(()) for each in found if each is not None]
+        return cls(torch.stack(present).amax() if len(present) > 1 else present[0] if present else None)

@@ -12,17 +12,16 @@ from torch.optim import Optimizer
 
 from overlap._checks import as_list, told
 from overlap._torch import classes
-from overlap._torch.optimizer import unwrapped
-from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
-from overlap.hooks import Bucket, Role, Stage, StageContext
+from overlap._torch.optimizer import pre_hooks, runs_step_hooks, unwrapped
+from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
+from overlap.hooks import Bucket, StageContext
 from overlap.hooks.transforms.clip import in_model_order
 from overlap.join.active import active_join
 from overlap.optim.declared import check_nothing_before, check_one_eps, check_unit
 from overlap.optim.functional import FunctionalOptimizer
 from overlap.optim.optimizer import OverlappedOptimizer
 from overlap.optim.phases import Form, Phase
-from overlap.optim.proxy import StepGuard, check_one_model, guarded_by
-from overlap.optim.subset import grads_replaced, raise_versions, step_whole
+from overlap.optim.subset import StepGuard, grads_replaced, raise_versions, step_whole
 from overlap.optim.update import BucketLayout, Update
 
 __all__ = ["Step"]
@@ -45,31 +44,28 @@ class Step(Update[StepLayout]):
 
     *Interleaved* (default): each bucket's parameters are updated as soon as it is reduced, while backward still
     computes the next ones. *Deferred* (``deferred=True``, or ``clip_grad_norm``): all are updated at once, when all
-    gradients are there. Clipping by the global norm and ``GradScaler`` need that, and so do optimizers that have a step
-    pre-hook, or that are neither known nor declared (see :func:`overlap.declare`).
+    gradients are there, as clipping by the global norm, ``GradScaler``, step pre-hooks and optimizers that are neither
+    known nor declared (see :func:`overlap.declare`) need.
 
     Given an :class:`OverlappedOptimizer`, the loop calls its ``step()``: after each backward where updates are
-    interleaved, after one or more where they are deferred. A deferred update is made there. Given a plain or a
-    functional optimizer, the stage does everything in backward (the deferred update with the last bucket), and the loop
-    calls no ``step()``.
+    interleaved, after one or more where they are deferred, and made there. Given a plain or a functional optimizer, the
+    stage does everything in backward (a deferred update with the last bucket), and the loop calls no ``step()``.
 
     After backward ``.grad`` holds the averaged gradient; it is cleared before the model's next forward. Where the
     update was made in backward, it is read-only until ``step()`` (in the automatic form until the next forward): an
     edit, such as a clip, raises ``TrainingLoopError`` at its line.
 
     Args:
-        optimizer: what updates; it may have parameters that the model does not have. Of Accelerate's and Lightning's
-            wrappers the optimizer inside is taken.
+        optimizer: may have parameters that the model does not have. Of Accelerate's and Lightning's wrappers the
+            optimizer inside is taken.
         params: update these alone in backward; the others keep their averaged ``.grad`` (an ``OverlappedOptimizer``
             updates its own among them in ``step()``).
         deferred: update all parameters at once; by default only where clipping needs it.
-        clip_grad_norm: scale the averaged gradients that this update applies to at most this global norm first;
-            implies ``deferred``. Where the optimizer has all parameters, that is
-            ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip_grad_norm)`` bit for bit, whatever its groups: norms
-            are summed in the model's order. Of an optimizer with a part of them only that part counts (for the whole
-            model use :class:`ClipGradNorm`); one that serves several models sums in the order in which these were
-            registered, and parameters outside of the models (all, in a hook registered with
-            ``ddp.register_comm_hook``) come last, in the groups' order.
+        clip_grad_norm: scale the averaged gradients of this optimizer's parameters to at most this global norm first;
+            implies ``deferred``. Bit for bit ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip_grad_norm)`` where
+            the optimizer has all parameters: norms are summed in the order of the model, or of several models as they
+            were registered, and then of the groups. For the norm of the whole model where the optimizer has a part of
+            it use :class:`ClipGradNorm`.
         norm_type: which norm.
         release_gradients: free a bucket's memory as soon as it is updated, and allocate it again for its next gradient,
             so that gradients hardly add to the peak. ``.grad`` cannot be read after backward. Needs
@@ -84,8 +80,9 @@ class Step(Update[StepLayout]):
             declared, or something must run before its step; in ``backward``, if buckets leave different values in its
             groups.
         RegistrationError: another model has a stage that updates the same parameters with this optimizer.
-        TrainingLoopError: in ``backward``, when an interleaved update has not been followed by ``step()``, or when
-            something else refers to a gradient that is to be released; and as described in ``docs/lifecycle.md``.
+        CollectiveError: at registration, the ranks have other hyperparameters or groups.
+        TrainingLoopError: in ``backward``, when an interleaved update has not been followed by ``step()``; and as
+            described in ``docs/lifecycle.md``.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> Step(torch.optim.SGD(layer.parameters(), lr=0.1), clip_grad_norm=1.0)
@@ -209,7 +206,8 @@ class Step(Update[StepLayout]):
         self.optimizer.begin_backward(self)
 
     def before_forward(self) -> None:
-        self.optimizer.outside.clear_applied()
+        if self.optimizer.outside.applied:
+            self.optimizer.outside.clear_applied()
         super().before_forward()
 
     def conclude(self) -> None:
@@ -259,7 +257,7 @@ class Step(Update[StepLayout]):
         if not self._adopts_parameters and context.names is not None:
             self._check_coverage(context.names)
         optimizer.check_same_way(self)
-        check_one_model(self.stepped, context)
+        _check_one_model(self.stepped, context)
         if not self.updates_in_step:
             # An update in backward need not equal one whole step. See [Note: known or declared].
             check_unit(self.stepped, instead=_WHOLE)
@@ -272,9 +270,9 @@ class Step(Update[StepLayout]):
             self._adopt(parameter for parameter in context.names if parameter.requires_grad)
         optimizer.updates.append(self)
         optimizer.was_registered = True
-        if self._functional is None:
+        if self._functional is None and runs_step_hooks(self.stepped):  # Some wrappers do not.
             guard = StepGuard(self, self._instead_of_step(), through=None if self.is_automatic else optimizer)
-            self._guard = guarded_by(guard, self.stepped)
+            self._guard = self.stepped.register_step_pre_hook(guard)
 
     def _check_coverage(self, names: Mapping[Tensor, str]) -> None:
         """Raises: ConfigurationError: the optimizer has no parameter of the model, or some that nothing updates."""
@@ -304,15 +302,6 @@ class Step(Update[StepLayout]):
             "deferred=True)"
         )
 
-    def check_together(self, stages: Sequence[Stage]) -> None:
-        super().check_together(stages)
-        others = [stage for stage in stages if stage.role is Role.UPDATE and stage is not self]
-        if others and self._adopts_parameters:
-            raise ConfigurationError(
-                f"{self!r} has no parameters yet and takes all that the model has, those of {others[0]!r}, too: give "
-                f"the {self.optimizer_name} its own parameters"
-            )
-
     def detach(self) -> None:
         super().detach()
         if self in self.optimizer.updates:
@@ -329,3 +318,19 @@ class Step(Update[StepLayout]):
         if self.releases_gradients:
             parts.append("release_gradients=True")
         return f"Step({', '.join(parts)})"
+
+
+def _check_one_model(optimizer: Optimizer, context: StageContext) -> None:
+    """Raises: RegistrationError: a stage updates some of the same parameters for another DDP model."""
+    names = context.names or {}
+    for guard in [hook for hook in pre_hooks(optimizer).values() if isinstance(hook, StepGuard)]:
+        other = guard.stage
+        if other is None or other.context is None or other.context.ddp is context.ddp:
+            continue
+        shared = [parameter for parameter in other.context.names or {} if parameter in names]
+        if shared and guard.is_alive():
+            raise RegistrationError(
+                f"{names[shared[0]]} (and {len(shared) - 1} other parameters) are updated by {other!r} already, of "
+                "another DistributedDataParallel of the same module: first call .remove() on what register returned "
+                "for that"
+            )

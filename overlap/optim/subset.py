@@ -1,4 +1,4 @@
-"""Stepping a part of an optimizer's parameters.
+"""Stepping a part of an optimizer's parameters, or all of them.
 
 [Note: stepping a subset]
 
@@ -9,33 +9,29 @@ attributes, ``state`` included, but whose groups list the part's parameters alon
 third-party optimizers just work, and ``foreach`` and ``fused`` kernels run once per part and group.
 
 Many optimizers count their steps in ``group["step"]`` or in an attribute. One step of the training loop is many calls
-of a twin's ``step``, so what these write stays with the twin until the step ends: each part begins with the groups and
-attributes as they were when the step began. Parts must agree on what they write, and that is written back once. A value
-on which parts disagree depends on which parameters are stepped together, as Prodigy's estimate does: that is an error.
+of a twin's ``step``, so values written there stay with the twin until the step ends: each part begins with the groups
+and attributes as they were when the step began. Parts must agree on the values, which are written back once. A value on
+which parts disagree depends on which parameters are stepped together, as Prodigy's estimate does: that is an error.
 A group of which no part was stepped counts, too, since one whole ``step()`` goes over every group.
 
 [Note: optimizers on the default stream]
 
 An update in backward is made on the side stream on which its bucket was reduced. The kernels of ``torch.optim`` run on
-the current stream, so they come after the reduction, and a declaration promises the same. Others may not: those of
-bitsandbytes run on the default stream, whatever the current one is, and would read gradients that are not reduced yet,
-without an error.
-
-So these, and whatever is neither known nor declared, are stepped with the default stream as the current one. The
-default stream first waits for the stream that was current, and that one then waits for the default stream. All of
-``step()`` runs there, since one ``step()`` may use both: bitsandbytes fills new state with PyTorch's kernels, on the
-current stream, and reads it with its own, on the default one.
-
-That is correct for every optimizer, but less overlaps: where the model computes on the default stream, as it does
-unless a loop chooses another, backward waits for the bucket's reduction and update. In a deferred update in ``step()``
-of such a loop the two streams are one, and nothing waits.
+the current stream, and a declaration promises the same. Others may not: those of bitsandbytes run on the default
+stream, whatever the current one is, and would read gradients that are not reduced yet. So these, and every optimizer
+that is neither known nor declared, are stepped with the default stream as the current one: it first waits for the
+stream that was current, which then waits for it. All of ``step()`` runs there, since one ``step()`` may use both.
+That is correct for every optimizer, but less overlaps: backward waits for the bucket's reduction and update where the
+model computes on the default stream. In ``step()`` the two streams are usually one, and nothing waits.
 """
 
 from __future__ import annotations
 
+import gc
 import inspect
 import operator
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -51,13 +47,14 @@ from overlap._torch.optimizer import (
     has_global_step_hooks,
     hook_attributes,
     no_step_hooks,
+    pre_hooks,
     unhooked_step,
 )
-from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.optim.declared import runs_on_current_stream
-from overlap.optim.proxy import guards_lifted
 
 __all__ = [
+    "StepGuard",
     "SubsetStepper",
     "check_optimizer",
     "grads_replaced",
@@ -69,9 +66,7 @@ __all__ = [
 # What no part writes back: of the optimizer, and of a group.
 _SHARED = frozenset({"param_groups", "state", "defaults", *hook_attributes})
 _MEMBERS = frozenset({"params", "param_names"})
-_CONTAINERS = (list, dict, set)
 _MISSING = object()
-_NONE: dict[str, Any] = {}
 _is_fused = operator.methodcaller("get", "fused")
 _grad_of = operator.attrgetter("grad")
 _first_of = operator.itemgetter(0)
@@ -118,13 +113,8 @@ class SubsetStepper:
         self.layout: list[list[int]] = []
         """The parameters of each group, by ``id``; another object whenever the optimizer has other ones."""
         self._splits: dict[tuple[int, ...], _Split] = {}
-        # Of the step under way: what parts have written, by the place of the group, or None for attributes; for each
-        # group the containers that parts may change in place; and tensors, which they may not, with their versions.
+        # The values that parts of the step under way have written, by the place of the group, or None for attributes.
         self._written: dict[int | None, dict[str, Any]] = {}
-        self._containers: dict[int | None, dict[str, Any]] = {}
-        self._tensors: list[tuple[str, Tensor, int]] = []
-        self._waits = False
-        self._unhooked = unhooked_step(type(optimizer))
         self.begin()
 
     def __reduce__(self) -> Any:
@@ -133,20 +123,10 @@ class SubsetStepper:
     def begin(self) -> None:
         """A new step begins: each parameter will be stepped at most once before the next call."""
         self.refresh()
-        groups = self._optimizer.param_groups
         self._written = {}
-        self._containers = {}
-        for place, group in enumerate(groups):
-            found = {k: _copied(v) for k, v in group.items() if isinstance(v, _CONTAINERS) and k not in _MEMBERS}
-            if found:
-                self._containers[place] = found
-        self._tensors = [
-            (key, value, value._version)
-            for group in groups
-            for key, value in group.items()
-            if isinstance(value, Tensor) and not value.is_inference()
-        ]
+        self._is_fused = any(map(_is_fused, self._optimizer.param_groups))
         self._waits = not runs_on_current_stream(self._optimizer)
+        self._has_global_hooks = has_global_step_hooks()
         self._unhooked = unhooked_step(type(self._optimizer))
 
     def covers(self, parameter: Tensor) -> bool:
@@ -209,8 +189,8 @@ class SubsetStepper:
         twin.__dict__.update(no_step_hooks)
         twin.param_groups = own = []
         for place, members in split:
-            own.append({**groups[place], **self._containers.get(place, _NONE), **members})
-        hooks = global_step_hooks_suspended() if has_global_step_hooks() else nullcontext()
+            own.append({**groups[place], **members})
+        hooks = global_step_hooks_suspended() if self._has_global_hooks else nullcontext()
         waits = ordered_after_gradients(optimizer, parameters) if self._waits else nullcontext()
         kept = list(map(_grad_of, parameters))
         try:
@@ -222,10 +202,8 @@ class SubsetStepper:
             for parameter, gradient in zip(parameters, kept, strict=True):
                 parameter.grad = gradient
         self._note_written(split, twin)
-        for key, tensor, before in self._tensors:
-            if tensor._version != before:
-                raise self._disagreement(key, "is a tensor that step() changes in place")
-        raise_versions(parameters, own)
+        if self._is_fused:
+            torch.autograd.graph.increment_version(parameters)  # See :func:`raise_versions`.
 
     def _note_written(self, split: _Split, twin: Optimizer) -> None:
         """A part has been stepped: compare what it wrote to its groups and to attributes with the parts before it."""
@@ -238,22 +216,16 @@ class SubsetStepper:
                 before = began.get(key, _MISSING)
                 if value is not before and key not in skipped and not _same(before, value):
                     writes[key] = value
-                    if key in (containers := self._containers.get(place, _NONE)):
-                        containers[key] = _copied(before)
             first = self._written.setdefault(place, writes)
             for key in () if first is writes else {**first, **writes}:
                 one, other = first.get(key, began.get(key)), writes.get(key, began.get(key))
                 if not _same(one, other):
-                    raise self._disagreement(
-                        key, f"is {told(one)} after a step with some parameters and {told(other)} after one with others"
+                    raise UnsupportedError(
+                        f"{key!r} of this {type(optimizer).__name__} is {told(one)} after a step with some parameters "
+                        f"and {told(other)} after one with others, so updating in parts does not equal one step, and "
+                        "some parameters have been updated: load a checkpoint and start again with chain(AllReduce(), "
+                        "Step(OverlappedOptimizer(optimizer), deferred=True)), which calls optimizer.step() itself"
                     )
-
-    def _disagreement(self, key: str, how: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"{key!r} of this {type(self._optimizer).__name__} {how}, so updating in parts does not equal one step, "
-            "and some parameters have been updated: load a checkpoint and start again with chain(AllReduce(), "
-            "Step(OverlappedOptimizer(optimizer), deferred=True)), which calls optimizer.step() itself"
-        )
 
     def _split(self, parameters: Sequence[Tensor]) -> _Split:
         """``parameters`` by the place of their group."""
@@ -278,15 +250,6 @@ def _entries(group: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, An
         return {"params": parameters}
     names = dict(zip(map(id, group["params"]), group["param_names"], strict=True))
     return {"params": parameters, "param_names": [names[id(parameter)] for parameter in parameters]}
-
-
-def _copied(value: Any) -> Any:
-    """``value`` with containers of its own; what is in them is the same."""
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_copied(each) for each in value]
-    return set(value) if isinstance(value, set) else value
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -318,8 +281,7 @@ def raise_versions(parameters: Sequence[Tensor], groups: Sequence[Mapping[str, A
 
 @contextmanager
 def ordered_after_gradients(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Within it ``optimizer`` may step ``parameters``: on whatever stream it does, that comes after what the current
-    streams have queued, and before what they queue afterwards. See [Note: optimizers on the default stream]."""
+    """Within it ``optimizer`` may step ``parameters``. See [Note: optimizers on the default stream]."""
     if runs_on_current_stream(optimizer):
         yield
         return
@@ -335,10 +297,17 @@ def ordered_after_gradients(optimizer: Optimizer, parameters: Iterable[Tensor]) 
 
 
 def step_whole(optimizer: Optimizer, **arguments: Any) -> None:
-    """One ``step(**arguments)`` of ``optimizer`` itself, hooks and all, with what is in ``.grad``; any can do that."""
+    """One ``step(**arguments)`` of ``optimizer`` itself, with its hooks and the gradients in ``.grad``."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    with guards_lifted(optimizer), ordered_after_gradients(optimizer, parameters):
-        optimizer.step(**arguments)
+    hooks = pre_hooks(optimizer)
+    guards = {key: hook for key, hook in hooks.items() if isinstance(hook, StepGuard)}
+    for key in guards:
+        del hooks[key]
+    try:
+        with ordered_after_gradients(optimizer, parameters):
+            optimizer.step(**arguments)
+    finally:
+        hooks.update(guards)
 
 
 @contextmanager
@@ -352,3 +321,59 @@ def grads_replaced(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
+
+
+class StepGuard:
+    """A pre-hook of an optimizer that raises if anyone but the library steps it, for as long as the model lives.
+
+    Args:
+        stage: the update stage.
+        instead: how the optimizer is stepped, and the call to make in place of ``step()``.
+        through: the wrapper by whose ``step`` it may be stepped all the same; it shares the hook.
+    """
+
+    def __init__(self, stage: Any, instead: str, *, through: Optimizer | None) -> None:
+        self._stage = weakref.ref(stage)
+        self._instead = instead
+        self._through = None if through is None else weakref.ref(through)
+
+    @property
+    def stage(self) -> Any:
+        """The stage, if it and its model are alive; ``None`` else."""
+        stage = self._stage()
+        if stage is None or stage.context is None or (stage.context.ddp is not None and stage.context.ddp() is None):
+            return None
+        return stage
+
+    def is_alive(self) -> bool:
+        """Whether the stage still updates a model; lets go of the optimizer if not."""
+        if self.stage is not None:
+            gc.collect()  # A model that was dropped is often part of a cycle.
+        if self.stage is not None:
+            return True
+        if (stage := self._stage()) is not None and stage.context is not None:
+            stage.detach()
+        return False
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._comes_through(optimizer) or _changes_nothing(optimizer) or not self.is_alive():
+            return
+        raise TrainingLoopError(f"this {type(optimizer).__name__} is stepped {self._instead}")
+
+    def _comes_through(self, optimizer: Any) -> bool:
+        """Whether this is the step of the wrapper, or of one around it."""
+        through = None if self._through is None else self._through()
+        while through is not None and optimizer is not None:
+            if optimizer is through:
+                return True
+            optimizer = getattr(optimizer, "optimizer", None)
+        return False
+
+
+def _changes_nothing(optimizer: Optimizer) -> bool:
+    """Whether this is the step by which ``torch.distributed.checkpoint`` makes the state: zero rates and gradients."""
+    groups = optimizer.param_groups
+    parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
+    return all("lr" in group and not bool(group["lr"]) for group in groups) and not any(
+        parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters
+    )

@@ -18,6 +18,7 @@ new parameters. ZeRO without a stage is the same step, of gradients that the loo
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -40,7 +41,8 @@ from overlap.hooks.transforms.clip import Clipping, check_norm_type
 from overlap.join import Join, Joinable
 from overlap.join.active import active_join
 from overlap.join.joinable import refuse_before_model
-from overlap.optim.lifecycle import UpdateLifecycle
+from overlap.optim.lifecycle import UpdateLifecycle, refusals_told
+from overlap.optim.packed_state import fingerprint
 from overlap.optim.phases import SCALED_IN_BACKWARD, SCALED_UNDER_JOIN, Event, Form, Phase
 from overlap.optim.release import GradientRelease, check_releasable
 from overlap.optim.scaler import LossScale, Veto, skips_by_itself
@@ -50,10 +52,9 @@ __all__ = ["BucketLayout", "LoopOptimizer", "Update", "check_unscaled", "without
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:
-    """The parameters of one bucket that an update serves; found once a bucket."""
+    """The parameters of one bucket that an update serves."""
 
     bucket: tuple[Tensor, ...]
-    """All parameters of the bucket."""
     parameters: list[Tensor]
     """Those that are updated, in the bucket's order."""
     owned: Mapping[int, Tensor]
@@ -68,12 +69,12 @@ class Update(Stage, Generic[L]):
 
     Args:
         optimizer: the one that the loop holds.
-        form: what messages name; its outcome follows from the other arguments.
+        form: its outcome follows from the other arguments.
         deferred: update all parameters at once; ``None`` does so only where clipping needs it.
         automatic: backward does everything, and the loop calls no ``step()``.
         clip_grad_norm: the largest global norm of the gradients.
         norm_type: which norm.
-        release_gradients: give a bucket's memory back when it is updated. See [Note: gradient release].
+        release_gradients: see [Note: gradient release].
     """
 
     role = Role.UPDATE
@@ -110,15 +111,13 @@ class Update(Stage, Generic[L]):
             )
         self.optimizer = optimizer
         self.releases_gradients = release_gradients
-        """Whether ``.grad`` is ``None`` after backward, and gradients take no memory then."""
         self.release: GradientRelease | None = None
-        """Gives the memory of gradients back, where this is registered; one for all updates of a model."""
+        """Where this is registered; one for all updates of a model."""
         self.is_automatic = automatic
         self._may_defer = deferred is not False and not (automatic or release_gradients)
         self.may_skip = False
         """Whether a stage before it may have an update left out."""
         self.context: StageContext | None = None
-        """Where this is registered."""
         self.finds_unused: bool | None = None
         """Whether DDP looks for unused parameters; ``None`` where that is not known."""
         self._transforms: Sequence[Stage] = ()
@@ -152,19 +151,19 @@ class Update(Stage, Generic[L]):
 
     @abstractmethod
     def gradients(self, bucket: Bucket, layout: L, used: list[bool] | None) -> tuple[Sequence[Tensor], list[Tensor]]:
-        """The parameters of ``bucket`` to update, or to clip, and the gradient of each, or this rank's part of it;
-        ``used`` says which of the layout's parameters any rank used: all if ``None``."""
+        """The parameters of ``bucket`` to update, or to clip, and the gradient of each, or this rank's part of it.
+        Of the layout's parameters only those are ``used`` that any rank used; all if ``None``."""
 
     async def leave(self, bucket: Bucket, layout: L, used: list[bool] | None) -> None:
-        """The update of ``bucket`` is left to ``step()``, which goes by ``.grad``. Sharded only."""
+        """Leave the update of ``bucket`` to ``step()``, which goes by ``.grad``. Sharded only."""
 
     @abstractmethod
     def apply(self, layout: L, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
         """Update ``parameters``, one part of a step, and note that their gradients have been applied."""
 
+    @abstractmethod
     async def clip_held(self, held: dict[Tensor, Tensor], bucket: Bucket) -> None:
         """Clip the gradients of all buckets, before the last one is updated."""
-        raise NotImplementedError
 
     @abstractmethod
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
@@ -190,7 +189,7 @@ class Update(Stage, Generic[L]):
 
     @abstractmethod
     def describe_failure(self) -> str | None:
-        """A stage raised before the update of all buckets was made: how the parameters were left."""
+        """How the parameters were left by a backward that failed before all buckets were updated."""
 
     # A bucket.
 
@@ -242,19 +241,15 @@ class Update(Stage, Generic[L]):
         """Which of ``parameters`` any rank has a gradient for; ``None``: all, or ``step()`` sees it by ``.grad``.
 
         DDP's bucket holds zeros where no rank has one, and weight decay and momentum must not move that parameter.
-        The host waits for the answer, on an accelerator for all that it computes before that.
+        The host waits for the answer.
 
         Communication: one all-reduce of a byte a parameter where DDP looks for unused parameters.
-
-        Raises:
-            UnsupportedError: it is not known whether DDP looks for them, and one is unused on this rank.
         """
         join, is_left = active_join(bucket.group), self.leaves_update and not bucket.is_replay
         if not parameters or (is_left and not self.lifecycle.is_joining()):
             return None
         if bucket.is_replay and not (join is not None and join.replays_own_gradients):
-            # DDP takes what any rank used in the pass before, and tells a gradient of zeros from none by that.
-            # Under overlap's Join a rank without inputs counts nothing.
+            # As DDP does: the parameters that any rank used in the pass before. Under overlap's Join: none.
             former: Collection[int] = () if join is not None else self._used_before
             local = [id(parameter) in former for parameter in parameters]
         else:
@@ -291,7 +286,7 @@ class Update(Stage, Generic[L]):
     def before_backward(self, *, is_replay: bool) -> None:
         self.check_backward(is_replay=is_replay)
         # A rank without inputs makes the update at once; those with inputs make it in step().
-        is_skipped = self.optimizer.is_skipping and not is_replay
+        is_skipped = bool(self.optimizer.blocks) and not is_replay
         self.lifecycle.on_backward(is_replay=is_replay, outcome=Phase.REDUCED if is_skipped else None)
         self.held = {}
         self.begin()
@@ -310,7 +305,7 @@ class Update(Stage, Generic[L]):
             outcome = Phase.STEPPED
         try:
             self.conclude()
-            if outcome is Phase.STEPPED and not self.is_deferred and not lifecycle.veto.stops:
+            if outcome is Phase.STEPPED and not (self.is_deferred or lifecycle.veto.stops):
                 self.end_step()
         except BaseException:
             lifecycle.on_failure()
@@ -320,8 +315,6 @@ class Update(Stage, Generic[L]):
         lifecycle.on_reduced(outcome)
         if outcome is Phase.STEPPED:
             mark_stepped(self.optimizer.scheduled)
-        if self.release is not None:
-            self.release.refuse_use_elsewhere()
         return None
 
     # What the other stages and the loop ask.
@@ -333,12 +326,10 @@ class Update(Stage, Generic[L]):
 
     @property
     def optimizer_name(self) -> str:
-        """The class of :attr:`stepped`, in messages."""
         return type(self.optimizer.stepped).__name__
 
     @property
     def leaves_update(self) -> bool:
-        """Whether the update of the last backward (or of the one under way) is left to ``step()``."""
         return self.lifecycle.outcome is Phase.REDUCED
 
     @property
@@ -351,13 +342,13 @@ class Update(Stage, Generic[L]):
         return self.updates_in_step
 
     def skip_update(self) -> AbstractContextManager[None]:
-        """``with stage.skip_update():`` as the optimizer's method of that name, for a stage that does everything in
-        backward: the gradients stay, and the next backward adds to them and updates."""
+        """As :meth:`LoopOptimizer.skip_update`, for a stage that does everything in backward: the gradients stay, and
+        the next backward adds to them and updates."""
         return self.optimizer.skip_update()
 
     def defer(self) -> None:
-        """Before this is registered: leave the update to ``step()`` after all, as with ``deferred=True``. Nothing
-        changes where that was ruled out: ``deferred=False``, ``automatic``, ``release_gradients``."""
+        """Before this is registered: defer the update after all, unless ``deferred=False``, ``automatic`` or
+        ``release_gradients`` rule that out."""
         if self._may_defer:
             self.is_deferred = True
             self._form = replace(self._form, outcome=Phase.REDUCED)
@@ -381,6 +372,19 @@ class Update(Stage, Generic[L]):
 
     # Registration.
 
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """The hyperparameters of each group, and which of the model's parameters it has."""
+        settings, names = {}, self.lifecycle.names
+        for place, group in enumerate(self.optimizer.param_groups):
+            members = [names[parameter] for parameter in group["params"] if parameter in names]
+            values = {key: fingerprint(value) for key, value in group.items() if key not in ("params", "param_names")}
+            digest = hashlib.sha256(repr(members).encode()).hexdigest()[:8]
+            values["the list of parameters"] = f"{', '.join(members[:3])}, ... ({len(members)}, digest {digest})"
+            of_group = f"of group {place} of {self.optimizer_name}"
+            settings.update({f"{key} {of_group}": value for key, value in values.items()} if members else {})
+        return settings
+
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         self.may_skip = False  # A stage that may skip says so when it is attached.
         self._transforms = [stage for stage in before if stage.role is Role.TRANSFORM]
@@ -402,6 +406,8 @@ class Update(Stage, Generic[L]):
             check_releasable(context, self)
         self.context, self.finds_unused = context, context.finds_unused
         self.lifecycle.names = context.names or {}
+        if context.ddp is not None:
+            self.lifecycle.ddp = context.ddp
         self.lifecycle.sees_forwards = context.names is not None
         self.lifecycle.is_joining = context.is_joining
         self.lifecycle.tell = context.tell
@@ -412,16 +418,14 @@ class Update(Stage, Generic[L]):
         is_alone = len(updates) == 1
         self.lifecycle.form = form if is_alone else replace(form, step=f"{form.step} of {self.optimizer_name}")
         if self.releases_gradients:
-            self._release_with([update for update in updates if update.releases_gradients])
-
-    def _release_with(self, updates: Sequence[Update[Any]]) -> None:
-        assert self.context is not None, "stages are attached before they are checked together"
-        gradients = [update.lifecycle.gradients for update in updates]
-        self.release = updates[0].release or GradientRelease(
-            self.context,
-            is_applied=lambda parameter: any(id(parameter) in each.applied for each in gradients),
-            was_unused=lambda parameter: any(id(parameter) in each.unused for each in gradients),
-        )
+            assert self.context is not None, "stages are attached before they are checked together"
+            releasing = [update for update in updates if update.releases_gradients]
+            gradients = [update.lifecycle.gradients for update in releasing]
+            self.release = releasing[0].release or GradientRelease(
+                self.context,
+                is_applied=lambda parameter: any(id(parameter) in each.applied for each in gradients),
+                was_unused=lambda parameter: any(id(parameter) in each.unused for each in gradients),
+            )
 
     def detach(self) -> None:
         if self.release is not None:
@@ -433,7 +437,7 @@ class Update(Stage, Generic[L]):
 
 
 class LoopOptimizer(Optimizer, Joinable):
-    """What :class:`OverlappedOptimizer` and :class:`ZeroRedundancyOptimizer` have in common. See [Note: an update]."""
+    """Base of :class:`OverlappedOptimizer` and :class:`ZeroRedundancyOptimizer`. See [Note: an update]."""
 
     # GradScaler then leaves gradients as they are, always calls step(), and sets found_inf and grad_scale here.
     _step_supports_amp_scaling = True
@@ -441,8 +445,8 @@ class LoopOptimizer(Optimizer, Joinable):
     updates: list[Update[Any]]
     """The registered stages that update with this optimizer, each for a model of its own."""
     blocks: list[None]
-    """An entry for each block of :meth:`skip_update` that the loop is in. This list and ``updates`` are never replaced:
-    Lightning's wrapper of an optimizer has copies of its attributes."""
+    """An entry for each block of :meth:`skip_update` that the loop is in. Never replaced, as ``updates``: Lightning's
+    wrapper of an optimizer has copies of its attributes."""
 
     @property
     @abstractmethod
@@ -452,31 +456,31 @@ class LoopOptimizer(Optimizer, Joinable):
     @property
     @abstractmethod
     def scheduled(self) -> Optimizer:
-        """The one that LR schedulers look at to see whether it was stepped."""
+        """The one that LR schedulers ask whether it was stepped."""
 
     @property
     @abstractmethod
     def version(self) -> object:
         """Another object whenever the optimizer has other parameters."""
 
-    # What step() consists of.
+    # The parts of step().
 
     def _check_call(self, loss_scale: LossScale, arguments: Mapping[str, Any]) -> None:
-        """Before anything else; may raise."""
+        """May refuse the call before anything else."""
 
     @abstractmethod
     def _gradients(self, pending: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor]]:
-        """What :meth:`step` applies: parameters, and the gradient of each, or this rank's part of it."""
+        """The parameters to update, and the gradient of each, or this rank's part of it."""
 
     @abstractmethod
     def _clip_(self, clipping: Clipping, parameters: Sequence[Tensor], gradients: list[Tensor]) -> Tensor:
-        """Clip what :meth:`_gradients` returned by the global norm."""
+        """Clip the result of :meth:`_gradients` by the global norm."""
 
     @abstractmethod
     def _apply(
         self, parameters: Sequence[Tensor], gradients: list[Tensor], veto: Veto, arguments: dict[str, Any]
     ) -> None:
-        """Make one whole step with what :meth:`_gradients` returned."""
+        """Make one whole step with the result of :meth:`_gradients`."""
 
     def _publish(self, parameters: Sequence[Tensor]) -> None:
         """Bring the new parameters to all ranks."""
@@ -486,7 +490,17 @@ class LoopOptimizer(Optimizer, Joinable):
         """End a step that was made in backward."""
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        """Finish the step; see the subclasses."""
+        """Update every parameter that has a gradient and was not updated in backward.
+
+        Args:
+            closure: evaluates the model and runs backward; its result is returned.
+            **arguments: of the wrapped optimizer's ``step``, where the update is left to this call.
+
+        Raises:
+            TrainingLoopError: a gradient has not been reduced, or was changed after an interleaved update had applied
+                it (clipping, ``GradScaler``); or the last backward raised.
+            UnsupportedError: a CUDA graph is being captured.
+        """
         refuse_capture(f"{type(self).__name__}.step()", "call it outside of the capture")
         loss = None
         if closure is not None:
@@ -494,32 +508,29 @@ class LoopOptimizer(Optimizer, Joinable):
                 loss = closure()
         refuse_before_model(self, lambda: any(update.lifecycle.is_joining() for update in self.updates))
         Join.notify_join_context(self)
-        try:
+        with refusals_told(update.lifecycle for update in self.updates):
             self._finish_step(arguments)
-        except TrainingLoopError as error:
-            for update in self.updates:
-                update.lifecycle.tell(error)
-            raise
         return loss
 
     def _finish_step(self, arguments: dict[str, Any]) -> None:
         updates, loss_scale = self.updates, LossScale.given_to(self)
         self._check_call(loss_scale, arguments)
-        if loss_scale.is_used:
+        if loss_scale.found_inf is not None:
             self._check_scaled()
         for update in updates:
             update.lifecycle.check_step()
         pending = self._pending()
-        for update in updates:
-            update.lifecycle.check_reduced(pending, applies_what_the_user_set=not update.is_sharded)
+        for update in updates if pending else ():
+            update.lifecycle.check_reduced(pending, allows_zeros=not update.is_sharded)
         phases = [update.lifecycle.phase for update in updates]
         is_over = phases.count(Phase.STEPPED) == len(phases)
         for update in updates:
             update.lifecycle.check_once(is_all=is_over and (update.is_sharded or not pending))
         if Phase.APPLIED in phases:
             self._check_applied(arguments)
-        veto = Veto.of_any(update.lifecycle.veto for update in updates)
-        is_made = not veto.stops
+        vetoes = [update.lifecycle.veto for update in updates]
+        veto = vetoes[0] if len(vetoes) == 1 else Veto.of_any([each.found_inf for each in vetoes])
+        is_made = veto.found_inf is None or not veto.stops
         try:
             if is_made and Phase.APPLIED in phases:
                 self._finish_backward(pending)
@@ -532,16 +543,18 @@ class LoopOptimizer(Optimizer, Joinable):
         mark_stepped(self.scheduled)
         for update in updates:
             update.lifecycle.on_step(pending)
-        if is_made:
+        if is_made and pending:
             self._note_stepped(pending)
 
     def _is_due(self, phases: Sequence[Phase], pending: list[Tensor]) -> bool:
         """Whether there is something to apply, of models in these phases."""
         return bool(pending) or phases.count(Phase.STEPPED) < max(1, len(phases))
 
-    def _pending(self, applied: Collection[int] = ()) -> list[Tensor]:
+    def _pending(self) -> list[Tensor]:
         """The parameters with a gradient that was not applied yet, in the groups' order."""
-        ids = set(applied).union(*[update.lifecycle.gradients.applied for update in self.updates])
+        ids: set[int] = set()
+        for update in self.updates:
+            ids.update(update.lifecycle.gradients.applied)
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None and id(p) not in ids]
 
     def _check_applied(self, arguments: Mapping[str, Any]) -> None:
@@ -570,8 +583,8 @@ class LoopOptimizer(Optimizer, Joinable):
                 loss_scale.unscale_(gradients)
                 if clipping is not None:
                     self._clip_(clipping, parameters, gradients)
-            verdict = Veto(loss_scale.verdict_for(self.stepped))
-            self._apply(parameters, gradients, Veto.of_any((veto, verdict)), arguments)
+            verdict = loss_scale.verdict_for(self.stepped)
+            self._apply(parameters, gradients, Veto.of_any([veto.found_inf, verdict]), arguments)
         self._publish(parameters)
 
     def _opened(self) -> AbstractContextManager[None]:
@@ -598,9 +611,7 @@ class LoopOptimizer(Optimizer, Joinable):
             optimizer_g.step()
             optimizer_d.zero_grad()
 
-        Blocks may be nested, and end on an exception. Enter it on every rank alike. What matters is whether a backward
-        begins inside of the block. Without a registered stage it has no effect. A sharded update has to be deferred
-        where it is used under ``Join``.
+        Blocks may be nested. Enter them on every rank alike. A sharded update has to be deferred under ``Join``.
         """
         self.blocks.append(None)
         try:
@@ -616,15 +627,11 @@ class LoopOptimizer(Optimizer, Joinable):
         Raises:
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
-        try:
+        with refusals_told(update.lifecycle for update in self.updates):
             for update in self.updates:
                 update.lifecycle.check(Event.ZERO_GRAD)
             for update in self.updates:
                 update.lifecycle.on_zero_grad(set_to_none=set_to_none)
-        except TrainingLoopError as error:
-            for update in self.updates:
-                update.lifecycle.tell(error)
-            raise
         super().zero_grad(set_to_none)
 
 

@@ -16,7 +16,7 @@ from overlap.errors import ConfigurationError
 from overlap.hooks import Stage
 from overlap.hooks.stage import is_same_state, redistributed
 from overlap.optim import LocalSGD, OverlappedOptimizer, ZeroRedundancyOptimizer
-from overlap.optim.proxy import OptimizerProxy
+from overlap.optim.optimizer import OptimizerProxy
 from overlap.optim.zero.checkpoint import part_from_all
 
 __all__ = ["check_parameters", "class_of", "in_order", "labels_of", "order_of", "redistribute"]

@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from harness import assert_parity, wrap
+from harness import wrap
 from harness.models import MLP
 from overlap import AllReduce, OverlappedOptimizer, Step, TrainingLoopError, ZeroRedundancyOptimizer, ZeroStep, chain
 
@@ -66,17 +66,6 @@ def backward(model: nn.Module, step: int, rank: int) -> None:
     model(*MLP.batch(step, rank).inputs).square().mean().backward()
 
 
-def check_equal(form: str, loop: Loop, rank: int, **ddp_options: Any) -> None:
-    """``loop`` gives the same parameters and state with ``form`` as with plain DDP."""
-    options = {**MLP.ddp_options(), **ddp_options}
-    reference, ddp = wrap(MLP.model(), **options), wrap(MLP.model(), **options)
-    optimizer = registered(form, ddp)
-    loop(reference, plain(form, reference.parameters()), rank)
-    loop(ddp, optimizer, rank)
-    settle(optimizer)
-    assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=f"{form}, {loop.__name__}")
-
-
 def check_refused(form: str, loop: Loop, rank: int, pattern: str, **ddp_options: Any) -> None:
     """``loop`` ends in a TrainingLoopError, and afterwards the model trains on."""
     import pytest
@@ -95,9 +84,3 @@ def check_refused(form: str, loop: Loop, rank: int, pattern: str, **ddp_options:
     gathered = [torch.empty_like(p) for p in (next(ddp.parameters()),) for _ in range(2)]
     torch.distributed.all_gather(gathered, next(ddp.parameters()).detach())
     assert torch.equal(*gathered)
-
-
-def penalty(model: nn.Module) -> Tensor:
-    """A regularization term of the parameters alone, the same on every rank."""
-    total: Tensor = sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
-    return 0.1 * total

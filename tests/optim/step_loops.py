@@ -47,25 +47,6 @@ class NoScheduler:
         pass
 
 
-@declare("element")
-class Lion(torch.optim.Optimizer):
-    """A third-party optimizer, as its paper has it."""
-
-    def __init__(self, params: Any, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                parameter.sub_(group["lr"] * momentum.lerp(parameter.grad, 1 - first).sign())
-                momentum.lerp_(parameter.grad, 1 - second)
-
-
 class SignSGD(torch.optim.Optimizer):
     """Neither known nor declared."""
 

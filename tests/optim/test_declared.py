@@ -9,19 +9,16 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
-import torch.distributed as dist
-from step_loops import Counting, NoScheduler, SignSGD
+from step_loops import Counting, SignSGD
 from tools.check_optimizer import check
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon
-from torch.optim.lr_scheduler import ExponentialLR
 
-from harness import assert_parity, overlapped_step, plain_step, run_ranks, train, wrap
+from harness import assert_parity, plain_step, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
     ConfigurationError,
-    Join,
     OptimizerHookState,
     OverlappedOptimizer,
     PeerError,
@@ -238,78 +235,6 @@ def test_a_hook_of_ddps_own_refuses_at_its_first_bucket() -> None:
     run_ranks(_hook, 2)
 
 
-def _careful(rank: int, world_size: int) -> None:
-    """A step that is left out where any gradient is not finite: whole, or not at all."""
-    make = functools.partial(_Careful, lr=0.01)
-    runs = []
-    for overlapped in (False, True):
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        optimizer: Any = make(ddp.parameters())
-        if overlapped:
-            optimizer = OverlappedOptimizer(optimizer)
-            chain(AllReduce(), Step(optimizer, deferred=True)).register(ddp)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            handle = next(ddp.module.parameters()).register_hook(lambda g: g * (float("inf") if step == 3 else 1))  # noqa: B023
-            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-            optimizer.step()
-            handle.remove()
-        runs.append([parameter.detach().clone() for parameter in ddp.parameters()])
-    assert bool(torch.isfinite(runs[0][0]).all())
-    assert_parity(runs[1], runs[0], what="a step that is left out, deferred")
-
-
-def test_an_optimizer_that_leaves_out_whole_steps_is_exact_when_deferred() -> None:
-    run_ranks(_careful, 2)
-
-
-class _Compiled(SignSGD):
-    """Compiles a part of its step, which must not be broken by what runs around it."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, lr)
-        self.scaled = torch.compile(lambda rate: rate * 0.5, fullgraph=True, backend="eager")
-
-    def rate(self, group: dict[str, Any]) -> float:
-        return float(self.scaled(torch.tensor(group["lr"])))
-
-
-def _compiled(rank: int, world_size: int) -> None:
-    batches = MLP.batches(rank, steps=2)
-    plain = wrap(MLP.model())
-    reference = train(plain, _Compiled(plain.parameters()), batches, scheduler=NoScheduler)
-    ddp = wrap(MLP.model())
-    optimizer = OverlappedOptimizer(_Compiled(ddp.parameters()))
-    with pytest.raises(UnsupportedError, match=r"_Compiled is neither known nor declared.*deferred=True"):
-        chain(AllReduce(), Step(optimizer)).register(ddp)
-    chain(AllReduce(), Step(optimizer, deferred=True)).register(ddp)
-    candidate = train(ddp, optimizer, batches, step_fn=overlapped_step, scheduler=NoScheduler)
-    assert_parity(candidate, reference, what="a compiled step, deferred")
-
-
-def test_an_optimizer_with_a_compiled_step_is_refused_in_backward_and_exact_when_deferred() -> None:
-    run_ranks(_compiled, 2)
-
-
-def _on_another_default_device(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model())
-    torch.set_default_device("meta")
-    try:
-        optimizer = OverlappedOptimizer(_Same(ddp.parameters(), lr=0.01))
-        before = torch.get_rng_state()
-        chain(AllReduce(), Step(optimizer)).register(ddp)
-        assert ZeroRedundancyOptimizer(ddp.parameters(), _Same, lr=0.01).partition == "element"
-        assert torch.equal(torch.get_rng_state(), before)
-    finally:
-        torch.set_default_device("cpu")
-    mean_squared_error(ddp, MLP.batch(0, rank)).backward()
-    optimizer.step()
-
-
-def test_registration_allocates_nothing_on_the_default_device() -> None:
-    run_ranks(_on_another_default_device, 2)
-
-
 # Groups.
 
 
@@ -382,115 +307,6 @@ def _counters(rank: int, world_size: int) -> None:
 
 def test_counts_of_steps_in_groups_and_attributes_are_plain_ddps_in_every_form() -> None:
     run_ranks(_counters, 2)
-
-
-def test_counts_of_steps_are_right_on_ranks_that_own_nothing() -> None:
-    run_ranks(_counted_by_parameter, 3)
-
-
-def _counted_by_parameter(rank: int, world_size: int) -> None:
-    """Three ranks divide a layer's two parameters."""
-    ddp = wrap(nn.Linear(4, 4))
-    for options in ({}, {"deferred": True}):
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), Counting, partition="parameter", overlap_with_ddp=True)
-        registration = chain(ZeroStep(zero, **options)).register(ddp)
-        for _ in range(3):
-            ddp(torch.randn(2, 4)).square().mean().backward()
-            zero.step()
-        assert zero.param_groups[0]["step"] == zero.optim.param_groups[0]["step"] == 3, options
-        zero.consolidate_state_dict(to=None)
-        registration.remove()
-
-
-def _automatic(rank: int, world_size: int) -> None:
-    plain, ddp, hooked = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(3))
-    reference, candidate, by_hook = (Counting(_groups(model.module)) for model in (plain, ddp, hooked))
-    chain(AllReduce(), Step(candidate)).register(ddp)
-    hooked.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(by_hook)))
-    for step in range(STEPS):
-        plain_step(plain, reference, MLP.batch(step, rank), mean_squared_error)
-        for model in (ddp, hooked):
-            model.zero_grad()
-            mean_squared_error(model, MLP.batch(step, rank)).backward()
-        for optimizer, model in ((candidate, ddp), (by_hook, hooked)):
-            assert_parity(list(model.parameters()), list(plain.parameters()), what=f"automatic, step {step}")
-            assert_parity(_options(optimizer), _options(reference), what=f"groups, automatic, step {step}")
-
-
-def test_counts_of_steps_are_plain_ddps_where_backward_does_everything() -> None:
-    run_ranks(_automatic, 2)
-
-
-def _two_models(rank: int, world_size: int) -> None:
-    plain, models = ([wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2)] for _ in range(2))
-    reference: Any = Counting([p for model in plain for p in model.parameters()])
-    optimizer: Any = OverlappedOptimizer(Counting([p for model in models for p in model.parameters()]))
-    for model in models:
-        chain(AllReduce(), Step(optimizer)).register(model)
-    for step in range(STEPS):
-        reference.zero_grad()
-        for pair, holder in ((plain, reference), (models, optimizer)):
-            for model in pair:
-                mean_squared_error(model, MLP.batch(step, rank)).backward()
-            holder.step()
-        assert _options(optimizer) == _options(reference), step
-    for ours, theirs in zip(models, plain, strict=True):
-        assert_parity(ours.state_dict(), theirs.state_dict(), what="two models of one optimizer")
-
-
-def test_the_backwards_of_two_models_are_one_step_of_their_optimizer() -> None:
-    run_ranks(_two_models, 2)
-
-
-def _joined(rank: int, world_size: int) -> None:
-    """Rank 1 has two inputs more; rank 0 makes those updates in the backwards that it replays."""
-    for name, build in FORMS.items():
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        optimizer = build(ddp, Counting)
-        with Join([ddp, optimizer]):
-            for step in range(3 + 2 * rank):
-                if "alone" in name:
-                    optimizer.zero_grad()
-                mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-                optimizer.step()
-        options: list[Any] = [None] * world_size
-        dist.all_gather_object(options, _options(optimizer))
-        assert [group["step"] for group in options[1]] == [5] * 3, name
-        assert options[0] == options[1], name
-
-
-def test_counts_of_steps_are_the_same_on_a_rank_that_has_left_a_join() -> None:
-    run_ranks(_joined, 2)
-
-
-def _resumed(rank: int, world_size: int) -> None:
-    def run(start: int, state: Any, values: Any) -> tuple[Any, Any]:
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        optimizer = OverlappedOptimizer(Counting(_groups(ddp.module)))
-        chain(AllReduce(), Step(optimizer)).register(ddp)
-        if state is not None:
-            ddp.load_state_dict(values)
-            optimizer.load_state_dict(state)
-        scheduler = ExponentialLR(optimizer, gamma=1.0)
-        for step in range(start, start + 3):
-            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-            optimizer.step()
-            scheduler.step()
-        return copy.deepcopy(optimizer.state_dict()), copy.deepcopy(ddp.state_dict())
-
-    saved = run(0, None, None)
-    assert [group["step"] for group in saved[0]["param_groups"]] == [3, 3, 3]
-    resumed = run(3, *saved)
-    assert [group["step"] for group in resumed[0]["param_groups"]] == [6, 6, 6]
-    plain = wrap(MLP.model(), **MLP.ddp_options())
-    reference = Counting(_groups(plain.module))
-    for step in range(6):
-        plain_step(plain, reference, MLP.batch(step, rank), mean_squared_error)
-    assert_parity(resumed[1], plain.state_dict(), what="a resumed run")
-
-
-def test_counts_of_steps_go_on_after_a_resume() -> None:
-    run_ranks(_resumed, 2)
 
 
 def _disagreeing(rank: int, world_size: int) -> None:

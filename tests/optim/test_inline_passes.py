@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import assert_parity, overlapped_step, run_ranks, train, wrap
+from harness import assert_parity, overlapped_step, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
-    Bucket,
     OverlappedOptimizer,
-    PeerError,
-    Stage,
     Step,
-    TrainingLoopError,
     ZeroRedundancyOptimizer,
     ZeroStep,
     chain,
 )
-from overlap.hooks.engine.executors import HostExecutor, is_small, limit_replaced, runs_inline
+from overlap.hooks.engine.executors import is_small, limit_replaced, runs_inline
 from overlap.hooks.engine.registration import registration_of
 
 INLINE = {"OVERLAP_SMALL_MODEL_BYTES": str(2**20)}
@@ -90,71 +84,6 @@ def _equals_plain_ddp(rank: int, world_size: int, name: str, bucket_view: bool) 
 @pytest.mark.parametrize("name", FORMS)
 def test_an_inline_pass_equals_plain_ddp(name: str, bucket_view: bool) -> None:
     run_ranks(_equals_plain_ddp, 2, name, bucket_view, env=INLINE)
-
-
-class _Uneven(Stage):
-    """The all-reduce, to which one rank comes late."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    async def __call__(self, bucket: Bucket) -> None:
-        if self.rank and bucket.is_last:
-            time.sleep(0.01)
-        await AllReduce()(bucket)
-
-
-def _without_waiting(rank: int, world_size: int) -> bool:
-    batches = MLP.batches(rank, steps=STEPS)
-    records = []
-    for is_faulty in (False, True):
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        optimizer = OverlappedOptimizer(make_adamw(ddp.parameters()))
-        chain(_Uneven(rank), Step(optimizer)).register(ddp)
-        with mock.patch.object(HostExecutor, "wait", return_value=None) if is_faulty else mock.MagicMock():
-            try:
-                records.append(train(ddp, optimizer, batches, step_fn=overlapped_step))
-            except TrainingLoopError:  # What came after the update was taken for an edit.
-                assert is_faulty
-                return True
-    try:
-        assert_parity(records[1], records[0], what="without waiting")
-    except AssertionError:
-        return True
-    return False
-
-
-def test_an_inline_pass_waits_for_its_collectives() -> None:
-    assert any(run_ranks(_without_waiting, 2, env=INLINE)), "the check above must be able to fail"
-
-
-class _Fails(AllReduce):
-    """The mean; raises in one bucket of one step."""
-
-    def __init__(self, *, is_failing: bool) -> None:
-        self.is_failing = is_failing
-
-    async def __call__(self, bucket: Bucket) -> None:
-        if self.is_failing and (bucket.step, bucket.index) == (2, 1):
-            raise ValueError("the dog ate it")
-        await super().__call__(bucket)
-
-
-def _goes_on_after_a_failure(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    chain(_Fails(is_failing=rank == 1)).register(ddp)
-    for step in range(6):
-        loss = mean_squared_error(ddp, MLP.batch(step, rank))
-        if step == 2:
-            with pytest.raises(ValueError if rank == 1 else PeerError, match="the dog ate it"):
-                loss.backward()
-        else:
-            loss.backward()
-        ddp.zero_grad()
-
-
-def test_a_failure_reaches_the_other_ranks_and_leaves_the_model_usable() -> None:
-    run_ranks(_goes_on_after_a_failure, 2, env=INLINE)
 
 
 def _model(*widths: int, dtype: torch.dtype = torch.float32, **options: Any) -> DistributedDataParallel:

@@ -26,7 +26,7 @@ from release_cases import (
 from torch import Tensor
 
 from harness import assert_parity, plain_step, run_ranks, train
-from harness.models import CASES, MLP, UNUSED_ON_SOME_RANKS, Case
+from harness.models import CASES, MLP, Case
 from overlap import TrainingLoopError
 
 STEPS = 6
@@ -75,10 +75,6 @@ def test_every_kind_of_model_equals_plain_ddp(form: str) -> None:
 @pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}], ids=str)
 def test_other_kinds_of_ddp_equal_plain_ddp(form: str, options: dict[str, Any]) -> None:
     run_ranks(_equal, 2, form, [MLP], options)
-
-
-def test_three_ranks_equal_plain_ddp() -> None:
-    run_ranks(_equal, 3, "interleaved", [UNUSED_ON_SOME_RANKS], {})
 
 
 def _memory_in_backward(rank: int, world_size: int, form: str) -> tuple[int, int]:

@@ -119,28 +119,3 @@ def _check_failure(rank: int, error: Exception | None, place: int, seconds: floa
 @pytest.mark.parametrize("form", FORMS)
 def test_an_error_in_one_ranks_backward_is_an_error_on_every_rank_at_once(form: str) -> None:
     run_ranks(_one_rank_fails, 2, form)
-
-
-def _fails_after_the_last_bucket(rank: int, world_size: int) -> None:
-    ddp = wrap(_Net(), bucket_cap_mb=1100 / 2**20)
-    optimizer = _registered("deferred", ddp)
-    ddp.module.fail = _by_function
-    for step in range(4):
-        ddp.module.place = 0 if step == 3 and rank == 1 else None
-        loss = ddp(torch.full((4, 16), rank + 1.0)).square().sum()
-        if step == 3 and rank == 1:
-            with pytest.raises(ValueError, match="the dog ate it"):
-                loss.backward()
-            with pytest.raises(RuntimeError, match="the last backward or update raised"):
-                optimizer.step()
-            return
-        loss.backward()
-        optimizer.step()
-    start_s = time.monotonic()
-    with pytest.raises(PeerError, match="rank 1: AbandonedBackwardError"):
-        ddp(torch.ones(4, 16)).sum().backward()
-    assert time.monotonic() - start_s < 8
-
-
-def test_an_error_after_the_last_bucket_is_told_to_the_others_at_their_next_backward() -> None:
-    run_ranks(_fails_after_the_last_bucket, 2)

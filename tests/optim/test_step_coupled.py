@@ -9,21 +9,16 @@ from typing import Any
 import pytest
 import torch
 from step_loops import SGD, NoScheduler, overlapped_ddp, plain_ddp
-from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils.checkpoint import checkpoint
 
 from harness import assert_parity, overlapped_step, run_ranks, third_party, train, wrap
-from harness.models import MLP, mean_squared_error
+from harness.models import MLP
 from overlap import (
     AllReduce,
-    OptimizerHookState,
     OverlappedOptimizer,
     Step,
     UnsupportedError,
-    allreduce_hook,
     chain,
-    hook_then_optimizer,
 )
 
 STEPS = 6
@@ -85,65 +80,6 @@ def _exact_when_deferred(rank: int, world_size: int) -> None:
 
 def test_what_must_be_stepped_whole_is_exact_when_deferred() -> None:
     run_ranks(_exact_when_deferred, 2)
-
-
-class _Dropped(nn.Module):
-    """Layers that are computed again in backward, with the same dropout masks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = nn.functional.dropout(self.first(x).tanh(), 0.3)
-        hidden = checkpoint(lambda h: nn.functional.dropout(self.middle(h).tanh(), 0.3), hidden, use_reentrant=False)
-        out: torch.Tensor = self.last(hidden)
-        return out
-
-
-def _masks_and_noise(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    module = _Dropped()
-    values = []
-    for overlapped in (False, True):
-        torch.manual_seed(rank)
-        ddp = wrap(module)
-        optimizer: Any = third_party.SGLD(ddp.parameters())
-        if overlapped:
-            optimizer = OverlappedOptimizer(optimizer)
-            chain(AllReduce(), Step(optimizer, deferred=True)).register(ddp)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            ddp(torch.full((3, 16), float(step))).square().mean().backward()
-            optimizer.step()
-        values.append([*(parameter.detach() for parameter in ddp.parameters()), torch.get_rng_state()])
-    assert_parity(values[1], values[0], what="dropout that is computed again, and noise in step()")
-
-
-def test_noise_in_a_deferred_step_and_dropout_that_is_computed_again_are_those_of_plain_ddp() -> None:
-    run_ranks(_masks_and_noise, 2)
-
-
-def _sam(ddp: Any, optimizer: Any, batch: Any, loss_of: Any) -> Any:
-    loss = loss_of(ddp, batch)
-    loss.backward()
-    optimizer.first_step(zero_grad=True)
-    loss_of(ddp, batch).backward()
-    optimizer.second_step(zero_grad=True)
-    return loss
-
-
-def _sharpness_aware(rank: int, world_size: int) -> None:
-    batches = MLP.batches(rank, steps=STEPS)
-    make = functools.partial(third_party.SAM, base=torch.optim.SGD, lr=0.1)
-    reference = train(*plain_ddp(MLP, make), batches, step_fn=_sam, scheduler=NoScheduler)
-    ddp, overlapped, _ = overlapped_ddp(MLP, make, deferred=True)
-    candidate = train(ddp, overlapped, batches, step_fn=_sam, scheduler=NoScheduler)
-    assert_parity(candidate, reference, what="SAM, deferred")
-
-
-def test_an_optimizer_with_two_steps_of_its_own_is_exact_when_deferred() -> None:
-    run_ranks(_sharpness_aware, 2)
 
 
 class _Arguments(torch.optim.SGD):
@@ -220,20 +156,3 @@ def _unwrapped(rank: int, world_size: int) -> None:
 
 def test_wrappers_of_accelerate_and_lightning_are_taken_off() -> None:
     run_ranks(_unwrapped, 2)
-
-
-def _through_a_hook(rank: int, world_size: int) -> None:
-    batches = MLP.batches(rank, steps=STEPS)
-    reference = train(*plain_ddp(MLP, third_party.Lion), batches, scheduler=NoScheduler)
-    ddp = wrap(MLP.model())
-    optimizer = third_party.Lion(ddp.parameters())
-    ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
-    for batch in batches:
-        optimizer.zero_grad()
-        mean_squared_error(ddp, batch).backward()
-    candidate = {name: parameter.detach().clone() for name, parameter in ddp.module.named_parameters()}
-    assert_parity(candidate, reference[-1].parameters, what="Lion through DDP's own hook")
-
-
-def test_a_hook_of_ddps_own_takes_an_optimizer_that_was_declared() -> None:
-    run_ranks(_through_a_hook, 2)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import pytest
 import torch
 from step_loops import SGD
 from torch import nn
 
-from harness import assert_parity, overlapped_step, run_ranks, run_threads, train, wrap
+from harness import run_ranks, run_threads, wrap
 from harness.models import MLP
 from overlap import (
     AllReduce,
@@ -44,23 +41,6 @@ def test_a_plain_optimizer_with_parameters_outside_of_the_model_is_refused() -> 
     run_threads(_plain_optimizer_with_more, 2)
 
 
-def _overlapped_optimizer_with_more(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    outside = nn.Parameter(torch.ones(1))
-    optimizer = OverlappedOptimizer(torch.optim.SGD([*ddp.parameters(), outside], lr=0.5))
-    chain(AllReduce(), Step(optimizer)).register(ddp)
-    for step in range(3):
-        outside.grad = None
-        ddp(*MLP.batch(step, rank).inputs).sum().backward()
-        (outside * 1.0).sum().backward()
-        optimizer.step()
-    assert outside.item() == -0.5
-
-
-def test_an_overlapped_optimizer_updates_parameters_outside_of_the_model_in_every_step() -> None:
-    run_threads(_overlapped_optimizer_with_more, 2)
-
-
 def _second_model(rank: int, world_size: int) -> None:
     first, second = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
     optimizer = OverlappedOptimizer(SGD([*first.parameters(), *second.parameters()]))
@@ -77,29 +57,6 @@ def _second_model(rank: int, world_size: int) -> None:
 
 def test_a_second_model_is_refused_and_the_first_one_trains_on() -> None:
     run_ranks(_second_model, 2)
-
-
-def _frozen_before_registration(rank: int, world_size: int) -> None:
-    case = dataclasses.replace(MLP, find_unused_parameters=True)
-    batches = case.batches(rank, steps=4)
-
-    def frozen() -> Any:
-        ddp = wrap(case.model(), **case.ddp_options())
-        for parameter in list(ddp.parameters())[:2]:
-            parameter.requires_grad_(False)
-        return ddp
-
-    ddp = frozen()
-    reference = train(ddp, SGD(ddp.parameters()), batches)
-    ddp = frozen()
-    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
-    chain(AllReduce(), Step(optimizer)).register(ddp)
-    candidate = train(ddp, optimizer, batches, step_fn=overlapped_step)
-    assert_parity(candidate, reference, what="frozen between wrapping and registering")
-
-
-def test_parameters_frozen_between_wrapping_and_registering_stay_as_they_are() -> None:
-    run_ranks(_frozen_before_registration, 2)
 
 
 def _unfrozen_after_wrapping(rank: int, world_size: int) -> None:

@@ -10,10 +10,9 @@ import torch
 from step_loops import SGD, NoScheduler, overlapped_ddp, plain_ddp
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness import Record, assert_parity, overlapped_step, run_ranks, third_party, train, wrap
+from harness import Record, assert_parity, overlapped_step, run_ranks, train, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import AllReduce, OverlappedOptimizer, Step, UnsupportedError, chain
-from overlap.optim import LocalSGD, PeriodicModelAverager, PostLocalSGDOptimizer
 
 STEPS = 4
 
@@ -121,43 +120,3 @@ def _pre_hooks_are_refused(rank: int, world_size: int) -> None:
 
 def test_pre_hooks_are_refused_where_the_update_is_made_before_they_could_run() -> None:
     run_ranks(_pre_hooks_are_refused, 2)
-
-
-def _hook_that_raises(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model())
-    optimizer = SGD(ddp.parameters())
-    chain(AllReduce(), Step(optimizer)).register(ddp)
-
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError("of the hook")
-
-    handle = optimizer.register_step_post_hook(fail)
-    first, second = MLP.batches(rank, steps=2)
-    with pytest.raises(ZeroDivisionError, match="of the hook"):
-        mean_squared_error(ddp, first).backward()
-    handle.remove()
-    mean_squared_error(ddp, second).backward()
-
-
-def test_an_error_of_a_post_hook_is_backwards_own_and_training_can_go_on() -> None:
-    run_ranks(_hook_that_raises, 2)
-
-
-def _averaged(rank: int, world_size: int) -> None:
-    calls: list[str] = []
-    ddp = wrap(MLP.model())
-    overlapped = OverlappedOptimizer(SGD(ddp.parameters()))
-    overlapped.register_step_post_hook(lambda *_: calls.append("post"))
-    made = LocalSGD(ddp, overlapped, period=2, start_step=0, update=Step(overlapped))
-    train(ddp, made, MLP.batches(rank, steps=3), step_fn=overlapped_step, scheduler=NoScheduler)
-    assert calls == ["post"] * 3
-
-    decayed = third_party.patch_step(SGD(ddp.parameters()), decay=1.0)
-    decayed.register_step_post_hook(lambda *_: calls.append("patched"))
-    decayed.zero_grad()
-    PostLocalSGDOptimizer(decayed, PeriodicModelAverager(period=100)).step()
-    assert calls[3:] == ["patched"] and all(not bool(parameter.any()) for parameter in ddp.parameters())
-
-
-def test_local_sgd_runs_step_hooks_once_and_the_step_that_was_set_on_the_object() -> None:
-    run_ranks(_averaged, 2)

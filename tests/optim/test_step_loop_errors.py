@@ -6,10 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from harness import run_ranks, wrap
 from harness.models import MLP
-from overlap import AllReduce, Bucket, OverlappedOptimizer, PeerError, Stage, Step, TrainingLoopError, chain
+from overlap import (
+    AllReduce,
+    Bucket,
+    OverlappedOptimizer,
+    PeerError,
+    Stage,
+    Step,
+    TrainingLoopError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+)
 
 
 def _backward(ddp: Any, step: int, rank: int) -> None:
@@ -24,66 +36,85 @@ def _overlapped() -> tuple[Any, OverlappedOptimizer]:
     return ddp, optimizer
 
 
-def _second_backward(rank: int, world_size: int) -> None:
-    ddp, optimizer = _overlapped()
-    _backward(ddp, 0, rank)
-    with pytest.raises(TrainingLoopError, match="second backward"):
-        ddp(*MLP.batch(1, rank).inputs).square().sum().backward()
-    with pytest.raises(TrainingLoopError, match="the last backward or update raised"):
+def _form(name: str) -> tuple[Any, Any]:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    if name.startswith("Zero"):
+        optimizer: Any = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+        chain(ZeroStep(optimizer, deferred="deferred" in name)).register(ddp)
+    else:
+        optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        chain(AllReduce(), Step(optimizer, deferred="deferred" in name)).register(ddp)
+    return ddp, optimizer
+
+
+_FORMS = ("Step", "Step deferred", "ZeroStep", "ZeroStep deferred")
+
+
+def _unreduced(rank: int, world_size: int, form: str) -> None:
+    def loss(model: Any) -> torch.Tensor:
+        total: torch.Tensor = model(*MLP.batch(1, rank).inputs).square().sum()
+        return total
+
+    ddp, optimizer = _form(form)
+    loss(ddp.module).backward()
+    with pytest.raises(TrainingLoopError, match=r"not reduced over ranks .*call ddp\(x\), not model\(x\)"):
         optimizer.step()
-    # The failed backward counts for nothing.
+    ddp.zero_grad()
+    with ddp.no_sync():
+        loss(ddp).backward()
+    with pytest.raises(TrainingLoopError, match=r"not reduced over ranks .*under ddp.no_sync\(\)"):
+        optimizer.step()
+    ddp.zero_grad()
+    # Gradients that the loop computes by itself, and the way that the message names for them.
+    parameters = list(ddp.parameters())
+    gradients = torch.autograd.grad(loss(ddp), parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    with pytest.raises(TrainingLoopError, match=r"no backward .*torch.autograd.backward\(list\(ddp.parameters"):
+        optimizer.step()
+    ddp.zero_grad()
+    before = [parameter.detach().clone() for parameter in parameters]
+    torch.autograd.backward(parameters, gradients)
+    optimizer.step()
+    for parameter, old, gradient in zip(parameters, before, gradients, strict=True):
+        dist.all_reduce(gradient)
+        torch.testing.assert_close(parameter.detach(), old - 0.1 * gradient / world_size)
+
+
+@pytest.mark.parametrize("form", _FORMS)
+def test_a_step_on_gradients_that_were_not_reduced_is_an_error_that_names_the_cause(form: str) -> None:
+    run_ranks(_unreduced, 2, form)
+
+
+def _synchronized_under_no_sync(rank: int, world_size: int, form: str) -> None:
+    def forward(ddp: Any) -> torch.Tensor:
+        total: torch.Tensor = ddp(*MLP.batch(1, rank).inputs).square().sum()
+        return total
+
+    ddp, optimizer = _form(form)
+    loss = forward(ddp)
+    with ddp.no_sync():
+        loss.backward()
+    with pytest.raises(
+        TrainingLoopError, match=r"second backward .*its forward did not.*forward inside of ddp.no_sync"
+    ):
+        forward(ddp).backward()
+    forward(ddp)  # Of an evaluation.
+    with ddp.no_sync():
+        forward(ddp).backward()
+    with pytest.raises(TrainingLoopError, match=r"second backward .*a forward before had recorded.*torch.no_grad\(\)"):
+        forward(ddp).backward()
     _backward(ddp, 2, rank)
     optimizer.step()
+    _backward(ddp, 2, rank)
+    remedy = r"use Step\(optimizer, deferred=True\).*; or call" if form == "Step" else r"first: call zero.step\(\)"
+    with pytest.raises(TrainingLoopError, match=remedy):
+        forward(ddp).backward()
 
 
-def test_a_second_backward_without_a_step_is_an_error() -> None:
-    run_ranks(_second_backward, 2)
-
-
-def _cleared_before_step(rank: int, world_size: int) -> None:
-    ddp, optimizer = _overlapped()
-    _backward(ddp, 0, rank)
-    with pytest.raises(TrainingLoopError, match=r"zero_grad\(\) between backward and .*deferred=True"):
-        optimizer.zero_grad()
-    ddp.zero_grad()  # Plain DDP would skip this update.
-    with pytest.raises(TrainingLoopError, match=r"0.weight \(and 9 others\) cannot be changed after backward"):
-        optimizer.step()
-    optimizer.step()  # Told once; the update stands, and the loop goes on.
-    _backward(ddp, 1, rank)
-    optimizer.step()
-
-
-def test_clearing_gradients_that_were_applied_in_backward_is_an_error_before_step() -> None:
-    run_ranks(_cleared_before_step, 2)
-
-
-def _unreduced(rank: int, world_size: int) -> None:
-    ddp, optimizer = _overlapped()
-    _backward(ddp, 0, rank)
-    optimizer.step()
-    with ddp.no_sync():
-        _backward(ddp, 1, rank)
-    with pytest.raises(TrainingLoopError, match="not reduced"):
-        optimizer.step()
-
-
-def test_a_step_on_gradients_that_were_not_reduced_is_an_error() -> None:
-    run_ranks(_unreduced, 2)
-
-
-def _stepped_in_backward(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    plain = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    registration = chain(AllReduce(), Step(plain)).register(ddp)
-    _backward(ddp, 0, rank)
-    with pytest.raises(TrainingLoopError, match="stepped inside backward"):
-        plain.step()
-    registration.remove()
-    plain.step()  # No longer guarded.
-
-
-def test_a_step_of_a_plain_optimizer_that_backward_steps_is_an_error_until_it_is_removed() -> None:
-    run_ranks(_stepped_in_backward, 2)
+@pytest.mark.parametrize("form", ["Step", "ZeroStep"])
+def test_the_error_of_a_second_backward_names_why_ddp_synchronized_it_under_no_sync(form: str) -> None:
+    run_ranks(_synchronized_under_no_sync, 2, form)
 
 
 def _backward_again(rank: int, world_size: int) -> None:

@@ -60,29 +60,6 @@ def test_what_step_applied_outside_of_the_model_is_cleared_by_its_next_forward(f
     run_ranks(_outside, 2, form)
 
 
-def _second_optimizer(rank: int, world_size: int, form: str) -> None:
-    """A plain optimizer beside: what it steps is its own to clear, and adds up as ever where it does not."""
-    reference, ddp = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
-    first, second = ([SGD(list(m.parameters())[:4]), SGD(list(m.parameters())[4:])] for m in (reference, ddp))
-    overlapped = OverlappedOptimizer(second[0])
-    chain(AllReduce(), Step(overlapped, deferred=form == "deferred")).register(ddp)
-    for step in range(4):
-        backward(reference, step, rank)
-        backward(ddp, step, rank)
-        for optimizer in (*first, overlapped, second[1]):
-            optimizer.step()
-        first[0].zero_grad()
-        if step % 2:
-            first[1].zero_grad()
-            second[1].zero_grad()
-    assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=form)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_second_plain_optimizer_keeps_its_own_zero_grad(form: str) -> None:
-    run_ranks(_second_optimizer, 2, form)
-
-
 def _second_model(rank: int, world_size: int) -> None:
     model = MLP.model()
     optimizer = OverlappedOptimizer(SGD(model.parameters()))
@@ -101,35 +78,6 @@ def _second_model(rank: int, world_size: int) -> None:
 
 def test_a_second_registration_of_the_same_parameters_is_refused() -> None:
     run_ranks(_second_model, 2)
-
-
-class _Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor, use_two: bool) -> torch.Tensor:
-        return self.two(self.one(x)) if use_two else self.one(x)
-
-
-def _zeroed_between(rank: int, world_size: int, form: str) -> None:
-    reference, ddp = (wrap(_Branches(), find_unused_parameters=True) for _ in range(2))
-    theirs, ours = SGD(reference.parameters()), registered(form, ddp)
-    for step in range(5):
-        for model, optimizer in ((reference, theirs), (ddp, ours)):
-            loss = model(torch.full((2, 16), rank + 1.0), step != 2).square().mean()
-            optimizer.zero_grad(set_to_none=False)
-            loss.backward()
-            optimizer.step()
-        for mine, plain in zip(ddp.parameters(), reference.parameters(), strict=True):
-            assert torch.equal(mine, plain), step
-
-
-@pytest.mark.parametrize("form", [*FORMS, "zero", "zero deferred"])
-def test_zeros_set_between_forward_and_backward_are_those_of_plain_ddp(form: str) -> None:
-    """A parameter that no rank uses then has a gradient of zeros, and weight decay moves it."""
-    run_ranks(_zeroed_between, 2, form)
 
 
 def _scaled_under_join(rank: int, world_size: int) -> None:

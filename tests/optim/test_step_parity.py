@@ -80,56 +80,41 @@ def _check(
     assert_parity(candidate, reference, what=what)
 
 
-def _optimizer(rank: int, world_size: int, name: str, implementation: str, deferred: bool) -> None:
-    cls, arguments = OPTIMIZERS[name]
-    for view in (False, True):
-        _check(
-            rank,
-            MLP,
-            functools.partial(cls, **arguments, **IMPLEMENTATIONS[implementation]),
-            ddp_options={"gradient_as_bucket_view": view},
-            step_options={"deferred": deferred},
-            what=f"{name}, {implementation}, {deferred=}, bucket view {view}",
-        )
+def _optimizers(rank: int, world_size: int, deferred: bool) -> None:
+    for (name, (cls, arguments)), implementation in itertools.product(OPTIMIZERS.items(), IMPLEMENTATIONS):
+        for view in (False, True) if implementation != "fused" or name in HAS_FUSED else ():
+            _check(
+                rank,
+                MLP,
+                functools.partial(cls, **arguments, **IMPLEMENTATIONS[implementation]),
+                ddp_options={"gradient_as_bucket_view": view},
+                step_options={"deferred": deferred},
+                what=f"{name}, {implementation}, {deferred=}, bucket view {view}",
+            )
 
 
 DEFERRED = pytest.mark.parametrize("deferred", [False, True], ids=["interleaved", "deferred"])
 
 
 @DEFERRED
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [
-        (name, implementation)
-        for name, implementation in itertools.product(OPTIMIZERS, IMPLEMENTATIONS)
-        if implementation != "fused" or name in HAS_FUSED
-    ],
-)
-def test_an_optimizer_equals_plain_ddp(name: str, implementation: str, deferred: bool) -> None:
-    run_ranks(_optimizer, 2, name, implementation, deferred)
+def test_an_optimizer_equals_plain_ddp(deferred: bool) -> None:
+    run_ranks(_optimizers, 2, deferred)
 
 
-def _model(rank: int, world_size: int, case: Case, implementation: str, deferred: bool) -> None:
-    _check(
-        rank,
-        case,
-        functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, **IMPLEMENTATIONS[implementation]),
-        step_options={"deferred": deferred},
-        what=f"adamw, {implementation}, {deferred=}, {case}",
-        gradients=False,
-    )
+def _models(rank: int, world_size: int, deferred: bool) -> None:
+    for case, implementation in itertools.product(CASES, ("foreach", "fused")):
+        if implementation == "fused" and case.name == "dtypes":
+            continue  # torch's fused kernels do not take several dtypes in one group.
+        _check(
+            rank,
+            case,
+            functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, **IMPLEMENTATIONS[implementation]),
+            step_options={"deferred": deferred},
+            what=f"adamw, {implementation}, {deferred=}, {case}",
+            gradients=False,
+        )
 
 
 @DEFERRED
-@pytest.mark.parametrize(
-    ("case", "implementation"),
-    [
-        (case, implementation)
-        for case, implementation in itertools.product(CASES, ("foreach", "fused"))
-        # torch's fused kernels do not take several dtypes in one group.
-        if implementation != "fused" or case.name != "dtypes"
-    ],
-    ids=str,
-)
-def test_a_kind_of_model_equals_plain_ddp(case: Case, implementation: str, deferred: bool) -> None:
-    run_ranks(_model, 2, case, implementation, deferred)
+def test_a_kind_of_model_equals_plain_ddp(deferred: bool) -> None:
+    run_ranks(_models, 2, deferred)

@@ -91,19 +91,6 @@ def test_a_step_that_is_refused_on_one_rank_is_told_to_the_others_and_all_go_on(
     run_ranks(_refused_on_rank_1, 2, form, refused_step, timeout_s=120, group_timeout_s=_GROUP_TIMEOUT_S)
 
 
-def _refused_on_all(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizer = _replicated(ddp)
-    for step in range(4):
-        _backward(ddp, step, rank)
-        _refused(optimizer)
-        optimizer.step()
-
-
-def test_ranks_that_are_all_refused_raise_their_own_error_and_go_on() -> None:
-    run_ranks(_refused_on_all, 2, timeout_s=120, group_timeout_s=_GROUP_TIMEOUT_S)
-
-
 def _refused_while_the_other_waits_for_buffers(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     ddp = wrap(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16)))

@@ -15,7 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness import assert_parity, overlapped_step, run_ranks, train, wrap
 from harness.models import BUCKET_CAP_MB, MLP, mean_squared_error
-from overlap import AllReduce, OverlappedOptimizer, RegistrationError, Step, TrainingLoopError, chain
+from overlap import (
+    AllReduce,
+    CollectiveError,
+    OverlappedOptimizer,
+    RegistrationError,
+    Step,
+    TrainingLoopError,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+)
 
 FORGOTTEN = r"no stage updates with this SGD's OverlappedOptimizer.*register\(ddp\)"
 
@@ -103,17 +113,6 @@ def test_a_second_ddp_of_the_same_module_needs_the_first_one_removed_or_gone() -
     run_ranks(_second_ddp, 2)
 
 
-def _two_models(rank: int, world_size: int) -> None:
-    one, other = wrap(MLP.model()), wrap(MLP.model())
-    overlapped = OverlappedOptimizer(SGD([*one.parameters(), *other.parameters()]))
-    for ddp in (one, other):
-        chain(AllReduce(), Step(overlapped)).register(ddp)
-
-
-def test_one_optimizer_still_serves_two_models() -> None:
-    run_ranks(_two_models, 2)
-
-
 def _wrong_step(rank: int, world_size: int) -> None:
     for deferred in (False, True):
         ddp, overlapped, registration = overlapped_ddp(MLP, SGD, deferred=deferred)
@@ -153,3 +152,33 @@ def _outlived(rank: int, world_size: int) -> None:
 
 def test_the_guard_of_a_plain_optimizer_ends_with_the_model() -> None:
     run_ranks(_outlived, 2)
+
+
+def _other_hyperparameters(rank: int, world_size: int) -> list[str]:
+    def refused(make: Any) -> str:
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optimizer = make(list(ddp.parameters()))
+        is_sharded = isinstance(optimizer, ZeroRedundancyOptimizer)
+        stages = [ZeroStep(optimizer)] if is_sharded else [AllReduce(), Step(OverlappedOptimizer(optimizer))]
+        with pytest.raises(CollectiveError) as raised:
+            chain(*stages).register(ddp)
+        return str(raised.value)
+
+    def grouped(parameters: list[Any]) -> Any:
+        cut = 2 + rank
+        return torch.optim.AdamW([{"params": parameters[:cut]}, {"params": parameters[cut:], "lr": 1e-3}])
+
+    return [
+        refused(lambda parameters: torch.optim.AdamW(parameters, lr=0.1 * (1 + rank))),
+        refused(lambda parameters: torch.optim.AdamW(parameters, lr=0.1, betas=(0.9, 0.99 - 0.04 * rank))),
+        refused(grouped),
+        refused(lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1 * (1 + rank))),
+    ]
+
+
+def test_ranks_with_other_hyperparameters_or_groups_are_refused_with_both_values() -> None:
+    for rate, betas, groups, sharded in run_ranks(_other_hyperparameters, 2):
+        assert "lr of group 0 of AdamW is 0.2 on rank 1, but 0.1 on rank 0" in rate
+        assert "betas of group 0 of AdamW is (0.9, 0.95) on rank 1, but (0.9, 0.99) on rank 0" in betas
+        assert "the list of parameters of group 0 of AdamW is 0.weight, 0.bias" in groups
+        assert "lr of group 0 of SGD is 0.2 on rank 1, but 0.1 on rank 0" in sharded

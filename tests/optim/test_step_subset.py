@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from step_loops import SGD, NoScheduler, plain_ddp
+from step_loops import SGD, plain_ddp
 from torch import nn
 
 from harness import assert_parity, overlapped_step, run_ranks, train, wrap
 from harness.models import MLP, mean_squared_error
 from overlap import (
-    AllReduce,
     ConfigurationError,
     OptimizerHookState,
     OverlappedOptimizer,
     Step,
     allreduce_hook,
-    chain,
     hook_then_optimizer,
     register,
 )
@@ -63,42 +61,6 @@ def _rest_averaged(rank: int, world_size: int) -> None:
 
 def test_with_a_plain_optimizer_all_keep_their_averaged_gradients() -> None:
     run_ranks(_rest_averaged, 2)
-
-
-def _rest_by_another_optimizer(rank: int, world_size: int) -> None:
-    batches = MLP.batches(rank, steps=6)
-    final = train(*plain_ddp(MLP, SGD), batches, scheduler=NoScheduler)[-1]
-    ddp, rest = _ddp_with_three_in_backward()
-    others = SGD(rest)
-    for batch in batches:
-        others.zero_grad()
-        mean_squared_error(ddp, batch).backward()
-        others.step()
-    assert_parity(dict(ddp.module.named_parameters()), final.parameters, what="two optimizers, one in backward")
-
-
-def test_another_optimizer_may_update_the_rest() -> None:
-    run_ranks(_rest_by_another_optimizer, 2)
-
-
-def _forward_before_step(rank: int, world_size: int) -> None:
-    reference, plain = plain_ddp(MLP, SGD)
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    overlapped = OverlappedOptimizer(SGD(ddp.parameters()))
-    chain(AllReduce(), Step(overlapped, params=list(ddp.parameters())[:3])).register(ddp)
-    for step in range(4):
-        inputs = MLP.batch(step, rank).inputs
-        plain.zero_grad()
-        reference(*inputs).square().mean().backward()
-        plain.step()
-        ddp(*inputs).square().mean().backward()
-        ddp(*inputs)
-        overlapped.step()
-    assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what="a forward between")
-
-
-def test_a_forward_between_backward_and_step_loses_no_gradient_of_the_rest() -> None:
-    run_ranks(_forward_before_step, 2)
 
 
 def test_params_must_not_be_empty() -> None:

@@ -81,21 +81,6 @@ def test_groups_are_not_stepped_again_where_nothing_was_written() -> None:
     assert _Steps.calls == 1
 
 
-class _InPlace(SignSGD):
-    def rate(self, group: dict[str, Any]) -> float:
-        group["lr"].mul_(0.5)
-        return float(group["lr"])
-
-
-def test_a_tensor_of_a_group_that_a_part_changes_in_place_is_an_error() -> None:
-    first, second = _pair()
-    optimizer = _InPlace([first, second], lr=torch.tensor(0.1))  # type: ignore[arg-type]
-    stepper = SubsetStepper(optimizer)
-    stepper.begin()
-    with pytest.raises(UnsupportedError, match=r"'lr' of this _InPlace is a tensor that .* in place.*deferred=True"):
-        stepper.step([first], [torch.ones(2)])
-
-
 class _Writes(SignSGD):
     """Writes what `value` says of the group."""
 

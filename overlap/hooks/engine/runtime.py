@@ -139,7 +139,8 @@ class Runtime:
         self.divided, digest = _divided(sequence, names)
         if agreement is not None:
             signature = f"{self.stage.signature} for {self._context.model_in_words}{self.divided}{digest}"
-            described = agreement.agree([signature, fingerprint(names or ())])
+            settings = {name: value for each in sequence for name, value in each.settings.items()}
+            described = agreement.agree([signature, fingerprint(names or ()), settings])
             if (reason := _difference(described, self._context)) is not None:
                 raise CollectiveError(reason)
         self._phase = _Phase.READY
@@ -458,7 +459,7 @@ def _listed(names: Sequence[str]) -> str:
 _registered: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[str, Sequence[str]]]] = weakref.WeakKeyDictionary()
 
 
-def _difference(described: Sequence[Sequence[str]], context: StageContext) -> str | None:
+def _difference(described: Sequence[tuple[str, str, dict[str, str]]], context: StageContext) -> str | None:
     """How a rank's registration differs from rank 0's, as far as that can be known; the same text on every rank.
 
     [Note: models of one layout]
@@ -468,15 +469,21 @@ def _difference(described: Sequence[Sequence[str]], context: StageContext) -> st
     only where a rank registers the model that rank 0 registered at another place.
 
     Args:
-        described: the signature and the fingerprint of each rank.
+        described: of each rank the signature, a fingerprint of the parameters, and settings by name.
         context: of this registration.
     """
-    signatures, fingerprints = zip(*described, strict=True)
+    signatures, fingerprints, settings = zip(*described, strict=True)
     for rank, signature in enumerate(signatures):
         if signature != signatures[0]:
             return (
                 f"rank {rank} registers {signature}, but rank 0 registers {signatures[0]}; "
                 "every rank must run the same stages for the same model"
+            )
+    for rank, values in enumerate(settings):
+        for name in (name for name in {**settings[0], **values} if settings[0].get(name) != values.get(name)):
+            return (
+                f"{name} is {values.get(name)} on rank {rank}, but {settings[0].get(name)} on rank 0, so the ranks' "
+                "parameters would part: make the optimizer with the same arguments on every rank"
             )
     if not context.names:
         return None

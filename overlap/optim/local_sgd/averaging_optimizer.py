@@ -12,7 +12,7 @@ from overlap._torch import classes
 from overlap._torch.optimizer import mark_stepped, runs_step_hooks, step_without_hooks, unwrapped
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.local_sgd.several import SeveralOptimizers
-from overlap.optim.proxy import OptimizerProxy
+from overlap.optim.optimizer import OptimizerProxy
 from overlap.optim.scaler import LossScale
 
 __all__ = ["AveragingOptimizer"]

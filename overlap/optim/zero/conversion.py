@@ -16,8 +16,8 @@ from overlap._torch.optimizer import hook_attributes, is_scheduled, own_step, un
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.stage import is_same_state
 from overlap.join.group_collectives import of_all_ranks
+from overlap.optim.optimizer import OptimizerProxy
 from overlap.optim.packed_state import fingerprint
-from overlap.optim.proxy import OptimizerProxy
 from overlap.optim.zero.partition import names_of, options_of
 
 __all__ = ["check_convertible", "check_same_optimizer", "constructor_arguments", "copy_attributes"]

@@ -107,8 +107,7 @@ class ZeroStep(Update[ShardedLayout]):
         ConfigurationError: an argument is out of range, or (at registration) the optimizer has parameters that the
             model does not have.
         UnsupportedError: (at registration) a parameter that would travel through a wire is complex.
-        TrainingLoopError: in ``backward``, if ``zero.step()`` was not called after the backward before, or if something
-            else refers to a gradient that is to be released.
+        TrainingLoopError: in ``backward``, if ``zero.step()`` was not called after the backward before.
 
     >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, overlap_with_ddp=True)
     >>> chain(ZeroStep(zero)).register(ddp)

@@ -27,7 +27,7 @@ FAILED = frozenset({"ArmedError", "PeerError"})
 class Oracle:
     """The reference side of one sequence, and what is expected of the other side.
 
-    ``phase`` is where the loop stands: off (nothing registered), idle, forward, reduced, applied, stepped, failed,
+    ``phase`` is where the loop stands: off (nothing registered), idle, reduced, applied, stepped, failed,
     incomplete (a backward did not reach all parameters).
     """
 
@@ -198,7 +198,7 @@ class Oracle:
     def _expect_failing_step(self, call: Call) -> frozenset[str]:
         expected = self._expect_step(call)
         # A step without any gradient is a whole step of the optimizer, too, which may count it.
-        is_whole = self.form.has_whole_gradients and self.phase in ("off", "idle", "forward", "reduced")
+        is_whole = self.form.has_whole_gradients and self.phase in ("off", "idle", "reduced")
         calls_optimizer = self._to_update() or self.form.refuses_step or not self.form.clears or is_whole
         return RAISED if expected == OK and calls_optimizer else expected
 
@@ -228,7 +228,7 @@ class Oracle:
 
     def _local(self) -> set[int]:
         """Parameters with a gradient that ``step()`` would apply, but that is not the mean over ranks."""
-        if not self.form.refuses_local or (self.phase == "idle" and self.form.has_whole_gradients):
+        if not self.form.refuses_local:
             return set()
         local = {place for place in self._pending() if place not in self.means}
         # A sharded update cannot tell whether the others have zeros, too.
@@ -285,7 +285,7 @@ class Oracle:
         if self.phase == "reduced" and not self.means:
             self.phase = "idle"
         if self.phase in ("idle", "stepped", "failed"):
-            self.phase = "forward"
+            self.phase = "idle"
             self._forget()
         return True
 
@@ -436,7 +436,7 @@ class Oracle:
         if not self.form.sees_calls or self.phase == "off":
             self._ddp_zero_grad(call, outcome, batch)
             return
-        if self.phase in ("forward", "stepped") and not call.argument:
+        if self.phase in ("idle", "stepped") and not call.argument:
             for place in self.cleared:  # As if the forward had left them for this call.
                 if self.parameters[place].grad is None:
                     self.parameters[place].grad = torch.zeros_like(self.parameters[place])

@@ -49,45 +49,32 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _never(*args: Any, **kwargs: Any) -> bool:
-    return False
-
-
 _REFUSED = Refusal("a mutant refuses this", then=Phase.FAILED)
 
 INTERLEAVED, DEFERRED, SUBSET, AUTOMATIC = "step_interleaved", "step_deferred", "step_subset", "step_automatic"
 LOCAL, SHARDED, SHARDED_AUTOMATIC = "local_before_start", "zero_interleaved", "zero_automatic"
 
-_LOCAL_AFTER_A_STEP = "forward backward step no_sync zero_grad:T own_gradient:1 step"
 _FAILING_STEP = "forward backward failing_step step"
 
 # The entries of the table: (event, phase): (form, what it leads to in the mutant, what finds it).
 ENTRIES: dict[tuple[Event, Phase], tuple[str, Phase | Refusal, int | str]] = {
-    (Event.FORWARD, Phase.IDLE): (DEFERRED, Phase.IDLE, 0),
-    (Event.FORWARD, Phase.FORWARD): (DEFERRED, Phase.IDLE, "no_sync no_sync step"),
-    (Event.FORWARD, Phase.REDUCED): (DEFERRED, Phase.FORWARD, "forward backward forward step"),
-    (Event.FORWARD, Phase.APPLIED): (INTERLEAVED, Phase.FORWARD, 3),
-    (Event.FORWARD, Phase.STEPPED): (
-        INTERLEAVED,
-        Phase.STEPPED,
-        "forward backward step no_sync zero_grad:T own_gradient:1 step",
-    ),
+    (Event.FORWARD, Phase.IDLE): (DEFERRED, Phase.REDUCED, 7),
+    (Event.FORWARD, Phase.REDUCED): (DEFERRED, Phase.IDLE, "forward backward forward step"),
+    (Event.FORWARD, Phase.APPLIED): (INTERLEAVED, Phase.IDLE, 3),
+    (Event.FORWARD, Phase.STEPPED): (INTERLEAVED, Phase.STEPPED, 36),
     (Event.FORWARD, Phase.FAILED): (INTERLEAVED, Phase.FAILED, 11),
     (Event.BACKWARD, Phase.IDLE): (INTERLEAVED, _REFUSED, 6),
-    (Event.BACKWARD, Phase.FORWARD): (INTERLEAVED, _REFUSED, 1),
     (Event.BACKWARD, Phase.REDUCED): (DEFERRED, _REFUSED, 0),
     (Event.BACKWARD, Phase.APPLIED): (INTERLEAVED, Phase.BACKWARD, "forward backward forward backward"),
     (Event.BACKWARD, Phase.STEPPED): (INTERLEAVED, _REFUSED, 9),
     (Event.BACKWARD, Phase.FAILED): (DEFERRED, Phase.BACKWARD, "forward backward forward failing_step backward"),
-    (Event.STEP, Phase.IDLE): (DEFERRED, Phase.STEPPED, "own_gradient:1 step step"),
-    (Event.STEP, Phase.FORWARD): (DEFERRED, Phase.IDLE, "no_sync zero_grad:T step own_gradient:1 step"),
+    (Event.STEP, Phase.IDLE): (DEFERRED, Phase.FAILED, "step step"),
     (Event.STEP, Phase.BACKWARD): (DEFERRED, Phase.BACKWARD, "incomplete_backward zero_grad:T step"),
     (Event.STEP, Phase.REDUCED): (DEFERRED, Phase.REDUCED, 0),
     (Event.STEP, Phase.APPLIED): (INTERLEAVED, Phase.APPLIED, 1),
     (Event.STEP, Phase.STEPPED): (INTERLEAVED, _REFUSED, "forward backward step ddp_zero_grad:T step"),
     (Event.STEP, Phase.FAILED): (INTERLEAVED, Phase.STEPPED, "forward failing_backward:first ddp_zero_grad:T step"),
-    (Event.ZERO_GRAD, Phase.IDLE): (DEFERRED, Phase.FORWARD, "zero_grad:T own_gradient:1 step"),
-    (Event.ZERO_GRAD, Phase.FORWARD): (DEFERRED, Phase.IDLE, "no_sync zero_grad:T own_gradient:1 step"),
+    (Event.ZERO_GRAD, Phase.IDLE): (DEFERRED, Phase.FAILED, "zero_grad:T step"),
     (Event.ZERO_GRAD, Phase.BACKWARD): (DEFERRED, Phase.IDLE, "incomplete_backward zero_grad:T step"),
     (Event.ZERO_GRAD, Phase.REDUCED): (
         DEFERRED,
@@ -95,29 +82,30 @@ ENTRIES: dict[tuple[Event, Phase], tuple[str, Phase | Refusal, int | str]] = {
         "forward backward zero_grad:T own_gradient:1 step forward",
     ),
     (Event.ZERO_GRAD, Phase.APPLIED): (INTERLEAVED, Phase.IDLE, "forward backward zero_grad:T"),
-    (Event.ZERO_GRAD, Phase.STEPPED): (
-        INTERLEAVED,
-        Phase.STEPPED,
-        "forward backward step zero_grad:T own_gradient:1 step",
-    ),
+    (Event.ZERO_GRAD, Phase.STEPPED): (INTERLEAVED, Phase.STEPPED, "forward backward step zero_grad:F step"),
     (Event.ZERO_GRAD, Phase.FAILED): (INTERLEAVED, Phase.FAILED, "forward failing_backward:first zero_grad:T step"),
-    (Event.LOAD, Phase.IDLE): (DEFERRED, Phase.FORWARD, "load own_gradient:1 step"),
-    (Event.LOAD, Phase.FORWARD): (DEFERRED, Phase.IDLE, "no_sync load step"),
-    (Event.LOAD, Phase.BACKWARD): (DEFERRED, Phase.IDLE, "incomplete_backward load step"),
+    (Event.LOAD, Phase.IDLE): (DEFERRED, Phase.FAILED, "load step"),
+    (Event.LOAD, Phase.BACKWARD): (DEFERRED, Phase.IDLE, "incomplete_backward zero_grad:T load step"),
     (Event.LOAD, Phase.REDUCED): (DEFERRED, Phase.IDLE, "forward backward load step forward"),
     (Event.LOAD, Phase.APPLIED): (INTERLEAVED, Phase.APPLIED, "forward backward load"),
     (Event.LOAD, Phase.STEPPED): (INTERLEAVED, Phase.IDLE, "forward backward step load forward"),
-    (Event.LOAD, Phase.FAILED): (INTERLEAVED, Phase.IDLE, "forward failing_backward:first load step"),
-    (Event.FAILURE, Phase.BACKWARD): (INTERLEAVED, Phase.FORWARD, "forward failing_backward:first forward"),
+    (Event.LOAD, Phase.FAILED): (
+        INTERLEAVED,
+        Phase.IDLE,
+        "forward failing_backward:first ddp_zero_grad:T load step",
+    ),
+    (Event.FAILURE, Phase.BACKWARD): (INTERLEAVED, Phase.IDLE, "forward failing_backward:first forward"),
     (Event.FAILURE, Phase.FAILED): (INTERLEAVED, Phase.IDLE, 5),
-    (Event.UPDATE_FAILURE, Phase.IDLE): (DEFERRED, Phase.FAILED, "own_gradient:1 failing_step step"),
-    (Event.UPDATE_FAILURE, Phase.FORWARD): (DEFERRED, Phase.FAILED, "no_sync zero_grad:F failing_step step"),
+    (Event.UPDATE_FAILURE, Phase.IDLE): (DEFERRED, Phase.FAILED, "no_sync zero_grad:F failing_step step"),
     (Event.UPDATE_FAILURE, Phase.REDUCED): (DEFERRED, Phase.REDUCED, _FAILING_STEP),
     (Event.UPDATE_FAILURE, Phase.APPLIED): (SUBSET, Phase.APPLIED, _FAILING_STEP),
     (Event.UPDATE_FAILURE, Phase.STEPPED): (LOCAL, Phase.FAILED, "forward backward step failing_step step"),
-    (Event.REMOVE, Phase.IDLE): (DEFERRED, Phase.FORWARD, "remove register:same own_gradient:1 step"),
-    (Event.REMOVE, Phase.FORWARD): (DEFERRED, Phase.FORWARD, "no_sync remove register:same step"),
-    (Event.REMOVE, Phase.REDUCED): (DEFERRED, Phase.REDUCED, "forward backward remove register:same step"),
+    (Event.REMOVE, Phase.IDLE): (DEFERRED, Phase.FAILED, "remove register:same step"),
+    (Event.REMOVE, Phase.REDUCED): (
+        DEFERRED,
+        Phase.FAILED,
+        "forward backward remove ddp_zero_grad:T register:same step",
+    ),
     (Event.REMOVE, Phase.APPLIED): (
         INTERLEAVED,
         Phase.APPLIED,
@@ -125,8 +113,8 @@ ENTRIES: dict[tuple[Event, Phase], tuple[str, Phase | Refusal, int | str]] = {
     ),
     (Event.REMOVE, Phase.STEPPED): (
         INTERLEAVED,
-        Phase.STEPPED,
-        "forward backward step remove register:same own_gradient:1 step",
+        Phase.FAILED,
+        "forward backward step remove register:same step",
     ),
     (Event.REMOVE, Phase.FAILED): (
         INTERLEAVED,
@@ -151,7 +139,6 @@ UNOBSERVABLE: dict[tuple[Event, Phase], str] = {
 }
 
 _on_remove, _on_step, _on_backward = UpdateLifecycle.on_remove, UpdateLifecycle.on_step, UpdateLifecycle.on_backward
-_check_step = UpdateLifecycle.check_step
 _hand_over, _note_zero_grad = PassGradients.hand_over, PassGradients.note_zero_grad
 
 
@@ -164,19 +151,8 @@ def _remove_clears_nothing(self: UpdateLifecycle) -> None:
     _on_remove(self)
 
 
-def _clears_what_is_new(self: PassGradients) -> None:
-    for key, parameter in self.applied.items():
-        parameter.grad = None
-        self.reduced.pop(key, None)
-    self.applied = {}
-
-
 def _clears_on_zero_grad_alone(self: PassGradients) -> None:
     self.reduced, self.applied = {}, {}
-
-
-def _zero_grad_remembers(self: UpdateLifecycle, *, set_to_none: bool = True) -> None:
-    self._move(Event.ZERO_GRAD)
 
 
 def _skips_nothing(self: UpdateLifecycle, *, is_replay: bool, outcome: Phase | None = None) -> None:
@@ -190,56 +166,22 @@ def _hands_over_parts_to_be_read(self: PassGradients, *, parts: bool = False, al
             parameter.grad.is_readable = True  # type: ignore[attr-defined]
 
 
-def _compares_no_versions(self: PassGradients) -> list[Any]:
-    return [parameter for parameter, noted, _ in self._left if parameter.grad is noted()]
-
-
-def _tells_again(self: PassGradients) -> list[Any]:
-    return [parameter for parameter, wrapper in self._handed if parameter.grad is not wrapper()]
-
-
-def _compares_again(self: UpdateLifecycle) -> None:
-    used = self._used
-    try:
-        _check_step(self)
-    finally:
-        self._used = used
-
-
-def _leaves_none(self: PassGradients, *, set_to_none: bool, restores: bool) -> None:
-    _note_zero_grad(self, set_to_none=set_to_none or not restores, restores=restores)
-
-
 METHODS: dict[str, Mutant] = {
     "check_reduced dropped": Mutant(DEFERRED, _method("check_reduced"), 0),
     "check_step dropped": Mutant(INTERLEAVED, _method("check_step"), "forward backward set_lr:0.02 step"),
     "gradients not handed over": Mutant(INTERLEAVED, _method("hand_over"), "forward backward edit:1 step"),
-    "gradients not handed over, automatic": Mutant(AUTOMATIC, _method("hand_over"), "forward backward edit:1 forward"),
-    "parts not handed over": Mutant(SHARDED, _method("hand_over"), "forward skipped_backward edit:1 step"),
     "parts that can be read": Mutant(SHARDED, _method("hand_over", _hands_over_parts_to_be_read), "forward backward"),
     "writes let pass": Mutant(INTERLEAVED, _method("refuse"), "forward backward edit:1 step"),
-    "writes through .data let pass": Mutant(INTERLEAVED, _method("refuse"), "forward backward data_edit:1 step"),
     "gradients that stay read-only after step()": Mutant(
         INTERLEAVED, _method("take_back", PassGradients.note_left), "forward backward step edit:1 forward"
     ),
     "what the loop put in their place not seen": Mutant(
         INTERLEAVED, _method("_refuse_replaced"), "forward backward ddp_zero_grad:T step"
     ),
-    "what the loop put in their place told again": Mutant(
-        INTERLEAVED, _method("take_replaced", _tells_again), "forward backward ddp_zero_grad:T step step"
-    ),
-    "a change after step() left out of the next one": Mutant(
-        SHARDED_AUTOMATIC,
-        _method("has_changed_applied", _never),
-        "forward backward ddp_zero_grad:T own_gradient:1 step",
-    ),
     "a gradient that the loop keeps used again": Mutant(
         INTERLEAVED,
         lambda: [mock.patch("overlap.optim.applied._REFERENCES", mock.ANY)],
         "forward backward keep step",
-    ),
-    "None left where a discarded part is set to zero": Mutant(
-        "zero_deferred", _method("note_zero_grad", _leaves_none), "forward backward zero_grad:F"
     ),
     "what was updated in backward not noted": Mutant(INTERLEAVED, _method("note_applied"), 1),
     "what was updated in step() not noted": Mutant(DEFERRED, _method("on_step", _step_notes_nothing), 0),
@@ -248,25 +190,11 @@ METHODS: dict[str, Mutant] = {
         DEFERRED, _method("on_update_failure"), "forward backward failing_step step"
     ),
     "a failure not noted": Mutant(INTERLEAVED, _method("on_failure"), "forward failing_backward:first forward"),
-    "what step() has left not noted": Mutant(DEFERRED, _method("note_left"), "forward backward step forward"),
     "what was applied not cleared in forward": Mutant(
         INTERLEAVED, _method("clear_applied", _clears_on_zero_grad_alone), "forward backward step forward"
     ),
-    "what the loop set cleared in forward": Mutant(
-        INTERLEAVED,
-        _method("clear_applied", _clears_what_is_new),
-        "forward backward step ddp_zero_grad:T own_gradient:1 forward",
-    ),
-    "what the loop set to zero cleared in forward": Mutant(
-        INTERLEAVED, _method("as_left", _compares_no_versions), "forward backward step ddp_zero_grad:F forward"
-    ),
     "gradients of a failed backward kept": Mutant(
         INTERLEAVED, _method("clear_all"), "forward failing_backward:first forward"
-    ),
-    "applied gradients not forgotten in zero_grad()": Mutant(
-        INTERLEAVED,
-        _method("on_zero_grad", _zero_grad_remembers),
-        "forward backward step zero_grad:T own_gradient:1 step",
     ),
     "an update made where it was skipped": Mutant(
         INTERLEAVED, _method("on_backward", _skips_nothing), "forward skipped_backward zero_grad:T forward"
@@ -280,12 +208,6 @@ METHODS: dict[str, Mutant] = {
         INTERLEAVED,
         lambda: [mock.patch("overlap.optim.applied.versions", lambda tensors: [0 for _ in tensors])],
         "forward backward decay step",
-    ),
-    "a change before step() told again": Mutant(
-        INTERLEAVED, _method("check_step", _compares_again), "forward backward set_lr:0.02 step step"
-    ),
-    "zeros set after a forward forgotten": Mutant(
-        INTERLEAVED, _method("note_zero_grad"), "forward backward step forward zero_grad:F backward"
     ),
     "applied gradients kept by remove()": Mutant(
         INTERLEAVED, _method("on_remove", _remove_clears_nothing), "forward backward step remove"

@@ -1,8 +1,7 @@
-"""Loops and chains in which gradients are released, each beside the same without, bit for bit at every step."""
+"""Chains in which gradients are released, failures, and removal: each the same as without, bit for bit."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 from collections.abc import Callable
@@ -23,34 +22,25 @@ from release_cases import (
     wrapped,
 )
 
-import overlap
 from bucket_functions import centralize, clip_value, scale
 from harness import assert_parity, run_ranks
-from harness.models import BATCH_NORM, MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
+from harness.models import MLP, Case, mean_squared_error
 from overlap import (
     AllReduce,
-    BFloat16,
-    Cast,
     ClipGradNorm,
-    Hierarchical,
     Int4,
     Int8,
-    Join,
-    LocalSGD,
     Log,
     OverlappedOptimizer,
     PeerError,
     PowerSGD,
     Quantize,
-    ReduceScatter,
     SkipNonFinite,
     Step,
-    TopK,
     ZeroRedundancyOptimizer,
     ZeroStep,
     as_stage,
     chain,
-    route,
 )
 from overlap.hooks.engine.registration import registration_of
 
@@ -98,122 +88,6 @@ def _both(rank: int, play: Callable[[Run], None], what: str, **options: Any) -> 
         assert is_released(ours.ddp), f"{what}: nothing was released at the end"
 
 
-# Loops, with each form.
-
-
-def _accumulates(run: Run) -> None:
-    for step in range(4):
-        for micro in range(3):
-            with run.ddp.no_sync() if micro < 2 else contextlib.nullcontext():
-                run.loss(3 * step + micro).backward()
-        run.update()
-
-
-def _accumulates_first_in_a_pass_of_its_own(run: Run) -> None:
-    run.train(2)
-    with run.ddp.no_sync():
-        run.loss(2).backward()
-    run.loss(3).backward()
-    run.update()
-    run.train(2, start=4)
-
-
-def _skips(run: Run) -> None:
-    run.train(2)
-    if not hasattr(run.optimizers[0], "skip_update"):
-        return  # In the automatic form the stage has it.
-    with run.optimizers[0].skip_update():
-        run.loss(2).backward()
-    run.optimizers[0].zero_grad()
-    run.train(2, start=3)
-    with run.optimizers[0].skip_update():
-        run.loss(5).backward()
-    run.update()  # It is applied after all.
-    run.train(1, start=6)
-
-
-def _zeroes(run: Run) -> None:
-    for step in range(6):
-        run.optimizers[0].zero_grad(set_to_none=step % 2 == 0)
-        run.loss(step).backward()
-        run.update()
-
-
-def _zeroes_after(run: Run) -> None:
-    for step in range(6):
-        run.loss(step).backward()
-        run.update()
-        run.optimizers[0].zero_grad(set_to_none=step % 2 == 0)
-
-
-def _zeroes_the_model(run: Run) -> None:
-    for step in range(4):
-        run.ddp.zero_grad(set_to_none=step % 2 == 0)
-        run.loss(step).backward()
-        run.update()
-
-
-def _evaluates(run: Run) -> None:
-    for step in range(4):
-        with torch.no_grad():
-            run.loss(step)
-        run.loss(step)  # Nobody calls backward.
-        torch.autograd.grad(run.ddp.module(*run.case.batch(step, run.rank).inputs).sum(), list(run.ddp.parameters()))
-        run.train(1, start=step)
-
-
-def _checkpoints_and_resumes(run: Run) -> None:
-    run.train(3)
-    optimizer = getattr(run.optimizers[0], "optim", run.optimizers[0])
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    run.ddp.load_state_dict(copy.deepcopy(run.ddp.state_dict()))
-    copy.deepcopy(run.ddp.module)
-    run.train(2, start=3)
-
-
-LOOPS = (
-    Run.train,
-    _accumulates,
-    _accumulates_first_in_a_pass_of_its_own,
-    _skips,
-    _zeroes,
-    _zeroes_after,
-    _zeroes_the_model,
-    _evaluates,
-    _checkpoints_and_resumes,
-)
-
-
-def _loops(rank: int, world_size: int, form: str) -> None:
-    for loop in LOOPS:
-
-        def play(run: Run, loop: Any = loop) -> None:
-            run.optimizers = [registered(form, run.ddp, **run.options)]
-            loop(run)
-
-        _both(rank, play, f"{form}, {loop.__name__}")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_loop_is_the_same(form: str) -> None:
-    run_ranks(_loops, 2, form)
-
-
-def _unused(rank: int, world_size: int, form: str) -> None:
-    for loop in (Run.train, _accumulates, _zeroes, _zeroes_after):
-
-        def play(run: Run, loop: Any = loop) -> None:
-            run.optimizers = [registered(form, run.ddp, **run.options)]
-            loop(run)
-
-        _both(rank, play, f"{form}, unused, {loop.__name__}", case=UNUSED_ON_SOME_RANKS)
-
-
-@pytest.mark.parametrize("form", ["interleaved", "zero"])
-def test_a_loop_with_unused_parameters_is_the_same(form: str) -> None:
-    run_ranks(_unused, 2, form)
-
-
 # Chains.
 
 Build = Callable[[Run], list[Any]]
@@ -245,28 +119,11 @@ def _halves(run: Run) -> tuple[list[Any], list[Any]]:
     return [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
 
 
-def _two_updates(run: Run) -> list[Any]:
-    matrices, rest = _halves(run)
-    first, second = OverlappedOptimizer(SGD(matrices)), OverlappedOptimizer(ADAMW(rest))
-    chain(AllReduce(), Step(first, **run.options), Step(second, **run.options)).register(run.ddp)
-    return [first, second]
-
-
 def _one_sharded_one_not(run: Run) -> list[Any]:
     matrices, rest = _halves(run)
     first = ZeroRedundancyOptimizer(matrices, torch.optim.Muon, lr=0.02)
     second = OverlappedOptimizer(ADAMW(rest))
     chain(ZeroStep(first, **run.options), Step(second, **run.options)).register(run.ddp)
-    return [first, second]
-
-
-def _two_sharded(run: Run) -> list[Any]:
-    matrices, rest = _halves(run)
-    first = ZeroRedundancyOptimizer(matrices, torch.optim.Muon, lr=0.02)
-    second = ZeroRedundancyOptimizer(rest, torch.optim.AdamW, lr=0.01)
-    chain(
-        ReduceScatter(first, second), ZeroStep(first, **run.options), ZeroStep(second, gather="forward", **run.options)
-    ).register(run.ddp)
     return [first, second]
 
 
@@ -280,13 +137,8 @@ def _hook(state: Any, bucket: Any) -> Any:
 
 
 CHAINS: dict[str, Build] = {
-    "16 bits": _stepped(lambda: Cast(BFloat16())),
-    "8 bits": _stepped(lambda: Quantize(Int8())),
     "4 bits, feedback": _stepped(lambda: Quantize(Int4(), error_feedback=True)),
-    "sparse": _stepped(lambda: Quantize(TopK(0.1), error_feedback=True)),
     "factors": _stepped(lambda: PowerSGD(rank=1, min_compression_rate=1.0)),
-    "routes": _stepped(lambda: route({"*.weight": PowerSGD(rank=1, min_compression_rate=1.0), "*": AllReduce()})),
-    "two levels": _stepped(lambda: Hierarchical(outer=Quantize(Int4()), machine_size=1)),
     "a hook": _stepped(lambda: as_stage(_hook)),
     "transforms": _stepped(
         lambda: scale(2.0),
@@ -297,14 +149,9 @@ CHAINS: dict[str, Build] = {
         _norms,
         after=(_norms,),
     ),
-    "clipped": _stepped(AllReduce, lambda: ClipGradNorm(0.05)),
     "skipping": _stepped(AllReduce, SkipNonFinite),
-    "two updates": _two_updates,
     "one sharded, one not": _one_sharded_one_not,
-    "two sharded": _two_sharded,
     "sharded, wires": _zero(reduce_wire=Int4(), gather_wire=Int8(), error_feedback=True),
-    "sharded, wires, in forward": _zero(reduce_wire=Int8(), gather_wire=Int8(), gather="forward"),
-    "sharded, after factors": _zero(lambda: PowerSGD(rank=1, min_compression_rate=1.0)),
     "sharded, clipped, skipping": _zero(lambda: ClipGradNorm(0.05), SkipNonFinite, after=(_norms,)),
 }
 
@@ -323,21 +170,6 @@ def _chains(rank: int, world_size: int, names: list[str]) -> None:
 @pytest.mark.parametrize("names", [list(CHAINS)[place::3] for place in range(3)], ids=", ".join)
 def test_a_chain_is_the_same(names: list[str]) -> None:
     run_ranks(_chains, 2, names)
-
-
-def _not_finite(rank: int, world_size: int) -> None:
-    def play(run: Run) -> None:
-        run.optimizers = CHAINS["skipping"](run)
-        run.train(2)
-        (run.loss(2) * (float("inf") if rank == 0 else 1.0)).backward()
-        run.update()
-        run.train(2, start=3)
-
-    _both(rank, play, "a step that is left out")
-
-
-def test_a_step_that_is_left_out_is_the_same() -> None:
-    run_ranks(_not_finite, 2)
 
 
 def _in_part(rank: int, world_size: int) -> None:
@@ -370,45 +202,6 @@ def test_what_no_update_releases_is_kept() -> None:
 
 
 # Uneven inputs.
-
-
-def _joins(rank: int, world_size: int, form: str) -> None:
-    for told_by in ("forwards", "lengths"):
-
-        def play(run: Run, told_by: str = told_by) -> None:
-            run.optimizers = [registered(form, run.ddp, **run.options)]
-            count = (6, 3)[rank]
-            options = {"lengths": count} if told_by == "lengths" else {}
-            joinables = [run.ddp] if "automatic" in form else [run.ddp, run.optimizers[0]]
-            with Join(joinables, **options):
-                for step in range(count):
-                    run.loss(step).backward()
-                    if "automatic" not in form:
-                        run.optimizers[0].step()
-            run.note()
-
-        _both(rank, play, f"{form}, {told_by}")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_uneven_inputs_are_the_same(form: str) -> None:
-    run_ranks(_joins, 2, form)
-
-
-def _joins_again(rank: int, world_size: int) -> None:
-    def play(run: Run) -> None:
-        run.optimizers = [registered("interleaved", run.ddp, **run.options)]
-        for epoch in range(3):
-            count = 2 + (epoch + rank) % 2
-            with torch.distributed.algorithms.Join([run.ddp, run.optimizers[0]]):
-                run.train(count, start=3 * epoch)
-
-    _both(rank, play, "torch's Join", case=BATCH_NORM)
-
-
-def test_pytorchs_join_is_the_same() -> None:
-    # Records of a rank that has run out are shorter, so each rank compares its own.
-    run_ranks(_joins_again, 2)
 
 
 # Failures and ends.
@@ -503,70 +296,3 @@ def _removes(rank: int, world_size: int, form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_is_as_before_when_the_registration_is_removed(form: str) -> None:
     run_ranks(_removes, 2, form)
-
-
-def _thaws(rank: int, world_size: int) -> None:
-    """A layer that is frozen when the chain is registered gets gradients later."""
-
-    def play(run: Run) -> None:
-        layer = run.ddp.module[2]
-        layer.requires_grad_(False)
-        run.optimizers = [registered("interleaved", run.ddp, **run.options)]
-        run.train(3)
-        layer.requires_grad_(True)
-        run.train(3, start=3)
-        layer.requires_grad_(False)
-        run.train(2, start=6)
-        layer.requires_grad_(True)
-        run.train(2, start=8)
-
-    _both(rank, play, "a layer that thaws", find_unused_parameters=True)
-
-
-def test_a_layer_may_thaw() -> None:
-    run_ranks(_thaws, 2)
-
-
-def _resumes(rank: int, world_size: int) -> None:
-    def build(run: Run) -> Any:
-        run.optimizers = _stepped(lambda: Quantize(Int4(), error_feedback=True))(run)
-        return run.optimizers[0]
-
-    runs = {}
-    for releases in (False, True):
-        # DDP keeps its buckets, by which the reducer rounds, where it looks for unused parameters.
-        first = Run(rank, releases=releases, find_unused_parameters=True)
-        optimizer = build(first)
-        first.train(3)
-        saved = copy.deepcopy(overlap.state_dict(first.ddp, optimizer))
-        second = Run(rank, releases=not releases, find_unused_parameters=True)
-        optimizer = build(second)
-        overlap.load_state_dict(second.ddp, optimizer, saved)
-        second.train(3, start=3)
-        first.train(3, start=3)
-        assert_parity(second.seen, first.seen[3:], what=f"resumed, {releases=}")
-        runs[releases] = first.seen
-    assert_parity(runs[True], runs[False], what="not resumed")
-
-
-def test_a_run_resumes_with_or_without() -> None:
-    run_ranks(_resumes, 2)
-
-
-def _local(rank: int, world_size: int) -> None:
-    def play(run: Run) -> None:
-        optimizer = OverlappedOptimizer(SGD(run.ddp.parameters()))
-        update = Step(optimizer, **run.options)
-        run.optimizers = [LocalSGD(run.ddp, optimizer, period=2, start_step=3, update=update)]
-        run.train(3)
-        assert is_released(run.ddp) if run.options["release_gradients"] else True
-        run.train(4, start=3)
-
-    plain, ours = Run(rank, releases=False), Run(rank, releases=True)
-    play(plain)
-    play(ours)
-    assert_parity(ours.seen, plain.seen, what="local SGD with an update in backward")
-
-
-def test_local_sgd_is_the_same() -> None:
-    run_ranks(_local, 2)
