@@ -3,10 +3,10 @@
 [Note: the order of a norm]
 
 A global norm is a sum, and its last bit depends on the order of the summands. A loop that calls
-``clip_grad_norm_(ddp.parameters(), c)`` sums in the order of the model's parameters, whatever groups the optimizer has
-(weight decay for matrices alone, say). So whoever has whole gradients calls PyTorch's own functions on them in that
-order, and gets the same bits. Where each rank has a part of the gradients, powers of the parts are summed in float64,
-first on each rank, then over ranks: the norm is the same up to the order of summation.
+``clip_grad_norm_(ddp.parameters(), c)`` sums in the order of the model's parameters, whatever the optimizer's groups.
+So whole gradients are clipped by PyTorch's own functions in that order, with the same bits. Where each rank has a part
+of the gradients, powers of the parts are summed in float64, first on each rank, then over ranks: the norm is the same
+up to the order of summation.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap._checks import as_number, check_flag, told
-from overlap._torch.device import has_streams, hold
+from overlap._torch.device import hold
 from overlap._torch.foreach import norms
-from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
-from overlap.hooks.context import StageContext
-from overlap.hooks.transforms.transform import WholePassTransform
+from overlap.hooks.stage import StageContext
+from overlap.hooks.transforms.transform import Place, WholePassTransform
 
 __all__ = ["ClipGradNorm", "Clipping", "ShardedNorm", "check_norm_type", "in_model_order"]
 
@@ -135,34 +135,30 @@ class ClipGradNorm(WholePassTransform):
     After the reducer this is ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)`` between backward and
     ``step()``, bit for bit, whatever the optimizer's groups; before it, each rank clips its own gradient by its own
     norm. It waits for all buckets, so updates after it run when backward has computed everything; they may be of any
-    form. After a reduce-scatter each rank takes the norm of its parts, and the norm is the same up to the order of
-    summation. So it is with parameters that no rank used, whose zeros are counted, and in a hook that is registered
-    with ``ddp.register_comm_hook``, which does not know the model's order. The largest element is always the same.
+    form. The norm is the same only up to the order of summation after a reduce-scatter, with parameters that no rank
+    used, whose zeros are counted, and in a hook registered with ``ddp.register_comm_hook``, which does not know the
+    model's order. The largest element is always the same.
 
     With ``GradScaler`` gradients in backward are scaled, so ``step()`` refuses: use
     ``Step(optimizer, clip_grad_norm=...)``, which clips in ``step()``.
 
     Args:
         max_norm: a positive number.
-        norm_type: which norm; ``float("inf")`` for the largest element.
-        error_if_nonfinite: raise in ``backward`` if the norm is infinite or NaN; on the CPU only, since the host would
-            have to wait for an accelerator.
+        norm_type: order of the norm; ``float("inf")`` for the largest element.
 
     Communication: none; after a reduce-scatter, one all-reduce of a number. Changes: ``bucket.buffer``.
 
     Raises:
         ConfigurationError: an argument is out of range; or, at registration, it stands after an update, or before a
             communication hook.
-        UnsupportedError: at registration, ``error_if_nonfinite`` on an accelerator.
-        TrainingLoopError: in ``backward``, the norm is not finite, with ``error_if_nonfinite``.
 
     >>> ClipGradNorm(1.0)
     ClipGradNorm(1)
     """
 
-    def __init__(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> None:
+    def __init__(self, max_norm: float, norm_type: float = 2.0) -> None:
         super().__init__()
-        self.clipping = Clipping(max_norm, norm_type, error_if_nonfinite, argument="max_norm")
+        self.clipping = Clipping(max_norm, norm_type, argument="max_norm")
         self._norm: Tensor | None = None
 
     @property
@@ -182,11 +178,10 @@ class ClipGradNorm(WholePassTransform):
         return False
 
     def attach(self, context: StageContext) -> None:
-        self.refuse_parameters()
-        if self.clipping.error_if_nonfinite and has_streams(context.device):
-            raise UnsupportedError(
-                f"error_if_nonfinite=True of {self!r} would stop the host at every step on {context.device.type}: "
-                "leave it out, and look at .norm of the stage now and then"
+        if self.place is Place.UPDATED:
+            raise ConfigurationError(
+                f"{self!r} acts on gradients, and stands after an update: put it before the update; a function of a "
+                "bucket can change bucket.parameters there"
             )
         super().attach(context)
 
@@ -196,15 +191,11 @@ class ClipGradNorm(WholePassTransform):
             self._norm = self.clipping.clip_(gradients)
             return
         counted = [part for bucket in buckets for part in self.counted(bucket)]
-        everything = [parameter for bucket in buckets for parameter in bucket.parameters]
-        sharded = ShardedNorm(self.clipping, counted, everything, buckets[0].buffer.device)
+        parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+        sharded = ShardedNorm(self.clipping, counted, parameters, buckets[0].buffer.device)
         await all_reduce(sharded.partial, op=sharded.op, group=buckets[0].group)
         self._norm = sharded.clip_([gradient for gradient in gradients if gradient.numel()])
 
     def __repr__(self) -> str:
-        parts = [f"{self.clipping.max_norm:g}"]
-        if self.clipping.norm_type != 2:
-            parts.append(f"norm_type={self.clipping.norm_type:g}")
-        if self.clipping.error_if_nonfinite:
-            parts.append("error_if_nonfinite=True")
-        return f"ClipGradNorm({', '.join(parts)})"
+        norm_type = self.clipping.norm_type
+        return f"ClipGradNorm({self.clipping.max_norm:g}{'' if norm_type == 2 else f', norm_type={norm_type:g}'})"
