@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from overlap._torch.device import (
     to_device,
     to_host,
 )
-from overlap.hooks.transforms import log
+from overlap.hooks.transforms.clip import Clipping
 
 DEVICE = torch.device("cpu")
 
@@ -302,20 +301,17 @@ def test_a_wait_that_is_declared_and_never_happens_is_an_error() -> None:
         report.check(host_syncs=["overlap/optim"])
 
 
-def _writes_at_once() -> None:
-    logger = log._Logger("gradients")
-    with mock.patch.object(log._logger, "isEnabledFor", return_value=True):
-        logger(0, {"weight": torch.ones((), device=DEVICE)})
-    logger.write_late(waits=True)
+def _asks_whether_norms_are_finite() -> None:
+    Clipping(1.0, error_if_nonfinite=True).clip_([torch.ones(1, device=DEVICE)])
 
 
 def test_what_the_library_makes_the_host_wait_for_is_to_be_declared() -> None:
     report = _watched(lambda: torch.ones(1, device=DEVICE).item()).report
     report.check()
-    report = _watched(_writes_at_once).report
+    report = _watched(_asks_whether_norms_are_finite).report
     with pytest.raises(AssertionError, match="the host waits"):
         report.check()
-    report.check(host_syncs=["overlap/hooks/transforms/log.py:write_late"])
+    report.check(host_syncs=["overlap/hooks/transforms/clip.py:scale_"])
 
 
 def _ddp_alone(rank: int, world_size: int) -> None:

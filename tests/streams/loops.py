@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,25 +111,20 @@ def quantizes(game: Game) -> None:
 
 
 def logs(game: Game) -> None:
-    """What a stage has found is read, and what goes to Python's logging is written."""
-    logger = logging.getLogger("overlap.hooks.transforms.log")
-    logger.setLevel(logging.INFO)
+    """The results of stages are read after each backward."""
     registration = registration_of(game.ddp)
-    try:
-        for _ in range(_STEPS):
-            game.loss().backward()
-            if registration is not None:
-                for stage in registration.stage.sequence:
-                    found = getattr(stage, "norm", None) if isinstance(stage, ClipGradNorm) else None
-                    found = stage.skipped if isinstance(stage, SkipNonFinite) else found
-                    if found is not None:
-                        found.mul(2)
-                    del found
-            game.update()
+    for _ in range(_STEPS):
+        game.loss().backward()
         if registration is not None:
-            registration.remove()
-    finally:
-        logger.setLevel(logging.NOTSET)
+            for stage in registration.stage.sequence:
+                found = getattr(stage, "norm", None) if isinstance(stage, ClipGradNorm) else None
+                found = stage.skipped if isinstance(stage, SkipNonFinite) else found
+                if found is not None:
+                    found.mul(2)
+                del found
+        game.update()
+    if registration is not None:
+        registration.remove()
 
 
 def offloads(game: Game) -> None:

@@ -146,18 +146,6 @@ MUTANTS: dict[str, Mutant] = {
         "released, on two streams",
     ),
     # What the host reads late.
-    "norms are read before they are there": Mutant(
-        "hooks.transforms.log:_Logger.write_late", "not event.query()", "False", "norms written"
-    ),
-    "the last norms are read before they are there": _without(
-        "hooks.transforms.log:_Logger.write_late", "event.synchronize()", "norms written"
-    ),
-    "an event before the copy": Mutant(
-        "hooks.transforms.log:_Logger.__call__",
-        "to_host(values), recorded_event(values.device)",
-        "*reversed((recorded_event(values.device), to_host(values)))",
-        "norms written",
-    ),
     "a poll is read before it is there": _without(
         "join.participation:_Poll.result", "self._copied.synchronize()", "joins", in_ranks=True
     ),

@@ -18,7 +18,6 @@ from overlap import (
     Hierarchical,
     Int4,
     Int8,
-    Log,
     Quantize,
     SkipNonFinite,
     TopK,
@@ -143,12 +142,6 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
         "skip, wires, in the next forward": Scenario(build=zero(SkipNonFinite, gather="forward", **_WIRES)),
         "norms read": Scenario(
             build=step(AllReduce, lambda: ClipGradNorm(0.1), log, SkipNonFinite), loop=loops.logs, as_on_host=False
-        ),
-        "norms written": Scenario(
-            build=step(AllReduce, Log),
-            loop=loops.logs,
-            plain=adamw,
-            host_syncs=("overlap/hooks/transforms/log.py:write_late",),
         ),
         "everything around": Scenario(
             build=step(lambda: scale(2.0), AllReduce, lambda: scale(0.5), lambda: centralize, noise, after=(log,))

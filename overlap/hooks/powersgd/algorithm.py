@@ -16,18 +16,18 @@ right ones, and stores both transposed, ``(rank, length)``.
 
 [Note: the residual of a rank]
 
-Each rank keeps what its *own* coefficients leave out: M minus basis times own coefficients. Coefficients are linear in
-M, so with ``divisor * output`` the residuals add up over ranks to all that went in, whatever the divisor is, and no
-rank's residual can grow by what the others do: it is at most its own M without the part in the basis. A rank that has
-joined goes on in the same way with a gradient of zero, until its residual is given away.
+Each rank keeps the error of its *own* coefficients: M minus basis times own coefficients. Coefficients are linear in M,
+so with ``divisor * output`` the residuals add up over ranks to the sum of all inputs, whatever the divisor is, and no
+rank's residual can grow because of the others: it is at most its own M without the part in the basis. A rank that has
+joined continues with a gradient of zero, until its residual is delivered.
 
 [Note: the part of a rank]
 
-With a wire, a rank's part in the sum is its factors less the rounding errors that it made, in its messages and in the
-sum of the values that it owns. These parts add up over ranks to the mean that all decode, but for fp32's own rounding.
-So a rank's residual is its matrix minus the basis times *its part*: what the wire left out of coefficients stays in the
-residual together with what the basis left out, and is sent later. Rounding to half precision is treated alike. Rounding
-errors in a factor that becomes the basis are not lost gradients: any basis will do, as long as all ranks have the same.
+With a wire, a rank's part in the sum is its factors less its rounding errors, in its messages and in the sum of the
+values that it owns. These parts add up over ranks to the mean that all decode, but for fp32's own rounding. So a rank's
+residual is its matrix minus the basis times *its part*: the wire's errors in coefficients stay in the residual together
+with the error of the basis, and are delivered later. Rounding to half precision is treated alike. Rounding errors in a
+factor that becomes the basis are not lost gradients: any basis will do, as long as all ranks have the same.
 """
 
 from __future__ import annotations
@@ -46,22 +46,11 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
 from overlap.hooks.finite import all_finite
-from overlap.hooks.powersgd.config import PowerSGDConfig
 from overlap.hooks.powersgd.layout import BucketLayout, FactorLayout, Factors, Matrices, columns_by_shape
 from overlap.hooks.powersgd.memory import Memory
 from overlap.hooks.wires import QuantizedSum, Wire
 
-__all__ = [
-    "PowerIteration",
-    "cholesky_qr",
-    "gram_schmidt",
-    "householder",
-    "orthonormalize",
-    "random_directions",
-]
-
-# Up to this rank the loop of Gram-Schmidt is fewer kernels than Cholesky-QR.
-_GRAM_SCHMIDT_RANK = 2
+__all__ = ["PowerIteration", "cholesky_qr", "householder", "orthonormalize", "random_directions"]
 
 _Finite = list[Tensor] | None
 """Of each batch, which of its matrices are finite on all ranks, shape ``(count,)``; ``None``: all matrices are."""
@@ -75,8 +64,10 @@ class PowerIteration:
         layout: of the bucket, with at least one matrix.
         keys: of its parameters in ``memory``.
         memory: residuals and factors of the step before, which become those of this one.
-        config: the options.
-        step: counted from the first compressed one.
+        error_dtype: of residuals; ``None`` without error feedback.
+        wire: how factors are sent; ``None``: in the bucket's dtype.
+        seed: of random directions.
+        cold_step: ``None`` to start from the factors of the step before; else this step's number, for new directions.
     """
 
     def __init__(
@@ -85,20 +76,23 @@ class PowerIteration:
         layout: BucketLayout,
         keys: Sequence[str],
         memory: Memory,
-        config: PowerSGDConfig,
         *,
-        step: int,
+        error_dtype: torch.dtype | None,
+        wire: Wire | None,
+        seed: int,
+        cold_step: int | None,
     ) -> None:
         self.bucket = bucket
         self.layout = layout
         self.keys = keys
         self.memory = memory
-        self.config = config
-        self.step = step
-        self.dtype = config.compute_dtype(bucket.buffer.dtype)
+        self.wire = wire
+        self.seed = seed
+        self.cold_step = cold_step
+        self.dtype = torch.promote_types(bucket.buffer.dtype, torch.float32)
+        """To compute in."""
         self.sent_numel = 0
         """Elements sent so far, in the bucket's dtype."""
-        error_dtype = config.residual_dtype(bucket.buffer.dtype)
         self.matrices = []
         for batch in layout.batches:
             gradients = [bucket.gradients[place] for place in batch.places]
@@ -155,30 +149,26 @@ class PowerIteration:
         targets, sources = [], []
         for batch, of_batch in zip(self.layout.batches, factors.of_batches, strict=True):
             rank, length = of_batch.shape[1:]
-            fresh = None
             for place, factor in zip(batch.places, of_batch.unbind(), strict=True):
                 target = self._by_shape(factor, place, layout)
-                found = before.get(self.keys[place]) if self.config.warm_start else None
+                found = before.get(self.keys[place]) if self.cold_step is None else None
                 if found is not None:
-                    _check_factor(found, length, self.keys[place])
+                    self._check_length(found, length, place)
                 if found is None or len(found) != rank:
-                    if fresh is None:
-                        step = None if self.config.warm_start else self.step
-                        fresh = self._random(rank, length, step=step) * length**-0.5
+                    fresh = self._random(rank, length, step=self.cold_step) * length**-0.5
                     target.copy_(fresh.view(target.shape))
-                    if found is None:
-                        continue
-                    target, found = target[: len(found)], found[:rank]
-                targets.append(target)
-                sources.append(hold(found).view(target.shape))
+                if found is not None:
+                    found = hold(found)[:rank]
+                    targets.append(target[: len(found)])
+                    sources.append(found.view(targets[-1].shape))
         copy_all(targets, sources)
         return factors
 
     def _keep(self, mean: Factors, is_finite: _Finite, *, before: Factors | None = None) -> None:
         """Keep the mean factors for the next step, those ``before`` (if given) of matrices that were not finite."""
-        if not self.config.warm_start:
+        if self.cold_step is not None:
             return
-        # A copy: the factors would otherwise hold on to all that was sent with them.
+        # A copy: the factors would otherwise keep all that was sent with them alive.
         kept = Factors(mean.layout, mean.flat.clone())
         self._normalize(kept)
         here, there = self.memory.left, self.memory.right
@@ -195,11 +185,11 @@ class PowerIteration:
         """Scale all directions to length 1, in place; draw anew those that are zero or rounding errors.
 
         Products with such directions stay in the range of the gradient, in half precision too. A direction vanishes
-        when the gradient had a smaller rank than the factor; a random one will find what a later gradient has more.
+        when the gradient had a smaller rank than the factor; a random one can find a direction of a later gradient.
         """
         tiny = 8 * torch.finfo(self.dtype).eps
         for rows in factors.alike:
-            lengths = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+            lengths = _length(rows)
             is_there = lengths > tiny * lengths.amax(dim=1, keepdim=True)
             if not has_streams(rows.device) and bool(is_there.all()):
                 rows.div_(lengths)
@@ -238,11 +228,11 @@ class PowerIteration:
         is_scaled = self.bucket.buffer.dtype == torch.float16
         if is_scaled:
             self._scale_(factors, is_down=True)
-        if self.config.wire is None:
+        if self.wire is None:
             flat = await self._all_reduce(factors.flat, exact)
         else:
             await self._all_reduce(factors.flat[:0], exact)
-            flat = await self._sum_by(self.config.wire, factors.flat)
+            flat = await self._sum_by(self.wire, factors.flat)
         mean = Factors(factors.layout, flat)
         if is_scaled:
             self._scale_(factors, is_down=False)
@@ -269,7 +259,7 @@ class PowerIteration:
         """The mean of factors by messages of ``wire``, the same on every rank bit for bit."""
         bucket = self.bucket
         group, ranks = bucket.group, bucket.group.size()
-        generator = self.memory.rounding(wire).of(group.rank(), flat.device)
+        generator = self.memory.generator_for(wire, group.rank(), flat.device)
         quantized_sum = QuantizedSum.of(flat.numel(), wire=wire, generator=generator, group=group)
         values = flat.mul(1 / bucket.divisor).float()
         errors, mean = values.clone(), torch.empty_like(values)
@@ -282,9 +272,9 @@ class PowerIteration:
     def _scale_(self, factors: Factors, *, is_down: bool) -> None:
         """Scale factors for ``float16``, which holds no more than 65504, by powers of two, which round nothing.
 
-        An element is a product with a direction of length 1, so it can be larger than all of the matrix by the root of
-        that direction's number of elements, and no more. By that it is scaled. Outputs below the range of full
-        precision can change by a few of the smallest steps of ``float16``, which are 6e-8.
+        An element is a product with a direction of length 1, so it is larger than all of the matrix by at most the root
+        of that direction's number of elements. Outputs below the range of full precision can change by a few of the
+        smallest steps of ``float16``, which are 6e-8.
         """
         for batch, of_batch in zip(self.layout.batches, factors.of_batches, strict=True):
             summed = batch.cols if factors.layout.is_left else batch.rows
@@ -308,16 +298,15 @@ class PowerIteration:
 
     def _orthonormalize(self, factors: Factors) -> None:
         for rows in factors.alike:
-            spare = functools.partial(self._random, *rows.shape[1:])
-            rows.copy_(orthonormalize(rows, spare, epsilon=self.config.epsilon))
+            rows.copy_(orthonormalize(rows, functools.partial(self._random, *rows.shape[1:])))
 
     def _random(self, rank: int, length: int, *, step: int | None = None) -> Tensor:
         """Random directions ``(rank, length)``: of one ``step``, or the same in all steps."""
         device, kept = self.bucket.buffer.device, self.memory.directions
-        key = (self.config.seed, rank, length, self.dtype, device)
+        key = (self.seed, rank, length, self.dtype, device)
         if step is None and key in kept:
             return hold(kept[key])
-        drawn = random_directions(rank, length, seed=self.config.seed, step=step, dtype=self.dtype, device=device)
+        drawn = random_directions(rank, length, seed=self.seed, step=step, dtype=self.dtype, device=device)
         if step is None:
             kept[key] = drawn
         return drawn
@@ -327,18 +316,15 @@ class PowerIteration:
 
     def _by_shape(self, factor: Tensor, place: int, layout: FactorLayout) -> Tensor:
         """A factor with columns in the order of the gradient's shape, the order in which factors are kept."""
-        gradient = self.bucket.gradients[place]
-        return factor if layout.is_left or gradient.ndim == 2 else columns_by_shape(factor, gradient)
+        return factor if layout.is_left else columns_by_shape(factor, self.bucket.gradients[place])
 
-
-def _check_factor(factor: Tensor, length: int, key: str) -> None:
-    """Raises: ConfigurationError: the directions of ``factor`` do not have ``length`` elements."""
-    if factor.ndim != 2 or factor.shape[1] != length:
-        raise ConfigurationError(
-            f"the factor of parameter {key} has shape {tuple(factor.shape)}, but here its directions have "
-            f"{length} elements: the state comes from another model; to go on with the residuals and new factors, "
-            "load it with state['factors'] = {}"
-        )
+    def _check_length(self, factor: Tensor, length: int, place: int) -> None:
+        if factor.ndim != 2 or factor.shape[1] != length:
+            raise ConfigurationError(
+                f"the factor of parameter {self.keys[place]} has shape {tuple(factor.shape)}, but here its directions "
+                f"have {length} elements: the state comes from another model; to keep the residuals and start new "
+                "factors, load it with state['factors'] = {}"
+            )
 
 
 def random_directions(
@@ -353,84 +339,48 @@ def random_directions(
     return torch.randn(rank, length, generator=generator, dtype=dtype, device=device)
 
 
-def orthonormalize(rows: Tensor, spare: Callable[[], Tensor], *, epsilon: float = 0.0) -> Tensor:
+def orthonormalize(rows: Tensor, spare: Callable[[], Tensor]) -> Tensor:
     """An orthonormal basis of the span of each batch of rows, at most ``length`` of them.
 
-    All algorithms always give a whole basis: where rows are zero or depend on each other, directions of no particular
-    kind fill the place, so a zero gradient needs no guard. None of them reads a value on the host.
+    It is always a whole basis: where rows are zero or depend on each other, arbitrary directions are added, so a zero
+    gradient needs no guard. No value is read on the host.
 
-    On a CPU Householder's QR is the fastest of the three at every shape that matters. Accelerators run it one
-    matrix after another, so there it serves ``float64`` alone, which Cholesky-QR cannot do in a wider dtype.
+    On a CPU Householder's QR is the fastest at every shape that matters. Accelerators run it one matrix after another,
+    so there it serves ``float64`` alone, which Cholesky-QR cannot do in a wider dtype.
 
     Args:
         rows: ``(count, rank, length)``, ``float32`` or ``float64``, finite.
-        spare: gives ``(rank, length)``, random directions for where rows vanish.
-        epsilon: each direction is scaled by ``d / (d + epsilon)``, where ``d`` is the length that its row
-            adds to the span of the ones before it.
+        spare: returns ``(rank, length)``, random directions for rows that vanish.
     """
-    if not has_streams(rows.device) or (rows.dtype == torch.float64 and rows.shape[1] > _GRAM_SCHMIDT_RANK):
-        basis, lengths = householder(rows)
-    elif rows.shape[1] <= _GRAM_SCHMIDT_RANK:
-        basis, lengths = gram_schmidt(rows, spare())
-    else:
-        basis, lengths = cholesky_qr(rows, spare())
-    if epsilon == 0.0:
-        return basis
-    return basis * (lengths / (lengths + epsilon)).unsqueeze(-1)
+    if has_streams(rows.device) and rows.dtype != torch.float64:
+        return cholesky_qr(rows, spare())
+    return householder(rows)
 
 
-def householder(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """By Householder reflections, stable for any rows; with each row's added length, ``(count, rank)``."""
-    q, r = torch.linalg.qr(rows.mT)
-    return q.mT, r.diagonal(dim1=-2, dim2=-1).abs()
+def householder(rows: Tensor) -> Tensor:
+    """By Householder reflections, stable for any rows."""
+    basis: Tensor = torch.linalg.qr(rows.mT)[0].mT
+    return basis
 
 
-def gram_schmidt(rows: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
-    """By Gram-Schmidt with each row projected three times, since once leaves the error of cancellation in."""
-    tiny = 4 * torch.finfo(rows.dtype).eps
-    basis = torch.zeros_like(rows)
-    lengths = []
-    for place in range(rows.shape[1]):
-        row = rows[:, place : place + 1]
-        before = basis[:, :place]
-        left = row - (row @ before.mT) @ before
-        length = _length(left)
-        is_new = length > tiny * _length(row)
-        left = torch.where(is_new, left, spare[place])
-        # Lengths of 1, so that squares of very small or large elements stay within range.
-        left = left / _length(left)
-        for _ in range(2):
-            left = left - (left @ before.mT) @ before
-        basis[:, place : place + 1] = left / _length(left)
-        lengths.append(torch.where(is_new, length, 0.0).flatten())
-    return basis, torch.stack(lengths, dim=1)
-
-
-def cholesky_qr(rows: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
+def cholesky_qr(rows: Tensor, spare: Tensor) -> Tensor:
     """By two rounds of Cholesky-QR in ``float64``: products and small triangles, which accelerators like.
 
-    Rounding has made the rows uncertain by their dtype's epsilon, so a few times that is added to them in
-    random directions. That bounds the condition number, and with it the Gram matrix of dependent rows can be
-    factorized too, in ``float64``. Should it fail even so, the first unit vectors are the basis; error
-    feedback makes up for it.
+    Rounding has made the rows uncertain by their dtype's epsilon, so a few times that is added to them in random
+    directions. That bounds the condition number, so the Gram matrix of dependent rows can be factorized, too, in
+    ``float64``. Should it fail even so, the first unit vectors are the basis; error feedback makes up for it.
     """
     floor = 16 * torch.finfo(torch.float32).eps
     wide = rows.double()
     scale = _length(wide)
-    wide = torch.where(scale > 0, wide / scale, 0.0)
-    wide = wide + floor * (spare.double() / _length(spare.double()))
-    basis, lower = _cholesky_round(wide)
-    basis, _ = _cholesky_round(basis)
+    basis = torch.where(scale > 0, wide / scale, 0.0) + floor * (spare.double() / _length(spare.double()))
+    for _ in range(2):
+        # cholesky_ex and not cholesky, which reads on the host whether it succeeded.
+        lower, _ = torch.linalg.cholesky_ex(basis @ basis.mT)
+        basis = torch.linalg.solve_triangular(lower, basis, upper=False)
     is_whole = torch.isfinite(basis).flatten(1).all(dim=1)[:, None, None]
     unit = torch.eye(rows.shape[1], rows.shape[2], dtype=basis.dtype, device=basis.device)
-    lengths = scale.flatten(1) * lower.diagonal(dim1=-2, dim2=-1)
-    return torch.where(is_whole, basis, unit).to(rows.dtype), lengths.nan_to_num(0.0).clamp(min=0).to(rows.dtype)
-
-
-def _cholesky_round(rows: Tensor) -> tuple[Tensor, Tensor]:
-    # cholesky_ex and not cholesky, which reads on the host whether it went well.
-    lower, _ = torch.linalg.cholesky_ex(rows @ rows.mT)
-    return torch.linalg.solve_triangular(lower, rows, upper=False), lower
+    return torch.where(is_whole, basis, unit).to(rows.dtype)
 
 
 def _length(rows: Tensor) -> Tensor:

@@ -13,17 +13,16 @@ A layout follows from shapes and options alone, so it is the same on every rank.
 [Note: where the gradient plus its residual is computed]
 
 M is computed in the gradient's own memory: the bucket is overwritten by the output in the end anyway, and the residual
-stays as it was until the step is known to be finite. So a matrix in the bucket's own precision takes no workspace at
-all. Where several of one shape are multiplied by one kernel, or where half precision is computed in ``float32``, a copy
-is made for each product and dropped before the stage waits for a collective: workspace never exceeds the bucket that is
-being compressed, however many buckets are in flight.
+stays as it was until the step is known to be finite. So one matrix in the bucket's own precision takes no workspace.
+For several of one shape, or half precision, which is computed in ``float32``, a copy is made for each product and
+dropped before the stage waits for a collective: workspace never exceeds the bucket that is being compressed.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from overlap._torch.device import has_streams
 from overlap._torch.foreach import add_all, copy_all
-from overlap.hooks.powersgd.memory import within_range
+from overlap.hooks.wires.feedback import within_range
 
 __all__ = [
     "Batch",
@@ -121,16 +120,8 @@ class BucketLayout:
     right: FactorLayout
     exact: tuple[int, ...]
     """Places of the gradients that are reduced as they are."""
-    exact_numel: int
     numel: int
     """Elements of the bucket."""
-
-    def __str__(self) -> str:
-        compressed = sum(len(batch.places) for batch in self.batches)
-        return (
-            f"{self.numel} elements: {compressed} gradients as factors of {self.left.numel} + "
-            f"{self.right.numel}, {len(self.exact)} exact of {self.exact_numel}"
-        )
 
 
 def layout_of(
@@ -158,7 +149,6 @@ def layout_of(
         left=FactorLayout.of(batches, is_left=True),
         right=FactorLayout.of(batches, is_left=False),
         exact=tuple(exact),
-        exact_numel=sum(math.prod(shapes[place]) for place in exact),
         numel=sum(math.prod(shape) for shape in shapes),
     )
 
@@ -204,10 +194,8 @@ class Matrices:
             return
         block_rows = max(1, _BLOCK_NUMEL // q.shape[2])
         columns = out[0].split(block_rows, dim=1)
-        for (matrix, residual), column in zip(self._summands(block_rows), columns, strict=True):
-            if residual is not None:
-                matrix.add_(residual)
-            torch.mm(q[0], matrix.t(), out=column)
+        for block, column in zip(self._blocks(block_rows), columns, strict=True):
+            torch.mm(q[0], block.t(), out=column)
 
     def transposed_times(self, p: Tensor, *, out: Tensor) -> None:
         """Q = M^T P: right factors ``(count, rank, cols)`` from left ones ``(count, rank, rows)``."""
@@ -216,16 +204,15 @@ class Matrices:
             return
         columns = p[0].split(_SUMMED_ROWS, dim=1)
         total = out[0].zero_()
-        for (matrix, residual), column in zip(self._summands(_SUMMED_ROWS), columns, strict=True):
-            if residual is not None:
-                matrix.add_(residual)
-            total.addmm_(column, matrix)
+        for block, column in zip(self._blocks(_SUMMED_ROWS), columns, strict=True):
+            total.addmm_(column, block)
 
-    def _summands(self, rows: int) -> Iterable[tuple[Tensor, Tensor | None]]:
-        """The one matrix in blocks of ``rows``, and the residual's unless that has been added already."""
+    def _blocks(self, rows: int) -> Iterator[Tensor]:
+        """The one matrix in blocks of ``rows``; the residual is added to each of them while it is in the cache."""
         is_pending, self._is_pending = self._is_pending, False
         residuals = self._residuals[0].split(rows) if is_pending and self._residuals else itertools.repeat(None)
-        return zip(self._gradients[0].split(rows), residuals, strict=False)
+        for block, residual in zip(self._gradients[0].split(rows), residuals, strict=False):
+            yield block if residual is None else block.add_(residual)
 
     def _load(self) -> Tensor:
         """M, ``(count, rows, cols)``: a copy, unless one matrix is alone."""
@@ -242,8 +229,8 @@ class Matrices:
     def decompress(self, own: tuple[Tensor, Tensor], mean: tuple[Tensor, Tensor], is_finite: Tensor | None) -> None:
         """Write P Q^T of the ``mean`` factors to the gradients and M - P Q^T of this rank's ``own`` to the residuals.
 
-        ``is_finite``, shape ``(count,)``, tells which matrices were finite on all ranks; the others come out as NaN
-        and keep their residuals. ``None``: all of them.
+        ``is_finite``, shape ``(count,)``: the matrices that are finite on all ranks; the others come out as NaN and
+        keep their residuals. ``None``: all are.
         """
         if self._is_large and is_finite is None:
             self._decompress_blocks(own, mean)

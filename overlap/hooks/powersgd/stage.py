@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Never
 
 import torch
 
+from overlap._checks import as_number, check_flag, check_whole_number, told
+from overlap.errors import ArgumentTypeError, ConfigurationError
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.algorithm import PowerIteration
-from overlap.hooks.powersgd.config import PowerSGDConfig
 from overlap.hooks.powersgd.layout import BucketLayout, layout_of
 from overlap.hooks.powersgd.memory import Memory, redistribute
 from overlap.hooks.stage import Stage, StageContext
@@ -18,13 +20,24 @@ from overlap.hooks.wires import Wire
 
 __all__ = ["PowerSGD"]
 
+# torch does not add in narrower ones.
+_ERROR_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+_OF_TORCH = {
+    "matrix_approximation_rank": "rank",
+    "start_powerSGD_iter": "start_step",
+    "use_error_feedback": "error_feedback",
+    "random_seed": "seed",
+}
+"""Options by their names in ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``."""
+
 
 class PowerSGD(Stage):
-    """The mean of the gradients over ranks, approximately: sent as factors of low rank, 10 to 200 times less.
+    """The mean of the gradients over ranks, approximately: sent as factors of low rank, 10 to 200 times smaller.
 
-    Each gradient of two or more dimensions, as a matrix ``n x m``, becomes two factors ``n x rank`` and ``m x rank``
-    where that is at least ``min_compression_rate`` times less; the others, vectors above all, are reduced exactly. What
-    the factors leave out stays on its rank and is added to the next gradient, so it arrives later.
+    Each gradient of two or more dimensions, as a matrix ``n x m``, becomes two factors ``n x rank`` and ``m x rank`` if
+    they are at least ``min_compression_rate`` times smaller; the others, vectors above all, are reduced exactly. The
+    error of the factors stays on its rank and is added to the next gradient, so it is delivered later.
 
     Memory is kept by parameter name, so nothing depends on how DDP cuts its buckets, and compression can begin at once.
     A gradient with a non-finite element comes out as NaN on every rank and leaves the memory as it was.
@@ -33,19 +46,17 @@ class PowerSGD(Stage):
         rank: columns of the factors; 1 to 4 in most cases, up to 32 for language models. For another rank of some
             parameters: ``route({"*.embedding.weight": PowerSGD(rank=8), "*": PowerSGD(rank=2)})``.
         start_step: backward passes that are reduced exactly before compression begins.
-        min_compression_rate: compress only what gets at least this many times smaller; 0 for every matrix.
-        error_feedback: keep what was left out and add it to the next gradient.
+        min_compression_rate: compress only gradients that get at least this many times smaller; 0 for every matrix.
+        error_feedback: keep the error and add it to the next gradient.
         warm_start: start from the factors of the step before.
         alternate: send left and right factors in turn, one per step: half the data, one collective instead of two.
-        error_dtype: dtype of what is kept, ``torch.bfloat16`` for half the memory; ``None``: the gradient's.
-        wire: how factors travel, such as ``Int8()``; what it leaves out of them stays in the residual. ``None``: in the
-            gradient's dtype. Uncompressed gradients stay exact, by an all-reduce of their own.
+        error_dtype: dtype of the errors, ``torch.bfloat16`` for half the memory; ``None``: the gradient's.
+        wire: how factors are sent, such as ``Int8()``; its rounding errors are kept, too. ``None``: in the gradient's
+            dtype. Uncompressed gradients stay exact, by an all-reduce of their own.
         seed: of the random directions from which factors start, the same on every rank.
-        epsilon: added to the length that each direction of a basis is divided by.
-        log_every_steps: steps between two lines of statistics in the log.
 
     Communication: per bucket an all-reduce of all left factors and the uncompressed gradients, then one of all right
-    factors; with ``alternate`` only one, of either factors and the uncompressed gradients; in the bucket's dtype. Where
+    factors; with ``alternate`` only one, of either factors and the uncompressed gradients; in the bucket's dtype. If
     nothing is compressed, one all-reduce of the bucket. With ``wire``, in place of an all-reduce of factors, a send and
     a receive with every other rank and an all-gather. Changes: ``bucket.buffer``. Keeps: one residual of the gradient's
     size and one factor per compressed parameter. Workspace: at most the bucket that is being compressed.
@@ -72,36 +83,41 @@ class PowerSGD(Stage):
         error_dtype: torch.dtype | None = None,
         wire: Wire | None = None,
         seed: int = 0,
-        epsilon: float = 0.0,
-        log_every_steps: int = 10_000,
+        **unknown: Never,
     ) -> None:
-        config = PowerSGDConfig(
-            rank=rank,
-            start_step=start_step,
-            min_compression_rate=min_compression_rate,
-            error_feedback=error_feedback,
-            warm_start=warm_start,
-            alternate=alternate,
-            error_dtype=error_dtype,
-            wire=wire,
-            seed=seed,
-            epsilon=epsilon,
-            log_every_steps=log_every_steps,
-        )
-        self._set_up(config, Memory())
-
-    def _set_up(self, config: PowerSGDConfig, memory: Memory) -> None:
-        self.config = config
-        self._memory = memory
-        self._all_reduce = AllReduce()
+        for name in unknown:
+            raise ArgumentTypeError(_unexpected(name))
+        self.rank = _check_rank(rank)
+        self.start_step = check_whole_number("start_step", start_step, least=0)
+        self.min_compression_rate = min_compression_rate
+        rate = as_number(min_compression_rate)
+        if rate is None or not 0 <= rate < float("inf"):  # False for NaN, too.
+            raise ConfigurationError(
+                f"min_compression_rate must be a number of at least 0, got {told(min_compression_rate)}"
+            )
+        self.error_feedback = check_flag("error_feedback", error_feedback)
+        self.warm_start = check_flag("warm_start", warm_start)
+        self.alternate = check_flag("alternate", alternate)
+        self.error_dtype = error_dtype
+        if error_dtype is not None and not (isinstance(error_dtype, torch.dtype) and error_dtype in _ERROR_DTYPES):
+            listed = ", ".join(map(str, _ERROR_DTYPES))
+            raise ConfigurationError(f"error_dtype must be one of {listed} or None, got {told(error_dtype)}")
+        self.wire = wire
+        if wire is not None and not isinstance(wire, Wire):
+            raise ConfigurationError(f"wire must be a Wire such as Int8(), or None, got {told(wire)}")
+        self.seed = check_whole_number("seed", seed, least=0)
+        if alternate and not warm_start:
+            raise ConfigurationError(
+                "alternate=True computes each factor from the one of the step before, which warm_start=False "
+                "throws away: use only one of the two"
+            )
+        self._memory = Memory(self, wire=wire)
         self._layouts: dict[tuple[object, ...], BucketLayout] = {}
-        self._this_pass: list[BucketLayout] = []
-        self._last_pass: list[BucketLayout] = []
+        self._compressed_buckets = 0
+        self._all_reduce = AllReduce()
 
     def attach(self, context: StageContext) -> None:
         self._memory.attach(context)
-        # They are of another model, or of passes that not every rank has seen, and ranks compare signatures next.
-        self._last_pass.clear()
 
     def detach(self) -> None:
         self._memory.detach()
@@ -109,88 +125,90 @@ class PowerSGD(Stage):
     def before_backward(self, *, is_replay: bool) -> None:
         # Counted here, so that ranks agree on it even if one of them fails.
         self._memory.steps += 1
-        self._this_pass.clear()
+        self._compressed_buckets = 0
 
     def after_backward(self, *, failed: bool) -> str | None:
-        self._last_pass = self._this_pass.copy()
-        self._this_pass.clear()
         if failed:
             # Ranks may have stopped at different buckets, and bases that differ among them give different outputs.
-            if self.config.alternate:
+            if self.alternate:
                 self._memory.forget_factors()
             return f"{self!r}: what compression had left out of this pass's gradients may be lost"
-        # Empty if a wrapping stage reduced without compression.
-        if self._last_pass:
+        # None if a wrapping stage reduced in another way.
+        if self._compressed_buckets:
             self._memory.check_claimed()
-            self._memory.statistics.report(self._memory.steps - 1, self.config.log_every_steps)
         return None
-
-    @property
-    def _step(self) -> int:
-        """Of the current pass, counted from the first compressed one."""
-        return self._memory.steps - 1 - self.config.start_step
 
     async def __call__(self, bucket: Bucket) -> None:
         # Also before compression begins, because parameters without names are numbered in the first pass.
         keys = self._memory.keys_of(bucket)
+        # Passes since compression began.
+        step = self._memory.steps - 1 - self.start_step
         # A buffer of complex gradients holds them as pairs of real numbers.
         is_real = bucket.buffer.is_floating_point() and not bucket.parameters[0].is_complex()
-        if self._step < 0 or not is_real or bucket.buffer.numel() == 0:
+        if step < 0 or not is_real or bucket.buffer.numel() == 0:
             await self._all_reduce(bucket)
             return
-        self._memory.claim(keys)
-        sent_numel = await self._reduce(bucket, keys)
-        self._memory.statistics.count(bucket.buffer.numel(), sent_numel)
+        self._compressed_buckets += 1
+        sent_numel = await self._reduce(bucket, keys, step)
+        # Not in one statement: other buckets count during the await.
+        self._memory.numel_before += bucket.buffer.numel()
+        self._memory.numel_after += sent_numel
 
-    async def _reduce(self, bucket: Bucket, keys: tuple[str, ...]) -> int:
+    async def _reduce(self, bucket: Bucket, keys: tuple[str, ...], step: int) -> int:
         """Reduce the bucket; returns how many elements were sent."""
         layout = self._layout_of(bucket, keys)
-        self._this_pass.append(layout)
-        released = self._memory.release(keys, bucket.gradients, layout.exact)
-        sent_numel = layout.numel
+        for place in layout.exact:
+            self._memory.release(keys[place], bucket.gradients[place])
         if not layout.batches:
             await self._all_reduce(bucket)
+            return layout.numel
+        error_dtype = (self.error_dtype or bucket.buffer.dtype) if self.error_feedback else None
+        iteration = PowerIteration(
+            bucket,
+            layout,
+            keys,
+            self._memory,
+            error_dtype=error_dtype,
+            wire=self.wire,
+            seed=self.seed,
+            cold_step=None if self.warm_start else step,
+        )
+        if not self.alternate:
+            await iteration.both_factors()
+        elif step % 2 == 0:
+            await iteration.left_factors()
         else:
-            iteration = PowerIteration(bucket, layout, keys, self._memory, self.config, step=self._step)
-            if not self.config.alternate:
-                await iteration.both_factors()
-            elif self._step % 2 == 0:
-                await iteration.left_factors()
-            else:
-                await iteration.right_factors()
-            sent_numel = iteration.sent_numel
-        self._memory.settle(released)
-        return sent_numel
+            await iteration.right_factors()
+        return iteration.sent_numel
 
     def _layout_of(self, bucket: Bucket, keys: tuple[str, ...]) -> BucketLayout:
         key = (keys, bucket.buffer.numel(), bucket.buffer.device)
         if (layout := self._layouts.get(key)) is None:
             layout = self._layouts[key] = layout_of(
                 [gradient.shape for gradient in bucket.gradients],
-                rank=self.config.rank,
-                min_compression_rate=self.config.min_compression_rate,
+                rank=self.rank,
+                min_compression_rate=self.min_compression_rate,
                 device=bucket.buffer.device,
             )
         return layout
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """How many times fewer elements are sent, the elements before and those after compression, so far."""
-        return self._memory.statistics.summary()
+        """The ratio of elements before and after compression so far, and both numbers."""
+        return self._memory.compression_stats()
 
     @property
     def signature(self) -> str:
-        """The options; after a pass also a line per bucket: the elements sent of it."""
-        return "\n".join([repr(self), *(f"bucket {index}, {layout}" for index, layout in enumerate(self._last_pass))])
+        return repr(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """A snapshot of what this rank remembers; each rank saves its own.
+        """A snapshot of this rank's memory; each rank saves its own.
 
         It holds only tensors and plain values, so ``torch.load(..., weights_only=True)`` loads it.
         """
         return self._memory.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a copy of what :meth:`state_dict` gave on this rank, before or after registering.
+        """Load a copy of a :meth:`state_dict` of this rank, before or after registering.
 
         Raises:
             ConfigurationError: the state is another model's or another rank's; for another number of ranks, see
@@ -202,4 +220,26 @@ class PowerSGD(Stage):
     redistribute = staticmethod(redistribute)
 
     def __repr__(self) -> str:
-        return f"PowerSGD({self.config})"
+        parts = [f"rank={self.rank!r}"]
+        for name, option in inspect.signature(PowerSGD.__init__).parameters.items():
+            if name not in ("self", "rank", "unknown") and (value := getattr(self, name)) != option.default:
+                parts.append(f"{name}={value!r}")
+        return f"PowerSGD({', '.join(parts)})"
+
+
+def _unexpected(name: str) -> str:
+    if name not in _OF_TORCH:
+        return f"PowerSGD has no argument {name}"
+    return (
+        f"{name} is PyTorch's name: write PowerSGD({_OF_TORCH[name]}=...), or register overlap.powerSGD_hook with "
+        f"overlap.PowerSGDState(None, {name}=...)"
+    )
+
+
+def _check_rank(rank: object) -> int:
+    if callable(rank) or isinstance(rank, Mapping):
+        raise ConfigurationError(
+            f"rank is {told(rank)}: give a whole number such as 2, the same in all steps; for another rank of some "
+            'parameters write route({"*.embedding.weight": PowerSGD(rank=8), "*": PowerSGD(rank=2)})'
+        )
+    return check_whole_number("rank", rank, least=1)

@@ -18,8 +18,7 @@ from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import StageHook
 from overlap.hooks.bucket import Bucket, on_group
-from overlap.hooks.powersgd.config import PowerSGDConfig
-from overlap.hooks.powersgd.memory import Memory, bucket_key
+from overlap.hooks.powersgd.memory import Memory, bucket_key, redistribute
 from overlap.hooks.powersgd.stage import PowerSGD
 from overlap.hooks.stage import StageContext
 
@@ -31,19 +30,19 @@ _logger = logging.getLogger(__name__)
 class PowerSGDState(classes.PowerSGDState):
     """Options and memory of :func:`powerSGD_hook`, for one model.
 
-    The arguments are PyTorch's and mean the same; what :class:`PowerSGD` adds comes by keyword.
+    The arguments are PyTorch's and mean the same; those that :class:`PowerSGD` adds are passed by keyword.
     ``start_powerSGD_iter`` may be 0 or more, since memory does not depend on buckets. Pickling leaves the process group
     out (set it again, or leave it ``None`` for the model's own); load the pickle on the same rank of the same number of
     ranks.
 
     Args:
-        process_group: what to reduce over; the model's own where ``None``.
+        process_group: to reduce over; ``None``: the model's own.
         matrix_approximation_rank: see ``PowerSGD(rank=)``.
         start_powerSGD_iter: see ``PowerSGD(start_step=)``.
-        min_compression_rate: as there.
+        min_compression_rate: see :class:`PowerSGD`.
         use_error_feedback: see ``PowerSGD(error_feedback=)``.
-        warm_start: as there.
-        orthogonalization_epsilon: see ``PowerSGD(epsilon=)``.
+        warm_start: see :class:`PowerSGD`.
+        orthogonalization_epsilon: bases are always whole, without a division by zero, so this changes nothing.
         random_seed: see ``PowerSGD(seed=)``.
         compression_stats_logging_frequency: steps between two lines in the log.
         batch_tensors_with_same_shape: equal shapes are batched wherever that is faster, so this changes nothing.
@@ -89,22 +88,20 @@ class PowerSGDState(classes.PowerSGDState):
                 "error_dtype and wire"
             )
         self._options = options
-        self.memory = Memory()
-        self.config()  # Raises here, and not in the first backward.
+        PowerSGD(**self.options())  # Raises here, and not in the first backward.
+        self.memory = Memory(self, wire=options.get("wire"))
 
-    def config(self) -> PowerSGDConfig:
+    def options(self) -> dict[str, Any]:
         """The options under the names of :class:`PowerSGD`."""
-        return PowerSGDConfig(
-            rank=self.matrix_approximation_rank,
-            start_step=self.start_powerSGD_iter,
-            min_compression_rate=self.min_compression_rate,
-            error_feedback=self.use_error_feedback,
-            warm_start=self.warm_start,
-            seed=self.random_seed,
-            epsilon=self.orthogonalization_epsilon,
-            log_every_steps=self.compression_stats_logging_frequency,
+        return {
+            "rank": self.matrix_approximation_rank,
+            "start_step": self.start_powerSGD_iter,
+            "min_compression_rate": self.min_compression_rate,
+            "error_feedback": self.use_error_feedback,
+            "warm_start": self.warm_start,
+            "seed": self.random_seed,
             **self._options,
-        )
+        }
 
     @property
     def iter(self) -> int:
@@ -118,15 +115,15 @@ class PowerSGDState(classes.PowerSGDState):
 
     @property
     def total_numel_before_compression(self) -> int:
-        return self.memory.statistics.numel_before
+        return self.memory.numel_before
 
     @property
     def total_numel_after_compression(self) -> int:
-        return self.memory.statistics.numel_after
+        return self.memory.numel_after
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """How many times fewer elements were sent, the elements before and those after compression."""
-        return self.memory.statistics.summary()
+        """As :meth:`PowerSGD.compression_stats`."""
+        return self.memory.compression_stats()
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`PowerSGD.state_dict`."""
@@ -136,13 +133,17 @@ class PowerSGDState(classes.PowerSGDState):
         """As :meth:`PowerSGD.load_state_dict`."""
         self.memory.load_state_dict(state_dict)
 
+    redistribute = staticmethod(redistribute)
+
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
             _logger.warning("PowerSGDState: the process group is not pickled; set process_group after loading")
-        return {**self.__dict__, "process_group": None}
+        return {**self.__dict__, "process_group": None, "memory": self.memory.state_dict()}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
+        self.memory = Memory(self, wire=self._options.get("wire"))
+        self.memory.load_state_dict(state["memory"])
 
     def maybe_increase_iter(self, bucket: Any) -> None:
         """Does nothing: the stage counts backward passes."""
@@ -152,11 +153,22 @@ class _HookPowerSGD(PowerSGD):
     """The stage of a state, on the state's process group."""
 
     def __init__(self, state: PowerSGDState) -> None:
-        self._set_up(state.config(), state.memory)
+        super().__init__(**state.options())
+        self._memory = state.memory
         self._group = state.process_group
+        self._log_every_steps = state.compression_stats_logging_frequency
+        self._next_log = 0
 
     def attach(self, context: StageContext) -> None:
         super().attach(context if self._group is None else replace(context, group=self._group))
+
+    def after_backward(self, *, failed: bool) -> str | None:
+        note = super().after_backward(failed=failed)
+        if self._compressed_buckets and not failed and self._memory.steps >= self._next_log:
+            self._next_log = self._memory.steps + self._log_every_steps
+            rate, before, after = self._memory.compression_stats()
+            _logger.info("step %d: %d elements sent as %d, %.1f times fewer", self._memory.steps, before, after, rate)
+        return note
 
     async def __call__(self, bucket: Bucket) -> None:
         if self._group is not None and self._group is not bucket.group:
@@ -169,9 +181,9 @@ class _WholeBuckets(_HookPowerSGD):
 
     def __init__(self, state: PowerSGDState) -> None:
         super().__init__(state)
-        self.config = replace(self.config, min_compression_rate=0.0)
+        self.min_compression_rate = 0.0
 
-    async def _reduce(self, bucket: Bucket, keys: tuple[str, ...]) -> int:
+    async def _reduce(self, bucket: Bucket, keys: tuple[str, ...], step: int) -> int:
         memory, key, numel = self._memory, bucket_key(keys), bucket.buffer.numel()
         side = math.isqrt(numel - 1) + 1
         for factors in (memory.left, memory.right):
@@ -179,27 +191,27 @@ class _WholeBuckets(_HookPowerSGD):
                 del factors[key]  # Of a bucket that was cut in another way.
         square = bucket.buffer.new_zeros(side * side)
         square[:numel].copy_(bucket.buffer)
-        view = (torch.Size((side, side)), (side, 1), 0)
-        error_dtype = self.config.residual_dtype(square.dtype)
-        residuals: list[Tensor] = []
-        parts: tuple[Tensor, ...] = ()
-        if error_dtype is not None:
-            for name, gradient in zip(keys, bucket.gradients, strict=True):
-                residuals.append(memory.residual(name, gradient, error_dtype))
-            left_out = torch.zeros_like(square, dtype=error_dtype)
-            parts = bucket.with_buffer(left_out[:numel]).gradients
+        whole = replace(bucket, buffer=square, raw=None, views=((torch.Size((side, side)), (side, 1), 0),))
+        if not self.error_feedback:
+            sent_numel = await super()._reduce(whole, (key,), step)
+        else:
+            dtype = self.error_dtype or square.dtype
+            pairs = zip(keys, bucket.gradients, strict=True)
+            residuals = [memory.residual(name, gradient, dtype) for name, gradient in pairs]
+            errors = torch.zeros_like(square, dtype=dtype)
+            parts = bucket.with_buffer(errors[:numel]).gradients
             copy_all(parts, residuals)
-            memory.residuals[key] = left_out.view(side, side)
-        try:
-            sent_numel = await super()._reduce(replace(bucket, buffer=square, raw=None, views=(view,)), (key,))
-        finally:
-            memory.residuals.pop(key, None)
-        copy_all(residuals, parts)
+            memory.residuals[key] = errors.view(side, side)
+            try:
+                sent_numel = await super()._reduce(whole, (key,), step)
+            finally:
+                memory.residuals.pop(key, None)
+            copy_all(residuals, parts)
         bucket.buffer.copy_(square[:numel])
         return sent_numel
 
     def __repr__(self) -> str:
-        return f"PowerSGD, whole buckets({self.config})"
+        return super().__repr__().replace("PowerSGD", "PowerSGD, whole buckets", 1)
 
 
 def _hook(name: str, doc: str, stage: type[_HookPowerSGD]) -> StageHook:
@@ -231,9 +243,9 @@ batched_powerSGD_hook = _hook(  # noqa: N816
     "batched_powerSGD_hook",
     """Reduces each bucket as the two factors of one square matrix, filled up with zeros.
 
-    Two small collectives per bucket whatever is in it, biases included, at a loss of accuracy: the rows of such a
-    matrix have nothing to do with the model. The state is that of ``powerSGD_hook``; ``min_compression_rate`` does
-    nothing, as in PyTorch. Where DDP cuts its buckets anew, factors start anew; residuals are kept.
+    Two small collectives per bucket for any contents, biases included, at a loss of accuracy: the rows of such a matrix
+    have nothing to do with the model. The state is that of ``powerSGD_hook``; ``min_compression_rate`` changes nothing,
+    as in PyTorch. Where DDP cuts its buckets anew, factors start anew; residuals are kept.
 
     >>> state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=1000)
     >>> registration = overlap.register(ddp, batched_powerSGD_hook, state)

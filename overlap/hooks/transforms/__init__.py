@@ -1,4 +1,4 @@
-"""Stages that neither reduce nor update: they change, or look at, what is there where they stand."""
+"""Stages that neither reduce nor update: they change or read gradients or parameters."""
 
 from overlap.hooks.transforms.clip import ClipGradNorm
 from overlap.hooks.transforms.log import Log

@@ -1,4 +1,4 @@
-"""Leaving out the steps whose gradients are not finite."""
+"""Skipping steps whose gradients are not finite."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class SkipNonFinite(WholePassTransform):
     waits for all buckets, so updates run when backward has computed everything.
 
     On the CPU the update is not made, and step hooks of ``Step``'s optimizer do not run (those of a
-    ``ZeroRedundancyOptimizer`` do). On an accelerator the host does not wait to know: the optimizer is told by
-    ``found_inf``, as ``GradScaler`` does, which needs ``fused=True`` (and SGD without momentum); step hooks run in any
-    case, and a ``gather_wire`` sends what rounding has left. Other transforms, also those after the update, run in
-    every pass. Error feedback of wires stays as it was; ``PowerSGD`` keeps the residuals of matrices that are not
-    finite, but counts the others as delivered.
+    ``ZeroRedundancyOptimizer`` do). On an accelerator the host does not wait for the answer: the optimizer gets
+    ``found_inf``, as from ``GradScaler``, which needs ``fused=True`` (and SGD without momentum); step hooks run in any
+    case, and a ``gather_wire`` sends the rounding errors of earlier steps. Other transforms, also those after the
+    update, run in every pass. Error feedback of wires does not change; ``PowerSGD`` keeps the residuals of matrices
+    that are not finite, but counts the others as delivered.
 
     Communication: one all-reduce of a number per backward. Changes: nothing.
 
@@ -52,7 +52,7 @@ class SkipNonFinite(WholePassTransform):
 
     @property
     def skipped(self) -> Tensor | None:
-        """Whether the last step was left out, a 0-dimensional tensor, 1.0 or 0.0; ``None`` before the first pass."""
+        """1.0 if the last step was left out, else 0.0, a 0-dimensional tensor; ``None`` before the first pass."""
         return None if self._found_inf is None else hold(self._found_inf)
 
     @property
@@ -86,8 +86,9 @@ class SkipNonFinite(WholePassTransform):
         super().before_backward(is_replay=is_replay)
         self._largest.clear()
 
-    def look(self, bucket: Bucket) -> None:
+    async def __call__(self, bucket: Bucket) -> None:
         self._largest.look(self.seen(bucket))
+        await super().__call__(bucket)
 
     async def act(self, buckets: Sequence[Bucket]) -> None:
         found_inf = self._largest.found_inf(buckets[0].buffer.device)

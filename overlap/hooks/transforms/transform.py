@@ -1,4 +1,4 @@
-"""What the transforms that are shipped have in common."""
+"""The base of the transforms that are shipped."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Place", "Transform", "WholePassTransform"]
 
 
 class Place(enum.Enum):
-    """Where a transform stands, which says what it sees."""
+    """Where a transform stands in its chain."""
 
     LOCAL = "local gradients"
-    """Before the reducer: this rank's own gradients."""
+    """Before the reducer: it sees this rank's own gradients."""
     MEAN = "mean gradients"
     """After it: their mean over ranks."""
     UPDATED = "parameters"
@@ -29,7 +29,7 @@ class Place(enum.Enum):
 
 
 class Transform(Stage):
-    """A stage that changes, or looks at, what is there where it stands: local gradients, their mean, new parameters.
+    """A stage that changes or reads local gradients, their mean or new parameters, depending on its place.
 
     Subclasses use :meth:`seen`. One object stands in one place of one chain.
 
@@ -45,50 +45,40 @@ class Transform(Stage):
     role = Role.TRANSFORM
 
     def __init__(self) -> None:
-        self._place: Place | None = None
-        self._context: StageContext | None = None
-
-    @property
-    def place(self) -> Place:
-        """Where it stands, once it is registered."""
-        assert self._place is not None, f"{self!r} is not registered"
-        return self._place
-
-    @property
-    def context(self) -> StageContext:
-        """Where it is registered."""
-        assert self._context is not None, f"{self!r} is not registered"
-        return self._context
+        self.place: Place | None = None
+        """Where it stands, while it is registered."""
+        self.context: StageContext | None = None
+        """The context of its registration."""
 
     @property
     def signature(self) -> str:
         return repr(self)
 
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
-        if self._context is not None or self in before:
+        if self.context is not None or self in before:
             raise RegistrationError(
                 f"{self!r} is registered already, and serves one place of one model: make a {type(self).__name__} for "
                 "each, or .remove() that registration first"
             )
         if any(stage.role is Role.UPDATE for stage in before):
-            self._place = Place.UPDATED
+            self.place = Place.UPDATED
         elif any(stage.reduces for stage in before):
-            self._place = Place.MEAN
+            self.place = Place.MEAN
         else:
-            self._place = Place.LOCAL
+            self.place = Place.LOCAL
 
     def attach(self, context: StageContext) -> None:
-        if self._place is None:
+        if self.place is None:
             raise ConfigurationError(
                 f"{self!r} stands inside of another stage: put it into the chain itself, before or after that stage"
             )
-        self._context = context
+        self.context = context
 
     def detach(self) -> None:
-        self._place = self._context = None
+        self.place = self.context = None
 
     def seen(self, bucket: Bucket) -> Sequence[Tensor]:
-        """What it acts on, one tensor for each of ``bucket.parameters``, empty where this rank has nothing of it.
+        """The tensors that it acts on, one for each of ``bucket.parameters``, empty if this rank has no part of it.
 
         Gradients have the shapes of their parameters; after a reduce-scatter they are this rank's flat parts.
         """
@@ -96,29 +86,25 @@ class Transform(Stage):
             return bucket.parameters
         if bucket.owned is None:
             return bucket.gradients
-        whole = zip(bucket.owned, bucket.gradients, bucket.parameters, strict=True)
-        return [gradient if part is None else _like(part, parameter) for part, gradient, parameter in whole]
+        seen = []
+        for part, gradient, parameter in zip(bucket.owned, bucket.gradients, bucket.parameters, strict=True):
+            one = gradient if part is None else part
+            # A buffer of complex gradients holds pairs of real numbers.
+            is_pairs = parameter.is_complex() and not one.is_complex()
+            seen.append(torch.view_as_complex(one.view(-1, 2)) if is_pairs else one)
+        return seen
 
     def counted(self, bucket: Bucket) -> Sequence[Tensor]:
-        """As :meth:`seen`, but what all ranks have alike is empty on all but one, so that a sum over ranks counts it
-        once."""
-        seen, is_first = self.seen(bucket), bucket.group.rank() == 0
+        """As :meth:`seen`, for a sum over ranks: gradients that all ranks have whole are empty on all but one."""
+        seen = self.seen(bucket)
+        if bucket.group.rank() == 0:
+            return seen
         parts = [None] * len(seen) if bucket.owned is None else bucket.owned
-        return [
-            one.reshape(-1)[:0] if part is None and not is_first else one for part, one in zip(parts, seen, strict=True)
-        ]
-
-    def refuse_parameters(self) -> None:
-        """Raises: ConfigurationError: it stands after an update, and is meant for gradients."""
-        if self._place is Place.UPDATED:
-            raise ConfigurationError(
-                f"{self!r} acts on gradients, and stands after an update: put it before the update; a function of a "
-                "bucket can change bucket.parameters there"
-            )
+        return [one.reshape(-1)[:0] if part is None else one for part, one in zip(parts, seen, strict=True)]
 
 
 class WholePassTransform(Transform):
-    """A transform that acts once in a pass, on all buckets together, when all have come."""
+    """A transform that acts once in a pass, on all buckets together, when all have arrived."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,37 +122,24 @@ class WholePassTransform(Transform):
     def before_backward(self, *, is_replay: bool) -> None:
         self._arrived.clear()
 
-    def look(self, bucket: Bucket) -> None:
-        """A bucket has come."""
-
     @abstractmethod
     async def act(self, buckets: Sequence[Bucket]) -> None:
-        """Called once in a pass, with all its buckets in the order in which they came."""
+        """Called once in a pass, with all its buckets in their order of arrival."""
 
     async def __call__(self, bucket: Bucket) -> None:
-        self.look(bucket)
         self._arrived.append(bucket)
         await whole_pass()
         if bucket.is_last:
             arrived, self._arrived = self._arrived, []
             await self.act(arrived)
-            del arrived  # They go on now, and nobody else needs their memory.
-        await whole_pass()  # The other buckets go on when it has acted.
+            del arrived  # Each bucket's memory may be freed by later stages.
+        await whole_pass()  # The other buckets continue when it has acted.
 
     def in_order(self, buckets: Sequence[Bucket]) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter with what is seen of it, in the model's order; in the buckets' where names are not known."""
-        pairs = {
-            parameter: seen
-            for bucket in buckets
-            for parameter, seen in zip(bucket.parameters, self.seen(bucket), strict=True)
-        }
-        names = self.context.names
+        """Each parameter with its seen tensor, in the model's order; in the buckets' if names are not known."""
+        pairs: dict[Tensor, Tensor] = {}
+        for bucket in buckets:
+            pairs.update(zip(bucket.parameters, self.seen(bucket), strict=True))
+        names = None if self.context is None else self.context.names
         ordered = pairs if names is None else [parameter for parameter in names if parameter in pairs]
         return [(parameter, pairs[parameter]) for parameter in ordered]
-
-
-def _like(part: Tensor, parameter: Tensor) -> Tensor:
-    """A flat part of a buffer of pairs of real numbers as complex ones, where its parameter is complex."""
-    if parameter.is_complex() and not part.is_complex():
-        return torch.view_as_complex(part.view(-1, 2))
-    return part

@@ -1,10 +1,11 @@
-"""Formats in which tensors travel in fewer bytes: one codec each."""
+"""Wires: formats that send tensors in fewer bytes."""
 
+from overlap.hooks.wires.blocks import Codec
 from overlap.hooks.wires.exchange import QuantizedSum
 from overlap.hooks.wires.feedback import ErrorFeedback, RoundingGenerator, redistribute
 from overlap.hooks.wires.numbers import BFloat16, Float8, Float16, Int4, Int8
 from overlap.hooks.wires.sparse import TopK
-from overlap.hooks.wires.wire import Codec, Wire
+from overlap.hooks.wires.wire import Wire
 
 __all__ = [
     "BFloat16",

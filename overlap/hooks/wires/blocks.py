@@ -1,8 +1,8 @@
-"""Messages made of a row of numbers for each chunk of values."""
+"""Codecs: messages made of a row of numbers for each chunk of values."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -13,9 +13,8 @@ from torch.nn.functional import pad
 
 from overlap._torch.device import has_streams
 from overlap.hooks.segments import round_up
-from overlap.hooks.wires.wire import Codec, Combine
 
-__all__ = ["BlockCodec", "Field", "codecs_in_runs"]
+__all__ = ["Codec", "Field", "codecs_in_runs"]
 
 # Values at a time on a CPU, so that they stay in the cache between two passes over them.
 _BLOCK_NUMEL = 256 * 1024
@@ -24,18 +23,22 @@ _EVERYTHING = 2**60
 
 
 class Field(NamedTuple):
-    """What a message holds of each chunk."""
+    """Numbers that a message holds of each chunk."""
 
     dtype: torch.dtype
     numel: int
-    """Numbers for a chunk."""
+    """Of a chunk."""
 
 
-class BlockCodec(Codec):
-    """A message holds its fields one after another, each of them for all chunks.
+class Codec(ABC):
+    """Encodes ``numel`` values as one message of ``message_bytes`` bytes, and decodes it.
 
-    Many chunks, of one message or of several, are encoded or decoded at once: all of them where the device has streams,
-    as many as stay in the cache on a CPU.
+    Values are cut into ``chunks`` of ``chunk_numel``. A message holds its fields in order, each of them for all chunks.
+    If some of the values are not finite, neither are some of the decoded ones.
+
+    Rows of values are fp32, messages uint8. Rows may be shorter than ``numel``, all of them alike: zeros follow, which
+    are sent, but not stored. All rows are encoded or decoded at once if the device has streams; on a CPU as many as
+    stay in the cache.
     """
 
     chunks: int
@@ -44,13 +47,13 @@ class BlockCodec(Codec):
     @property
     @abstractmethod
     def fields(self) -> tuple[Field, ...]:
-        """What the message holds, in order."""
+        """The contents of a message, in order."""
 
     @abstractmethod
     def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
-        """Encode ``values``, fp32 of shape ``(messages, chunks, chunk_numel)``, into ``fields``.
+        """Encode ``values``, shape ``(messages, chunks, chunk_numel)``, into ``fields``, ``(messages, chunks, n)``.
 
-        Those are views of shape ``(messages, chunks, n)`` of the messages.
+        ``generator``, on the device of ``values``, rounds stochastically; without one rounding is to nearest.
         """
 
     @abstractmethod
@@ -59,50 +62,63 @@ class BlockCodec(Codec):
 
     @property
     def numel(self) -> int:
+        """Values of a message, padding included."""
         return self.chunks * self.chunk_numel
 
     @property
     def message_bytes(self) -> int:
+        """A multiple of 16, so that messages can follow each other; 0 for no values."""
         return round_up(self.chunks * sum(field.dtype.itemsize * field.numel for field in self.fields))
 
     def encode(self, values: Tensor, message: Tensor, generator: torch.Generator | None = None) -> None:
+        """Write ``values``, shape ``(numel,)``, into ``message``, ``(message_bytes,)``."""
         self.encode_rows(values[None], message[None], generator)
 
     def encode_rows(self, values: Tensor, messages: Tensor, generator: torch.Generator | None = None) -> None:
+        """Write each row of ``values``, shape ``(n, numel)``, into one of ``messages``, ``(n, message_bytes)``."""
         for block, fields in self._blocks(values, messages):
             self.write(block, fields, generator)
 
     def subtract_rows(self, values: Tensor, messages: Tensor, generator: torch.Generator | None = None) -> None:
+        """As :meth:`encode_rows`, and leave in ``values`` the rounding errors."""
         for block, fields in self._blocks(values, messages, changes=True):
             self.write(block, fields, generator)
             decoded = torch.empty_like(block)
             self.read(fields, decoded)
             block.sub_(decoded)
 
-    def decode(self, message: Tensor, out: Tensor, combine: Combine | None = None) -> None:
-        self.decode_rows(message[None], out[None], combine)
+    def decode(self, message: Tensor, out: Tensor) -> None:
+        """Write the values of ``message`` to ``out``, shape ``(numel,)``."""
+        self.decode_rows(message[None], out[None])
 
-    def decode_rows(self, messages: Tensor, out: Tensor, combine: Combine | None = None) -> None:
+    def decode_rows(self, messages: Tensor, out: Tensor) -> None:
+        """Write the values of each of ``messages``, shape ``(n, message_bytes)``, to a row of ``out``."""
         for block, fields in self._blocks(out, messages, changes=True):
-            decoded = block if combine is None else torch.empty_like(block)
-            self.read(fields, decoded)
-            if combine is not None:
-                combine(block, decoded)
+            self.read(fields, block)
 
     def add_rows(self, messages: Tensor, total: Tensor, *, alpha: float = 1.0) -> None:
+        """Add ``alpha`` times the values of each message to ``total``, shape ``(numel,)``.
+
+        On a CPU in their order; where there are streams, they may be added up first.
+        """
         for block, fields in self._blocks(total[None], messages, changes=True):
             decoded = torch.empty(block.shape, dtype=total.dtype, device=total.device)
             self.read(fields, decoded)
-            _add_one_by_one(block[0], decoded, alpha)
+            if len(decoded) == 1:
+                block[0].add_(decoded[0], alpha=alpha)
+            elif has_streams(total.device):
+                block[0].add_(decoded.mul_(alpha).sum(dim=0))
+            else:  # One after another, by one operator.
+                block[0][None].index_add_(0, torch.zeros(len(decoded), dtype=torch.int64), decoded, alpha=alpha)
 
     def _blocks(
         self, values: Tensor, messages: Tensor, *, changes: bool = False
     ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
         """Views ``(messages, chunks, n)`` of some chunks at a time: their values, their part of each field.
 
-        One row of ``values`` stands for a row for each message, all of them the same one. Where one row is short, the
-        chunks that are not whole are a copy, where several are, all chunks, so that rows come one after another;
-        ``changes``: what becomes of it is copied back.
+        One row of ``values`` stands for a row for each message, all of them the same one. Of one short row the last
+        chunks are copied, of several short rows all chunks; ``changes``: the caller writes to them, so they are copied
+        back.
         """
         count = len(messages)
         if self.chunks == 0 or count == 0:
@@ -126,10 +142,9 @@ class BlockCodec(Codec):
                 tail.copy_(rest[:, : tail.size(-1)])
 
     def _cut(self, values: Tensor, fields: Sequence[Tensor]) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-        """As :meth:`_blocks`, of whole chunks."""
+        """As :meth:`_blocks`, of whole chunks: several messages, or a part of one."""
         count, chunks, _ = fields[0].shape
         views = [values.expand(count, -1).view(count, chunks, self.chunk_numel), *fields]
-        # Several whole messages, or a part of one.
         messages_at_once = _at_once(self.numel, values.device)
         chunks_at_once = _at_once(self.chunk_numel, values.device)
         for some in zip(*(view.split(messages_at_once) for view in views), strict=True):
@@ -140,8 +155,7 @@ class BlockCodec(Codec):
 def codecs_in_runs(
     codecs: Sequence[Codec | None], ranks: Iterable[int], device: torch.device
 ) -> Iterator[tuple[Codec, list[int]]]:
-    """``ranks``, in their order, in runs of one codec, as many as are encoded or decoded at once, without those that
-    have none."""
+    """``ranks`` with a codec, in their order, in runs of equal codecs that are encoded or decoded at once."""
     for codec, alike in groupby(ranks, key=lambda rank: codecs[rank]):
         if codec is None:
             continue
@@ -152,15 +166,5 @@ def codecs_in_runs(
 
 
 def _at_once(numel: int, device: torch.device) -> int:
-    """How many rows of ``numel`` values to work on at once."""
+    """How many rows of ``numel`` values to process at once."""
     return _EVERYTHING if has_streams(device) else max(1, _BLOCK_NUMEL // numel)
-
-
-def _add_one_by_one(total: Tensor, summands: Tensor, alpha: float) -> None:
-    """Add ``alpha`` times each of ``summands`` to ``total``: on a CPU one after another, all by one operator."""
-    if len(summands) == 1:
-        total.add_(summands[0], alpha=alpha)
-    elif has_streams(total.device):
-        total.add_(summands.mul_(alpha).sum(dim=0))
-    else:
-        total[None].index_add_(0, torch.zeros(len(summands), dtype=torch.int64), summands, alpha=alpha)

@@ -1,13 +1,14 @@
 """Messages between ranks, encoded by a wire.
 
-``swap`` sends each other rank a message of its own, ``sum_in_order`` adds up what comes in, and :class:`QuantizedSum`
-is a sum over ranks made of both. The sharded update and the quantized collectives use the first two.
+``swap`` sends each other rank a message of its own, ``sum_in_order`` adds up the received ones, and
+:class:`QuantizedSum` is a sum over ranks made of both. The sharded update and the quantized collectives use the first
+two.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,19 +17,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from overlap.hooks.collectives import all_gather, send_recv
-from overlap.hooks.wires.wire import Codec, Wire
+from overlap.hooks.wires.blocks import Codec
+from overlap.hooks.wires.wire import Wire
 
 __all__ = ["QuantizedSum", "sum_in_order", "swap"]
 
-_Encode = Callable[[Tensor, Tensor, torch.Generator | None], None]
-
-
 _ByRank = Sequence[Tensor] | Mapping[int, Tensor] | Tensor
-"""A tensor for each rank; this rank's own is not looked at."""
+"""A tensor for each rank; this rank's own is not read."""
 
 
 async def swap(sent: _ByRank, received: _ByRank, *, group: dist.ProcessGroup, label: str = "send_recv") -> None:
-    """Send ``sent[r]`` to each other rank ``r`` and receive from it into ``received[r]``; empty ones do not travel.
+    """Send ``sent[r]`` to each other rank ``r`` and receive from it into ``received[r]``; empty ones are not sent.
 
     Each rank starts with the next one, so that not all send to the same rank at once.
 
@@ -45,7 +44,7 @@ async def swap(sent: _ByRank, received: _ByRank, *, group: dist.ProcessGroup, la
 
 
 def sum_in_order(codec: Codec, own: Tensor, received: Tensor, rank: int) -> Tensor:
-    """The sum, in the order of ranks, of ``own`` and of what the other ranks' messages hold.
+    """The sum, in the order of ranks, of ``own`` and the values of the other ranks' messages.
 
     Args:
         codec: of the messages.
@@ -66,8 +65,8 @@ def sum_in_order(codec: Codec, own: Tensor, received: Tensor, rank: int) -> Tens
 class QuantizedSum:
     """Sums values over the ranks of ``group``, with traffic that does not grow with their number.
 
-    Each rank owns an equal part of the values. It sends each other rank that rank's part, quantized, sums in fp32 what
-    it receives for its own part, quantizes the sum, and the sums are gathered. A rank sends as many values as in an
+    Each rank owns an equal part of the values. It sends each other rank that rank's part, quantized, sums in fp32 the
+    messages for its own part, quantizes the sum, and the sums are gathered. A rank sends as many values as in an
     all-reduce, ``2 (W-1)/W`` of them, and their scales.
     """
 
@@ -87,7 +86,7 @@ class QuantizedSum:
 
         Args:
             values: this rank's summand, fp32 of shape ``(numel,)``; overwritten with the rounding errors that this rank
-                made, in what it sent and in the sum of its own part. Their sum over ranks is the error of the result.
+                made, in its messages and in the sum of its own part. Their sum over ranks is the error of the result.
             out: of the same shape; may be ``values`` itself, and then the rounding errors are not computed.
 
         One rank alone rounds nothing.
@@ -95,79 +94,51 @@ class QuantizedSum:
         Communication: a send and a receive of ``1/W`` of the values with every other rank, and an all-gather of as
         much.
         """
-        missing = out is not values
-        if self.group.size() == 1 or values.numel() == 0:
-            if missing:
+        keeps_errors = out is not values
+        numel, ranks = values.numel(), self.group.size()
+        if ranks == 1 or numel == 0:
+            if keeps_errors:
                 out.copy_(values)
                 values.zero_()
             return
-        ranks, rank = self.group.size(), self.group.rank()
-        parts = _Parts.of(values, self.codec.numel, ranks)
+        if numel < (ranks - 1) * self.codec.numel:
+            # So few values that some ranks would own none.
+            padded = pad(values, (0, ranks * self.codec.numel - numel))
+            result = torch.empty_like(padded) if keeps_errors else padded
+            await self._sum(padded, result)
+            values.copy_(padded[:numel])
+            out.copy_(result[:numel])
+            return
+        await self._sum(values, out)
+
+    async def _sum(self, values: Tensor, out: Tensor) -> None:
+        codec, ranks, rank = self.codec, self.group.size(), self.group.rank()
+        encode = codec.encode_rows if out is values else codec.subtract_rows
         # Starting with the next rank spreads the senders over the receivers.
         others = [slice(rank + 1, ranks), slice(0, rank)]
-        encode = self.codec.subtract_rows if missing else self.codec.encode_rows
-        messages = await self._exchanged(parts, others, encode)
-        total = parts.of_rank(rank)
-        for theirs in others:
-            self.codec.add_rows(messages[theirs], total)
-        encode(total[None], messages[rank : rank + 1], self.generator)
-        if missing:
-            parts.put_back()
-        await all_gather(messages.view(-1), messages[rank], group=self.group)
-        results = _Parts.of(out, self.codec.numel, ranks) if missing else parts
-        for rows, theirs in results.at([slice(0, ranks)]):
-            self.codec.decode_rows(messages[theirs], rows)
-        results.put_back()
-
-    async def _exchanged(self, parts: _Parts, others: Sequence[slice], encode: _Encode) -> Tensor:
-        """Each rank's message for this one, by rank, with room for this rank's own; what was sent is given back."""
-        device, message_bytes = parts.full.device, self.codec.message_bytes
-        sent = torch.empty(self.group.size() - 1, message_bytes, dtype=torch.uint8, device=device)
-        peers, end = [peer for some in others for peer in range(some.start, some.stop)], 0
-        for rows, _ in parts.at(others):
-            start, end = end, end + len(rows)
-            encode(rows, sent[start:end], self.generator)
-        received = torch.empty(self.group.size(), message_bytes, dtype=torch.uint8, device=device)
+        device, message_bytes = values.device, codec.message_bytes
+        sent = torch.empty(ranks - 1, message_bytes, dtype=torch.uint8, device=device)
+        peers: list[int] = []
+        for some in others:
+            for parts, theirs in self._parts(values, some):
+                encode(parts, sent[len(peers) : len(peers) + len(parts)], self.generator)
+                peers += range(theirs.start, theirs.stop)
+        received = torch.empty(ranks, message_bytes, dtype=torch.uint8, device=device)
         await swap(dict(zip(peers, sent, strict=True)), received, group=self.group)
-        return received
+        del sent
+        total = values[rank * codec.numel : (rank + 1) * codec.numel]
+        for some in others:
+            codec.add_rows(received[some], total)
+        encode(total[None], received[rank : rank + 1], self.generator)
+        await all_gather(received.view(-1), received[rank], group=self.group)
+        for parts, theirs in self._parts(out, slice(0, ranks)):
+            codec.decode_rows(received[theirs], parts)
 
-
-@dataclass(frozen=True)
-class _Parts:
-    """Values by rank, a row for each rank."""
-
-    full: Tensor
-    """Views of the first ranks' parts, shape ``(n, part)``."""
-    rest: Tensor
-    """The other ranks' parts. Of one rank a view, shape ``(1, n)``, which may be shorter than a part; of several, whose
-    parts are short, copies, padded with zeros, shape ``(W - n, part)``."""
-    tail: Tensor
-    """The values of ``rest``."""
-
-    @classmethod
-    def of(cls, values: Tensor, part_numel: int, ranks: int) -> _Parts:
-        full = values.numel() // part_numel
-        head, tail = values.tensor_split([full * part_numel])
-        short = ranks - full
-        rest = tail[None]
-        if short != 1:
-            rest = pad(tail, (0, short * part_numel - tail.numel())).view(short, part_numel)
-        return cls(head.view(full, part_numel), rest, tail)
-
-    def of_rank(self, rank: int) -> Tensor:
-        full = len(self.full)
-        return self.full[rank] if rank < full else self.rest[rank - full]
-
-    def at(self, ranks: Sequence[slice]) -> Iterator[tuple[Tensor, slice]]:
-        """The rows of ``ranks``, in runs, and the ranks of each run."""
-        full, count = len(self.full), len(self.full) + len(self.rest)
-        for some in ranks:
-            for rows, first, end in ((self.full, 0, full), (self.rest, full, count)):
-                start, stop = max(some.start, first), min(some.stop, end)
-                if start < stop:
-                    yield rows[start - first : stop - first], slice(start, stop)
-
-    def put_back(self) -> None:
-        """Copy back to the values what is a copy."""
-        if len(self.rest) > 1:
-            self.tail.copy_(self.rest.view(-1)[: self.tail.numel()])
+    def _parts(self, values: Tensor, ranks: slice) -> Iterator[tuple[Tensor, slice]]:
+        """Views ``(n, part)`` of the parts of ``ranks``, and their ranks; the last rank's may be short."""
+        part = self.codec.numel
+        end = min(ranks.stop, values.numel() // part)
+        if ranks.start < end:
+            yield values[ranks.start * part : end * part].view(-1, part), slice(ranks.start, end)
+        if max(ranks.start, end) < ranks.stop:
+            yield values[None, end * part :], slice(end, ranks.stop)

@@ -1,7 +1,7 @@
-"""The memory of those who use a wire: rounding errors, to be added in the next step, and random numbers.
+"""The memory of a stage that rounds: errors, to be added in the next step, and random numbers.
 
-:class:`ErrorFeedback` holds errors by the parameters' names and :class:`RoundingGenerator` a rank's random numbers;
-:class:`WireMemory` is both, with their state, and :class:`StageMemory` that of a stage, which may be loaded before the
+:class:`ErrorFeedback` holds errors by parameter name and :class:`RoundingGenerator` a rank's random numbers.
+:class:`WireMemory` is both, with their state; :class:`StageMemory` is that of a stage, which may be loaded before the
 stage is registered.
 
 Error feedback: Seide et al., 2014; Karimireddy et al., 2019.
@@ -29,7 +29,10 @@ __all__ = [
     "WireMemory",
     "check_errors",
     "check_rank",
+    "check_shape",
     "redistribute",
+    "summed_errors",
+    "within_range",
 ]
 
 Place = tuple[int, int]
@@ -37,11 +40,10 @@ Place = tuple[int, int]
 
 
 class ErrorFeedback:
-    """The errors of this rank, in fp32 by parameter's name, so that they stay valid when DDP rebuilds its buckets.
+    """The errors of this rank by parameter name, so that they stay valid when DDP rebuilds its buckets.
 
-    What a pass leaves out is held until the pass is over, and dropped if any of its results is not finite or if it
-    failed: such a pass is not applied, so nothing of it may change the memory, on any rank. Ranks have the same results
-    and decide alike.
+    Errors of a pass are held until it is over, and dropped if it failed or any of its results is not finite: such a
+    pass is not applied. Results are the same on all ranks, so ranks decide alike.
     """
 
     def __init__(self) -> None:
@@ -55,7 +57,7 @@ class ErrorFeedback:
         self._are_finite.clear()
 
     def add_to(self, names: Sequence[str], values: Sequence[Tensor]) -> None:
-        """Add to ``values``, in fp32, what earlier steps left out of them, in place.
+        """Add the errors of earlier steps to ``values``, fp32, in place.
 
         Raises:
             ConfigurationError: a loaded error does not have the shape of the value.
@@ -73,16 +75,16 @@ class ErrorFeedback:
         add_all(changed, errors)
 
     def hold(self, names: Sequence[str], errors: Sequence[Tensor], result: Tensor) -> None:
-        """Hold ``errors``, in fp32, as what this pass left out where ``result`` came out, the same on all ranks."""
+        """Hold ``errors``, fp32, of a ``result`` that is the same on all ranks."""
         self._held.update(zip(names, errors, strict=True))
         self.note(result)
 
     def note(self, result: Tensor) -> None:
-        """Another result of this pass, the same on all ranks: if it is not finite, nothing of the pass is kept."""
+        """Another result of this pass, the same on all ranks."""
         self._are_finite.append(all_finite(result))
 
     def settle(self, *, failed: bool) -> None:
-        """The pass is over: keep what was held, if all results are finite."""
+        """The pass is over: keep the held errors if all results are finite."""
         if self._are_finite and not failed:
             self._keep(torch.stack([hold(one) for one in self._are_finite]).all())
         self.begin()
@@ -101,88 +103,32 @@ class ErrorFeedback:
         return {name: error.clone() for name, error in self.errors.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        self.errors = {name: error.to(torch.float32, copy=True) for name, error in state_dict.items()}
+        self.errors = {name: error.clone() for name, error in state_dict.items()}
         self.begin()
 
 
-def check_shape(name: str, error: Tensor, like: Tensor) -> None:
-    """Raises: ConfigurationError: ``error`` is not of the shape of the parameter ``name``."""
-    if error.shape != like.shape:
-        raise ConfigurationError(
-            f"the error feedback of {name} is of shape {tuple(error.shape)}, its gradient of {tuple(like.shape)}: the "
-            "state that was loaded is another model's"
-        )
-
-
-def check_errors(errors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Raises: ConfigurationError: not all of ``errors`` are of ``parameters``, by name, and of their shapes."""
-    if foreign := sorted(set(errors) - set(parameters)):
-        raise ConfigurationError(
-            f"the state has the error feedback of parameters that the model does not have "
-            f"({', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''}): it is the state of another model"
-        )
-    for name, error in errors.items():
-        check_shape(name, error, parameters[name])
-
-
-def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
-    """The state of ``rank`` of ``ranks``, from the states of another number of ranks.
-
-    Errors are parts of the mean, so their sum over ranks is what is still to be delivered, and it stays the same: new
-    rank ``r`` gets the sum of those of the old ranks ``r``, ``r + ranks`` and so on, or none. Generators start anew.
-    What all ranks remember alike stays.
-
-    Args:
-        states: of all old ranks, in any order.
-        rank: this rank in the new group.
-        ranks: size of the new group.
-
-    Raises:
-        ConfigurationError: ``rank`` is out of range, a state is missing, or states do not belong together.
-    """
-    if not 0 <= rank < ranks:
-        raise ConfigurationError(f"rank={rank} is out of range for ranks={ranks}: it is 0 to {ranks - 1}")
-    if any(not {"rank", "ranks"} <= set(state) for state in states):
-        raise ConfigurationError("a state does not say its rank: it was saved before the first pass of its stage")
-    by_rank = {state["rank"]: state for state in states}
-    sizes = sorted({state["ranks"] for state in states})
-    if len(sizes) != 1 or len(by_rank) != len(states) or sorted(by_rank) != list(range(sizes[0])):
-        raise ConfigurationError(
-            f"redistribute needs the state of every old rank once, but was given ranks {sorted(by_rank)} of {sizes}"
-        )
-    errors: dict[str, Tensor] = {}
-    for old in range(rank, sizes[0], ranks):
-        for name, error in by_rank[old].get("error", {}).items():
-            errors[name] = errors[name].add_(error) if name in errors else error.clone()
-    alike = {key: value for key, value in by_rank[0].items() if key not in ("error", "generator")}
-    return {**alike, "error": errors, "rank": rank, "ranks": ranks}
-
-
 class RoundingGenerator:
-    """What a user of ``wire`` gives to :meth:`Codec.encode`: ``None`` where the wire rounds to nearest.
+    """Random numbers with which ``wire`` rounds on this rank: its own, not those of the model's dropout."""
 
-    Each rank has random numbers of its own, and not the global ones, which the model's dropout uses.
-    """
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, wire: Wire | None) -> None:
+        self._is_needed = wire is not None and wire.is_stochastic
         self._generator: torch.Generator | None = None
         self._state: Tensor | None = None
 
     def of(self, rank: int, device: torch.device) -> torch.Generator | None:
-        """The same at every call; at first it is seeded with ``rank``, or goes on where the loaded one was."""
-        if self._wire.is_stochastic and self._generator is None:
+        """The same at every call, seeded with ``rank`` or the loaded state; ``None`` if rounding is to nearest."""
+        if self._is_needed and self._generator is None:
             self._generator = torch.Generator(device).manual_seed(rank)
             if self._state is not None:
                 self._generator.set_state(self._state)
         return self._generator
 
     def state(self) -> Tensor | None:
-        """What :meth:`load` takes; ``None`` before the first use."""
+        """For :meth:`load`; ``None`` before the first use."""
         return self._state if self._generator is None else self._generator.get_state()
 
     def load(self, state: Tensor | None) -> None:
-        """Go on where the generator was that gave ``state``; anew where it is ``None``."""
+        """Continue from a :meth:`state`; start anew if it is ``None``."""
         # A checkpoint may have been loaded to an accelerator.
         self._state, self._generator = None if state is None else state.cpu(), None
 
@@ -192,15 +138,15 @@ class WireMemory:
 
     Args:
         error_feedback: whether to add a step's errors to the next step's values.
-        wires: at least one; stochastic ones draw from one generator.
+        wires: stochastic ones draw from one generator.
     """
 
     def __init__(self, *, error_feedback: bool, wires: Sequence[Wire]) -> None:
         self.feedback = ErrorFeedback() if error_feedback else None
-        stochastic = [wire for wire in wires if wire.is_stochastic]
-        self.is_of_rank = error_feedback or bool(stochastic)
+        stochastic = next((wire for wire in wires if wire.is_stochastic), None)
+        self.is_of_rank = error_feedback or stochastic is not None
         """Whether each rank has its own."""
-        self._generator = RoundingGenerator([*stochastic, *wires][0])
+        self._generator = RoundingGenerator(stochastic)
 
     def begin(self) -> None:
         """A pass begins."""
@@ -217,7 +163,7 @@ class WireMemory:
         return self._generator.of(rank, device) if wire.is_stochastic else None
 
     def state_dict(self) -> dict[str, Any]:
-        """A snapshot: ``error`` by parameter's name, and the rounding's ``generator``, where there are such."""
+        """A snapshot: ``error`` by parameter name, and the rounding's ``generator``, where there are such."""
         state: dict[str, Any] = {}
         if self.feedback is not None:
             state["error"] = self.feedback.state_dict()
@@ -226,26 +172,25 @@ class WireMemory:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned; without a key, as before the first pass."""
+        """Load a :meth:`state_dict`; without a key, as before the first pass."""
         if self.feedback is not None:
             self.feedback.load_state_dict(state_dict.get("error", {}))
         self._generator.load(state_dict.get("generator"))
 
 
 class StageMemory(WireMemory):
-    """The memory of one stage, which may be loaded before the stage is registered.
-
-    Args:
-        owner: the stage, which messages name.
-        error_feedback: as for :class:`WireMemory`.
-        wires: as for :class:`WireMemory`.
-    """
+    """The memory of one stage, the ``owner``, which messages name; other arguments as of :class:`WireMemory`."""
 
     def __init__(self, owner: object, *, error_feedback: bool, wires: Sequence[Wire]) -> None:
         super().__init__(error_feedback=error_feedback, wires=wires)
         self._owner = owner
         self._saved_by: Place | None = None
         self._context: StageContext | None = None
+
+    @property
+    def place(self) -> Place | None:
+        """The rank that it belongs to, and the number of ranks; ``None`` if it belongs to none yet."""
+        return self._saved_by if self._context is None else _place(self._context)
 
     def attach(self, context: StageContext) -> None:
         """Serve the model of ``context``.
@@ -258,21 +203,19 @@ class StageMemory(WireMemory):
 
     def detach(self) -> None:
         """Stop serving the model; the memory stays."""
-        has_own = self._generator.state() is not None or (self.feedback is not None and self.feedback.errors)
-        if self._context is not None and has_own:
-            self._saved_by = _place(self._context)
+        if self._generator.state() is not None or (self.feedback is not None and self.feedback.errors):
+            self._saved_by = self.place
         self._context = None
 
     def state_dict(self) -> dict[str, Any]:
         """That of :class:`WireMemory`, with the ``rank`` and number of ``ranks`` that it belongs to."""
         state = super().state_dict()
-        saved_by = self._saved_by if self._context is None else _place(self._context)
-        if state and saved_by is not None:
-            state["rank"], state["ranks"] = saved_by
+        if state and self.place is not None:
+            state["rank"], state["ranks"] = self.place
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned on this rank.
+        """Load a :meth:`state_dict` of this rank.
 
         Raises:
             ConfigurationError: ``state_dict`` has unknown keys, has errors and this memory keeps none, or is another
@@ -298,12 +241,12 @@ class StageMemory(WireMemory):
             check_errors(errors, {name: parameter for parameter, name in context.names.items()})
 
 
-def check_rank(saved_by: Place, here: Place, *, owner: str, kept: str) -> None:
-    """Check that a state of ``kept`` is this rank's.
+def _place(context: StageContext) -> Place:
+    return context.group.rank(), context.group.size()
 
-    Raises:
-        ConfigurationError: it was saved by another; the message says how ``owner`` makes it this rank's.
-    """
+
+def check_rank(saved_by: Place, here: Place, *, owner: str, kept: str) -> None:
+    """Raises: ConfigurationError: a state of ``kept`` was saved by another rank; says how ``owner`` converts it."""
     if saved_by != here:
         raise ConfigurationError(
             f"the state was saved by rank {saved_by[0]} of {saved_by[1]}, but this is rank {here[0]} of {here[1]}, "
@@ -312,5 +255,71 @@ def check_rank(saved_by: Place, here: Place, *, owner: str, kept: str) -> None:
         )
 
 
-def _place(context: StageContext) -> Place:
-    return context.group.rank(), context.group.size()
+def check_shape(name: str, error: Tensor, like: Tensor) -> None:
+    """Raises: ConfigurationError: ``error`` is not of the shape of the parameter ``name``."""
+    if error.shape != like.shape:
+        raise ConfigurationError(
+            f"the error feedback of {name} is of shape {tuple(error.shape)}, its gradient of {tuple(like.shape)}: the "
+            "state that was loaded is another model's"
+        )
+
+
+def check_errors(errors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Raises: ConfigurationError: ``errors`` has a name that ``parameters`` lacks, or another shape."""
+    if foreign := sorted(set(errors) - set(parameters)):
+        raise ConfigurationError(
+            f"the state has the error feedback of parameters that the model does not have "
+            f"({', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''}): it is the state of another model"
+        )
+    for name, error in errors.items():
+        check_shape(name, error, parameters[name])
+
+
+def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
+    """The state of ``rank`` of ``ranks``, from the states of all old ranks, in any order.
+
+    Errors are parts of the mean, so their sum over ranks is still to be delivered, and stays the same: new rank ``r``
+    gets the sum of those of the old ranks ``r``, ``r + ranks`` and so on, or none. Generators start anew; values that
+    are the same on all ranks stay.
+
+    Raises:
+        ConfigurationError: ``rank`` is out of range, a state is missing, or states do not belong together.
+    """
+    errors = summed_errors(states, "error", rank=rank, ranks=ranks)
+    alike = {key: value for key, value in states[0].items() if key not in ("error", "generator")}
+    return {**alike, "error": errors, "rank": rank, "ranks": ranks}
+
+
+def summed_errors(
+    states: Sequence[Mapping[str, Any]], key: str, *, rank: int, ranks: int, times: float = 1.0
+) -> dict[str, Tensor]:
+    """The errors ``state[key]`` of ``rank`` of ``ranks``, as for :func:`redistribute`, ``times`` a number.
+
+    Sums are taken in fp32 at least and rounded once.
+    """
+    if not 0 <= rank < ranks:
+        raise ConfigurationError(f"rank={rank} is out of range for ranks={ranks}: it is 0 to {ranks - 1}")
+    if any(state.get("rank") is None or state.get("ranks") is None for state in states):
+        raise ConfigurationError("a state does not say its rank: it was saved before the first pass of its stage")
+    by_rank = {state["rank"]: state for state in states}
+    sizes = sorted({state["ranks"] for state in states})
+    if len(sizes) != 1 or len(by_rank) != len(states) or sorted(by_rank) != list(range(sizes[0])):
+        raise ConfigurationError(
+            f"redistribute needs the state of every old rank once, but was given ranks {sorted(by_rank)} of {sizes}"
+        )
+    sums: dict[str, Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for old in range(rank, sizes[0], ranks):
+        for name, error in by_rank[old].get(key, {}).items():
+            wide = error.to(torch.promote_types(error.dtype, torch.float32))
+            sums[name] = sums[name] + wide if name in sums else wide
+            dtypes[name] = error.dtype
+    return {name: within_range(total * times, dtypes[name]).to(dtypes[name]) for name, total in sums.items()}
+
+
+def within_range(errors: Tensor, dtype: torch.dtype) -> Tensor:
+    """``errors``, limited to finite numbers of ``dtype`` if that is ``float16``: infinity would stay forever."""
+    if dtype != torch.float16:
+        return errors
+    limit = torch.finfo(torch.float16).max
+    return errors.clamp(-limit, limit)

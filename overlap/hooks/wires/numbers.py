@@ -3,7 +3,7 @@
 [Note: chunks on a grid]
 
 The scheme of QSGD (Alistarh et al., 2017), with a chunk's largest magnitude in place of its norm: a value ``x`` of a
-chunk whose largest magnitude is ``peak`` becomes the number of the grid nearest to ``x * top / peak``, in ``-top ..
+chunk whose largest magnitude is ``peak`` becomes the number of a grid nearest to ``x * top / peak``, in ``-top ..
 top``, and is decoded as ``number * step``, where ``step`` is ``peak / top`` in fp32. Numbers of the grid times a step,
 zero among them, are decoded exactly; the largest values and constant chunks up to fp32's last place. If a chunk holds a
 value that is not finite, none of its decoded values is finite.
@@ -12,27 +12,27 @@ value that is not finite, none of its decoded values is finite.
 
 A number that has noise added to it, uniform between minus a half and a half, and is then rounded to nearest, is rounded
 up or down with its own mean. Drawing the noise is most of what stochastic rounding costs on a CPU, so four numbers are
-taken from each 64 bits that a generator gives. They are made odd, so that they lie evenly around zero and never reach a
-half: a whole number stays what it is.
+taken from each 64 bits of the generator. They are made odd, so that they are symmetric around zero and never reach a
+half: a whole number is unchanged.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from overlap._checks import told
 from overlap.errors import ConfigurationError
-from overlap.hooks.wires.blocks import BlockCodec, Field
+from overlap.hooks.wires.blocks import Codec, Field
 from overlap.hooks.wires.wire import RoundingWire, Wire
 
 __all__ = [
     "Affine8",
-    "AffineCodec",
     "BFloat16",
     "CastCodec",
     "CastWire",
@@ -40,10 +40,8 @@ __all__ = [
     "ChunkWire",
     "Float8",
     "Float16",
-    "Grid",
     "Int4",
     "Int8",
-    "NOISE_BITS",
     "add_noise_",
     "cast",
     "check_chunk",
@@ -54,34 +52,31 @@ __all__ = [
 # Chunks are multiples of it, in values: in 4 bits its halves share bytes.
 _MULTIPLE = 8
 _AFFINE_TOP = 255
-
-
-NOISE_BITS = 16
-"""Noise is odd multiples of 2**-16."""
-
+# Noise is odd multiples of 2**-16.
+_NOISE_BITS = 16
 _ODD = 0x0001_0001_0001_0001
 
 
-def draw(rows: int, numel: int, device: torch.device, generator: torch.Generator, *, bits: int = NOISE_BITS) -> Tensor:
+def draw(rows: int, numel: int, device: torch.device, generator: torch.Generator, *, bits: int = _NOISE_BITS) -> Tensor:
     """Noise in units of ``2**-bits``, at most 16: odd int16 numbers below ``2**(bits - 1)``, shape ``(rows, numel)``.
 
-    Each row begins with bits of its own, so rows have the numbers that they have when they are drawn one by one.
+    Each row begins with bits of its own, so rows are the same as when drawn one by one.
     """
     words = torch.empty(rows, -(-numel // 4), dtype=torch.int64, device=device)
     # The whole range: without a beginning the highest bit would always be 0.
     words.random_(-(2**63), None, generator=generator)
     numbers = words.view(torch.int16)
-    if bits < NOISE_BITS:
-        numbers.bitwise_right_shift_(NOISE_BITS - bits)
+    if bits < _NOISE_BITS:
+        numbers.bitwise_right_shift_(_NOISE_BITS - bits)
     words.bitwise_or_(_ODD)
     return numbers[:, :numel]
 
 
-def add_noise_(values: Tensor, generator: torch.Generator, *, bits: int = NOISE_BITS) -> Tensor:
+def add_noise_(values: Tensor, generator: torch.Generator, *, bits: int = _NOISE_BITS) -> Tensor:
     """Add to ``values``, shape ``(rows, ...)``, noise between minus a half and a half, odd multiples of ``2**-bits``.
 
-    Rounded to nearest then, a value is off on average by at most ``2**-bits``, and a whole number not at all, if the
-    values have at most ``24 - bits`` bits before the point.
+    Rounded to nearest then, a value has a bias of at most ``2**-bits``, and a whole number does not change, if values
+    have at most ``24 - bits`` bits before the point.
     """
     rows = len(values)
     noise = draw(rows, values.numel() // max(rows, 1), values.device, generator, bits=bits)
@@ -94,15 +89,15 @@ def cast(values: Tensor, out: Tensor, generator: torch.Generator | None = None) 
 
 
 def _between_neighbours(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """``values``, fp32, each rounded to one of the two numbers of ``dtype`` beside it, by chance, with its own mean."""
+    """``values``, fp32, each rounded stochastically to one of the two numbers of ``dtype`` beside it."""
     of_dtype, of_fp32 = torch.finfo(dtype), torch.finfo(torch.float32)
     # The bits of the exponent alone are the largest power of two that is not larger; zero for denormal numbers.
     powers = values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
-    # Below its smallest normal number the numbers of a dtype lie evenly. Infinity over infinity would be NaN.
+    # Below its smallest normal number the numbers of a dtype are equidistant. Infinity over infinity would be NaN.
     smallest = max(of_dtype.tiny, of_fp32.tiny / of_dtype.eps)
     spacing = powers.clamp_(min=smallest, max=2.0**127).mul_(of_dtype.eps)
-    # No finer than fp32 is where the sum lies, so that a number of the dtype stays what it is.
-    bits = min(NOISE_BITS, round(math.log2(of_dtype.eps / of_fp32.eps)))
+    # No finer than the sum in fp32, so that a number of the dtype is unchanged.
+    bits = min(_NOISE_BITS, round(math.log2(of_dtype.eps / of_fp32.eps)))
     return add_noise_(values / spacing, generator, bits=bits).round_().mul_(spacing)
 
 
@@ -110,10 +105,7 @@ def _between_neighbours(values: Tensor, dtype: torch.dtype, generator: torch.Gen
 class CastWire(RoundingWire):
     """Values in another floating-point dtype."""
 
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """What is sent."""
+    dtype: ClassVar[torch.dtype]
 
     @property
     def largest(self) -> float:
@@ -133,16 +125,11 @@ class Float16(CastWire):
     Args:
         rounding: ``"nearest"``, or ``"stochastic"``, whose error is zero on average.
 
-    Raises:
-        ConfigurationError: an argument is not one of the above.
-
     >>> Float16()
     Float16()
     """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float16
+    dtype = torch.float16
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -155,20 +142,15 @@ class BFloat16(CastWire):
     Args:
         rounding: ``"nearest"``, or ``"stochastic"``, whose error is zero on average.
 
-    Raises:
-        ConfigurationError: an argument is not one of the above.
-
     >>> BFloat16(rounding="stochastic")
     BFloat16(rounding='stochastic')
     """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16
+    dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class CastCodec(BlockCodec):
+class CastCodec(Codec):
     """A message holds the values one after another."""
 
     dtype: torch.dtype
@@ -184,26 +166,6 @@ class CastCodec(BlockCodec):
 
     def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
         out.copy_(fields[0])
-
-
-class Grid(ABC):
-    """The numbers that are sent in place of a chunk's values, in steps of the chunk."""
-
-    bits: int
-    """Of a number."""
-    top: float
-    """The largest; a chunk's largest magnitude is sent as it."""
-
-    @abstractmethod
-    def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
-        """Write ``values``, shape ``(..., chunk_numel)``, rounded, to ``payload``, int8 of shape ``(..., bytes)``.
-
-        ``values`` may be overwritten. At most ``top`` in magnitude, or not finite, and then anything may be written.
-        """
-
-    @abstractmethod
-    def read(self, payload: Tensor, out: Tensor) -> None:
-        """Write the numbers that ``payload`` holds to ``out``, fp32 of shape ``(..., chunk_numel)``."""
 
 
 def check_chunk(chunk: object, *, largest: int | None = None) -> None:
@@ -224,54 +186,112 @@ def cut(numel: int, chunk: int) -> tuple[int, int]:
     return chunks, -(-numel // (chunks * _MULTIPLE)) * _MULTIPLE if chunks else _MULTIPLE
 
 
+@dataclass(frozen=True)
+class ChunkCodec(Codec):
+    """A message holds the step of each chunk in fp32, then the chunks' numbers. See [Note: chunks on a grid]."""
+
+    chunks: int
+    chunk_numel: int
+
+    bits: ClassVar[int]
+    """Of a number."""
+    top: ClassVar[float]
+    """The largest number, to which a chunk's largest magnitude is scaled."""
+
+    @abstractmethod
+    def pack(self, scaled: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
+        """Write ``scaled``, shape ``(..., chunk_numel)``, rounded, to ``payload``, int8 of shape ``(..., bytes)``.
+
+        ``scaled`` may be overwritten. At most ``top`` in magnitude, or not finite, and then any number will do.
+        """
+
+    @abstractmethod
+    def unpack(self, payload: Tensor, out: Tensor) -> None:
+        """Write the numbers of ``payload`` to ``out``, fp32 of shape ``(..., chunk_numel)``."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return Field(torch.float32, 1), Field(torch.int8, self.chunk_numel * self.bits // 8)
+
+    def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
+        step, payload = fields
+        scratch = values.abs()
+        peak = scratch.amax(dim=-1, keepdim=True)
+        # Divided by a tensor: by a number, some devices multiply by its inverse, which rounds twice.
+        torch.div(peak, peak.new_full((), self.top), out=step)
+        # If the step were rounded up, the largest numbers would be decoded as infinity.
+        step.copy_(torch.where(step * self.top > peak, step.nextafter(torch.zeros_like(step)), step))
+        # A peak of zero, or of a denormal number, must not give an infinite factor.
+        factor = (self.top / peak).clamp_(max=torch.finfo(torch.float32).max)
+        self.pack(torch.mul(values, factor, out=scratch), payload, generator)
+
+    def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
+        step, payload = fields
+        self.unpack(payload, out)
+        out.mul_(step)
+
+
+class _EightBits(ChunkCodec):
+    bits = 8
+    top = 127
+
+    def pack(self, scaled: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
+        payload.copy_(_rounded(scaled, self.top, generator))
+
+    def unpack(self, payload: Tensor, out: Tensor) -> None:
+        out.copy_(payload)
+
+
+class _FourBits(ChunkCodec):
+    bits = 4
+    top = 7
+
+    def pack(self, scaled: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
+        low, high = _rounded(scaled, self.top, generator).to(torch.int8).chunk(2, dim=-1)
+        torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=payload)
+
+    def unpack(self, payload: Tensor, out: Tensor) -> None:
+        low, high = out.chunk(2, dim=-1)
+        low.copy_((payload << 4).bitwise_right_shift_(4))
+        high.copy_(payload >> 4)
+
+
+class _E4M3(ChunkCodec):
+    bits = 8
+    top = 448
+
+    def pack(self, scaled: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
+        if generator is not None:
+            # The product with top / peak can be a little larger than top, and would be rounded up.
+            scaled.clamp_(-self.top, self.top)
+        cast(scaled, payload.view(torch.float8_e4m3fn), generator)
+
+    def unpack(self, payload: Tensor, out: Tensor) -> None:
+        # As the bits of a float16, whose exponents are larger by 8; converting float8 on a CPU takes ten times as long.
+        halves = payload.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+        out.copy_(halves.view(torch.float16)).mul_(2.0**8)
+
+
+def _rounded(values: Tensor, top: float, generator: torch.Generator | None) -> Tensor:
+    """``values``, at most ``top`` in magnitude, as integers, in place: to nearest (ties to even), or stochastically."""
+    if generator is None:
+        return values.round_()
+    return add_noise_(values, generator).round_().clamp_(-top, top)
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ChunkWire(RoundingWire):
     """Numbers of a grid, with an fp32 scale for each chunk of values."""
 
     chunk: int = 512
+    _codec: ClassVar[type[ChunkCodec]]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_chunk(self.chunk)
 
-    @property
-    @abstractmethod
-    def grid(self) -> Grid:
-        """What values are rounded to."""
-
     def codec(self, numel: int) -> ChunkCodec:
-        return ChunkCodec(self.grid, *cut(numel, self.chunk))
-
-
-@dataclass(frozen=True)
-class ChunkCodec(BlockCodec):
-    """A message holds the step of each chunk in fp32, then the chunks' numbers."""
-
-    grid: Grid
-    chunks: int
-    chunk_numel: int
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        return Field(torch.float32, 1), Field(torch.int8, self.chunk_numel * self.grid.bits // 8)
-
-    def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
-        step, payload = fields
-        top = self.grid.top
-        scratch = values.abs()
-        peak = scratch.amax(dim=-1, keepdim=True)
-        # Divided by a tensor: by a number, some devices multiply by its inverse, which rounds twice.
-        torch.div(peak, peak.new_full((), top), out=step)
-        # If the step were rounded up, the largest numbers would be decoded as infinity.
-        step.copy_(torch.where(step * top > peak, step.nextafter(torch.zeros_like(step)), step))
-        # A peak of zero, or of a denormal number, must not give an infinite factor.
-        steps = (top / peak).clamp_(max=torch.finfo(torch.float32).max)
-        self.grid.write(torch.mul(values, steps, out=scratch), payload, generator)
-
-    def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
-        step, payload = fields
-        self.grid.read(payload, out)
-        out.mul_(step)
+        return self._codec(*cut(numel, self.chunk))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -282,59 +302,36 @@ class Int8(ChunkWire):
     rounding. If a chunk holds a value that is not finite, none of its decoded values is finite.
 
     Args:
-        chunk: how many values share a scale at most; a multiple of 8.
+        chunk: values that share a scale, at most; a multiple of 8.
         rounding: ``"nearest"``, or ``"stochastic"``, whose error is zero on average.
 
-    Raises:
-        ConfigurationError: an argument is not one of the above.
-
-    >>> Int8(chunk=128)
-    Int8(chunk=128)
+    >>> Int8(chunk=256)
+    Int8(chunk=256)
     """
 
-    @property
-    def grid(self) -> Grid:
-        return _EightBits()
+    _codec = _EightBits
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Int4(ChunkWire):
-    """Integers of 4 bits with an fp32 scale for each chunk: 0.127 of fp32.
+    """Integers of 4 bits, -7 to 7, with an fp32 scale for each chunk: 0.127 of fp32. Otherwise as :class:`Int8`.
 
-    A value is off by at most half a step, 1/7 of its chunk's largest magnitude; by a whole step with stochastic
-    rounding. If a chunk holds a value that is not finite, none of its decoded values is finite.
-
-    Args:
-        chunk: how many values share a scale at most; a multiple of 8.
-        rounding: ``"nearest"``, or ``"stochastic"``, whose error is zero on average.
-
-    Raises:
-        ConfigurationError: an argument is not one of the above.
+    A value is off by at most half a step, 1/7 of its chunk's largest magnitude.
 
     >>> Int4(rounding="stochastic")
     Int4(rounding='stochastic')
     """
 
-    @property
-    def grid(self) -> Grid:
-        return _FourBits()
+    _codec = _FourBits
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Float8(ChunkWire):
-    """``float8_e4m3fn`` with an fp32 scale for each chunk: 0.252 of fp32.
+    """``float8_e4m3fn`` with an fp32 scale for each chunk: 0.252 of fp32. Otherwise as :class:`Int8`.
 
-    A chunk's largest magnitude is sent as 448, the largest of the format's numbers. A value is off by at most 1/16 of
-    itself; if that is less than 1/458,752 of its chunk's largest magnitude, by as much as this. With stochastic
-    rounding, by twice as much. So it is closer than :class:`Int8` for small values of a chunk, less close for large
-    ones. If a chunk holds a value that is not finite, none of its decoded values is finite.
-
-    Args:
-        chunk: how many values share a scale at most; a multiple of 8.
-        rounding: ``"nearest"``, or ``"stochastic"``, whose error is zero on average.
-
-    Raises:
-        ConfigurationError: an argument is not one of the above.
+    A value is off by at most 1/16 of itself, or 1/458,752 of its chunk's largest magnitude if that is more; with
+    stochastic rounding, by twice as much. So it is closer than :class:`Int8` for small values of a chunk, less close
+    for large ones.
 
     The format is that of Micikevicius et al., "FP8 formats for deep learning", 2022.
 
@@ -342,60 +339,7 @@ class Float8(ChunkWire):
     Float8()
     """
 
-    @property
-    def grid(self) -> Grid:
-        return _E4M3()
-
-
-@dataclass(frozen=True)
-class _EightBits(Grid):
-    bits = 8
-    top = 127
-
-    def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
-        payload.copy_(_rounded(values, self.top, generator))
-
-    def read(self, payload: Tensor, out: Tensor) -> None:
-        out.copy_(payload)
-
-
-@dataclass(frozen=True)
-class _FourBits(Grid):
-    bits = 4
-    top = 7
-
-    def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
-        low, high = _rounded(values, self.top, generator).to(torch.int8).chunk(2, dim=-1)
-        torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=payload)
-
-    def read(self, payload: Tensor, out: Tensor) -> None:
-        low, high = out.chunk(2, dim=-1)
-        low.copy_((payload << 4).bitwise_right_shift_(4))
-        high.copy_(payload >> 4)
-
-
-@dataclass(frozen=True)
-class _E4M3(Grid):
-    bits = 8
-    top = 448
-
-    def write(self, values: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
-        if generator is not None:
-            # The product with top / peak can be a little larger than top, and would be rounded up.
-            values.clamp_(-self.top, self.top)
-        cast(values, payload.view(torch.float8_e4m3fn), generator)
-
-    def read(self, payload: Tensor, out: Tensor) -> None:
-        # As the bits of a float16, whose exponents are larger by 8; converting float8 on a CPU takes ten times as long.
-        halves = payload.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-        out.copy_(halves.view(torch.float16)).mul_(2.0**8)
-
-
-def _rounded(values: Tensor, top: float, generator: torch.Generator | None) -> Tensor:
-    """``values``, at most ``top`` in magnitude, as integers, in place: to nearest (ties to even), or up or down."""
-    if generator is None:
-        return values.round_()
-    return add_noise_(values, generator).round_().clamp_(-top, top)
+    _codec = _E4M3
 
 
 @dataclass(frozen=True, repr=False)
@@ -407,18 +351,18 @@ class Affine8(Wire):
     scale become NaN.
 
     Args:
-        chunk: how many values share a scale; all where ``None``.
+        chunk: values that share a scale; all if ``None``.
     """
 
     chunk: int | None = 512
 
-    def codec(self, numel: int) -> AffineCodec:
+    def codec(self, numel: int) -> _AffineCodec:
         chunk = self.chunk or numel
-        return AffineCodec(math.ceil(numel / chunk) if numel else 0, chunk)
+        return _AffineCodec(math.ceil(numel / chunk) if numel else 0, chunk)
 
 
 @dataclass(frozen=True)
-class AffineCodec(BlockCodec):
+class _AffineCodec(Codec):
     """A message holds scale and zero point of each chunk in fp32, then the chunks' integers."""
 
     chunks: int

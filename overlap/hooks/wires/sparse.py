@@ -1,4 +1,4 @@
-"""The largest values of a chunk, and where they are."""
+"""The largest values of each chunk, with their indices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from overlap._checks import as_number, told
 from overlap.errors import ConfigurationError
-from overlap.hooks.wires.blocks import BlockCodec, Field
+from overlap.hooks.wires.blocks import Codec, Field
 from overlap.hooks.wires.numbers import cast, check_chunk, cut
 from overlap.hooks.wires.wire import RoundingWire
 
@@ -24,12 +24,12 @@ class TopK(RoundingWire):
     """The values of largest magnitude in each chunk, in ``bfloat16``, and zero for the others: ``density`` of fp32.
 
     A value that is sent is off by at most 2**-8 of itself (twice as much with stochastic rounding) and takes 4 bytes,
-    2 of them for its place; the others are off by themselves. So use it with error feedback: without, what is not among
-    the largest is never sent. Values that are not finite count as the largest, and arrive as such.
+    2 of them for its index; the others become zero, so use it with error feedback: without, they are never sent. Values
+    that are not finite count as the largest, and arrive as such.
 
     Args:
-        density: the part of the values to send, above 0 and at most 1; of each chunk at least one.
-        chunk: among how many values the largest are sought at most; a multiple of 8, at most 32,768.
+        density: the part of the values to send, above 0 and at most 1; at least one of each chunk.
+        chunk: values to select from, at most; a multiple of 8, at most 32,768.
         rounding: ``"nearest"``, or ``"stochastic"``, whose error is zero on average.
 
     Raises:
@@ -65,8 +65,8 @@ class TopK(RoundingWire):
 
 
 @dataclass(frozen=True)
-class TopKCodec(BlockCodec):
-    """A message holds the values that each chunk sends, then their places in their chunks."""
+class TopKCodec(Codec):
+    """A message holds the largest values of each chunk, then their indices in their chunks."""
 
     chunks: int
     chunk_numel: int
@@ -78,11 +78,11 @@ class TopKCodec(BlockCodec):
         return Field(torch.bfloat16, self.kept), Field(torch.int16, self.kept)
 
     def write(self, values: Tensor, fields: tuple[Tensor, ...], generator: torch.Generator | None) -> None:
-        sent, places = fields
+        sent, indices = fields
         largest = values.abs().topk(self.kept, dim=-1, sorted=False).indices
         cast(values.gather(-1, largest), sent, generator)
-        places.copy_(largest)
+        indices.copy_(largest)
 
     def read(self, fields: tuple[Tensor, ...], out: Tensor) -> None:
-        sent, places = fields
-        out.zero_().scatter_(-1, places.long(), sent.float())
+        sent, indices = fields
+        out.zero_().scatter_(-1, indices.long(), sent.float())

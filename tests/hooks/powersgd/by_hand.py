@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from overlap.hooks.powersgd.algorithm import random_directions
 from overlap.hooks.wires import Wire
+
+from ..wires.by_hand import summed
 
 
 class ByHand:
@@ -63,34 +63,6 @@ class ByHand:
         if self.wire is None:
             return factors, sum(factors, torch.zeros_like(factors[0])) / self.ranks
         shape = factors[0].T.shape
-        numel = shape.numel()
-        codec = self.wire.codec(math.ceil(numel / self.ranks))
-        whole = torch.zeros(self.ranks, self.ranks * codec.numel)
-        for rank, factor in enumerate(factors):
-            whole[rank, :numel] = factor.T.reshape(-1) / self.ranks
-        # values[rank][owner]: what a rank has of the part that `owner` sums.
-        values = torch.stack([row[: self.ranks * codec.numel].view(self.ranks, -1) for row in whole])
-        # The codec's padding is behind each part, not behind the whole.
-        part_numel = codec.numel
-        missing, mean = torch.zeros_like(values), torch.zeros(self.ranks, part_numel)
-
-        def decoded(one: Tensor) -> Tensor:
-            message, out = torch.empty(codec.message_bytes, dtype=torch.uint8), torch.empty_like(one)
-            codec.encode(one, message)
-            codec.decode(message, out)
-            return out
-
-        for owner in range(self.ranks):
-            total = values[owner][owner].clone()
-            for rank in [(owner + distance) % self.ranks for distance in range(1, self.ranks)]:
-                sent = decoded(values[rank][owner])
-                missing[rank][owner] = values[rank][owner] - sent
-                total += sent
-            mean[owner] = decoded(total)
-            missing[owner][owner] = total - mean[owner]
-
-        def shaped(flat: Tensor) -> Tensor:
-            return flat.reshape(-1)[:numel].view(shape).T
-
-        parts = [shaped(values[rank] - missing[rank]) * self.ranks for rank in range(self.ranks)]
-        return parts, shaped(mean)
+        mean, errors = summed(self.wire, [factor.T.reshape(-1) / self.ranks for factor in factors])
+        parts = [factor - error.view(shape).T * self.ranks for factor, error in zip(factors, errors, strict=True)]
+        return parts, mean.view(shape).T

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap import ConfigurationError, PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from overlap import ConfigurationError, Int8, PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 
 from .checks import check_step, gradients, residuals
 from .lockstep import World
@@ -39,7 +38,13 @@ def run(world: World, start: int, stop: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"alternate": True}, {"warm_start": False}, {"error_dtype": torch.bfloat16}], ids=str
+    "options",
+    [
+        {},
+        {"alternate": True, "wire": Int8(rounding="stochastic")},
+        {"warm_start": False, "error_dtype": torch.bfloat16},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("names", [True, False], ids=["named", "unnamed"])
 @pytest.mark.parametrize("loads_first", [True, False])
@@ -79,26 +84,9 @@ def test_unnamed_parameters_resume_where_buckets_were_cut_anew_before_the_start(
     torch.testing.assert_close([found[place] for place in order], expected)
 
 
-def test_later_steps_do_not_change_a_state() -> None:
-    world = World([make()], SHAPES)
-    run(world, 0, 2)
-    state = world.stages[0].state_dict()
-    before = copy.deepcopy(state)
-    run(world, 2, 4)
-    for kind in ("residuals", "factors"):
-        for key, tensor in before[kind].items():
-            assert torch.equal(state[kind][key], tensor)
-    assert state["steps"] == 2
-
-
-def test_a_state_has_the_residuals_of_compressed_parameters() -> None:
-    world = World([make()], SHAPES)
-    run(world, 0, 1)
-    assert set(world.stages[0].state_dict()["residuals"]) == {"p0", "p2", "p3"}
-
-
 @pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook], ids=lambda hook: hook.__name__)
 def test_a_pickled_powersgdstate_continues_the_same_run(hook: Any) -> None:
+    assert pickle.loads(pickle.dumps(hook)) is hook
     states = [PowerSGDState(None, 2, 0, 0.0) for _ in range(2)]
     world = World([hook.stage(state) for state in states], SHAPES)
     run(world, 0, 3)
@@ -107,18 +95,6 @@ def test_a_pickled_powersgdstate_continues_the_same_run(hook: Any) -> None:
     expected = run(world, 3, 6)
     found = run(World([hook.stage(state) for state in copies], SHAPES), 3, 6)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("hook", [powerSGD_hook, batched_powerSGD_hook], ids=lambda hook: hook.__name__)
-def test_a_pickled_hook_is_the_hook_itself(hook: Any) -> None:
-    assert pickle.loads(pickle.dumps(hook)) is hook
-
-
-def test_the_process_group_is_not_pickled_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    state = PowerSGDState(None)
-    state.process_group = torch.distributed.ProcessGroup(0, 1)
-    assert pickle.loads(pickle.dumps(state)).process_group is None
-    assert "process group" in caplog.text
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), (4, 2), (2, 4), (4, 3, 2, 4)], ids=str)
@@ -146,48 +122,19 @@ def test_another_number_of_ranks_keeps_the_pending_mean(sizes: tuple[int, ...], 
             torch.testing.assert_close(found, wanted, rtol=0, atol=0.05)
 
 
-@pytest.fixture(scope="module")
-def world_of_four() -> World:
-    """Four ranks after two steps."""
+def test_redistribute_refuses_states_that_do_not_belong_together() -> None:
     world = World([make() for _ in range(4)], SHAPES)
     run(world, 0, 2)
-    return world
-
-
-def test_a_rank_needs_only_the_states_that_it_sums(world_of_four: World) -> None:
-    states = [stage.state_dict() for stage in world_of_four.stages]
-    whole = PowerSGD.redistribute(states, rank=1, ranks=2)
-    part = PowerSGD.redistribute([states[3], states[1]], rank=1, ranks=2)
-    assert torch.equal(whole["residuals"]["p0"], part["residuals"]["p0"])
-
-
-def test_redistribute_names_the_states_that_are_missing(world_of_four: World) -> None:
-    states = [stage.state_dict() for stage in world_of_four.stages]
-    with pytest.raises(ConfigurationError, match=r"rank 1 of 2 needs .*\[1, 3\]; \[3\] are missing"):
-        PowerSGD.redistribute(states[:2], rank=1, ranks=2)
-
-
-def test_redistribute_refuses_a_rank_out_of_range(world_of_four: World) -> None:
-    states = [stage.state_dict() for stage in world_of_four.stages]
-    with pytest.raises(ConfigurationError, match="rank=2 is out of range for ranks=2"):
-        PowerSGD.redistribute(states, rank=2, ranks=2)
-
-
-def test_redistribute_refuses_no_states() -> None:
-    with pytest.raises(ConfigurationError, match="empty"):
-        PowerSGD.redistribute([], rank=0, ranks=2)
-
-
-def test_redistribute_refuses_states_of_different_steps(world_of_four: World) -> None:
-    states = [stage.state_dict() for stage in world_of_four.stages]
-    states[1]["steps"] = 3
-    with pytest.raises(ConfigurationError, match=r"different runs or steps: rank 1 of 4 after 3"):
-        PowerSGD.redistribute(states[:2], rank=0, ranks=1)
-
-
-def test_redistribute_refuses_a_state_from_before_registration() -> None:
-    with pytest.raises(ConfigurationError, match="before its PowerSGD was registered"):
-        PowerSGD.redistribute([make().state_dict()], rank=0, ranks=1)
+    states = [stage.state_dict() for stage in world.stages]
+    for given, rank, match in (
+        (states[:2], 1, r"state of every old rank once, but was given ranks \[0, 1\] of \[4\]"),
+        (states, 2, "rank=2 is out of range for ranks=2"),
+        ([], 0, "state of every old rank"),
+        ([*states[:3], {**states[3], "steps": 3}], 0, r"different runs or steps, after \[2, 3\] steps"),
+        ([make().state_dict()], 0, "a state does not say its rank"),
+    ):
+        with pytest.raises(ConfigurationError, match=match):
+            PowerSGD.redistribute(given, rank=rank, ranks=2)
 
 
 def saved(shapes: list[tuple[int, ...]] = SHAPES, *, ranks: int = 2, names: bool = True) -> Any:
@@ -232,13 +179,13 @@ def use(state: Mapping[str, Any], *, loads_first: bool, names: bool = True, rank
         pytest.param(
             lambda: saved([*SHAPES[:3], (9, 9)]),
             {},
-            r"residual of parameter p3 .*\(9, 9\).*\(8, 6\).*another model",
+            r"error feedback of p3 .*\(9, 9\).*\(8, 6\).*another model",
             id="a parameter of another shape",
         ),
         pytest.param(
             lambda: saved([(8, 5), *SHAPES[1:]], names=False),
             {"names": False},
-            "residual of parameter 0 .*another model",
+            "error feedback of parameter 0 .*another model",
             id="an unnamed parameter of another shape",
         ),
         pytest.param(
@@ -256,28 +203,6 @@ def test_a_state_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=match):
         use(state(), loads_first=loads_first, **use_options)
-
-
-def test_a_refused_state_changes_nothing() -> None:
-    world = World([make() for _ in range(2)], SHAPES)
-    run(world, 0, 2)
-    before = world.stages[0].state_dict()
-    with pytest.raises(ConfigurationError):
-        world.stages[0].load_state_dict(saved([*SHAPES, (9, 9)]))
-    after = world.stages[0].state_dict()
-    assert after["steps"] == before["steps"]
-    assert all(torch.equal(after["residuals"][key], value) for key, value in before["residuals"].items())
-
-
-def test_residuals_are_kept_when_factors_are_dropped_from_the_state() -> None:
-    state = saved()
-    state["factors"] = {}
-    stage = PowerSGD(rank=3, min_compression_rate=0)
-    stage.load_state_dict(state)
-    world = World([stage, PowerSGD(rank=3, min_compression_rate=0)], SHAPES)
-    assert float(residuals(world)[0].abs().max()) > 0
-    world.stages[1].load_state_dict({**state, "rank": 1})
-    run(world, 1, 3)
 
 
 @pytest.mark.parametrize("alternate", [False, True])
@@ -319,11 +244,4 @@ def test_after_a_failed_pass_alternating_factors_start_anew() -> None:
     stage.before_backward(is_replay=False)
     stage.after_backward(failed=True)
     assert not stage.state_dict()["factors"]
-
-
-def test_a_failed_pass_is_counted_as_on_the_ranks_where_nothing_failed() -> None:
-    stage = make(alternate=True)
-    run(World([stage], SHAPES), 0, 2)
-    stage.before_backward(is_replay=False)
-    stage.after_backward(failed=True)
-    assert stage.state_dict()["steps"] == 3
+    assert stage.state_dict()["steps"] == 3, "counted as on the ranks where nothing failed"

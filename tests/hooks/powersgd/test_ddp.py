@@ -1,35 +1,24 @@
-"""On real ranks, with many buckets on Gloo."""
+"""On real ranks: many buckets on Gloo, every way to register it, `join`, `no_sync`. Each world is started once."""
 
 from __future__ import annotations
 
-import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import overlap
-from harness import (
-    assert_parity,
-    bucket_calls,
-    overlapped_step,
-    plain_step,
-    run_ranks,
-    train,
-    wrap,
-)
-from harness.models import BATCH_NORM, MLP, TRANSFORMER, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
+from harness import assert_parity, bucket_calls, overlapped_step, plain_step, run_ranks, train, wrap
+from harness.models import MLP, TRANSFORMER, Case
 from overlap import (
+    Int8,
     OverlappedOptimizer,
     PowerSGD,
     PowerSGDState,
     Step,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
     as_stage,
     chain,
     fp16_compress_wrapper,
@@ -45,20 +34,13 @@ def _optimizer(ddp: DistributedDataParallel) -> torch.optim.Optimizer:
     return torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
 
 
-def _run(
-    case: Case,
-    rank: int,
-    attach: Callable[[DistributedDataParallel], Any],
-    *,
-    steps: int = STEPS,
-    is_overlapped: bool = False,
-    min_buckets: int = 2,
-    **ddp_options: Any,
-) -> list[Any]:
+def _run(case: Case, rank: int, attach: Callable[[Any], Any], *, min_buckets: int = 2, **ddp_options: Any) -> list[Any]:
     ddp = wrap(case.model(), **{**case.ddp_options(), **ddp_options})
-    optimizer = attach(ddp) or _optimizer(ddp)
+    updates = attach(ddp)
+    is_overlapped = isinstance(updates, OverlappedOptimizer)
     step_fn = overlapped_step if is_overlapped else plain_step
-    batches = case.batches(rank, steps=steps)
+    optimizer = updates if is_overlapped else _optimizer(ddp)
+    batches = case.batches(rank, steps=STEPS)
     return train(ddp, optimizer, batches, step_fn=step_fn, min_buckets=min_buckets, gradients=not is_overlapped)
 
 
@@ -70,40 +52,25 @@ def _agree(records: list[Any]) -> None:
         assert torch.equal(parameter, reference), name
 
 
-def _many_buckets(rank: int, world_size: int, case: Case, options: dict[str, Any]) -> None:
-    stage = PowerSGD(rank=2, min_compression_rate=1, **options)
-    with bucket_calls(PowerSGD) as calls:
-        records = _run(case, rank, lambda ddp: register(ddp, stage) and None)
-    assert max(calls) >= 2 and stage.compression_stats()[0] > 1.5
-    _agree(records)
-    # One bucket is another order of collectives and other batches, but the same memory by parameter.
-    single = PowerSGD(rank=2, min_compression_rate=1, **options)
-    reference = _run(
-        case,
-        rank,
-        lambda ddp: register(ddp, single) and None,
-        min_buckets=1,
-        bucket_cap_mb=ONE_BUCKET_MB,
-    )
-    assert_parity(
-        records,
-        reference,
-        what=f"{case}, {options}, cut in many buckets",
-        exact=False,
-        rtol=1e-3,
-        atol=1e-5,
-        reason="collectives of other sizes add up in another order, and six steps depend on each other",
-    )
-
-
-@pytest.mark.parametrize("options", [{}, {"alternate": True}], ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_many_buckets_on_gloo_are_as_one(world_size: int, options: dict[str, Any]) -> None:
-    run_ranks(_many_buckets, world_size, TRANSFORMER, options)
-
-
-def _register(ddp: DistributedDataParallel) -> None:
-    register(ddp, PowerSGD(rank=2, min_compression_rate=1))
+def _many_buckets(rank: int) -> None:
+    """One bucket is another order of collectives and other batches, but the same memory by parameter."""
+    for options in ({}, {"alternate": True}):
+        stages = [PowerSGD(rank=2, min_compression_rate=1, **options) for _ in range(2)]
+        with bucket_calls(PowerSGD) as calls:
+            records = _run(TRANSFORMER, rank, lambda ddp, stage=stages[0]: register(ddp, stage))
+        assert max(calls) >= 2 and stages[0].compression_stats()[0] > 1.5
+        _agree(records)
+        reference = _run(
+            TRANSFORMER,
+            rank,
+            lambda ddp, stage=stages[1]: register(ddp, stage),
+            min_buckets=1,
+            bucket_cap_mb=ONE_BUCKET_MB,
+        )
+        assert_parity(
+            records, reference, what=f"{options}, cut in many buckets", exact=False, rtol=1e-3, atol=1e-5,
+            reason="collectives of other sizes add up in another order, and six steps depend on each other",
+        )  # fmt: skip
 
 
 def _chain_with_step(ddp: DistributedDataParallel) -> Any:
@@ -127,54 +94,20 @@ def _register_hook_with_group(ddp: DistributedDataParallel) -> None:
     register(ddp, powerSGD_hook, PowerSGDState(dist.group.WORLD, 2, 0, 1))
 
 
-WAYS = {
-    attach.__name__.removeprefix("_"): attach
-    for attach in (_chain_with_step, _chain_state_with_deferred_step, _register_comm_hook, _register_hook_with_group)
-}
+def _every_way_is_the_same(rank: int) -> None:
+    reference = _run(MLP, rank, lambda ddp: register(ddp, PowerSGD(rank=2, min_compression_rate=1)))
+    ways = _chain_with_step, _chain_state_with_deferred_step, _register_comm_hook, _register_hook_with_group
+    for attach in ways:
+        for found, wanted in zip(_run(MLP, rank, attach), reference, strict=True):
+            what = f"{attach.__name__}, step {found.step}"
+            assert_parity(found.parameters, wanted.parameters, what=what)
+            assert_parity(found.optimizer, wanted.optimizer, what=what)
 
 
-def _train_in_every_way(rank: int, world_size: int) -> dict[str, list[Any]]:
-    found = {name: _run(MLP, rank, attach, is_overlapped="step" in name) for name, attach in WAYS.items()}
-    return {"register": _run(MLP, rank, _register), **found}
-
-
-@pytest.fixture(scope="module")
-def trained() -> list[dict[str, list[Any]]]:
-    """What each rank has after each step, by the way in which compression was registered."""
-    return run_ranks(_train_in_every_way, 2)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_register_it_is_the_same(trained: list[dict[str, list[Any]]], way: str) -> None:
-    for rank, by_way in enumerate(trained):
-        for found, wanted in zip(by_way[way], by_way["register"], strict=True):
-            assert_parity(found.parameters, wanted.parameters, what=f"{way}, rank {rank}, step {found.step}")
-            assert_parity(found.optimizer, wanted.optimizer, what=f"{way}, rank {rank}, step {found.step}")
-
-
-def _zero(rank: int, world_size: int) -> None:
-    whole, sharded = (wrap(MLP.model(), **MLP.ddp_options()) for _ in range(2))
-    optimizer = OverlappedOptimizer(_optimizer(whole))
-    chain(PowerSGD(rank=2, min_compression_rate=1), Step(optimizer)).register(whole)
-    zero = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.05, momentum=0.9)
-    stage = PowerSGD(rank=2, min_compression_rate=1)
-    chain(stage, ZeroStep(zero)).register(sharded)
-    for batch in MLP.batches(rank, steps=STEPS):
-        overlapped_step(whole, optimizer, batch, mean_squared_error)
-        overlapped_step(sharded, zero, batch, mean_squared_error)
-        assert_parity(sharded.module.state_dict(), whole.module.state_dict(), what="the sharded update")
-    assert stage.compression_stats()[0] > 1.5
-
-
-def test_a_sharded_update_after_it_equals_the_whole_update() -> None:
-    run_ranks(_zero, 2)
-
-
-def _wrapped(rank: int, world_size: int) -> None:
+def _half_precision(rank: int) -> None:
     state = PowerSGDState(None, 16, 0, 0)
     exact = _run(MLP, rank, lambda ddp: None)
-    hook = fp16_compress_wrapper(powerSGD_hook)
-    records = _run(MLP, rank, lambda ddp: register(ddp, hook, state) and None)
+    records = _run(MLP, rank, lambda ddp: register(ddp, fp16_compress_wrapper(powerSGD_hook), state))
     assert state.iter == STEPS and all(tensor.dtype == torch.float16 for tensor in state.error_dict.values())
     _agree(records)
     assert_parity(
@@ -183,77 +116,112 @@ def _wrapped(rank: int, world_size: int) -> None:
     )  # fmt: skip
 
 
-def test_factors_can_be_sent_in_half_precision() -> None:
-    run_ranks(_wrapped, 2)
+class Given(torch.nn.Module):
+    """Parameters whose gradients are given, so that the input of compression is known."""
+
+    SHAPES = ((24, 20), (7,), (20, 24), (30, 10))
+    NAMES = tuple(f"all.{place}" for place in range(len(SHAPES)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = torch.nn.ParameterList(torch.zeros(shape) for shape in self.SHAPES)
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.all, gradients, strict=True)]).sum()
 
 
-def _complex(rank: int, world_size: int) -> None:
-    model = torch.nn.Linear(8, 8, dtype=torch.complex64)
-    ddps = [wrap(copy.deepcopy(model)) for _ in range(2)]
-    stage = PowerSGD(rank=1, min_compression_rate=0)
-    register(ddps[1], stage)
-    for step in range(3):
-        for ddp in ddps:
+def _given(rank: int, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(shape, generator=generator) for shape in Given.SHAPES]
+
+
+def _accumulated(rank: int) -> None:
+    """The gradients of passes under `no_sync` are compressed once, together."""
+    outputs = []
+    for accumulated in (False, True):
+        ddp = DistributedDataParallel(Given(), bucket_cap_mb=0.001)
+        stage = PowerSGD(rank=1, min_compression_rate=0)
+        register(ddp, stage)
+        for step in range(0, 6, 2):
             ddp.zero_grad()
-            ddp(torch.full((2, 8), complex(step, rank + 1), dtype=torch.complex64)).abs().sum().backward()
-        for exact, found in zip(ddps[0].parameters(), ddps[1].parameters(), strict=True):
-            assert torch.equal(found.grad, exact.grad)
-    assert not stage.state_dict()["factors"]
+            one, other = _given(rank, step), _given(rank, step + 1)
+            if accumulated:
+                with ddp.no_sync():
+                    ddp(one).backward()
+                ddp(other).backward()
+            else:
+                ddp([a + b for a, b in zip(one, other, strict=True)]).backward()
+            outputs.append([parameter.grad.clone() for parameter in ddp.parameters() if parameter.grad is not None])
+        assert stage.state_dict()["steps"] == 3
+    torch.testing.assert_close(outputs[:3], outputs[3:], rtol=1e-5, atol=1e-6)
 
 
-def test_complex_gradients_are_reduced_exactly() -> None:
-    run_ranks(_complex, 2)
+SCENARIOS = _many_buckets, _every_way_is_the_same, _half_precision, _accumulated
 
 
-def _full_rank(rank: int, world_size: int, case: Case) -> None:
-    exact = _run(case, rank, lambda ddp: None)
-    stage = PowerSGD(rank=64, min_compression_rate=0)
-    records = _run(case, rank, lambda ddp: register(ddp, stage) and None)
-    assert stage.state_dict()["factors"], "matrices were sent as factors"
-    assert_parity(
-        records, exact, what=f"{case}, a rank that suffices", exact=False, rtol=1e-3, atol=2e-5,
-        reason="products of factors round where plain sums do not",
-    )  # fmt: skip
+def _play(rank: int, world_size: int) -> None:
+    for scenario in SCENARIOS:
+        scenario(rank)
 
 
-@pytest.mark.parametrize("case", [BATCH_NORM, UNUSED_ON_SOME_RANKS], ids=str)
-def test_a_rank_that_suffices_equals_plain_ddp(case: Case) -> None:
-    run_ranks(_full_rank, 2, case)
+def test_on_two_ranks() -> None:
+    run_ranks(_play, 2, timeout_s=180)
 
 
-def _resume(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    def setup() -> tuple[DistributedDataParallel, Any, Any]:
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        optimizer = OverlappedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.01))
-        stages = chain(PowerSGD(rank=2, min_compression_rate=1, **options), Step(optimizer))
-        stages.register(ddp)
-        return ddp, optimizer, stages
-
-    def steps(ddp: Any, optimizer: Any, start: int, stop: int) -> None:
-        for step in range(start, stop):
-            overlapped_step(ddp, optimizer, MLP.batch(step, rank), mean_squared_error)
-
-    ddp, optimizer, stages = setup()
-    steps(ddp, optimizer, 0, 4)
-    file = io.BytesIO()
-    torch.save([ddp.module.state_dict(), optimizer.state_dict(), stages.state_dict()], file)
-    steps(ddp, optimizer, 4, 9)
-
-    resumed, other_optimizer, other_stages = setup()
-    file.seek(0)
-    model_state, optimizer_state, stage_state = torch.load(file, weights_only=True)
-    resumed.module.load_state_dict(model_state)
-    other_optimizer.load_state_dict(optimizer_state)
-    other_stages.load_state_dict(stage_state)
-    steps(resumed, other_optimizer, 4, 9)
-    assert_parity(resumed.module.state_dict(), ddp.module.state_dict(), what=f"resumed, {options}")
+LENGTHS = [9, 3, 6]
+LONGEST = LENGTHS.index(max(LENGTHS))
+Joined = dict[str, Any]
 
 
-@pytest.mark.parametrize("options", [{}, {"alternate": True}], ids=str)
-def test_a_run_resumes_exactly_with_a_new_model_object(options: dict[str, Any]) -> None:
-    run_ranks(_resume, 2, options)
+def _kept(stage: PowerSGD) -> list[Tensor]:
+    """Residuals of this rank; zeros where there is none."""
+    found = stage.state_dict()["residuals"]
+    return [found.get(name, torch.zeros(shape)) for name, shape in zip(Given.NAMES, Given.SHAPES, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["PowerSGD", "PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"])
-def test_its_names_are_public(name: str) -> None:
-    assert name in overlap.__all__ and name in overlap.hooks.__all__
+def _join(rank: int, world_size: int) -> list[Joined]:
+    """What one rank saw of runs in which ranks have unequal inputs, by parameter."""
+    runs = []
+    for options in ({"rank": 1}, {"rank": 2, "wire": Int8(rounding="stochastic")}):
+        ddp = DistributedDataParallel(Given(), bucket_cap_mb=0.001)
+        stage = PowerSGD(min_compression_rate=0, **options)
+        register(ddp, stage)
+        sent, received = ([torch.zeros(shape, dtype=torch.float64) for shape in Given.SHAPES] for _ in range(2))
+        with ddp.join():
+            for step in range(LENGTHS[rank]):
+                gradients = _given(rank, step)
+                ddp.zero_grad()
+                ddp(gradients).backward()
+                for place, parameter in enumerate(ddp.parameters()):
+                    assert parameter.grad is not None
+                    sent[place] += gradients[place]
+                    received[place] += parameter.grad
+            norms_when_joined = [float(kept.norm()) for kept in _kept(stage)]
+        steps = stage.state_dict()["steps"]
+        runs.append({"sent": sent, "received": received, "norms": norms_when_joined, "kept": _kept(stage)})
+        assert steps == max(LENGTHS)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def joined() -> list[list[Joined]]:
+    """By run, of each rank."""
+    return list(zip(*run_ranks(_join, len(LENGTHS)), strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wire", [0, 1], ids=["without a wire", "with a wire"])
+def test_nothing_is_lost_under_join(joined: list[list[Joined]], wire: int) -> None:
+    for place in range(len(Given.SHAPES)):
+        expected = sum(one["sent"][place] for one in joined[wire])
+        # The last rank saw every output; the others replayed after they had joined.
+        received = len(LENGTHS) * joined[wire][LONGEST]["received"][place]
+        found = received + sum(one["kept"][place].double() for one in joined[wire])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=f"gradient {place}")
+
+
+@pytest.mark.parametrize("wire", [0, 1], ids=["without a wire", "with a wire"])
+def test_a_joined_rank_only_gives_its_residual_away(joined: list[list[Joined]], wire: int) -> None:
+    for rank, one in enumerate(joined[wire]):
+        if rank != LONGEST:
+            for kept, norm_when_joined in zip(one["kept"], one["norms"], strict=True):
+                assert float(kept.norm()) <= norm_when_joined * 1.001

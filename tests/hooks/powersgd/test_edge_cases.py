@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -11,94 +10,62 @@ import torch
 from torch import Tensor
 
 from overlap import Cast, PowerSGD
-from overlap.hooks.powersgd.algorithm import PowerIteration
 
-from .checks import EPS, check_step, gradients, memory, residual_size, residuals, world_of
+from .checks import EPS, check_step, gradients, residual_size, residuals, world_of
 from .lockstep import World
 
 ZERO_SHAPES = [(6, 8), (6, 8), (8,)]
 ZEROS = [[torch.zeros(shape) for shape in ZERO_SHAPES]] * 2
 
 
-@pytest.fixture(params=[{}, {"alternate": True}, {"warm_start": False}], ids=str)
-def world_of_zeros(rank: int, epsilon: float, request: pytest.FixtureRequest) -> World:
-    return world_of(2, ZERO_SHAPES, rank=rank, epsilon=epsilon, **request.param)
-
-
-@pytest.mark.parametrize("rank", [1, 2, 4, 6])
-@pytest.mark.parametrize("epsilon", [0.0, 1e-8])
-class TestZeroGradient:
-    def test_it_gives_zero(self, world_of_zeros: World) -> None:
-        for _ in range(3):
-            for output in world_of_zeros.step(ZEROS)[0]:
-                assert bool((output == 0).all())
-
-    def test_after_it_the_invariant_holds(self, world_of_zeros: World) -> None:
-        for _ in range(3):
-            world_of_zeros.step(ZEROS)
-        for step in range(6):
-            check_step(world_of_zeros, gradients(step, 2, ZERO_SHAPES, torch.float32), 1e-5)
-
-    def test_what_was_kept_before_it_still_arrives(self, world_of_zeros: World) -> None:
-        for step in range(6):
-            world_of_zeros.step(gradients(step, 2, ZERO_SHAPES, torch.float32))
-        for _ in range(40):
-            check_step(world_of_zeros, ZEROS, 1e-5)
-        assert all(float(residual.abs().max()) < 1e-3 for residual in residuals(world_of_zeros))
+@pytest.mark.parametrize("options", [{}, {"alternate": True}, {"warm_start": False}], ids=str)
+@pytest.mark.parametrize("rank", [1, 2, 6])
+def test_a_zero_gradient_gives_zero_and_loses_nothing(rank: int, options: dict[str, Any]) -> None:
+    world = world_of(2, ZERO_SHAPES, rank=rank, **options)
+    for _ in range(3):
+        assert all(bool((output == 0).all()) for output in world.step(ZEROS)[0])
+    for step in range(6):
+        check_step(world, gradients(step, 2, ZERO_SHAPES, torch.float32), 1e-5)
+    for _ in range(40):
+        check_step(world, ZEROS, 1e-5)
+    assert all(float(residual.abs().max()) < 1e-3 for residual in residuals(world)), "it has arrived"
 
 
 STRUCK_SHAPES = [(6, 8), (6, 8), (10, 4), (8,)]
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("options", [{}, {"alternate": True}, {"error_feedback": False}], ids=str)
-class TestNonFiniteGradient:
-    """After three steps, one element of one matrix on rank 1 is not finite."""
-
-    def world(self, dtype: torch.dtype, options: dict[str, Any]) -> World:
-        world = world_of(2, STRUCK_SHAPES, rank=2, **options)
+def test_an_element_that_is_not_finite_makes_its_matrix_nan_on_every_rank_and_changes_no_memory(
+    value: float, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    worlds = [world_of(2, STRUCK_SHAPES, rank=2, **options) for _ in range(2)]
+    for world in worlds:
         for step in range(3):
             world.step(gradients(step, 2, STRUCK_SHAPES, dtype))
-        return world
-
-    def strike(self, world: World, value: float, dtype: torch.dtype) -> list[list[Tensor]]:
-        local = gradients(3, 2, STRUCK_SHAPES, dtype)
-        local[1][0][2, 3] = value
-        return world.step(local)
-
-    def test_it_makes_its_matrix_nan_on_every_rank_and_no_other(
-        self, value: float, dtype: torch.dtype, options: dict[str, Any]
-    ) -> None:
-        expected = self.world(dtype, options).step(gradients(3, 2, STRUCK_SHAPES, dtype))
-        outputs = self.strike(self.world(dtype, options), value, dtype)
-        for rank in range(2):
-            assert bool(outputs[rank][0].isnan().all()), "the whole matrix, on every rank"
-            for place in (1, 2, 3):
-                torch.testing.assert_close(outputs[rank][place], expected[rank][place])
-
-    def test_it_leaves_the_memory_as_it_was(self, value: float, dtype: torch.dtype, options: dict[str, Any]) -> None:
-        world = self.world(dtype, options)
-        before = copy.deepcopy([stage.state_dict() for stage in world.stages])
-        self.strike(world, value, dtype)
-        for stage, old in zip(world.stages, before, strict=True):
-            new = stage.state_dict()
-            for tensor in (*new["residuals"].values(), *new["factors"].values()):
-                assert bool(tensor.isfinite().all())
-            if not options.get("alternate"):
-                assert torch.equal(new["factors"]["p0"], old["factors"]["p0"])
-            if "p0" in old["residuals"]:
-                assert torch.equal(new["residuals"]["p0"], old["residuals"]["p0"])
-
-    def test_after_it_training_goes_on(self, value: float, dtype: torch.dtype, options: dict[str, Any]) -> None:
-        world = self.world(dtype, options)
-        self.strike(world, value, dtype)
-        for step in range(4, 7):
-            local = gradients(step, 2, STRUCK_SHAPES, dtype)
-            if options.get("error_feedback", True):
-                check_step(world, local, 64 * EPS[dtype])
-            else:
-                assert all(bool(output.isfinite().all()) for output in world.step(local)[0])
+    world = worlds[0]
+    before = copy.deepcopy([stage.state_dict() for stage in world.stages])
+    local = gradients(3, 2, STRUCK_SHAPES, dtype)
+    expected = worlds[1].step(copy.deepcopy(local))
+    local[1][0][2, 3] = value
+    for outputs, wanted in zip(world.step(local), expected, strict=True):
+        assert bool(outputs[0].isnan().all()), "the whole matrix, on every rank"
+        torch.testing.assert_close(outputs[1:], wanted[1:])
+    for stage, old in zip(world.stages, before, strict=True):
+        new = stage.state_dict()
+        for tensor in (*new["residuals"].values(), *new["factors"].values()):
+            assert bool(tensor.isfinite().all())
+        if not options.get("alternate"):
+            assert torch.equal(new["factors"]["p0"], old["factors"]["p0"])
+        if "p0" in old["residuals"]:
+            assert torch.equal(new["residuals"]["p0"], old["residuals"]["p0"])
+    for step in range(4, 7):
+        local = gradients(step, 2, STRUCK_SHAPES, dtype)
+        if options.get("error_feedback", True):
+            check_step(world, local, 64 * EPS[dtype])
+        else:
+            assert all(bool(output.isfinite().all()) for output in world.step(local)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -171,39 +138,6 @@ def _strided(tensor: Tensor) -> Tensor:
     return tensor.t().contiguous().t()
 
 
-JOINED_SHAPES = [(9, 7), (5,)]
-
-
-def _one_rank_has_joined() -> World:
-    """Three ranks after four steps; from the next one on, rank 2 takes part with zeros."""
-    world = world_of(3, JOINED_SHAPES, rank=1)
-    for step in range(4):
-        check_step(world, gradients(step, 3, JOINED_SHAPES, torch.float32), 1e-5)
-    return world
-
-
-def _without_rank_2(step: int) -> list[list[Tensor]]:
-    local = gradients(step, 3, JOINED_SHAPES, torch.float32)
-    return [*local[:2], [torch.zeros(shape) for shape in JOINED_SHAPES]]
-
-
-def test_the_invariant_holds_with_a_rank_that_has_joined() -> None:
-    world = _one_rank_has_joined()
-    for step in range(4, 40):
-        check_step(world, _without_rank_2(step), 1e-5, replays=[2])
-
-
-def test_a_rank_that_has_joined_only_gives_its_residual_away() -> None:
-    world = _one_rank_has_joined()
-    kept = memory(world.stages[2]).residuals["p0"]
-    norms = [float(kept.norm())]
-    for step in range(4, 40):
-        world.step(_without_rank_2(step), replays=[2])
-        norms.append(float(kept.norm()))
-    assert all(after <= before * 1.0001 for before, after in itertools.pairwise(norms))
-    assert norms[-1] < 0.2 * norms[0]
-
-
 LARGE_SHAPES = [(60, 9000), (9000, 60), (5,)]
 
 
@@ -219,24 +153,3 @@ def test_large_finite_gradients_do_not_overflow_in_float16(options: dict[str, An
         assert all(bool(one.isfinite().all()) for one in output)
         if not options:
             assert all(bool(((one.float() - 1000).abs() <= 5).all()) for one in output)
-
-
-@pytest.mark.parametrize("options", [{}, {"alternate": True}], ids=str)
-@pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-4])
-def test_scaling_for_float16_is_as_exact_for_ordinary_gradients(
-    options: dict[str, Any], scale: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shapes = [(64, 48), (48, 64), (16, 300), (7,)]
-    local = gradients(0, 2, shapes, torch.float16, scale)
-
-    def outputs(dtype: torch.dtype) -> Tensor:
-        world = world_of(2, shapes, rank=2, **options)
-        return torch.cat(
-            [one.flatten().float() for one in world.step([[g.to(dtype) for g in own] for own in local])[0]]
-        )
-
-    exact, scaled = outputs(torch.float32), outputs(torch.float16)
-    monkeypatch.setattr(PowerIteration, "_scale_", lambda *args, **options: None)
-    unscaled = outputs(torch.float16)
-    smallest = 2.0**-24
-    assert (scaled - exact).abs().mean() <= 1.02 * (unscaled - exact).abs().mean() + 4 * smallest

@@ -16,13 +16,6 @@ from overlap.hooks.powersgd.layout import BucketLayout, Factors, layout_of, matr
 
 from .lockstep import World
 
-layouts = given(
-    shapes=st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=8),
-    rank=st.integers(1, 5),
-    rate=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
-    batch_numel=st.sampled_from([0, 20, 1000]),
-)
-
 
 def _layout(shapes: Sequence[tuple[int, ...]], rank: int, rate: float, batch_numel: int = 10**9) -> BucketLayout:
     with mock.patch.object(layout_module, "_CPU_BATCH_NUMEL", batch_numel):
@@ -30,34 +23,23 @@ def _layout(shapes: Sequence[tuple[int, ...]], rank: int, rate: float, batch_num
 
 
 @settings(deadline=None)
-@layouts
-def test_every_gradient_is_either_compressed_or_exact(
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=8),
+    rank=st.integers(1, 5),
+    rate=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    batch_numel=st.sampled_from([0, 20, 1000]),
+)
+def test_a_layout_has_each_gradient_once_and_factors_of_one_length_side_by_side(
     shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
 ) -> None:
     layout = _layout(shapes, rank, rate, batch_numel)
     compressed = [place for batch in layout.batches for place in batch.places]
     assert sorted([*compressed, *layout.exact]) == list(range(len(shapes)))
-
-
-@settings(deadline=None)
-@layouts
-def test_a_batch_has_small_matrices_of_one_shape_or_a_single_one(
-    shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
-) -> None:
-    layout = _layout(shapes, rank, rate, batch_numel)
     for batch in layout.batches:
         assert len(batch.places) == 1 or batch.rows * batch.cols <= batch_numel
         for place in batch.places:
             assert matrix_shape(shapes[place]) == (batch.rows, batch.cols)
         assert batch.rank == min(rank, batch.rows, batch.cols)
-
-
-@settings(deadline=None)
-@layouts
-def test_factors_of_one_length_lie_side_by_side(
-    shapes: list[tuple[int, ...]], rank: int, rate: float, batch_numel: int
-) -> None:
-    layout = _layout(shapes, rank, rate, batch_numel)
     for side in (layout.left, layout.right):
         factors = Factors(side, torch.zeros(side.numel))
         for batch, of_batch in zip(layout.batches, factors.of_batches, strict=True):

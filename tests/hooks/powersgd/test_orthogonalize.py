@@ -7,13 +7,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from overlap.hooks.powersgd.algorithm import cholesky_qr, gram_schmidt, householder, orthonormalize
+from overlap.hooks.powersgd.algorithm import cholesky_qr, householder
 
-ALGORITHMS = {
-    "householder": lambda rows, spare: householder(rows),
-    "gram_schmidt": gram_schmidt,
-    "cholesky_qr": cholesky_qr,
-}
+ALGORITHMS = {"householder": lambda rows, spare: householder(rows), "cholesky_qr": cholesky_qr}
 
 
 def _rows(seed: int, count: int, rank: int, length: int, dependent: int, scale: float) -> torch.Tensor:
@@ -40,17 +36,15 @@ def _rows(seed: int, count: int, rank: int, length: int, dependent: int, scale: 
 def test_every_algorithm_gives_an_orthonormal_basis_of_the_span(
     name: str, seed: int, count: int, rank: int, more: int, dependent: int, scale: float
 ) -> None:
-    dependent = min(dependent, rank)
-    rows = _rows(seed, count, rank, rank + more, dependent, scale)
+    rows = _rows(seed, count, rank, rank + more, min(dependent, rank), scale)
     spare = torch.randn(rank, rank + more, generator=torch.Generator().manual_seed(seed + 1))
-    basis, lengths = ALGORITHMS[name](rows, spare)
+    basis = ALGORITHMS[name](rows, spare)
     identity = torch.eye(rank).expand(count, -1, -1)
     torch.testing.assert_close(basis @ basis.mT, identity, rtol=0, atol=2e-5)
-    # In float64, so that only what the algorithm lost shows.
+    # In float64, so that only the algorithm's own loss shows.
     found = (rows.double() @ basis.double().mT) @ basis.double()
     size = torch.linalg.vector_norm(rows.double(), dim=-1, keepdim=True).clamp_min(1e-300)
     assert float(((found - rows.double()).norm(dim=-1, keepdim=True) / size).max()) < 3e-5
-    assert lengths.shape == (count, rank) and bool((lengths >= 0).all())
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -58,20 +52,8 @@ def test_the_span_of_ill_conditioned_rows_is_found(name: str) -> None:
     rows = _rows(0, 1, 4, 50, 0, 1.0)
     rows[:, 1] = rows[:, 0] + 1e-5 * rows[:, 1]
     rows[:, 3] *= 1e-12
-    basis, _ = ALGORITHMS[name](rows, _rows(1, 1, 4, 50, 0, 1.0)[0])
+    basis = ALGORITHMS[name](rows, _rows(1, 1, 4, 50, 0, 1.0)[0])
     torch.testing.assert_close(basis @ basis.mT, torch.eye(4)[None], rtol=0, atol=2e-5)
     assert float((rows - (rows @ basis.mT) @ basis).abs().max()) < 1e-4
     weak = rows[:, 3:] / rows[:, 3:].norm()
     assert float((weak - (weak @ basis.mT) @ basis).norm()) < 1e-4
-
-
-@pytest.mark.parametrize("epsilon", [0.0, 1e-8, 1.0])
-def test_epsilon_only_shortens(epsilon: float) -> None:
-    rows = _rows(0, 2, 3, 20, 0, 1.0)
-    rows[1] = 0
-    basis = orthonormalize(rows, lambda: torch.randn(3, 20), epsilon=epsilon)
-    assert bool(basis.isfinite().all())
-    lengths = basis[0].norm(dim=-1)
-    assert bool((lengths <= 1.0001).all()) and bool((lengths > 0.5).all())
-    if epsilon:
-        assert bool((basis[1] == 0).all())

@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from overlap import BFloat16, ConfigurationError, Float8, Float16, Int4, Int8, PowerSGD, TopK
+from overlap import ConfigurationError, Float16, Int4, Int8, PowerSGD
 from overlap.hooks.wires import Wire
 
 from .by_hand import ByHand
-from .checks import EPS, check_step, gradients, memory, residual_size, residuals, world_of
-from .lockstep import World
+from .checks import EPS, check_step, gradients, memory, world_of
 
-WIRES = [Int8(), Int4(), Int8(chunk=8, rounding="stochastic"), Float8(), Float16(), BFloat16(), TopK(0.3, chunk=8)]
 SHAPES = [(12, 9), (12, 9), (6, 5, 2), (7,)]
 
 
@@ -37,43 +33,6 @@ def test_it_computes_what_is_computed_by_hand(ranks: int, alternate: bool, wire:
             assert torch.equal(vector, mean), "what is not compressed stays exact"
         for stage, residual in zip(world.stages, by_hand.residuals, strict=True):
             torch.testing.assert_close(memory(stage).residuals["p0"], residual, rtol=1e-4, atol=1e-4)
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(
-    shapes=st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5),
-    ranks=st.integers(1, 3),
-    rank=st.integers(1, 5),
-    wire=st.sampled_from(WIRES),
-    dtype=st.sampled_from(list(EPS)),
-    alternate=st.booleans(),
-    left_group=st.integers(0, 2),
-)
-def test_nothing_is_lost_through_any_wire(
-    shapes: list[tuple[int, ...]],
-    ranks: int,
-    rank: int,
-    wire: Wire,
-    dtype: torch.dtype,
-    alternate: bool,
-    left_group: int,
-) -> None:
-    stages = [PowerSGD(rank=rank, min_compression_rate=0, wire=wire, alternate=alternate) for _ in range(ranks)]
-    world = World(stages, shapes, divisor=max(1, ranks - left_group))
-    for step in range(5):
-        # Values travel in fp32 at best.
-        check_step(world, gradients(step, ranks, shapes, dtype), 64 * max(EPS[dtype], EPS[torch.float32]))
-
-
-@pytest.mark.parametrize("divisor", [1, 2, 5])
-def test_the_sum_is_divided_by_the_divisor(divisor: int) -> None:
-    """Under `join` that may be the number of ranks that are active. A rank that suffices gives the mean."""
-    world = World(
-        [PowerSGD(rank=8, min_compression_rate=0, wire=Float16()) for _ in range(2)], [(8, 6)], divisor=divisor
-    )
-    local = gradients(0, 2, [(8, 6)], torch.float32)
-    wanted = (local[0][0] + local[1][0]) / divisor
-    torch.testing.assert_close(world.step(local)[0][0], wanted, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -133,39 +92,6 @@ def test_a_gradient_that_is_not_finite_changes_no_memory_of_its_own(value: float
     tolerance = 64 * EPS[options.get("error_dtype", torch.float32)]
     for step in range(4, 7):
         check_step(world, gradients(step, 3, SHAPES, torch.float32), tolerance)
-
-
-def test_a_joined_ranks_residual_still_goes_out() -> None:
-    """It replays with zeros; in the end what is left is what the wire rounds of the other ranks' values."""
-    world = world_of(2, [(12, 9)], rank=2, wire=Int8())
-    for step in range(5):
-        world.step(gradients(step, 2, [(12, 9)], torch.float32))
-    kept = residual_size(world.stages[1], world, 0)
-    # What cancels between ranks is in no basis, and goes last. How fast differs with the rounding of each machine.
-    for _ in range(120):
-        check_step(world, [[torch.zeros(12, 9)], [torch.zeros(12, 9)]], 1e-5, replays=[1])
-    assert residual_size(world.stages[1], world, 0) < kept / 20
-    assert float(residuals(world)[0].abs().max()) < 1e-3 * kept
-
-
-@pytest.mark.parametrize("alternate", [False, True])
-def test_a_run_resumes_exactly_with_its_own_noise(alternate: bool) -> None:
-    def make() -> World:
-        return world_of(2, SHAPES, rank=2, wire=Int8(rounding="stochastic"), alternate=alternate)
-
-    def steps(world: World, start: int, stop: int) -> list[Any]:
-        return [world.step(gradients(step, 2, SHAPES, torch.float32)) for step in range(start, stop)]
-
-    whole, resumed = make(), make()
-    steps(whole, 0, 3)
-    for stage, other in zip(resumed.stages, whole.stages, strict=True):
-        stage.load_state_dict(other.state_dict())
-    assert not torch.equal(*(stage.state_dict()["generator"] for stage in whole.stages)), "ranks round differently"
-    for one, other in zip(steps(whole, 3, 6), steps(resumed, 3, 6), strict=True):
-        for a, b in zip(one[0], other[0], strict=True):
-            assert torch.equal(a, b)
-    states = [stage.state_dict() for stage in whole.stages]
-    assert PowerSGD.redistribute(states, rank=0, ranks=1)["generator"] is None
 
 
 def test_what_is_not_a_wire_is_refused() -> None:

@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bucket_functions import centralize as centralized
 from bucket_functions import clip_value as clipped
-from bucket_functions import scale as scaled
 from harness import Record, overlapped_step, train, wrap
 from harness.models import Batch, Case
 from overlap import (
@@ -41,17 +39,6 @@ def clip_norm(ddp: Any, norm_type: float = 2.0) -> None:
     torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.05, norm_type=norm_type)
 
 
-def scale(ddp: Any) -> None:
-    for gradient in gradients(ddp):
-        gradient.mul_(0.3)
-
-
-def centralize(ddp: Any) -> None:
-    for gradient in gradients(ddp):
-        if gradient.dim() > 1:
-            gradient.add_(-gradient.mean(dim=tuple(range(1, gradient.dim())), keepdim=True))
-
-
 def gradients(ddp: Any) -> list[Tensor]:
     return [parameter.grad for parameter in ddp.parameters() if parameter.grad is not None]
 
@@ -64,8 +51,6 @@ TRANSFORMS: dict[str, tuple[Callable[[], Any], Callable[[], Edit]]] = {
         lambda: ClipGradNorm(0.05, float("inf")),
         lambda: functools.partial(clip_norm, norm_type=float("inf")),
     ),
-    "scale": (lambda: scaled(0.3), lambda: scale),
-    "centralize": (lambda: centralized, lambda: centralize),
 }
 
 

@@ -18,7 +18,6 @@ from overlap._torch.device import streams_replaced
 from overlap.hooks import GatherQuantized, quantize
 from overlap.hooks.wires import QuantizedSum, exchange
 from overlap.hooks.wires.numbers import Affine8
-from overlap.hooks.wires.wire import Codec
 from overlap.optim.zero.exchange import Exchange
 
 from ..one_stream import OneStream
@@ -199,44 +198,10 @@ def test_messages_are_added_in_their_order(wire: Wire) -> None:
         total = torch.randn(codec.numel)
         expected = total.clone()
         for message in messages:
-            codec.decode(message, expected, torch.Tensor.add_)
+            codec.decode(message, decoded := torch.empty_like(expected))
+            expected.add_(decoded)
         with _on(True):
             codec.add_rows(messages, on_device := total.clone())
         assert torch.allclose(on_device, expected, atol=1e-5)
         codec.add_rows(messages, total)
         assert torch.equal(total, expected), numel
-
-
-class OneByOne(Codec):
-    """One of a user's own, which knows no rows."""
-
-    def __init__(self, numel: int) -> None:
-        self._codec = Int8().codec(numel)
-        self.numel = self._codec.numel
-        self.message_bytes = self._codec.message_bytes
-
-    numel = 0
-    message_bytes = 0
-
-    def encode(self, values: torch.Tensor, message: torch.Tensor, generator: torch.Generator | None = None) -> None:
-        self._codec.encode(values, message, generator)
-
-    def decode(self, message: torch.Tensor, out: torch.Tensor, combine: Any = None) -> None:
-        self._codec.decode(message, out, combine)
-
-
-def test_a_codec_without_rows_of_its_own_works_row_by_row() -> None:
-    codec, rows = OneByOne(1000), Int8().codec(1000)
-    values = torch.randn(3, codec.numel)
-    got, expected = (torch.zeros(3, codec.message_bytes, dtype=torch.uint8) for _ in range(2))
-    codec.encode_rows(values, got)
-    rows.encode_rows(values, expected)
-    assert torch.equal(got, expected)
-    for alpha in (1.0, 0.25):
-        total, other = torch.ones(codec.numel), torch.ones(codec.numel)
-        codec.add_rows(got, total, alpha=alpha)
-        rows.add_rows(expected, other, alpha=alpha)
-        assert torch.equal(total, other)
-    codec.decode_rows(got, one := torch.empty_like(values))
-    rows.decode_rows(expected, other := torch.empty_like(values))
-    assert torch.equal(one, other)

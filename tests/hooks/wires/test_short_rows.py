@@ -8,40 +8,12 @@ from torch.nn.functional import pad
 
 from overlap import BFloat16, Float8, Int4, Int8, TopK, Wire
 from overlap._torch.device import streams_replaced
+from overlap.hooks.wires import Codec
 from overlap.hooks.wires.numbers import Affine8
-from overlap.hooks.wires.wire import Codec
 
 from ..one_stream import OneStream
 
 NUMELS = [(1000, 1), (1000, 999), (1000, 490), (1000, 0), (70_001, 69_000), (600_001, 300_123)]
-
-
-class RowByRow(Codec):
-    """One of a user's own, which encodes whole rows only."""
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-
-    @property
-    def numel(self) -> int:
-        return self._codec.numel
-
-    @property
-    def message_bytes(self) -> int:
-        return self._codec.message_bytes
-
-    def encode(self, values: torch.Tensor, message: torch.Tensor, generator: torch.Generator | None = None) -> None:
-        assert values.numel() == self.numel
-        self._codec.encode(values, message, generator)
-
-    def decode(self, message: torch.Tensor, out: torch.Tensor, combine: object = None) -> None:
-        assert out.numel() == self.numel
-        self._codec.decode(message, out, combine)  # type: ignore[arg-type]
-
-
-def _codecs(wire: Wire, numel: int) -> list[Codec]:
-    codec = wire.codec(numel)
-    return [codec, RowByRow(codec)]
 
 
 @pytest.mark.parametrize("has_streams", [False, True], ids=["cpu", "streams"])
@@ -49,8 +21,7 @@ def _codecs(wire: Wire, numel: int) -> list[Codec]:
 def test_they_are_encoded_decoded_and_added_as_whole_ones(wire: Wire, has_streams: bool) -> None:
     with streams_replaced(OneStream(has_streams=has_streams)):
         for numel, given in NUMELS:
-            for codec in _codecs(wire, numel):
-                _as_whole(codec, given)
+            _as_whole(wire.codec(numel), given)
 
 
 def _as_whole(codec: Codec, given: int) -> None:
