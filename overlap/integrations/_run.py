@@ -126,8 +126,8 @@ class Run:
         not under ``Join``, where ranks without inputs would not."""
         with ExitStack() as opened:
             for zero in self.sharded:
-                if zero.stage is not None and not zero.is_joining:
-                    opened.enter_context(zero.stage.lifecycle.gradients.opened())
+                for update in zero.updates if not zero.is_joining else ():
+                    opened.enter_context(update.lifecycle.gradients.opened())
             yield
 
     def has_any(self, parameters: Sequence[Tensor]) -> bool:

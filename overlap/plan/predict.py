@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from overlap.hooks.engine.executors import is_small
-from overlap.optim.zero.gather_parts import least_part_bytes, parts_by_need
+from overlap.optim.zero.shards import least_part_bytes, parts_by_need
 from overlap.plan.buckets import cut
 from overlap.plan.candidates import METHODS, Candidate, Method
 from overlap.plan.clock import Rates

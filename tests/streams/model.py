@@ -10,13 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.streams import active
 from overlap import checkpoint_wrapper, offload_wrapper
-from overlap.optim.zero import gather_parts
+from overlap.optim.zero import shards
 
 __all__ = ["Branches", "Net", "Offloading", "Unused", "batch", "matrices", "rest", "wrapped"]
 
 _WIDTH = 16
 # Gathers that ride into the next forward come in several parts, though buckets are small.
-gather_parts._LEAST_BYTES_ON_STREAMS = 64
+shards._LEAST_BYTES_ON_STREAMS = 64
 
 
 class Net(nn.Module):

@@ -24,11 +24,11 @@ from overlap import (
 )
 from overlap.hooks import Role, all_gather, reduce_scatter
 from overlap.hooks.engine.registration import registration_of
-from overlap.optim.zero import gather_parts
+from overlap.optim.zero import shards
 from overlap.timeline import StepReport
 from timeline.training import make_model, make_sgd, run_backward, train_on
 
-gather_parts._LEAST_BYTES = 1000  # A part for each layer of 16 x 16.
+shards._LEAST_BYTES = 1000  # A part for each layer of 16 x 16.
 
 # A chain -----------------------------------------------------------------------------------------------------
 

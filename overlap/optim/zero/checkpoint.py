@@ -16,7 +16,7 @@ import os
 import pickle
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,7 @@ from torch import Tensor
 
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim.packed_state import Order, cloned
-from overlap.optim.zero.partition import Range
-from overlap.optim.zero.shards import Shard, flatten
+from overlap.optim.zero.shards import flatten
 from overlap.optim.zero.state import (
     Part,
     ShardedState,
@@ -33,6 +32,7 @@ from overlap.optim.zero.state import (
     check_divisible,
     difference,
     is_per_element,
+    packed,
     piece_of,
 )
 
@@ -45,10 +45,8 @@ _PACKED = "packed"
 
 
 def pieces_to_save(sharded: ShardedState) -> dict[str, Any]:
-    """This rank's part of the state by name, as views if possible.
-
-    Communication: one gather of a few bytes per value, since of a value that all ranks have only one is saved.
-    """
+    """This rank's part of the state by name, as views if possible. Communication: one gather of a few bytes per
+    value."""
     part = sharded.part()
     shared = sharded.agreed(part)
     manifest = {
@@ -71,14 +69,8 @@ def pieces_to_save(sharded: ShardedState) -> dict[str, Any]:
                 saved[f"{index}/{key}"] = value
             # An empty piece is written only if there is no other one to show that the value exists.
             elif start < end or (not numel and sharded.process_group.rank() == 0):
-                saved[f"{index}/{key}/{start}:{end}"] = _in_order_of_memory(shard, value)
+                saved[f"{index}/{key}/{start}:{end}"] = flatten(piece_of(shard, value)) if shard.is_whole else value
     return saved
-
-
-def _in_order_of_memory(shard: Shard, value: Tensor) -> Tensor:
-    if not shard.is_whole:
-        return value
-    return flatten(torch.empty_like(shard.parameter, dtype=value.dtype, requires_grad=False).copy_(value))
 
 
 def _sizes(sharded: ShardedState) -> dict[str, Any]:
@@ -88,46 +80,14 @@ def _sizes(sharded: ShardedState) -> dict[str, Any]:
     }
 
 
-_SPAN = r"(?P<start>\d+):(?P<end>\d+)"
-_NAME = re.compile(rf"(?P<index>\d+)/(?P<key>.+?)(?:/(?:{_SPAN}|(?P<packed>{_PACKED})))?")
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One saved value, or one piece of a value."""
-
-    name: str
-    index: int
-    key: str
-    span: Range | None
-    """The elements of the parameter to which a piece belongs; ``None`` for a whole value."""
-    is_packed: bool
-    metadata: Any
-
-    @classmethod
-    def parse(cls, name: str, prefix: str, metadata: Any) -> _Entry:
-        found = _NAME.fullmatch(name.removeprefix(prefix))
-        assert found is not None, "names with a / are of this form"
-        start, end = found["start"], found["end"]
-        span = None if start is None else (int(start), int(end))
-        return cls(name, int(found["index"]), found["key"], span, found["packed"] is not None, metadata)
-
-    def target(self) -> Tensor | None:
-        """The tensor to read into; ``None`` for a value that is not a tensor."""
-        if not _is_tensor(self.metadata):
-            return None
-        return torch.empty(self.metadata.size, dtype=self.metadata.properties.dtype)
-
-
-def _is_tensor(metadata: Any) -> bool:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    return isinstance(metadata, TensorStorageMetadata)
+# ``3/exp_avg/0:512``: the parameter, the key of its state, and the elements, or _PACKED, of a value that is not whole.
+_NAME = re.compile(rf"(?P<index>\d+)/(?P<key>.+?)(?:/(?:(?P<start>\d+):(?P<end>\d+)|(?P<packed>{_PACKED})))?")
 
 
 def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
     """Load this rank's part of a state that any number of ranks has saved."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
@@ -137,7 +97,7 @@ def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
     except FileNotFoundError as error:
         raise ConfigurationError(f"{checkpoint} is not a checkpoint saved by torch.distributed.checkpoint") from error
     place = saved.get(prefix + _MANIFEST)
-    if place is None or not _is_tensor(place):
+    if not isinstance(place, TensorStorageMetadata):
         raise ConfigurationError(
             f"{checkpoint} has no {prefix + _MANIFEST!r}: no sharded_state_dict() was saved under key={key!r}"
         )
@@ -145,68 +105,56 @@ def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
     load(found, storage_reader=reader, process_group=sharded.process_group)
     manifest = _from_tensor(found[prefix + _MANIFEST])
     _check_sizes(sharded, manifest)
-    entries = [
-        _Entry.parse(name, prefix, metadata)
-        for name, metadata in saved.items()
-        if name.startswith(prefix) and name != prefix + _MANIFEST and "/" in name.removeprefix(prefix)
-    ]
-    entries = [entry for entry in entries if sharded.shards[entry.index].own is not None]
-    strides = [tuple(saved) for saved in manifest["strides"]]
-    windows = [_window(shard, saved) for shard, saved in zip(sharded.shards, strides, strict=True)]
-    values = {entry.name: entry.target() for entry in entries if _is_needed(entry, windows[entry.index])}
-    load(values, storage_reader=reader, process_group=sharded.process_group)
+
+    # To read into; then values as they are, and of each value that is cut the pieces to copy.
+    wanted: dict[str, Any] = {}
+    state: dict[int, dict[str, Any]] = {}
+    joined: dict[tuple[int, str], Tensor] = {}
+    copies: list[tuple[Tensor, str, slice]] = []
+    for name, metadata in saved.items():
+        match = _NAME.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
+        if match is None or (shard := sharded.shards[int(match["index"])]).own is None:
+            continue
+        index, key = int(match["index"]), match["key"]
+        is_tensor = isinstance(metadata, TensorStorageMetadata)
+        target = torch.empty(metadata.size, dtype=metadata.properties.dtype) if is_tensor else None
+        values = state.setdefault(index, {})
+        if match["start"] is None:
+            wanted[name], values[key] = target, match
+            continue
+        # In another order of memory the elements of this rank may be anywhere.
+        is_all = shard.is_whole or tuple(manifest["strides"][index]) != shard.parameter.stride()
+        start, end = (0, shard.parameter.numel()) if is_all else shard.range
+        if (index, key) not in joined:
+            joined[index, key] = torch.empty(end - start, dtype=metadata.properties.dtype)
+        first, last = int(match["start"]), int(match["end"])
+        one, other = max(start, first), min(end, last)
+        if one < other:
+            wanted[name] = target
+            copies.append((joined[index, key][one - start : other - start], name, slice(one - first, other - first)))
+    load(wanted, storage_reader=reader, process_group=sharded.process_group)
+    for index, values in state.items():
+        for key, match in values.items():
+            value = wanted[prefix + match.string]
+            values[key] = _from_tensor(value) if match["packed"] else value
+            if not (shard := sharded.shards[index]).is_whole:
+                check_divisible(sharded.optimizer, shard, key, values[key], shard.parameter.shape)
+    for piece, name, elements in copies:
+        piece.copy_(wanted[name][elements])
+    for (index, key), flat in joined.items():
+        shard, strides = sharded.shards[index], manifest["strides"][index]
+        is_all = flat.numel() == shard.parameter.numel()
+        state[index][key] = piece_of(shard, flat.as_strided(shard.parameter.size(), strides)) if is_all else flat
     sharded.load(
+        # Earlier versions have saved neither dtypes nor what belongs to no parameter.
         sharded.loadable(
-            _joined(sharded, entries, values, windows, strides),
-            manifest["options"],
-            # Earlier versions have saved neither these nor the dtypes.
-            manifest.get("state", {}),
-            manifest.get("entries", {}),
-            manifest.get("dtypes"),
+            dtypes=manifest.get("dtypes"),
+            state=state,
+            options=manifest["options"],
+            beside=manifest.get("state", {}),
+            entries=manifest.get("entries", {}),
         )
     )
-
-
-def _window(shard: Shard, strides: tuple[int, ...]) -> Range:
-    """The elements to read of a parameter that was saved with these strides: in another order, those of this rank may
-    be anywhere."""
-    is_all = shard.is_whole or strides != shard.parameter.stride()
-    return (0, shard.parameter.numel()) if is_all else shard.range
-
-
-def _is_needed(entry: _Entry, window: Range) -> bool:
-    return entry.span is None or (entry.span[0] < window[1] and window[0] < entry.span[1])
-
-
-def _joined(
-    sharded: ShardedState,
-    entries: Sequence[_Entry],
-    values: Mapping[str, Any],
-    windows: Sequence[Range],
-    strides: Sequence[tuple[int, ...]],
-) -> dict[int, dict[str, Any]]:
-    """This rank's state, put together from whole values and pieces."""
-    state: dict[int, dict[str, Any]] = {entry.index: {} for entry in entries}
-    flat: dict[tuple[int, str], Tensor] = {}
-    for entry in entries:
-        shard, (start, end) = sharded.shards[entry.index], windows[entry.index]
-        if entry.span is None:
-            value = _from_tensor(values[entry.name]) if entry.is_packed else values[entry.name]
-            if not shard.is_whole:
-                check_divisible(sharded.optimizer, shard, entry.key, value, shard.parameter.shape)
-            state[entry.index][entry.key] = value
-            continue
-        made = torch.empty(end - start, dtype=entry.metadata.properties.dtype)
-        joined = flat.setdefault((entry.index, entry.key), made)
-        if entry.name in values:
-            first, last = max(start, entry.span[0]), min(end, entry.span[1])
-            joined[first - start : last - start] = values[entry.name][first - entry.span[0] : last - entry.span[0]]
-    for (index, key), joined in flat.items():
-        shard = sharded.shards[index]
-        is_own = windows[index] == shard.range and not shard.is_whole and strides[index] == shard.parameter.stride()
-        whole = None if is_own else joined.as_strided(shard.parameter.size(), strides[index])
-        state[index][key] = joined if whole is None else piece_of(shard, whole)
-    return state
 
 
 def _check_sizes(sharded: ShardedState, manifest: Mapping[str, Any]) -> None:
@@ -221,11 +169,7 @@ def _check_sizes(sharded: ShardedState, manifest: Mapping[str, Any]) -> None:
 
 
 def _to_tensor(value: Any) -> Tensor:
-    """The pickled value.
-
-    Raises:
-        UnsupportedError: :func:`_from_tensor` could not read it.
-    """
+    """The pickled value. Raises: UnsupportedError: :func:`_from_tensor` could not read it."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     tensor = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -247,18 +191,14 @@ def check_part(sharded: ShardedState, saved: Mapping[str, Any], order: Order) ->
     """Raises: ConfigurationError: this rank owned other elements when ``vars(part)`` was ``saved``."""
     then = _reordered(saved, order)
     for index, shard in enumerate(sharded.shards):
-        for name, before, now in (
-            ("range", then.ranges[index], shard.range),
-            ("strides", then.strides[index], shard.parameter.stride()),
-            ("dtype", then.dtypes[index], shard.dtype),
-            ("partition", then.partition, sharded.partition),
-        ):
-            if before != now:
-                raise ConfigurationError(
-                    f"this rank's share of {shard.name} of shape {tuple(shard.parameter.shape)} is not the one that "
-                    f"was saved ({name}: {before} then, {now} now): use the same partition, master_dtype, order of "
-                    "parameters and memory format, or a sharded_state_dict() of that run"
-                )
+        before = (then.ranges[index], then.strides[index], then.dtypes[index], then.partition)
+        now = (shard.range, shard.parameter.stride(), shard.dtype, sharded.partition)
+        if before != now:
+            raise ConfigurationError(
+                f"this rank's share of {shard.name} of shape {tuple(shard.parameter.shape)} is not the one that was "
+                f"saved (range, strides, dtype and partition {before} then, {now} now): use the same partition, "
+                "master_dtype, order of parameters and memory format, or a sharded_state_dict() of that run"
+            )
 
 
 def load_part(sharded: ShardedState, saved: Mapping[str, Any], order: Order) -> None:
@@ -268,12 +208,7 @@ def load_part(sharded: ShardedState, saved: Mapping[str, Any], order: Order) -> 
 
 
 def part_from_all(sharded: ShardedState, saved: Sequence[Mapping[str, Any]], order: Order) -> Part:
-    """This rank's part, from the parts that all old ranks have saved by themselves.
-
-    Args:
-        sharded: of the optimizer that is going to load it.
-        saved: ``vars(part)`` of each old rank, in their order.
-        order: the places of the parameters of ``sharded`` in these parts.
+    """This rank's part, from ``vars(part)`` of all old ranks, in which the parameters have this ``order``.
 
     Raises:
         ConfigurationError: the parts do not belong together.
@@ -281,9 +216,11 @@ def part_from_all(sharded: ShardedState, saved: Sequence[Mapping[str, Any]], ord
     parts = [_reordered(one, order) for one in saved]
     first = next((part for part in parts if part.steps), parts[0])
     ranges = list(zip(*(part.ranges for part in parts), strict=True))
-    described = [{(None, "partition"): part.partition} | sharded.described(part) for part in parts]
-    if found := difference(described, ranges=ranges):
-        (index, key), values = found
+    described = [sharded.described(part) for part in parts]
+    for part, one in zip(parts, described, strict=True):
+        one.setdefault(None, {})["partition"] = part.partition
+    if found := difference(described, ranges):
+        index, key, values = found
         of = "" if index is None else f" of {sharded.shards[index].name}"
         raise ConfigurationError(
             f"the states of a ZeroRedundancyOptimizer do not belong together: {key!r}{of} differs between the old "
@@ -292,18 +229,14 @@ def part_from_all(sharded: ShardedState, saved: Sequence[Mapping[str, Any]], ord
     state = dict(first.beside)
     for index, shard in enumerate(sharded.shards):
         of_ranks = [part.state.get(index) for part in parts]
-        if first.is_cut(shard):
-            whole = assemble(of_ranks, ranges[index], shard.parameter.size(), first.strides[index])
-        else:
-            whole = dict(next((one for one in of_ranks if one), {}))
+        whole = assemble(shard, of_ranks, ranges[index], first.strides[index], is_cut=first.is_cut(shard))
         if whole:
             state[index] = whole
-    places = itertools.count()
     groups = [
-        {**options, "params": list(itertools.islice(places, len(group["params"])))}
+        {**options, "params": group["params"]}
         for group, options in zip(sharded.param_groups, first.options, strict=True)
     ]
-    return sharded.divided({**first.entries, "state": state, "param_groups": groups}, dtypes=first.dtypes)
+    return sharded.divided(packed({**first.entries, "state": state}, groups), dtypes=first.dtypes)
 
 
 def _reordered(saved: Mapping[str, Any], order: Order) -> Part:

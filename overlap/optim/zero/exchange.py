@@ -6,24 +6,22 @@ rank may send more than another.
 
 [Note: messages]
 
-A large piece is sent from the memory it is in and, in the gather, received in the memory where it belongs, so it is
-never copied: on a CPU, computing, packing and the network's own copies compete for memory bandwidth, and workspace
-would cost more than dividing the state saves. Small pieces share one message, since each message has a cost of its own.
-Sender and receiver use the same order: large pieces first, then the small ones. Where the device has streams, all
-pieces for a rank are one message: copying is cheap there next to sending, and pieces begin anywhere (see
-[Note: segments] in :mod:`overlap.hooks.segments`).
+A large piece is sent from its own memory and, in the gather, received in the memory where it belongs, so it is never
+copied: on a CPU all copies compete for memory bandwidth, and workspace would cost more than dividing the state saves.
+Small pieces share one message, since each message has a cost of its own. Sender and receiver use the same order: large
+pieces first, then the small ones. Where the device has streams, all pieces for a rank are one message: copying is cheap
+there next to sending, and pieces begin anywhere (see [Note: segments] in :mod:`overlap.hooks.segments`).
 
 [Note: wires of a sharded update]
 
 A gradient is rounded once on its way to its owner, who sums in fp32 with its own part as it is; an all-reduce through a
 wire rounds twice (ZeRO++'s qgZ, https://arxiv.org/abs/2306.10209, sends directly for the same reason).
 
-Parameters travel as differences from the parameters that all ranks have. An optimizer's steps are small next to the
-weights, so a difference keeps more in few bits than the weights would (SDP4Bit, https://arxiv.org/abs/2410.15526;
-ZeRO++'s qwZ sends the weights). The owner of a part keeps its true weights beside the parameter (see
-:meth:`Shard.keep_true`). It encodes the difference of the two, and every rank, the owner too, adds the same decoded
-message to the parameter. So parameters are equal on all ranks bit for bit, and the next difference holds the rounding
-error of the one before.
+Parameters travel as differences from the parameters that all ranks have: an optimizer's steps are small next to the
+weights, so a difference keeps more in few bits (SDP4Bit, https://arxiv.org/abs/2410.15526). The owner of a part keeps
+its true weights beside the parameter (see :meth:`Shard.keep_true`). It encodes the difference of the two, and every
+rank, the owner too, adds the same decoded message to the parameter. So parameters are equal on all ranks bit for bit,
+and the next difference holds the rounding error of the one before.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress
+from itertools import accumulate, chain, compress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -82,15 +80,18 @@ class Exchange:
     """The memory of the wires; ``None`` where there are none."""
     _messages: WeakKeyDictionary[BucketShards, _Messages] = field(default_factory=WeakKeyDictionary, init=False)
 
-    async def reduce(self, bucket: Bucket, shards: BucketShards) -> None:
+    async def reduce(self, bucket: Bucket, shards: BucketShards | None) -> None:
         """Make the part of ``bucket.buffer`` that this rank owns the mean; the rest becomes this rank's own gradient,
-        divided.
-
-        Parameters that are not sharded are averaged on every rank.
+        divided. Parameters that are not sharded are averaged on every rank: all, where ``shards`` is ``None``.
 
         Communication: one reduce-scatter, or a message to each other rank; one all-reduce of the parameters that are
         not sharded, if there are some; with error feedback one all-reduce of a number.
         """
+        if shards is None:
+            bucket.buffer.mul_(1 / bucket.divisor)
+            await all_reduce(bucket.buffer, group=bucket.group)
+            self._note([bucket.buffer])
+            return
         if self.reduce_wire is not None:
             await self._reduce_through(self.reduce_wire, bucket, shards)
         else:
@@ -99,118 +100,100 @@ class Exchange:
             if self.sends_directly:
                 await self._reduce_by_messages(bucket.buffer, shards, bucket.group)
             else:
-                for part, place in shards.in_turn if bucket.index == 0 and bucket.is_last else shards.whole:
-                    reduce = self._reduce_scatter if part.layout.is_even else self._reduce_by_messages
+                is_alone = bucket.index == 0 and bucket.is_last
+                for part, place in shards.in_turn if is_alone else [(shards, slice(None))]:
+                    reduce = self._reduce_scatter if part.is_even else self._reduce_by_messages
                     await reduce(bucket.buffer[place], part, bucket.group)
-        if shards.has_rest:
-            rest = shards.rest(bucket.buffer)
+        if rest := shards.rest(bucket.buffer):
             flat = torch.cat(rest)
             await all_reduce(flat, op=dist.ReduceOp.SUM, group=bucket.group)
             copy_all(rest, flat.split_with_sizes([part.numel() for part in rest]))
-            for mean in rest:
-                self._note(mean)
-
-    async def average(self, bucket: Bucket) -> None:
-        """Make ``bucket.buffer``, of parameters that are not sharded, the mean on every rank."""
-        bucket.buffer.mul_(1 / bucket.divisor)
-        await all_reduce(bucket.buffer, group=bucket.group)
-        self._note(bucket.buffer)
+            self._note(rest)
 
     async def gather(self, shards: BucketShards, group: dist.ProcessGroup) -> None:
         """Send the part of the parameters that each rank owns to all ranks. Changes the parameters.
 
         Communication: one all-gather, or a message to each other rank.
         """
-        if shards.layout.packed_numel == 0:
+        if shards.packed_numel == 0:
             return
         if self.gather_wire is not None:
             await self._gather_through(self.gather_wire, shards, group)
-        elif self.sends_directly or not shards.layout.is_even:
+        elif self.sends_directly or not shards.is_even:
             await self._gather_by_messages(shards, group)
         else:
             await self._all_gather(shards, group)
         shards.note_written()
 
-    def _note(self, mean: Tensor) -> None:
-        """Gradients that are not sharded came out as ``mean``: a pass in which they are not finite is not applied, so
-        it may not change the memory of the wire either."""
+    def _note(self, means: Sequence[Tensor]) -> None:
+        """``means`` are of gradients that are not sharded: where they are not finite, the pass is not applied, so it
+        may not change the memory of the wire either."""
         if (feedback := self._feedback) is not None:
-            feedback.note(mean)
+            for mean in means:
+                feedback.note(mean)
 
     # By collectives of equal segments ----------------------------------------------------------------------
 
     async def _reduce_scatter(self, flat: Tensor, shards: BucketShards, group: dist.ProcessGroup) -> None:
-        if not shards.layout.packed_numel:
+        if not shards.packed_numel:
             return
-        packed = self.workspace.take(shards.layout.packed_numel, flat)
+        room = self.workspace.take(shards.packed_numel, flat)
+        packed = room[: shards.packed_numel]
         pieces, packed_pieces = shards.cut_flat(flat), shards.cut_packed(packed)
         copy_all(packed_pieces, pieces)
         await reduce_scatter(packed[shards.segment], packed, group=group)
         copy_all(shards.own_of(pieces), shards.own_of(packed_pieces))
-        self.workspace.give(packed)
+        self.workspace.give(room)
 
     async def _all_gather(self, shards: BucketShards, group: dist.ProcessGroup) -> None:
-        packed = self.workspace.take(shards.layout.packed_numel, shards.parameter_pieces[0])
+        room = self.workspace.take(shards.packed_numel, shards.parameter_pieces[0])
+        packed = room[: shards.packed_numel]
         pieces = shards.cut_packed(packed)
         copy_all(shards.own_of(pieces), shards.own_of(shards.parameter_pieces))
         await all_gather(packed, packed[shards.segment], group=group)
         copy_all(shards.others_of(shards.parameter_pieces), shards.others_of(pieces))
-        self.workspace.give(packed)
+        self.workspace.give(room)
 
     # By messages, as in [Note: messages] ---------------------------------------------------------------------
 
     async def _reduce_by_messages(self, flat: Tensor, shards: BucketShards, group: dist.ProcessGroup) -> None:
-        """Add the other ranks' gradients to the part of ``flat`` that this rank owns, in the order of ranks.
-
-        Sends each rank its part, ``N (W-1)/W`` elements in all, and receives as many.
-        """
-        if not shards.layout.packed_numel:
+        """Add the other ranks' gradients to the part of ``flat`` that this rank owns, in the order of ranks."""
+        if not shards.packed_numel:
             return
-        messages = self._messages.get(shards) or self._made(shards)
-        pieces, packed = shards.cut_flat(flat), self.workspace.take(messages.room, flat)
-        rooms = packed.split_with_sizes(messages.rooms)
+        messages = self._messages.get(shards) or self._messages.setdefault(shards, _Messages(shards))
+        pieces, room = shards.cut_flat(flat), self.workspace.take(messages.room_numel, flat)
+        boxes = list(map(room.__getitem__, messages.boxes))
         sends: list[tuple[Tensor, int]] = []
         for peer in messages.peers:
-            sends += [(message, peer) for message in messages.of[peer].pack(pieces, rooms[peer])]
+            sends += [(message, peer) for message in messages.of[peer].pack(pieces, boxes[peer])]
         await add_messages(sends, messages.of[shards.rank].rows(pieces), group=group)
-        self.workspace.give(packed)
+        self.workspace.give(room)
 
     async def _gather_by_messages(self, shards: BucketShards, group: dist.ProcessGroup) -> None:
-        """Send the part of the parameters that this rank owns to the other ranks, and receive theirs."""
-        messages = self._messages.get(shards) or self._made(shards)
-        packed = self.workspace.take(messages.room, shards.parameter_pieces[0])
-        rooms = packed.split_with_sizes(messages.rooms)
-        own = messages.of[shards.rank]
-        copy_all(own.cut(rooms[shards.rank]), own.small_parameters)
-        boxes = [room[:numel] for room, numel in zip(rooms, messages.packed_numels, strict=True)]
-        sends, receives = messages.sends, messages.receives
+        messages = self._messages.get(shards) or self._messages.setdefault(shards, _Messages(shards))
+        room = self.workspace.take(messages.room_numel, shards.parameter_pieces[0])
+        boxes = list(map(room.__getitem__, messages.boxes))
+        own, box, sends = messages.of[shards.rank], boxes[shards.rank], messages.sends
         if own.small_parameters:
-            sends = [*sends, *[(boxes[shards.rank], peer) for peer in messages.peers]]
-        receives = [*receives, *[(boxes[peer], peer) for peer in messages.peers if messages.packed_numels[peer]]]
+            copy_all(box.split_with_sizes(own.small_numels), own.small_parameters)
+            sends = [*sends, *[(box, peer) for peer in messages.peers]]
+        small = [peer for peer in messages.peers if messages.packed_numels[peer]]
+        receives = [*messages.receives, *[(boxes[peer], peer) for peer in small]]
         await send_recv(sends, receives, group=group, label="all_gather")
-        for peer in messages.peers:
+        for peer in small:
             other = messages.of[peer]
-            copy_all(other.small_parameters, other.cut(rooms[peer]))
-        self.workspace.give(packed)
-
-    def _made(self, shards: BucketShards) -> _Messages:
-        """The messages of a bucket that comes for the first time."""
-        self._messages[shards] = made = _Messages(shards)
-        return made
+            copy_all(other.small_parameters, boxes[peer].split_with_sizes(other.small_numels))
+        self.workspace.give(room)
 
     # Through wires, as in [Note: wires of a sharded update] --------------------------------------------------
 
     async def _reduce_through(self, wire: Wire, bucket: Bucket, shards: BucketShards) -> None:
-        """Change ``bucket.buffer``: the mean where this rank owns it, elsewhere this rank's own gradient, divided.
-
-        Parameters that are not sharded are divided and left alone.
-        """
+        """As :meth:`reduce`, but parameters that are not sharded are only divided."""
         feedback = self._feedback
-        # As in DDP, each rank divides before the sum.
         values = bucket.buffer.to(torch.float32, copy=feedback is not None).mul_(1 / bucket.divisor)
         if values is not bucket.buffer:
             bucket.buffer.mul_(1 / bucket.divisor)
-        if shards.layout.packed_numel == 0:
+        if shards.packed_numel == 0:
             return
         names: list[str] = []
         errors: list[Tensor] = []
@@ -237,13 +220,11 @@ class Exchange:
     async def _sum_through(
         self, wire: Wire, pieces: Sequence[Sequence[Tensor]], shards: BucketShards, group: dist.ProcessGroup
     ) -> Tensor:
-        """The sum over ranks of this rank's part, fp32, packed.
-
-        With error feedback the other parts of ``pieces``, which are given by rank, become their rounding errors.
-        """
+        """The sum over ranks of this rank's part, fp32, packed; with error feedback the other ranks' ``pieces`` become
+        their rounding errors."""
         device, rank, ranks = shards.parameter_pieces[0].device, shards.rank, len(pieces)
         generator = self._generator_for(wire, shards)
-        codecs = [wire.codec(numel) if numel else None for numel in shards.layout.owned_numels]
+        codecs = [wire.codec(numel) if numel else None for numel in shards.owned_numels]
         messages = [torch.empty(0, dtype=torch.uint8, device=device)] * ranks
         # Starting with the next rank, as they are sent.
         peers = [(rank + distance) % ranks for distance in range(1, ranks)]
@@ -266,13 +247,9 @@ class Exchange:
         return sum_in_order(own, _packed([pieces[rank]], own.numel, device)[0], received, rank)
 
     async def _gather_through(self, wire: Wire, shards: BucketShards, group: dist.ProcessGroup) -> None:
-        """Add to the parameters the differences between them and their owners' true weights, as the wire rounds them.
-
-        Communication: a send and a receive of one message with every other rank if messages are of unequal lengths or
-        sent directly; else one all-gather.
-        """
+        """Add to the parameters their differences from the owners' true weights, as the wire rounds them."""
         device, rank = shards.parameter_pieces[0].device, shards.rank
-        codecs = [wire.codec(numel) if numel else None for numel in shards.layout.gathered_numels]
+        codecs = [wire.codec(numel) if numel else None for numel in shards.gathered_numels]
         lengths = [0 if codec is None else codec.message_bytes for codec in codecs]
         space = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
         messages = space.split_with_sizes(lengths)
@@ -282,7 +259,7 @@ class Exchange:
             for shard, part in zip(shards.owning, beginning(differences, pieces[rank]), strict=True):
                 shard.write_difference(part)
             codec.encode(differences, messages[rank], self._generator_for(wire, shards))
-        if shards.layout.is_even and not self.sends_directly:
+        if shards.is_even and not self.sends_directly:
             await all_gather(space, messages[rank], group=group)
         else:
             await swap([messages[rank]] * len(messages), messages, group=group, label="all_gather")
@@ -314,40 +291,38 @@ class _Messages:
     """The messages of one bucket, in both directions. See [Note: messages]."""
 
     def __init__(self, shards: BucketShards) -> None:
-        places, layout = range(len(shards.layout.pieces)), shards.layout
-        self.of = [_Pieces(shards, places[layout.of_rank(rank)]) for rank in range(layout.ranks)]
+        self.of = [_Pieces(shards, range(own.start, own.stop)) for own in shards.of_rank]
         """The pieces of each rank."""
-        self.rooms = [pieces.room for pieces in self.of]
-        """The elements to reserve for the small pieces of each rank, packed."""
-        self.packed_numels = [pieces.packed_numel for pieces in self.of]
-        self.room = sum(self.rooms)
-        self.peers = [rank for rank in range(layout.ranks) if rank != shards.rank]
+        self.packed_numels = [sum(own.small_numels) for own in self.of]
+        """The elements of the small pieces of each rank, packed."""
+        rooms = [room_for([numel], shards.parameter_pieces[0].device) for numel in self.packed_numels]
+        self.room_numel = sum(rooms)
+        starts = [0, *accumulate(rooms)]
+        self.boxes = [slice(start, start + numel) for start, numel in zip(starts, self.packed_numels, strict=False)]
+        """Where the small pieces of each rank are packed. See [Note: segments] in :mod:`overlap.hooks.segments`."""
+        self.peers = [rank for rank in shards.ranks if rank != shards.rank]
         # In a gather, from and to the parameters' own memory.
         self.sends = [(piece, peer) for peer in self.peers for piece in self.of[shards.rank].large_parameters]
         self.receives = [(piece, peer) for peer in self.peers for piece in self.of[peer].large_parameters]
 
 
 class _Pieces:
-    """The pieces of one rank: the large ones travel by themselves, the small ones packed together.
-
-    Args:
-        shards: of the bucket.
-        places: of the rank's pieces among all, in packed order.
-    """
+    """The pieces of one rank, at these ``places`` of the packed order: the large ones travel by themselves, the small
+    ones packed together."""
 
     def __init__(self, shards: BucketShards, places: Sequence[int]) -> None:
-        like = shards.parameter_pieces[0]
-        numels = {place: shards.layout.pieces[place].numel for place in places}
-        self._large = [place for place in places if numels[place] >= _LARGE_NUMEL and not has_streams(like.device)]
+        like, numels = shards.parameter_pieces[0], [piece.numel() for piece in shards.parameter_pieces]
+        on_streams = has_streams(like.device)
+        self._large = [place for place in places if numels[place] >= _LARGE_NUMEL and not on_streams]
         self._small = [place for place in places if place not in self._large]
+        self.small_numels = [numels[place] for place in self._small]
         self.large_parameters = [shards.parameter_pieces[place] for place in self._large]
         self.small_parameters = [shards.parameter_pieces[place] for place in self._small]
         # In a reduction a message is a row of a sum (see [Note: rows of a sum] in overlap._torch.gloo), or a part of a
         # large piece of as many elements.
-        self._row_numel = shards.layout.packed_numel
-        if not has_streams(like.device):
-            others = max(1, shards.layout.ranks - 1)
-            self._row_numel = max(_LARGE_NUMEL, _ROW_BYTES // others // like.element_size())
+        others = max(1, len(shards.ranks) - 1)
+        by_memory = max(_LARGE_NUMEL, _ROW_BYTES // others // like.element_size())
+        self._row_numel = shards.packed_numel if on_streams else by_memory
         self._rows: list[list[int]] = []
         self._row_numels: list[int] = []
         for place in self._small:
@@ -356,22 +331,13 @@ class _Pieces:
                 self._row_numels.append(0)
             self._rows[-1].append(place)
             self._row_numels[-1] += numels[place]
-        self.packed_numel = sum(self._row_numels)
-        self.room = room_for([self.packed_numel], like.device)
-        padding = self.room - self.packed_numel
-        self._cuts = [*(numels[place] for place in self._small), padding]
-        self._row_numels.append(padding)
 
-    def cut(self, room: Tensor) -> Sequence[Tensor]:
-        """The places of the small pieces in ``room``."""
-        return room.split_with_sizes(self._cuts)[:-1]
-
-    def pack(self, pieces: Sequence[Tensor], room: Tensor) -> list[Tensor]:
-        """The messages of a sum, the small pieces copied to ``room``."""
+    def pack(self, pieces: Sequence[Tensor], box: Tensor) -> list[Tensor]:
+        """The messages of a sum, the small pieces copied to ``box``."""
         messages = [part for place in self._large for part in pieces[place].split(self._row_numel)]
         if self._small:
-            copy_all(self.cut(room), [pieces[place] for place in self._small])
-            messages += room.split_with_sizes(self._row_numels)[:-1]
+            copy_all(box.split_with_sizes(self.small_numels), [pieces[place] for place in self._small])
+            messages += box.split_with_sizes(self._row_numels)
         return messages
 
     def rows(self, pieces: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -389,12 +355,11 @@ class Workspace:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
-        self._lent: dict[int, tuple[Tensor, Tensor]] = {}
+        self._keeps = True
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """A flat tensor of ``numel`` elements with undefined values, of the dtype and device of ``like``."""
-        if numel == 0 or has_streams(like.device):
-            return torch.empty(numel, dtype=like.dtype, device=like.device)
+        """A flat tensor of at least ``numel`` elements with undefined values, of the dtype and device of ``like``."""
+        self._keeps = not has_streams(like.device)
         # The smallest that is large enough; or else a larger one replaces the largest, so there are never more than
         # were in use at once.
         found, taken = torch.empty(0, dtype=like.dtype), -1
@@ -404,25 +369,16 @@ class Workspace:
                 found, taken = kept, place
         if taken >= 0:
             del self._free[taken]
-        if found.numel() < numel:
-            found = torch.empty(numel, dtype=like.dtype, device=like.device)
-        part = found[:numel]
-        self._lent[id(part)] = (part, found)
-        return part
+        return found if found.numel() >= numel else torch.empty(numel, dtype=like.dtype, device=like.device)
 
-    def give(self, part: Tensor) -> None:
-        """Take back what :meth:`take` gave."""
-        if (lent := self._lent.pop(id(part), None)) is not None:
-            self._free.append(lent[1])
+    def give(self, buffer: Tensor) -> None:
+        """Take back a buffer."""
+        if self._keeps:
+            self._free.append(buffer)
 
     def trim(self) -> None:
-        """Free the buffers that are not lent, before buckets of other sizes."""
+        """Free the buffers that are not in use, before buckets of other sizes."""
         self._free.clear()
-
-    def forget(self) -> None:
-        """Free all buffers, also those that were lent to work that failed."""
-        self._free.clear()
-        self._lent.clear()
 
     @property
     def held_bytes(self) -> int:

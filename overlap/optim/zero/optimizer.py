@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -14,12 +16,12 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
-from overlap._checks import check_flag, check_group, is_one_of, told
+from overlap._checks import check_flag, check_group, described, is_one_of, told
 from overlap._torch import classes
 from overlap._torch.c10d import backend_name
 from overlap._torch.checkpoint import is_in_checkpointing, is_in_loading
 from overlap._torch.device import has_streams
-from overlap._torch.optimizer import has_post_hooks, own_step
+from overlap._torch.optimizer import has_post_hooks, hook_attributes, is_scheduled, own_step, unwrapped
 from overlap._torch.state_dict_hooks import (
     after_load_state_dict,
     after_state_dict,
@@ -34,35 +36,33 @@ from overlap.join import Joinable
 from overlap.join.active import active_join, refuse_once_joined
 from overlap.join.board import Agreement
 from overlap.join.group_collectives import all_reduce, broadcast
-from overlap.optim.declared import Unit, check_one_eps, check_unit
+from overlap.optim.declared import check_one_eps, check_unit
+from overlap.optim.optimizer import OptimizerProxy
+from overlap.optim.packed_state import tensors_in
 from overlap.optim.phases import Event, Phase
 from overlap.optim.scaler import LossScale, Veto
 from overlap.optim.subset import SubsetStepper, check_optimizer
 from overlap.optim.update import LoopOptimizer
 from overlap.optim.zero.checkpoint import load_pieces, pieces_to_save
-from overlap.optim.zero.conversion import (
-    check_convertible,
-    check_same_optimizer,
-    constructor_arguments,
-    copy_attributes,
-)
 from overlap.optim.zero.exchange import Exchange, Gather, Workspace
 from overlap.optim.zero.partition import (
-    check_class,
-    check_master_dtype,
-    check_members,
+    ByElement,
+    ByParameter,
+    Extent,
+    check_same_on_all_ranks,
     copy_options,
-    is_narrower,
     names_of,
-    orthogonalization_steps,
+    orthogonalization_flops,
     read_groups,
     with_names,
 )
-from overlap.optim.zero.shards import BucketShards, Ownership, Shard, flatten, shards_of_bucket
-from overlap.optim.zero.state import ConsolidatedState, ShardedState, StateView, check_new_state
+from overlap.optim.zero.shards import BucketShards, Shard, flatten, is_narrower, shards_of_bucket
+from overlap.optim.zero.state import ShardedState, StateView, check_new_state, packed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
+
+    from overlap.optim.zero.step import ZeroStep
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -70,25 +70,16 @@ __all__ = ["ZeroRedundancyOptimizer"]
 _BUCKET_BYTES = 25 * 2**20
 _INSTEAD = "chain(AllReduce(), Step(OverlappedOptimizer(optimizer), deferred=True))"
 
-Pairs = Sequence[tuple[Shard, Tensor]]
-"""Shards with this rank's parts of their gradients."""
-
 
 @classes.ZeroRedundancyOptimizer.register
 class ZeroRedundancyOptimizer(LoopOptimizer):
     """``optimizer_class`` with its state divided among the ranks: each of ``W`` ranks keeps and updates ``1/W``.
 
     This is ZeRO stage 1 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). With a :class:`ZeroStep` stage in
-    DDP's backward it communicates as stage 2 does: a bucket is reduce-scattered, each rank updates what it owns, and
-    the new parameters are gathered. Together these send as much as DDP's all-reduce::
+    DDP's backward it communicates as stage 2 does: a bucket is reduce-scattered, each rank updates its part, and the
+    new parameters are gathered. Together these send as much as DDP's all-reduce.
 
-        ddp = DistributedDataParallel(model)
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, overlap_with_ddp=True)
-        chain(ZeroStep(zero)).register(ddp)
-        ...
-        loss.backward(); zero.step(); scheduler.step()
-
-    Without a stage, :meth:`step` expects averaged gradients on every rank, updates what this rank owns and gathers the
+    Without a stage, :meth:`step` expects averaged gradients on every rank, updates this rank's part and gathers the
     rest. ``param_groups`` hold the whole parameters, and the hyperparameters, which are read at every update.
 
     Args:
@@ -98,9 +89,8 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         parameters_as_bucket_view: accepted for compatibility; chunks are always views of the parameters.
         overlap_with_ddp: a stage makes the update in backward; :meth:`step` raises an error if none is registered.
         partition: ``"element"`` cuts every parameter into equal chunks, for optimizers that treat all elements alike,
-            as most do. ``"parameter"`` gives whole parameters to ranks, balanced by what their updates cost, for other
-            optimizers.
-            ``None`` takes the unit in which ``optimizer_class`` is known, or was declared, to update.
+            as most do. ``"parameter"`` gives whole parameters to ranks, balanced by the cost of their updates. ``None``
+            takes the unit in which ``optimizer_class`` is known, or was declared, to update.
         master_dtype: update a copy of each chunk in this dtype if it is wider than the parameter's, such as
             ``torch.float32`` for ``bfloat16`` parameters. Adds ``1/W`` of the parameters in that dtype on each rank.
         **defaults: arguments of ``optimizer_class``.
@@ -121,13 +111,14 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     ...     loss_fn(ddp(x), y).backward()
     ...     zero.step()
     ...     scheduler.step()
-
-    An optimizer that exists already is sharded with its groups, defaults and state:
-
-    >>> built = torch.optim.AdamW([{"params": list(ddp.parameters()), "weight_decay": 0.1}], lr=1e-3)
-    >>> ZeroRedundancyOptimizer.from_optimizer(built).param_groups[0]["weight_decay"]
-    0.1
     """
+
+    updates: list[ZeroStep]  # type: ignore[assignment]
+    """The registered stage: at most one."""
+    version: object = None
+    """Another object when parameters are added."""
+    _is_complete = False
+    """Whether the constructor has returned; ``Optimizer.__init__`` calls ``add_param_group`` and sets ``state``."""
 
     def __init__(
         self,
@@ -141,66 +132,87 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         master_dtype: torch.dtype | None = None,
         **defaults: Any,
     ) -> None:
-        if not dist.is_initialized():
-            raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
-        self.process_group: dist.ProcessGroup = check_group("process_group", process_group) or dist.group.WORLD  # type: ignore[assignment]
+        self.process_group = _checked_group(process_group)
         with Agreement(self.process_group, "make a ZeroRedundancyOptimizer") as agreement:
             check_flag("parameters_as_bucket_view", parameters_as_bucket_view)
-            self._make(
-                params, optimizer_class, defaults, agreement, overlap_with_ddp=overlap_with_ddp, partition=partition,
-                master_dtype=master_dtype,
-            )  # fmt: skip
+            if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+                raise ConfigurationError(
+                    "optimizer_class is a subclass of torch.optim.Optimizer such as torch.optim.AdamW, with its "
+                    f"arguments as keywords, got {described(optimizer_class)}"
+                )
+            make = partial(_made, optimizer_class, defaults)
+            self._set_up(params, optimizer_class, make, agreement, overlap_with_ddp, partition, master_dtype)
 
-    def _make(
+    def _set_up(
         self,
         params: Any,
         optimizer_class: type[Optimizer],
-        defaults: dict[str, Any],
+        make: Callable[[list[dict[str, Any]]], Optimizer],
         agreement: Agreement,
-        *,
         overlap_with_ddp: bool,
         partition: str | None,
         master_dtype: torch.dtype | None,
     ) -> None:
-        cls = check_class(optimizer_class)
-        check_master_dtype(master_dtype)
         check_flag("overlap_with_ddp", overlap_with_ddp)
-        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        self.overlap_with_ddp = overlap_with_ddp
-        self._consolidated = ConsolidatedState(self.rank)
+        if partition is not None and not is_one_of(partition, "element", "parameter"):
+            raise ConfigurationError(f"partition is 'element' or 'parameter', got {told(partition)}")
+        if not (master_dtype is None or (isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point)):
+            raise ConfigurationError(
+                f"master_dtype is a floating-point dtype such as torch.float32, got {told(master_dtype)}"
+            )
+        self._make, self._master_dtype = make, master_dtype
         groups = read_groups(params)
-        self._local = local = LocalOptimizer(
-            cls,
-            groups,
-            defaults,
-            self.process_group,
-            partition=partition,
-            master_dtype=master_dtype,
-            agreement=agreement,
-            on_change=self._consolidated.note_change,
-        )
-        self.optim = local.optim
+        options = self._options_of(groups)
+        unit = check_unit(optimizer_class, instead=_INSTEAD)
+        if partition == "element" and unit == "parameter":
+            raise UnsupportedError(
+                f"{optimizer_class.__name__} does not update each element by itself: use partition='parameter', or "
+                "leave partition out"
+            )
+        agreement.agree()
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+        self.partition = partition or unit
+        self._division = (ByParameter if self.partition == "parameter" else ByElement)(self.world_size)
+        self.shards: dict[int, Shard] = {}
+        """The shard of each parameter, by ``id`` of the parameter, in the groups' order; they never leave."""
+        self.optim = make(self._divided(groups, options, first_group=0))
         """The optimizer of ``optimizer_class`` that holds this rank's chunks."""
-        self.partition, self.ownership = local.partition, local.ownership
-        self.update = local.update
-        """Steps what this rank owns; see :class:`LocalOptimizer`."""
-        self.begin = local.begin
-        """Begins a step."""
-        self.finish = local.finish
-        """Ends a step."""
+        self.overlap_with_ddp = overlap_with_ddp
+        self._stepper = SubsetStepper(self.optim)
         self.updates, self.blocks = [], []
-        self.stage = None
         sends_directly = backend_name(self.process_group, torch.device("cpu")) == "gloo"
-        self.exchange = Exchange(sends_directly and not has_streams(self.ownership.device), Workspace())
+        self.exchange = Exchange(sends_directly and not has_streams(self.join_device), Workspace())
         self.has_joined = False
         """Whether this rank issues the collectives of a step after its last input, under a ``Join``."""
+        # By ``id`` of a shard, how many values its state had when they were checked.
+        self._checked_state: dict[int, int] = {}
+        # The buckets in which step() gathers without a stage, and the parameters in them.
         self._buckets: list[BucketShards] = []
         self._bucketed: tuple[int, ...] = ()
-        self._is_complete = False
         Joinable.__init__(self)
         Optimizer.__init__(self, [with_names(group) for group in groups], self.optim.defaults)
         copy_options(self.optim.param_groups, self.param_groups)
+        # The consolidated state, {} if another rank has it; no entry if it changed since. As `updates`, never replaced.
+        self._consolidated: list[dict[str, Any]] = [] if self.optim.state else [self.sharded_state().without_values()]
         self._is_complete = True
+
+    def _options_of(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The options of each group, from an optimizer of one element of each parameter, made before ranks meet.
+
+        Raises:
+            ConfigurationError: the class does not take the arguments.
+            UnsupportedError: it needs a closure or sparse gradients, or has a ``step()`` of its own.
+        """
+
+        def one_element(p: Tensor) -> Tensor:
+            dtype = self._master_dtype if is_narrower(p, self._master_dtype) else p.dtype
+            return torch.zeros((1,) * p.dim(), dtype=dtype, device=p.device, requires_grad=p.requires_grad)
+
+        tried = self._make([{**group, "params": list(map(one_element, group["params"]))} for group in groups])
+        check_optimizer(tried)
+        _check_own_step(tried)
+        check_one_eps(tried, instead=_INSTEAD)
+        return tried.param_groups
 
     @classmethod
     def from_optimizer(
@@ -214,38 +226,31 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     ) -> Self:
         """Shard an optimizer that exists already, such as one that a factory built or a checkpoint has filled.
 
-        The new optimizer has its class, its groups with their hyperparameters, its defaults and its state, of which
-        each rank keeps its part, and goes on as it would, bit for bit. Afterwards drop the old one, which still holds
-        the whole state::
-
-            zero = ZeroRedundancyOptimizer.from_optimizer(create_optimizer(model), overlap_with_ddp=True)
-            chain(ZeroStep(zero)).register(ddp)
+        The new one has its class, groups, defaults, attributes and state, and goes on bit for bit. Drop the old one
+        afterwards, which still holds the whole state.
 
         Args:
             optimizer: of a known or declared class, the same on every rank. Wrappers of Accelerate and Lightning are
                 unwrapped.
             process_group, overlap_with_ddp, partition, master_dtype: as of :class:`ZeroRedundancyOptimizer`.
 
-        Communication: as at construction, and one gather of a few bytes per value of the state.
+        Communication: as at construction.
 
         Raises:
-            ConfigurationError: ``optimizer`` is not a plain optimizer, or the ranks have different ones.
-            UnsupportedError: as at construction; or it has hooks, a learning rate scheduler, a ``step()`` or an
-                attribute of its own, which would be lost; or its state cannot be divided.
+            ConfigurationError: ``optimizer`` is not a plain optimizer, or the ranks have different parameters.
+            UnsupportedError: as at construction; or it has hooks, a scheduler, a ``step()`` of its own or tensors in
+                attributes, which would be lost; or its state cannot be divided.
+
+        >>> built = torch.optim.AdamW([{"params": list(ddp.parameters()), "weight_decay": 0.1}], lr=1e-3)
+        >>> ZeroRedundancyOptimizer.from_optimizer(built).param_groups[0]["weight_decay"]
+        0.1
         """
-        if not dist.is_initialized():
-            raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
-        group: Any = check_group("process_group", process_group) or dist.group.WORLD
-        with Agreement(group, "convert an optimizer to a ZeroRedundancyOptimizer") as agreement:
-            plain = check_convertible(optimizer)
-            agreement.agree()
-            check_same_optimizer(plain, group)
-        zero = cls(
-            plain.param_groups, type(plain), group, overlap_with_ddp=overlap_with_ddp, partition=partition,
-            master_dtype=master_dtype, **constructor_arguments(plain),
-        )  # fmt: skip
-        zero.defaults.update(plain.defaults)
-        copy_attributes(plain, zero.optim)
+        zero = cls.__new__(cls)
+        zero.process_group = _checked_group(process_group)
+        with Agreement(zero.process_group, "convert an optimizer to a ZeroRedundancyOptimizer") as agreement:
+            plain = _check_convertible(optimizer)
+            make = partial(_twin, plain)
+            zero._set_up(plain.param_groups, type(plain), make, agreement, overlap_with_ddp, partition, master_dtype)
         if plain.state:
             zero.prepare_to_load()
             state = zero.sharded_state()
@@ -254,47 +259,25 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         return zero
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of whole parameters."""
-        return self._local.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._local.param_groups = groups
-
-    @property
-    def state(self) -> defaultdict[Any, Any]:
-        """This rank's part of the state; the keys are the whole parameters.
-
-        What is removed from it, or set in it, is removed and set in the state itself. See :class:`StateView`.
-        """
+    def state(self) -> Any:
+        """This rank's part of the state; the keys are the whole parameters. See :class:`StateView`."""
         return StateView(self.optim, self.shards, self._before_reset)
 
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:
-        if self._is_complete:  # Optimizer.__init__ sets it, too.
-            StateView(self.optim, self.shards, self._before_reset).replace(state)
+        if self._is_complete:
+            view, given = self.state, dict(state)
+            view.clear()
+            view.update(given)
 
     def _before_reset(self) -> None:
-        if self.stage is not None:
-            self.stage.lifecycle.check(Event.LOAD)
-        self._consolidated.note_change()
+        for stage in self.updates:
+            stage.lifecycle.check(Event.LOAD)
+        self._consolidated.clear()
 
     @property
-    def stage(self) -> Any:
-        """The ``ZeroStep`` that updates with this optimizer; ``None`` where none is registered. Not of that type: the
-        stage's module imports this one."""
+    def _stage(self) -> ZeroStep | None:
         return self.updates[0] if self.updates else None
-
-    @stage.setter
-    def stage(self, stage: Any) -> None:
-        self.updates[:] = [] if stage is None else [stage]
-        self._local.publishes = stage is None or not stage.gathers_differences
-
-    @property
-    def shards(self) -> Mapping[int, Shard]:
-        """The shard of each parameter, by ``id`` of the parameter, in the groups' order."""
-        return self.ownership.shards
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank; a registered stage updates them from the next backward on.
@@ -309,33 +292,157 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             if not isinstance(param_group, Mapping):
                 raise ConfigurationError(f"param_group is a dict, got {type(param_group).__name__}")
             (group,) = groups = read_groups([param_group])
-            self._local.check_addition(group)
-            if self.stage is not None:
-                self.stage.check_covers(group["params"], names_of(groups, first_group=len(self.param_groups)))
+            options, place = self._options_of(groups), len(self.param_groups)
+            for stage in self.updates:
+                stage.check_covers(group["params"], names_of(groups, first_group=place))
             agreement.agree()
-            self._local.add(group)
+            (chunks,) = self._divided(groups, options, first_group=place)
+            self.optim.add_param_group(chunks)
         super().add_param_group(with_names(group))
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
-        if not self._consolidated.is_untouched:
-            self._consolidated.note_change()
 
-    def follow_strides(self) -> None:
-        """Bring the state into the order of parameters whose memory format was changed; call it on every rank."""
-        self.sharded_state().follow_strides()
+    def _divided(
+        self, groups: list[dict[str, Any]], options: Sequence[Mapping[str, Any]], *, first_group: int
+    ) -> list[dict[str, Any]]:
+        """Make the shards of new groups, the first at the place ``first_group``; returns the groups of chunks for this
+        rank's optimizer.
+
+        Communication: one gather of a few bytes per parameter.
+
+        Raises:
+            ConfigurationError: a parameter is there twice, or the ranks have different ones, or there are two devices.
+            UnsupportedError: a parameter cannot be cut.
+        """
+        names = names_of(groups, first_group=first_group)
+        pairs = [(place, p) for place, group in enumerate(groups) for p in group["params"]]
+        known = {key: shard.name for key, shard in self.shards.items()}
+        for name, (_, parameter) in zip(names, pairs, strict=True):
+            if id(parameter) in known:
+                raise ConfigurationError(f"{name} is the same as {known[id(parameter)]}; pass each parameter once")
+            known[id(parameter)] = name
+        devices = {str(shard.parameter.device) for shard in self.shards.values()} | {str(p.device) for _, p in pairs}
+        if len(devices) > 1:
+            raise ConfigurationError(
+                f"the parameters are on several devices, {sorted(devices)}; ZeRO needs all on one device"
+            )
+        steps = [one.get("ns_steps", 0) for one in options]
+        settings = (self.partition, str(self._master_dtype), *([f"ns_steps={steps}"] if any(steps) else []))
+        check_same_on_all_ranks(groups, names, self.process_group, settings)
+        extents = [
+            Extent(
+                p.numel(),
+                p.element_size(),
+                p.requires_grad,
+                pool=(first_group + place, p.dtype),
+                flops=orthogonalization_flops(p, options[place]),
+            )
+            for place, p in pairs
+        ]
+        for name, (_, parameter), ranges in zip(names, pairs, self._division.assign(extents), strict=True):
+            # Of one element without dimensions, state per element and per parameter look alike.
+            is_whole = self._division.is_whole or parameter.dim() == 0
+            self.shards[id(parameter)] = Shard(
+                parameter, ranges, self.rank, name=name, is_whole=is_whole, master_dtype=self._master_dtype
+            )
+        self.version = object()
+        chunks: list[dict[str, Any]] = []
+        for group in groups:
+            owned = [shard for p in group["params"] if (shard := self.shards[id(p)]).own is not None]
+            chunks.append({**group, "params": [shard.own for shard in owned]})
+            if "param_names" in group:
+                chunks[-1]["param_names"] = [shard.name for shard in owned]
+        return chunks
+
+    # A step of this rank's part.
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin a step: follow parameters that were moved or changed since the last one.
+
+        Raises:
+            ConfigurationError: parameters were put into the groups, or taken out, by hand.
+        """
+        shards = self.shards
+        if {id(parameter) for group in self.param_groups for parameter in group["params"]} != shards.keys():
+            raise ConfigurationError(
+                "parameters were put into zero.param_groups, or taken out of it, by hand, and each rank holds the "
+                "state of its part of those that it knows: add with zero.add_param_group, and freeze with "
+                "requires_grad_(False)"
+            )
+        copy_options(self.param_groups, self.optim.param_groups)
+        self._stepper.begin()
+        for shard in shards.values():
+            own, parameter = shard.own, shard.parameter
+            if (
+                shard.has_master
+                or parameter.data_ptr() != shard.pointer
+                or parameter.stride() != shard.strides
+                or (own is not None and own.requires_grad != parameter.requires_grad)
+            ):
+                shard.refresh()
+
+    @torch.no_grad()
+    def update(self, pairs: Sequence[tuple[Shard, Tensor]], veto: Veto, **arguments: Any) -> None:
+        """Step this rank's part of each shard with its flat gradient, and write the parameters, unless a gather of
+        differences is going to. Where ``veto`` is left to the device, it changes nothing there.
+
+        Raises:
+            UnsupportedError: by element, new state belongs neither to elements nor to the parameter.
+        """
+        if veto.found_inf is None:
+            self._step_part(pairs, arguments)
+        else:
+            with veto.passed_to(self.optim):
+                self._step_part(pairs, arguments)
+        if not (self.updates and self.updates[0].gathers_differences):
+            for shard, _ in pairs:
+                if shard.has_master:
+                    shard.publish()
+
+    def _step_part(self, pairs: Sequence[tuple[Shard, Tensor]], arguments: Mapping[str, Any]) -> None:
+        self._consolidated.clear()
+        chunks: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for shard, gradient in pairs:
+            if (own := shard.own) is not None:
+                shaped = shard.shaped(gradient) if shard.is_whole else gradient
+                chunks.append(own)
+                gradients.append(shaped if shaped.dtype == own.dtype else shaped.to(own.dtype))
+        self._stepper.step(chunks, gradients, **arguments)
+        state, sizes = self.optim.state, self._checked_state
+        for shard, _ in pairs if self.partition == "element" else ():
+            if shard.own is not None and not shard.is_whole and len(state.get(shard.own, ())) != sizes.get(id(shard)):
+                check_new_state(self.optim, [one for one, _ in pairs], sizes)
+                return
+
+    def finish(self, **arguments: Any) -> None:
+        """End a step: the groups, as its parts have left them, are then the same on all ranks."""
+        # Not all options: the loop may have changed others since the step began, for the next one.
+        for place, values in self._stepper.finish(**arguments).items():
+            self.param_groups[place].update(values)
+
+    @torch.no_grad()
+    def _make_state(self) -> None:
+        """Let the optimizer make the state of this rank's part by a step on zeros, which changes no parameter."""
+        self.begin()
+        pairs = [(s, s.own) for s in self.shards.values() if s.own is not None and s.parameter.requires_grad]
+        values = [own.clone() for _, own in pairs]
+        self._step_part([(shard, flatten(torch.zeros_like(own))) for shard, own in pairs], {})
+        for (_, own), value in zip(pairs, values, strict=True):
+            own.copy_(value)
+
+    # A step of the loop.
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        """Finish the step: update what a stage has not updated in backward, and gather the parameters.
-
-        With a stage whose updates are interleaved nothing is left to do, and the call returns at once.
+        """Finish the step: make the update that a stage has not made in backward, and gather the parameters.
 
         Args:
             closure: evaluates the model and runs backward, as for any optimizer; its result is returned.
             **arguments: of the ``step`` of ``optimizer_class``.
 
-        Communication, on ``process_group``: none if interleaved; if deferred one gather per bucket, and one all-reduce
-            of a number if gradients are clipped; without a stage, gathers of all trainable parameters, and under
-            PyTorch's ``Join`` before them one all-reduce of a number, a broadcast of one byte per parameter, and one
-            broadcast per gradient.
+        Communication: none if interleaved; if deferred one gather per bucket, and one all-reduce of a number if
+            gradients are clipped; without a stage gathers of all trainable parameters, after broadcasts of all
+            gradients under PyTorch's ``Join``.
 
         Raises:
             RegistrationError: ``overlap_with_ddp=True``, and no stage is registered.
@@ -344,7 +451,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             UnsupportedError: a CUDA graph is being captured.
         """
         if is_in_checkpointing():
-            self._local.make_state()
+            self._make_state()
             return None
         loss = super().step(closure, **arguments)
         if has_post_hooks(self):
@@ -352,16 +459,13 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         return loss
 
     def _check_call(self, loss_scale: LossScale, arguments: Mapping[str, Any]) -> None:
-        stage, given = self.stage, ", ".join(f"{key}=..." for key in arguments)
-        if arguments and stage is not None and not stage.updates_in_step:
-            raise TrainingLoopError(
-                f"zero.step({given}): the update was made in backward, without these arguments; "
-                "use ZeroStep(zero, deferred=True)"
-            )
-        if arguments and self.is_joining:
-            raise TrainingLoopError(
-                f"zero.step({given}): a rank that has run out of inputs does not have these arguments; call zero.step()"
-            )
+        stage = self._stage
+        if arguments and (self.is_joining or (stage is not None and not stage.updates_in_step)):
+            given = ", ".join(f"{key}=..." for key in arguments)
+            why = "a rank that has run out of inputs does not have these arguments: call zero.step()"
+            if not self.is_joining:
+                why = "the update was made in backward, without these arguments: use ZeroStep(zero, deferred=True)"
+            raise TrainingLoopError(f"zero.step({given}): {why}")
         if stage is not None and stage.leaves_update:
             stage.wait()
         elif stage is None and self.overlap_with_ddp:
@@ -374,12 +478,12 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         return not phases or Phase.REDUCED in phases
 
     def _opened(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.stage is None else self.stage.lifecycle.gradients.opened()
+        return self._stage.lifecycle.gradients.opened() if self._stage else nullcontext()
 
     def _gradients(self, pending: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor]]:
-        stage = self.stage
+        stage = self._stage
         if stage is None:
-            self.follow_strides()
+            self.sharded_state().follow_strides()
         self.begin()  # Parameters may have been moved since backward.
         if stage is None and self.is_joining and active_join(self.process_group) is None:
             return _lent_gradients(self)
@@ -392,18 +496,16 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
                 return pending, [parameter.grad for parameter in pending if parameter.grad is not None]
         return pending, [self.shards[id(parameter)].gradient() for parameter in pending]
 
-    def _clip_(self, clipping: Clipping, parameters: Sequence[Tensor], gradients: list[Tensor]) -> Tensor:
-        stage = self.stage
-        assert stage is not None, "only a stage clips"
-        if stage.clips_whole:
+    def _clip_(
+        self, clipping: Clipping, parameters: Sequence[Tensor], gradients: list[Tensor], foreach: bool | None = None
+    ) -> Tensor:
+        """Clip whole means, or by the norm of all ranks' parts. Communication: for parts one all-reduce of a number."""
+        stage = self._stage
+        if stage is None or stage.has_whole_mean:
             by_parameter = dict(zip(parameters, gradients, strict=True))
-            ordered = in_model_order(by_parameter, stage.lifecycle.names)
-            return clipping.clip_([by_parameter[parameter] for parameter in ordered])
-        return self._clip_parts_(clipping, gradients)
-
-    def _clip_parts_(self, clipping: Clipping, gradients: list[Tensor]) -> Tensor:
-        """Clip by the norm of all ranks' parts. Communication: one all-reduce of a number."""
-        norm = ShardedNorm(clipping, gradients, self.ownership.trained, self.join_device)
+            ordered = parameters if stage is None else in_model_order(by_parameter, stage.lifecycle.names)
+            return clipping.clip_([by_parameter[parameter] for parameter in ordered], foreach=foreach)
+        norm = ShardedNorm(clipping, gradients, self.trained, self.join_device)
         all_reduce(norm.partial, op=norm.op, group=self.process_group)
         return norm.clip_()
 
@@ -411,32 +513,27 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     def _apply(
         self, parameters: Sequence[Tensor], gradients: list[Tensor], veto: Veto, arguments: dict[str, Any]
     ) -> None:
-        if self.stage is not None:
-            pairs = self.stage.parts(parameters, gradients)
-        else:
-            pairs = [(self.shards[id(p)], gradient) for p, gradient in zip(parameters, gradients, strict=True)]
-        self._local.step_arguments = arguments
-        try:
-            self.update([(shard, gradient) for shard, gradient in pairs if shard.own is not None], veto)
-            self.finish()
-        finally:
-            self._local.step_arguments = {}
+        pairs = [(self.shards[id(p)], gradient) for p, gradient in zip(parameters, gradients, strict=True)]
+        if self._stage is not None and self._stage.clips_whole:
+            pairs = [(shard, flatten(whole)[slice(*shard.range)]) for shard, whole in pairs if shard.own is not None]
+        self.update(pairs, veto, **arguments)
+        self.finish(**arguments)
 
     def _publish(self, parameters: Sequence[Tensor]) -> None:
         # See [Note: versions of sharded parameters].
-        if self.stage is not None:
-            torch.autograd.graph.increment_version(list(self.stage.lifecycle.gradients.reduced.values()))
-            self.stage.gather()
+        if self._stage is not None:
+            torch.autograd.graph.increment_version(list(self._stage.lifecycle.gradients.reduced.values()))
+            self._stage.gather()
             return
         torch.autograd.graph.increment_version([shard.parameter for shard in self.shards.values()])
         # As after a backward, in buckets of all trainable parameters, and of others that had a gradient.
         stepped = set(map(id, parameters))
         shards = [s for s in self.shards.values() if s.parameter.requires_grad or id(s.parameter) in stepped]
         if (bucketed := tuple(map(id, shards))) != self._bucketed:
-            found = [shards_of_bucket(parameters, [self.ownership]) for parameters in _in_buckets(shards)]
+            found = [shards_of_bucket(parameters, self.shards) for parameters in _in_buckets(shards)]
             self._bucketed, self._buckets = bucketed, [bucket for bucket in found if bucket is not None]
         gathers = [Gather(index=place, shards=bucket) for place, bucket in enumerate(self._buckets)]
-        executor = executor_for(self.process_group, self.ownership.device)
+        executor = executor_for(self.process_group, self.join_device)
         run_now(gathers, lambda gather: self.exchange.gather(gather.shards, self.process_group), executor)
 
     def _finish_backward(self, pending: list[Tensor]) -> None:
@@ -451,29 +548,25 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     ) -> Tensor:
         """Scale the mean gradients to at most this global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-        Call it on every rank between backward and :meth:`step`. With a :class:`ZeroStep` that reduces by itself, only
-        the owned part of ``.grad`` is the mean, so ``torch.nn.utils.clip_grad_norm_`` would clip by another norm on
-        each rank. ``foreach`` chooses the latter's kernels, where all of ``.grad`` is the mean.
+        Call it on every rank between backward and :meth:`step`.
 
-        Communication: one all-reduce of two numbers per parameter, and one of a number; none where all of ``.grad`` is
-            the mean.
+        Communication: one all-reduce of a number; none where all of ``.grad`` is the mean.
 
         Returns:
             The global norm before clipping, a 0-dimensional tensor, the same on every rank. With a :class:`ZeroStep`
             after a reducer it is that of ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)`` bit for bit;
-            with one that reduces by itself the same up to the order of summation, and so without a stage, where it is
-            summed in the groups' order (for the model's call ``torch.nn.utils.clip_grad_norm_`` itself).
+            with one that reduces by itself, or without a stage, the same up to the order of summation.
 
         Raises:
             TrainingLoopError: the update was made in backward, or there is no mean to clip; or the norm is not finite
-                and ``error_if_nonfinite``; or gradients were scaled differently on different ranks.
+                and ``error_if_nonfinite``.
             UnsupportedError: under ``Join``.
         """
         clipping = Clipping(max_norm, norm_type, error_if_nonfinite, argument="max_norm")
-        stage = self.stage
+        stage = self._stage
         if stage is None:
-            gradients = [shard.parameter.grad for shard in self.shards.values() if shard.parameter.grad is not None]
-            return clipping.clip_(gradients, foreach=foreach)
+            pending = self._pending()
+            return self._clip_(clipping, pending, [p.grad for p in pending if p.grad is not None], foreach)
         if not stage.updates_in_step:
             raise TrainingLoopError(
                 "zero.clip_grad_norm_() after backward, but the update had been made in backward: use "
@@ -491,23 +584,21 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         reduced = [parameter for parameter in stage.lifecycle.gradients.reduced.values() if parameter.grad is not None]
         with torch.no_grad(), stage.lifecycle.gradients.opened():
             if stage.has_whole_mean:
-                ordered = in_model_order(reduced, stage.lifecycle.names)
-                return clipping.clip_([p.grad for p in ordered if p.grad is not None], foreach=foreach)
-            for p in reduced:
+                return self._clip_(clipping, reduced, [p.grad for p in reduced if p.grad is not None], foreach)
+            for p in reduced:  # So that a shard's gradient is a view of it.
                 if p.grad is not None and p.grad.stride() != p.stride():
                     p.grad = torch.empty_like(p, dtype=p.grad.dtype).copy_(p.grad)
-            shards = [self.shards[id(parameter)] for parameter in reduced]
-            return self._clip_parts_(clipping, [shard.gradient() for shard in shards if shard.own is not None])
+            owned = [shard for p in reduced if (shard := self.shards[id(p)]).own is not None]
+            return self._clip_(clipping, [], [shard.gradient() for shard in owned])
 
     def wait(self) -> None:
         """Wait until every parameter holds its new value, if gathers run during the next forward.
 
-        Looking a parameter up in the registered model waits for it, as ``module.weight``, ``parameters()``,
-        ``state_dict()`` and deep copies do; so do saving and loading, step post-hooks and the end of a ``Join``. Call
-        this before you read a parameter that you hold yourself, in a list or in ``param_groups``.
+        Call this before you read a parameter that you hold yourself, in a list or in ``param_groups``; looking one up
+        in the registered model waits for it.
         """
-        if self.stage is not None:
-            self.stage.wait()
+        if self._stage is not None:
+            self._stage.wait()
 
     @property
     def is_joining(self) -> bool:
@@ -516,12 +607,13 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Goes on updating this rank's chunks after its last input; for ``with Join([ddp, zero])``."""
+        self.has_joined = False
         return _ZeroJoinHook(self)
 
     @property
     def join_device(self) -> torch.device:
         """The parameters' device."""
-        return self.ownership.device
+        return next(iter(self.shards.values())).parameter.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -531,13 +623,9 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     def step_joined(self) -> None:
         """Issue the collectives of one :meth:`step` on a rank that has run out of inputs; none where the others only
         accumulate."""
-        stage = self.stage
+        stage, self.has_joined = self._stage, True
         if stage is None:
-            self.has_joined = True
-            try:
-                self._update(self._pending(), LossScale(), Veto(), {})
-            finally:
-                self.has_joined = False
+            self._update(self._pending(), LossScale(), Veto(), {})
         elif stage.lifecycle.phase is Phase.REDUCED and stage.lifecycle.is_replay:
             try:
                 if not stage.lifecycle.veto.stops:
@@ -557,13 +645,15 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         return self
 
     @property
-    def version(self) -> object:
-        return self.ownership.version
+    def trained(self) -> list[Tensor]:
+        """The parameters of all ranks that want a gradient."""
+        return [shard.parameter for shard in self.shards.values() if shard.parameter.requires_grad]
+
+    # Saving and loading.
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Gather the whole state in CPU memory, for :meth:`state_dict` to return until the state changes.
-
-        Call it on every rank.
+        """Gather the whole state in CPU memory, for :meth:`state_dict` to return until the state changes; call it on
+        every rank.
 
         Communication: one gather of a few bytes per value, and gathers of at most about 64 MB of state each.
 
@@ -579,7 +669,10 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         with Agreement(self.process_group, "consolidate the state of a ZeroRedundancyOptimizer") as agreement:
             state = self._settled_state()
             agreement.agree()
-            self._consolidated.keep(state.consolidate(to))
+            whole = state.consolidate(to)
+        # That of another rank takes nothing away from this one.
+        if whole is not None or not self._consolidated:
+            self._consolidated[:] = [whole or {}]
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the form of the plain ``optimizer_class``; empty on ranks to which it was not consolidated.
@@ -592,13 +685,17 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         """
         before_state_dict(self)
         if is_in_loading() and not self.optim.state:
-            self._local.make_state()
+            self._make_state()
         if is_in_checkpointing():
             self.consolidate_state_dict(to=None)
-        elif self._consolidated.is_untouched and not self.optim.state:
-            self._consolidated.keep({"state": {}, **self._settled_state().part().entries})
-        packed = self._consolidated.packed(self.param_groups)
-        return after_state_dict(self, packed) if packed else packed
+        if not self._consolidated:
+            raise TrainingLoopError(
+                "the state is divided among the ranks, and was not consolidated since it last changed: call "
+                f"consolidate_state_dict(to={self.rank}), or to=None for all ranks, on every rank right before "
+                "state_dict(), or save sharded_state_dict() instead"
+            )
+        (whole,) = self._consolidated
+        return after_state_dict(self, packed(whole, self.param_groups)) if whole else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's part of a :meth:`state_dict` of this class or of the plain optimizer, on every rank.
@@ -606,32 +703,26 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         Raises:
             ConfigurationError: it belongs to other parameters.
         """
-        given, was_untouched = before_load_state_dict(self, state_dict), self._consolidated.is_untouched
+        given = before_load_state_dict(self, state_dict)
         self.prepare_to_load()
         self.wait()
         state = self.sharded_state()
         state.load(state.divided(given))
-        if was_untouched and not given["state"]:
-            # Accelerate loads what a new optimizer gave, which leaves it as it was.
-            self._consolidated.reset()
+        if not given["state"] and not self.optim.state:
+            # Accelerate loads the state of a new optimizer, which leaves it as it was.
+            self._consolidated[:] = [state.without_values()]
         after_load_state_dict(self)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """This rank's part, for ``torch.distributed.checkpoint.save``; any number of ranks can load it.
-
-        ::
-
-            dcp.save({"model": ddp.module.state_dict(), "optimizer": zero.sharded_state_dict()}, checkpoint_id=folder)
-            ...
-            zero.load_sharded(folder, key="optimizer")
-        """
+        """This rank's part, for ``torch.distributed.checkpoint.save``; any number of ranks can :meth:`load_sharded`
+        it."""
         with Agreement(self.process_group, "save the parts of a ZeroRedundancyOptimizer") as agreement:
             state = self._settled_state()
             agreement.agree()
             return pieces_to_save(state)
 
     def load_sharded(self, checkpoint: str | os.PathLike[str] | StorageReader, *, key: str = "") -> None:
-        """Load a saved :meth:`sharded_state_dict`, of any number of ranks. Call it on every rank.
+        """Load a saved :meth:`sharded_state_dict`, of any number of ranks; call it on every rank.
 
         Args:
             checkpoint: the ``checkpoint_id`` (a folder), or a reader of it.
@@ -650,9 +741,9 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         Raises:
             TrainingLoopError: between backward and :meth:`step`, where the update was made in backward.
         """
-        if self.stage is not None:
-            self.stage.lifecycle.on_load()
-        self._consolidated.note_change()
+        for stage in self.updates:
+            stage.lifecycle.on_load()
+        self._consolidated.clear()
 
     def sharded_state(self) -> ShardedState:
         """This rank's part of the state."""
@@ -662,8 +753,9 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     def _settled_state(self) -> ShardedState:
         """This rank's part of the state in the order of the parameters' memory, after all gathers have ended."""
         self.wait()
-        self.follow_strides()
-        return self.sharded_state()
+        state = self.sharded_state()
+        state.follow_strides()
+        return state
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError("a ZeroRedundancyOptimizer belongs to its process group; save its state instead")
@@ -672,160 +764,13 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         return f"ZeroRedundancyOptimizer({self.optim!r}, rank {self.rank} of {self.world_size})"
 
 
-class LocalOptimizer:
-    """An optimizer of the user's class that holds this rank's parts of the parameters, and steps them.
-
-    Args:
-        cls: its class.
-        groups: of whole parameters.
-        defaults: the arguments of ``cls``.
-        process_group: the ranks that divide the parameters.
-        partition: how, ``"element"`` or ``"parameter"``; ``None``: in the unit in which ``cls`` updates.
-        master_dtype: of copies of narrower parameters.
-        agreement: by which the ranks come to their first collective together.
-        on_change: called before the state changes.
-    """
-
-    def __init__(
-        self,
-        cls: type[Optimizer],
-        groups: list[dict[str, Any]],
-        defaults: dict[str, Any],
-        process_group: dist.ProcessGroup,
-        *,
-        partition: str | None,
-        master_dtype: torch.dtype | None,
-        agreement: Agreement,
-        on_change: Callable[[], None],
-    ) -> None:
-        self._cls, self._defaults, self._master_dtype = cls, defaults, master_dtype
-        orthogonalizes = self._tried(groups)
-        self.partition = _partition(check_unit(cls, instead=_INSTEAD), cls, partition)
-        self.ownership = Ownership(process_group, self.partition, master_dtype)
-        agreement.agree()
-        chunks = self.ownership.add(groups, first_group=0, orthogonalizes=orthogonalizes)
-        self.optim = _made(cls, chunks, defaults)
-        """The optimizer itself."""
-        self._stepper = SubsetStepper(self.optim)
-        self.param_groups: list[dict[str, Any]] = []
-        """The groups of whole parameters, as the loop sees them; their hyperparameters count."""
-        self._on_change = on_change
-        self.step_arguments: Mapping[str, Any] = {}
-        """Arguments of the optimizer's ``step``."""
-        self.publishes = True
-        """Whether :meth:`update` writes the parameters; a gather of differences does by itself."""
-        self._state_sizes: dict[int, int] = {}
-
-    @property
-    def shards(self) -> Mapping[int, Shard]:
-        """The shard of each parameter, by ``id`` of the parameter, in the groups' order."""
-        return self.ownership.shards
-
-    def check_addition(self, group: dict[str, Any]) -> None:
-        """Raises: ConfigurationError: the optimizer does not take this group."""
-        self._tried([group])
-
-    def add(self, group: dict[str, Any]) -> None:
-        """Add this rank's parts of the parameters of a group, after the others; call it on every rank."""
-        orthogonalizes = self._tried([group])
-        (chunks,) = self.ownership.add([group], first_group=len(self.param_groups), orthogonalizes=orthogonalizes)
-        self.optim.add_param_group(chunks)
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Begin a step: take note of parameters that were moved or changed since the last one.
-
-        Raises:
-            ConfigurationError: parameters were put into the groups, or taken out, by hand.
-        """
-        check_members(self.param_groups, self.shards)
-        copy_options(self.param_groups, self.optim.param_groups)
-        self._stepper.begin()
-        for shard in self.ownership.shards.values():
-            own, parameter = shard.own, shard.parameter
-            if (
-                shard.has_master
-                or parameter.data_ptr() != shard.pointer
-                or parameter.stride() != shard.strides
-                or (own is not None and own.requires_grad != parameter.requires_grad)
-            ):
-                shard.refresh()
-
-    @torch.no_grad()
-    def update(self, pairs: Pairs, veto: Veto) -> None:
-        """Step what this rank owns of each shard with its flat gradient, and write the parameters, unless a gather of
-        differences is going to. Where ``veto`` is left to the device, it changes nothing there."""
-        if veto.found_inf is None:
-            self.step_owned(pairs)
-        else:
-            with veto.passed_to(self.optim):
-                self.step_owned(pairs)
-        for shard, _ in pairs if self.publishes else ():
-            if shard.has_master:
-                shard.publish()
-
-    def step_owned(self, pairs: Pairs) -> None:
-        """Step what this rank owns of each shard, where the optimizer has it, with its flat gradient."""
-        self._on_change()
-        chunks: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for shard, gradient in pairs:
-            if (own := shard.own) is not None:
-                shaped = shard.shaped(gradient) if shard.is_whole else gradient
-                chunks.append(own)
-                gradients.append(shaped if shaped.dtype == own.dtype else shaped.to(own.dtype))
-        self._stepper.step(chunks, gradients, **self.step_arguments)
-        if self.partition != "element":
-            return
-        state, sizes = self.optim.state, self._state_sizes
-        for shard, _ in pairs:
-            if shard.own is not None and not shard.is_whole and len(state.get(shard.own, ())) != sizes.get(id(shard)):
-                check_new_state(self.optim, [one for one, _ in pairs], sizes)
-                return
-
-    def finish(self) -> None:
-        """End a step: the groups, as its parts have left them, are then the same on all ranks."""
-        # Not all options: the loop may have changed others since the step began, for the next one.
-        for place, values in self._stepper.finish(**self.step_arguments).items():
-            self.param_groups[place].update(values)
-
-    @torch.no_grad()
-    def make_state(self) -> None:
-        """Let the optimizer make the state of this rank's part by a step on zeros, which changes no parameter."""
-        self.begin()
-        owned = [shard for shard in self.shards.values() if shard.own is not None and shard.parameter.requires_grad]
-        values = [shard.own.clone() for shard in owned if shard.own is not None]
-        self.step_owned([(shard, flatten(torch.zeros_like(shard.own))) for shard in owned if shard.own is not None])
-        for shard, value in zip(owned, values, strict=True):
-            if shard.own is not None:
-                shard.own.copy_(value)
-
-    def _tried(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Make the optimizer of one element of each parameter, before ranks exchange anything; returns for each group
-        in how many steps it orthogonalizes matrices.
-
-        Raises:
-            ConfigurationError: the class does not take the arguments.
-            UnsupportedError: it needs a closure or sparse gradients, or has a ``step()`` of its own.
-        """
-        few = [{**group, "params": [self._one_element_of(p) for p in group["params"]]} for group in groups]
-        tried = check_optimizer(_made(self._cls, few, self._defaults))
-        if own_step(tried) is not None:
-            raise UnsupportedError(
-                f"{self._cls.__name__} replaces step() on its object, which a sharded update would not call; use "
-                f"{_INSTEAD}"
-            )
-        check_one_eps(tried, instead=_INSTEAD)
-        return [orthogonalization_steps(group) for group in tried.param_groups]
-
-    def _one_element_of(self, parameter: Tensor) -> Tensor:
-        dtype = self._master_dtype if is_narrower(parameter, self._master_dtype) else parameter.dtype
-        return torch.zeros(
-            (1,) * parameter.dim(), dtype=dtype, device=parameter.device, requires_grad=parameter.requires_grad
-        )
+def _checked_group(process_group: object) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise ConfigurationError("ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
+    return check_group("process_group", process_group) or dist.group.WORLD  # type: ignore[return-value]
 
 
-def _made(cls: type[Optimizer], groups: Any, defaults: Mapping[str, Any]) -> Optimizer:
+def _made(cls: type[Optimizer], defaults: Mapping[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
     """``cls(groups, **defaults)``.
 
     Raises:
@@ -839,37 +784,54 @@ def _made(cls: type[Optimizer], groups: Any, defaults: Mapping[str, Any]) -> Opt
         raise ConfigurationError(f"{cls.__name__}: {error}") from error
 
 
-def _partition(unit: Unit, cls: type[Optimizer], partition: object) -> str:
-    """How ``cls`` is divided, which updates in ``unit``.
+def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """An optimizer as ``optimizer``, with copies of its attributes, of other groups and without state.
 
     Raises:
-        ConfigurationError: there is no such ``partition``.
-        UnsupportedError: it is finer than ``unit``.
+        UnsupportedError: an attribute holds a tensor, which may belong to the parameters, or cannot be copied.
     """
-    if partition is None:
-        return unit
-    if not is_one_of(partition, "element", "parameter"):
-        raise ConfigurationError(f"partition is 'element' or 'parameter', got {told(partition)}")
-    if partition == "element" and unit == "parameter":
+    cls = type(optimizer)
+    twin = cls.__new__(cls)
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state"):
+            continue
+        try:
+            if name != "defaults" and tensors_in(value):
+                raise TypeError("it holds a tensor, which would not be divided")
+            setattr(twin, name, copy.deepcopy(value))
+        except Exception as error:
+            raise UnsupportedError(
+                f"{cls.__name__}.{name} is {described(value)}, which cannot be taken over ({error}): build "
+                f"ZeroRedundancyOptimizer(ddp.parameters(), {cls.__name__}, ...) with the old arguments, and "
+                "load_state_dict() the old state"
+            ) from error
+    twin.state, twin.param_groups = defaultdict(dict), []
+    for group in groups:
+        twin.add_param_group(with_names(dict(group)))
+    return twin
+
+
+def _check_own_step(optimizer: Optimizer) -> None:
+    """Raises: UnsupportedError: ``step()`` was replaced on the object."""
+    if own_step(optimizer) is not None:
         raise UnsupportedError(
-            f"{cls.__name__} does not update each element by itself: use partition='parameter', or leave partition out"
+            f"step() of this {type(optimizer).__name__} was replaced on the object, which a sharded update would not "
+            f"call: convert it before, or use {_INSTEAD}"
         )
-    return str(partition)
 
 
 class _ZeroJoinHook(JoinHook):
-    """On a rank that has run out of inputs, DDP's own hook runs what stages do in backward, and brings the last
-    joiner's parameters to all ranks."""
+    """On a rank that has run out of inputs, issues the collectives of ``step()``; DDP's own hook runs those of
+    backward, and brings the last joiner's parameters to all ranks."""
 
     def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
         self._zero = zero
 
     def main_hook(self) -> None:
-        """The collectives of one step, as the active ranks issue them."""
         self._zero.step_joined()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """After the block parameters are final."""
+        self._zero.has_joined = False
         self._zero.wait()
 
 
@@ -908,3 +870,29 @@ def _in_buckets(shards: Sequence[Shard]) -> list[list[Tensor]]:
         if sum(member.nbytes for member in bucket) >= _BUCKET_BYTES:
             full.append(open_ones.pop(parameter.dtype))
     return [*full, *open_ones.values()]
+
+
+def _check_convertible(optimizer: object) -> Optimizer:
+    """``optimizer`` itself, or the one that Accelerate or Lightning have wrapped.
+
+    Raises:
+        ConfigurationError: it is not a plain optimizer.
+        UnsupportedError: something is attached to it that would be lost.
+    """
+    plain = unwrapped(optimizer)
+    if isinstance(plain, classes.ZeroRedundancyOptimizer):
+        raise ConfigurationError("from_optimizer was given a ZeroRedundancyOptimizer, which is sharded already: use it")
+    if isinstance(plain, OptimizerProxy) or not isinstance(plain, Optimizer):
+        raise ConfigurationError(
+            f"from_optimizer takes a plain optimizer such as torch.optim.AdamW(ddp.parameters()), got "
+            f"{described(plain)}: pass the .optimizer that it wraps, after .remove() of its registration"
+        )
+    hooks = [hook for attribute in hook_attributes for hook in getattr(plain, attribute, {}).values()]
+    if hooks or is_scheduled(plain):
+        lost = f"the hook {getattr(hooks[0], '__qualname__', hooks[0])}" if hooks else "a learning rate scheduler"
+        raise UnsupportedError(
+            f"this {type(plain).__name__} has {lost}, which would be lost: convert first, and then register hooks with "
+            "the new optimizer, zero.register_step_post_hook(...), and make schedulers of it"
+        )
+    _check_own_step(plain)
+    return plain

@@ -49,14 +49,19 @@ class ParameterPrefetch:
 
     def __init__(self) -> None:
         self._completions: dict[int, Completion] = {}
-        self._hooks: _ModuleHooks | None = None
         # Where the memory of parameters is, by their ``id`` and the stream that it is kept for.
         self._held: dict[tuple[int, Any], int] = {}
+        self._model: weakref.ref[nn.Module] | None = None
+        self._handles: list[Any] = []
+        # Of each module by name: its own parameters, and those that its forward waits for, which is empty until the
+        # first forward has shown which modules are called.
+        self._own: dict[str, tuple[int, ...]] = {}
+        self._needs: dict[str, tuple[int, ...]] = {}
+        self._called: set[str] = set()
 
     def begin(self, context: StageContext, gathers: Sequence[Gather], exchange: Exchange) -> None:
         """Launch ``gathers``, in this order, after all earlier work."""
-        if self._hooks is not None:
-            self._hooks.follow()
+        self._follow()
         completions = {gather: Completion(context.device) for gather in gathers}
         for gather, completion in completions.items():
             for shard in gather.shards:
@@ -95,20 +100,14 @@ class ParameterPrefetch:
                 if completion is not None:
                     completion.wait()
 
-    def on_read(self, parameters: Iterable[Tensor | None]) -> None:
-        """Some parameters are about to be read."""
+    def _on_read(self, parameters: Iterable[Tensor | None]) -> None:
         if self._completions:
             self.wait_for(map(id, parameters))
 
-    def forget(self, parameters: Iterable[int]) -> None:
-        """Some parameters, given by ``id``, get other values: wait for their gathers, whether or not they failed."""
-        for parameter in parameters:
-            if (completion := self._completions.pop(parameter, None)) is not None:
-                with contextlib.suppress(Exception):
-                    completion.wait()
+    # The modules of the model. See [Note: who waits].
 
     def attach(self, context: StageContext) -> None:
-        """Have readers of the model's parameters wait. See [Note: who waits].
+        """Have readers of the model's parameters wait.
 
         Raises:
             ConfigurationError: the model is not known.
@@ -120,84 +119,61 @@ class ParameterPrefetch:
                 "gather='forward' makes modules wait for their parameters, and a hook registered with "
                 "ddp.register_comm_hook does not know the model: use overlap.register, or gather='backward'"
             )
-        _check_not_compiled(model)
-        self._hooks = _ModuleHooks(model, self)
-
-    def detach(self) -> None:
-        """Remove the hooks of the modules and wait for all gathers."""
-        if self._hooks is not None:
-            self._hooks.remove()
-        self.wait()
-
-
-def _check_not_compiled(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if is_compiled(module):
-            raise _is_compiled(name)
-
-
-def _is_compiled(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"gather='forward' cannot hook into a compiled module, and {name or 'the model'} is compiled; compile the "
-        "DistributedDataParallel model, or use gather='backward'"
-    )
-
-
-class _ModuleHooks:
-    def __init__(self, model: nn.Module, prefetch: ParameterPrefetch) -> None:
+        for name, module in model.named_modules():
+            if is_compiled(module):
+                raise _is_compiled(name)
         self._model = weakref.ref(model)
-        self._prefetch = prefetch
-        self._called: set[str] = set()
-        # Empty until the first forward has shown which modules are called.
-        self._needs: dict[str, tuple[int, ...]] = {}
+        self._needs, self._called = {}, set()
         self._own = {
             name: tuple(map(id, module.parameters(recurse=False)))
             for name, module in model.named_modules(remove_duplicate=False)
         }
-        self._handles: list[Any] = []
         for name, module in model.named_modules():
-            below = tuple(map(id, module.parameters()))
-            hook = _Hook(partial(self.before_forward, name, below))
+            hook = _Hook(partial(self._before_forward, name, tuple(map(id, module.parameters()))))
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-            self._handles.append(module.register_load_state_dict_pre_hook(_Hook(self.before_load)))
-        self.follow()
+            self._handles.append(module.register_load_state_dict_pre_hook(_Hook(self._before_load)))
+        self._follow()
 
-    def follow(self) -> None:
-        """Have readers of the model's modules wait, also of those that it has got since."""
-        for module in self._modules():
-            notify_of_reads(module, self._prefetch.on_read)
-
-    def _modules(self) -> Iterable[nn.Module]:
-        model = self._model()
-        return () if model is None else model.modules()
-
-    def before_load(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        """Called before the module's own parameters are loaded, so before they are read."""
-        found = unread_parameters(module)
-        self._prefetch.forget(id(one) for name, one in found.items() if f"{prefix}{name}" in state_dict)
-
-    def remove(self) -> None:
+    def detach(self) -> None:
+        """Remove the hooks of the modules and wait for all gathers."""
         for handle in self._handles:
             handle.remove()
         for module in self._modules():
-            stop_notifying(module, self._prefetch.on_read)
+            stop_notifying(module, self._on_read)
+        self._model, self._handles = None, []
+        self.wait()
 
-    def before_forward(self, name: str, below: tuple[int, ...], module: nn.Module, *_: Any) -> None:
-        """Wait for the parameters that the forward of `module` reads."""
+    def _modules(self) -> Iterable[nn.Module]:
+        model = None if self._model is None else self._model()
+        return () if model is None else model.modules()
+
+    def _follow(self) -> None:
+        """Have readers of the model's modules wait, also of those that it has got since."""
+        for module in self._modules():
+            notify_of_reads(module, self._on_read)
+
+    def _before_load(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        """Wait for the parameters of ``module`` that get other values, whether or not their gathers failed."""
+        for name, parameter in unread_parameters(module).items():
+            completion = self._completions.pop(id(parameter), None) if f"{prefix}{name}" in state_dict else None
+            if completion is not None:
+                with contextlib.suppress(Exception):
+                    completion.wait()
+
+    def _before_forward(self, name: str, below: tuple[int, ...], module: nn.Module, *_: Any) -> None:
+        """Wait for the parameters that the forward of ``module`` reads."""
         if is_compiled_in_place(module):
             raise _is_compiled(name)
         if not (module.training and torch.is_grad_enabled()):
-            self._prefetch.wait_for(below)
+            self.wait_for(below)
             return
-        if name == "":
+        if name == "" and self._called and not self._needs:
             self._learn()
         self._called.add(name)
-        self._prefetch.wait_for(self._needs.get(name, self._own[name]))
+        self.wait_for(self._needs.get(name, self._own[name]))
 
     def _learn(self) -> None:
-        """At the second forward: find which modules wait for those that the first forward did not call."""
-        if self._needs or not self._called:
-            return
+        """Find which modules wait for those that the first forward did not call."""
         needs = {name: set(own) for name, own in self._own.items()}
         for name, own in self._own.items():
             above = name
@@ -205,6 +181,13 @@ class _ModuleHooks:
                 above = above.rpartition(".")[0]
             needs[above].update(own)
         self._needs = {name: tuple(keys) for name, keys in needs.items()}
+
+
+def _is_compiled(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"gather='forward' cannot hook into a compiled module, and {name or 'the model'} is compiled; compile the "
+        "DistributedDataParallel model, or use gather='backward'"
+    )
 
 
 class _Hook:

@@ -9,8 +9,8 @@ ranks. Anything else depends on how the parameter was cut (a scale per block, a 
 
 Where a rank holds the whole parameter (``partition="parameter"``) there is nothing to put together, and its state may
 be anything. A parameter without dimensions has one element and is never cut, since its two kinds of state look alike.
-State under keys that are not parameters, and entries of ``state_dict()`` beside state and groups, belong to the
-optimizer as a whole and are the same on all ranks.
+State under keys that are not parameters, and entries of ``state_dict()`` beside state and groups, are the same on all
+ranks.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.join.group_collectives import of_all_ranks, on_rank
 from overlap.optim.packed_state import as_plain, cloned, fingerprint, tensors_in
 from overlap.optim.zero.partition import Range, copy_options, options_of
 from overlap.optim.zero.shards import Shard, flatten
 
 __all__ = [
-    "ConsolidatedState",
+    "Described",
     "Part",
     "ShardedState",
     "StateView",
@@ -43,14 +43,12 @@ __all__ = [
     "check_new_state",
     "difference",
     "is_per_element",
+    "packed",
     "piece_of",
 ]
 
 # The key of a parameter's master, its copy in a wider dtype.
 MASTER = "master_param"
-
-# In an exchange of state: the parameter as the update last wrote it.
-_PUBLISHED = "the parameter as published"
 
 CPU = torch.device("cpu")
 
@@ -60,10 +58,8 @@ _BLOCK_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of the state of all parameters, which are numbered in the order of the groups.
-
-    ``vars(part)`` holds tensors and plain values only, and ``Part(**saved)`` is the part again.
-    """
+    """One rank's part of the state of all parameters, which are numbered in the order of the groups; ``vars(part)``
+    holds tensors and plain values only."""
 
     partition: str
     ranges: Sequence[Range]
@@ -102,8 +98,7 @@ class ShardedState:
     process_group: dist.ProcessGroup
 
     def part(self) -> Part:
-        """This rank's part, of which tensors are not copied, as the optimizer of the chunks saves it, so that its
-        hooks and overrides take part."""
+        """This rank's part, of which tensors are not copied, as the ``state_dict()`` of the optimizer has it."""
         packed = self.optimizer.state_dict()
         chunks = [chunk for group in self.optimizer.param_groups for chunk in group["params"]]
         place_of = {id(chunk): place for place, chunk in enumerate(chunks)}
@@ -116,40 +111,29 @@ class ShardedState:
             if place in packed["state"] or master:
                 state[index] = {**as_plain(packed["state"].get(place, {})), **master}
         part = self.loadable(
-            state,
-            [as_plain(options_of(group)) for group in self.param_groups],
-            as_plain({key: value for key, value in packed["state"].items() if key not in range(len(chunks))}),
-            as_plain({key: value for key, value in packed.items() if key not in ("state", "param_groups")}),
-            [shard.dtype for shard in self.shards],
-        )
-        return replace(part, strides=[shard.strides for shard in self.shards], steps=bool(chunks))
-
-    def loadable(
-        self,
-        state: Mapping[int, Mapping[str, Any]],
-        options: Sequence[Mapping[str, Any]],
-        beside: Mapping[Any, Any],
-        entries: Mapping[str, Any],
-        dtypes: Sequence[torch.dtype | None] | None,
-    ) -> Part:
-        """A part that this rank can :meth:`load`."""
-        return Part(
-            partition=self.partition,
-            ranges=[shard.range for shard in self.shards],
-            strides=[shard.parameter.stride() for shard in self.shards],
-            dtypes=dtypes or [None] * len(self.shards),
+            dtypes=[shard.dtype for shard in self.shards],
             state=state,
-            options=options,
-            beside=beside,
-            entries=entries,
+            options=[as_plain(options_of(group)) for group in self.param_groups],
+            beside=as_plain({key: value for key, value in packed["state"].items() if key not in range(len(chunks))}),
+            entries=as_plain(_entries(packed)),
+            steps=bool(chunks),
         )
+        return replace(part, strides=[shard.strides for shard in self.shards])
+
+    def without_values(self) -> dict[str, Any]:
+        """The consolidated state of an optimizer that has none of any parameter."""
+        part = self.part()
+        return {"state": dict(part.beside), **part.entries}
+
+    def loadable(self, *, dtypes: Sequence[torch.dtype | None] | None, **values: Any) -> Part:
+        """A part that this rank can :meth:`load`, with these fields."""
+        ranges = [shard.range for shard in self.shards]
+        strides = [shard.parameter.stride() for shard in self.shards]
+        return Part(self.partition, ranges, strides, dtypes or [None] * len(self.shards), **values)
 
     @torch.no_grad()
     def load(self, part: Part) -> None:
-        """Replace the state, masters and hyperparameters of this rank by ``part``, after the model's parameters.
-
-        State that is missing is made anew if the optimizer makes it at its first step.
-        """
+        """Replace the state, masters and hyperparameters of this rank by ``part``, after the model's parameters."""
         for shard in self.shards:
             shard.follow()
         packed = self.optimizer.state_dict()
@@ -195,41 +179,34 @@ class ShardedState:
         for rank, described in enumerate(everyone):
             if isinstance(described, str):
                 raise UnsupportedError(f"rank {rank}: {described}")
-        if found := difference(everyone, ranges=[shard.ranges for shard in self.shards]):
-            (index, key), values = found
-            differs = f"differs between ranks: {values}"
-            optimizer = type(self.optimizer).__name__
-            if index is None:
-                raise UnsupportedError(
-                    f"{optimizer}: {key!r}, which belongs to no parameter, {differs}. It depends on "
-                    "all parameters, of which each rank steps a part; use plain DDP with this optimizer"
-                )
+        if found := difference(everyone, [shard.ranges for shard in self.shards]):
+            index, key, values = found
+            where = "which belongs to no parameter," if index is None else f"of {self.shards[index].name}"
             raise UnsupportedError(
-                f"{optimizer}: state {key!r} of {self.shards[index].name} {differs}. An optimizer "
-                "that does not treat each element by itself needs ZeroRedundancyOptimizer(..., partition='parameter')"
+                f"{type(self.optimizer).__name__}: state {key!r} {where} differs between ranks: {values}. An optimizer "
+                "that does not treat each element by itself needs ZeroRedundancyOptimizer(..., partition='parameter'), "
+                "and one that does not treat each parameter by itself plain DDP"
             )
         return replace(part, **next((one for _, one in gathered if one is not None), {}))
 
-    def described(self, part: Part) -> dict[_Place, str]:
-        """The values that must agree between ranks, as text; see :func:`difference`.
-
-        Raises:
-            UnsupportedError: a value of a parameter that is cut belongs neither to its elements nor to the parameter.
-        """
-        described: dict[_Place, str] = {}
+    def described(self, part: Part) -> Described:
+        """The values that must agree between ranks. Raises: UnsupportedError: one cannot be divided."""
+        described: Described = {}
         for index, state in part.state.items():
             shard, (start, end) = self.shards[index], part.ranges[index]
-            if not part.is_cut(shard) or (start == end and shard.parameter.numel()):
+            if not part.is_cut(shard) or start == end:
                 continue
+            described[index] = {}
             for key, value in state.items():
                 check_divisible(self.optimizer, shard, key, value, (end - start,))
                 kind = value.dtype if is_per_element(value, (end - start,)) else fingerprint(value)
-                described[index, key] = str(kind)
+                described[index][key] = str(kind)
         if part.steps:
-            shared: dict[Any, Any] = {**part.beside, **part.entries}
-            for place, options in enumerate(part.options):
-                shared.update((f"{key} of group {place}", value) for key, value in options.items())
-            described.update(((None, str(key)), fingerprint(value)) for key, value in shared.items())
+            groups = {
+                f"{key} of group {place}": value for place, one in enumerate(part.options) for key, value in one.items()
+            }
+            shared = {**part.beside, **part.entries, **groups}
+            described[None] = {str(key): fingerprint(value) for key, value in shared.items()}
         return described
 
     def consolidate(self, to: int | None) -> dict[str, Any] | None:
@@ -254,20 +231,15 @@ class ShardedState:
             gathered = of_all_ranks(mine, group) if to is None else on_rank(to, mine, group)
             for index in block if gathered is not None else ():
                 shard, parts = self.shards[index], [one.get(index) for one in gathered or ()]
-                if shard.is_whole and any(parts):
-                    state[index] = next(one for one in parts if one is not None)
-                elif any(one is not None for one in parts):
-                    state[index] = assemble(parts, shard.ranges, shard.parameter.size(), shard.strides)
+                if any(one is not None for one in parts):
+                    state[index] = assemble(shard, parts, shard.ranges, shard.strides, is_cut=not shard.is_whole)
         if to not in (None, rank):
             return None
         return {"state": {**state, **shared.beside}, **shared.entries}
 
     def divided(self, state_dict: Mapping[str, Any], *, dtypes: Sequence[torch.dtype | None] | None = None) -> Part:
-        """This rank's part of a state in the form of the plain optimizer.
-
-        Args:
-            state_dict: of the plain optimizer.
-            dtypes: in which the parameters were stepped, in the order of the groups, if known.
+        """This rank's part of a state in the form of the plain optimizer; ``dtypes`` are those in which the parameters
+        were stepped, if known.
 
         Raises:
             ConfigurationError: it belongs to other parameters.
@@ -297,43 +269,32 @@ class ShardedState:
             if shard.own is not None:
                 state[index_of[place]] = {key: piece_of(shard, value) for key, value in values.items()}
         return self.loadable(
-            state,
-            [options_of(group) for group in groups],
-            {key: value for key, value in state_dict["state"].items() if key not in index_of},
-            {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")},
-            dtypes,
+            dtypes=dtypes,
+            state=state,
+            options=[options_of(group) for group in groups],
+            beside={key: value for key, value in state_dict["state"].items() if key not in index_of},
+            entries=_entries(state_dict),
         )
 
-    @torch.no_grad()
     def follow_strides(self) -> None:
         """Bring the state and masters of parameters whose memory format was changed into the new order of elements.
 
-        Communication: nothing if no strides have changed; else one gather for each parameter whose strides have.
+        Communication: nothing if no strides have changed; else as :meth:`consolidate`.
         """
-        permuted = [(index, shard) for index, shard in enumerate(self.shards) if shard.is_permuted]
-        state = self.part().state if permuted else {}
-        for index, shard in permuted:
-            shape = shard.views[shard.rank].shape
-            values = {key: value for key, value in state.get(index, {}).items() if is_per_element(value, shape)}
-            if shard.published is not None:
-                values[_PUBLISHED] = shard.published
-            strides = shard.strides
-            shard.follow()
-            if shard.is_whole:
-                continue
-            parts = of_all_ranks(cloned(values, device=CPU), self.process_group)
-            whole = assemble(parts, shard.ranges, shard.parameter.size(), strides)
-            for key, value in values.items():
-                value.copy_(piece_of(shard, whole[key]))
+        if any(shard.parameter.stride() != shard.strides for shard in self.shards):
+            dtypes = [shard.dtype for shard in self.shards]
+            whole = self.consolidate(None)
+            assert whole is not None, "consolidated on all ranks"
+            self.load(self.divided(packed(whole, self.param_groups), dtypes=dtypes))
+
+
+def _entries(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
 
 
 def _keep_values(given: Mapping[str, Any], loaded: dict[str, Any], chunk: Tensor, *, is_as_saved: bool) -> None:
-    """Undo what PyTorch's ``load_state_dict`` does to strings, which it takes for sequences, and to codes, counters and
-    numbers: it loads all in the chunk's dtype.
-
-    Moments stay in that dtype unless they were in another one beside the same dtype when they were saved; values
-    that the optimizer's own ``load_state_dict`` has placed stay as they are.
-    """
+    """PyTorch's ``load_state_dict`` takes strings for sequences, and loads codes, counters and numbers in the chunk's
+    dtype: put them back. Moments stay in that dtype unless they were saved in another one beside the same dtype."""
     for key, value in given.items():
         now = loaded.get(key)
         if isinstance(value, (str, dict, list, tuple)) and not tensors_in(value):
@@ -368,11 +329,8 @@ def check_divisible(optimizer: Optimizer, shard: Shard, key: str, value: Any, sh
 
 
 def check_new_state(optimizer: Optimizer, shards: Iterable[Shard], known: dict[int, int]) -> None:
-    """Check the state of chunks that has come into being since the last call; ``known`` remembers its size.
-
-    Raises:
-        UnsupportedError: a value belongs neither to an element nor to the parameter.
-    """
+    """Check the state of chunks that has come into being since the last call; ``known`` remembers its size. Raises:
+    UnsupportedError: a value belongs neither to an element nor to the parameter."""
     for shard in shards:
         state = optimizer.state.get(shard.own, {}) if shard.own is not None else {}
         if shard.own is None or shard.is_whole or known.get(id(shard)) == len(state):
@@ -383,32 +341,25 @@ def check_new_state(optimizer: Optimizer, shards: Iterable[Shard], known: dict[i
 
 
 def assemble(
-    parts: Sequence[Mapping[Any, Any] | None],
+    shard: Shard,
+    parts: Sequence[Mapping[str, Any] | None],
     ranges: Sequence[Range],
-    shape: Sequence[int],
     strides: Sequence[int],
-) -> dict[Any, Any]:
-    """The state of a parameter that was cut, in CPU memory.
-
-    Args:
-        parts: of all ranks; ``None`` where a rank has no state of it.
-        ranges: the elements of each, in the order of memory.
-        shape: of the parameter.
-        strides: of the parameter, which are that order.
-    """
-    numel = math.prod(shape)
+    *,
+    is_cut: bool,
+) -> dict[str, Any]:
+    """The state of the parameter of ``shard`` as a whole, in CPU memory, from the ``parts`` of all ranks, which have
+    these ``ranges`` of its elements in the order of memory that ``strides`` are."""
+    size, numel = shard.parameter.size(), shard.parameter.numel()
     held = [
         (part, start, end)
         for part, (start, end) in zip(parts, ranges, strict=True)
-        if part is not None and (start < end or not numel)
+        if part and (not is_cut or start < end or not numel)
     ]
-    whole: dict[Any, Any] = {}
-    for key, first, length in ((key, part[key], end - start) for part, start, end in held for key in part):
-        if key in whole:
-            continue
-        whole[key] = first
-        if is_per_element(first, (length,)):
-            whole[key] = torch.empty_strided(tuple(shape), tuple(strides), dtype=first.dtype)
+    whole: dict[str, Any] = dict(held[0][0]) if held else {}
+    for key, first in whole.items() if is_cut else ():
+        if is_per_element(first, (held[0][2] - held[0][1],)):
+            whole[key] = torch.empty_strided(size, tuple(strides), dtype=first.dtype)
             flat = flatten(whole[key])
             for part, start, end in held:
                 flat[start:end] = part[key]
@@ -423,180 +374,112 @@ def piece_of(shard: Shard, value: Any) -> Any:
     return whole if shard.is_whole else flatten(whole)[shard.range[0] : shard.range[1]].clone()
 
 
-_Place = tuple[int | None, str]
-"""A parameter, ``None`` for values that belong to none, and a key of the state."""
+Described = dict[int | None, dict[str, str]]
+"""The values that must agree between ranks, as text, by parameter; ``None`` for those that belong to none."""
 
 
-def difference(
-    everyone: Sequence[Mapping[_Place, str]], *, ranges: Sequence[Sequence[Range]]
-) -> tuple[_Place, str] | None:
-    """The first value that is not the same on all ranks, and how it differs.
-
-    Args:
-        everyone: the result of :meth:`ShardedState.described` on each rank.
-        ranges: of each parameter, the elements of each rank; one without elements may lack its state.
-    """
-    first: dict[_Place, tuple[int, str]] = {}
-    for rank, described in enumerate(everyone):
-        for place, text in described.items():
-            other, expected = first.setdefault(place, (rank, text))
-            if text != expected:
-                return place, f"rank {other} has {expected}, rank {rank} {text}"
-    for place, (other, text) in first.items():
-        for rank, (start, end) in enumerate(ranges[place[0]] if place[0] is not None else ()):
-            if start < end and place not in everyone[rank]:
-                return place, f"rank {other} has {text}, rank {rank} missing"
+def difference(everyone: Sequence[Described], ranges: Sequence[Sequence[Range]]) -> tuple[int | None, str, str] | None:
+    """The first value that is not the same on all ranks with elements of its parameter, by the ``ranges`` of each: the
+    parameter, the key and how it differs."""
+    for index in (None, *range(len(ranges))):
+        held = [
+            (rank, described.get(index, {}))
+            for rank, described in enumerate(everyone)
+            if (index in described if index is None else ranges[index][rank][0] < ranges[index][rank][1])
+        ]
+        for rank, values in held[1:]:
+            first, expected = held[0]
+            for key in sorted(values.keys() | expected.keys()):
+                one, other = expected.get(key, "nothing"), values.get(key, "nothing")
+                if one != other:
+                    return index, key, f"rank {first} has {one}, rank {rank} {other}"
     return None
 
 
-class ConsolidatedState:
-    """The ``state_dict()`` between one consolidation and the next change of the state."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self.is_untouched = True
-        """Whether no rank has changed its state since the optimizer was made."""
-        self._is_current = False
-        self._state: dict[str, Any] | None = None
-
-    def note_change(self) -> None:
-        """An update or a loaded state makes the consolidated one stale; its memory is released."""
-        self.is_untouched, self._is_current, self._state = False, False, None
-
-    def reset(self) -> None:
-        """The state is again as it was when the optimizer was made."""
-        self.is_untouched, self._is_current, self._state = True, False, None
-
-    def keep(self, state: dict[str, Any] | None) -> None:
-        """Keep a consolidated state; ``None`` if that was for another rank, which takes nothing away from this one."""
-        self._state = self._state if state is None else state
-        self._is_current = True
-
-    def packed(self, param_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """A ``state_dict()`` with these groups, which the caller may change; empty if another rank holds the state.
-
-        Raises:
-            TrainingLoopError: the state was not consolidated since it last changed.
-        """
-        if not self._is_current:
-            raise TrainingLoopError(
-                "the state is divided among the ranks, and was not consolidated since it last changed: call "
-                f"consolidate_state_dict(to={self._rank}), or to=None for all ranks, on every rank right before "
-                "state_dict(), or save sharded_state_dict() instead"
-            )
-        if self._state is None:
-            return {}
-        state = {key: dict(one) if isinstance(one, dict) else one for key, one in self._state["state"].items()}
-        groups: list[dict[str, Any]] = []
-        index = 0
-        for group in param_groups:
-            places = list(range(index, index := index + len(group["params"])))
-            groups.append(
-                {**{key: as_plain(value) for key, value in group.items() if key != "params"}, "params": places}
-            )
-        entries = {key: value for key, value in self._state.items() if key != "state"}
-        return {"state": state, "param_groups": groups, **entries}
+def packed(whole: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A consolidated state with these groups as the plain optimizer's ``state_dict()``, which the caller may change."""
+    places = itertools.count()
+    return {
+        **whole,
+        "state": {key: dict(one) if isinstance(one, dict) else one for key, one in whole["state"].items()},
+        "param_groups": [
+            {
+                **{key: as_plain(value) for key, value in group.items() if key != "params"},
+                "params": list(itertools.islice(places, len(group["params"]))),
+            }
+            for group in param_groups
+        ],
+    }
 
 
-_MISSING = object()
-
-
-class StateView(defaultdict[Any, Any]):
+class StateView(MutableMapping[Any, Any]):
     """``optimizer.state`` with whole parameters for keys. It acts on the state: an entry that is set or removed here is
-    set or removed there, and one for a parameter that this rank has no part of is ignored.
-
-    ``before_change`` is called before each change, and may refuse it.
+    set or removed there, and one for a parameter that this rank has no part of is ignored. ``before_change`` is called
+    before each change, and may refuse it.
 
     Raises:
         ConfigurationError: a state is set that has tensors of another shape than this rank's part.
     """
 
     def __init__(self, optimizer: Optimizer, shards: Mapping[int, Shard], before_change: Callable[[], None]) -> None:
-        inner = optimizer.state
-        held = {s.parameter: inner[s.own] for s in shards.values() if s.own is not None and s.own in inner}
-        beside = {key: value for key, value in inner.items() if not isinstance(key, Tensor)}
-        super().__init__(dict, {**held, **beside})
-        self._inner, self._shards, self._before_change = inner, shards, before_change
+        self._inner, self._shards, self._before_change = optimizer.state, shards, before_change
 
-    def __missing__(self, key: Any) -> Any:
-        return self.setdefault(key, {})
+    def _inner_key(self, key: Any) -> Any:
+        """The key of the state itself; ``None`` for a parameter that this rank has no part of."""
+        shard = self._shards.get(id(key))
+        return key if shard is None else shard.own
+
+    def __iter__(self) -> Iterator[Any]:
+        parameter_of = {id(shard.own): shard.parameter for shard in self._shards.values() if shard.own is not None}
+        return iter([parameter_of.get(id(key), key) for key in self._inner])
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __contains__(self, key: object) -> bool:
+        return self._inner_key(key) in self._inner
+
+    def __getitem__(self, key: Any) -> Any:
+        if key not in self:
+            self[key] = {}
+        return self._inner.get(self._inner_key(key), {})
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The state of ``key``, or ``default``."""
+        return self._inner.get(self._inner_key(key), default)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        shard = self._shards.get(id(key))
-        if shard is not None:
-            _check_shapes(shard, value)
+        self.check({key: value})
         self._before_change()
-        super().__setitem__(key, value)
-        if shard is None:
-            self._inner[key] = value
-        elif shard.own is not None:
-            self._inner[shard.own] = value
+        if (inner_key := self._inner_key(key)) is not None:
+            self._inner[inner_key] = value
 
     def __delitem__(self, key: Any) -> None:
         self._before_change()
-        super().__delitem__(key)
-        shard = self._shards.get(id(key))
-        inner_key: Any = key if shard is None else shard.own
-        self._inner.pop(inner_key, None)
+        if self._inner.pop(self._inner_key(key), None) is None and id(key) not in self._shards:
+            raise KeyError(key)
 
     def clear(self) -> None:
         """Remove all of this rank's state; the next step makes it anew, as after construction."""
         self._before_change()
-        super().clear()
         self._inner.clear()
 
-    def pop(self, key: Any, default: Any = _MISSING) -> Any:
-        """Remove the state of ``key``, and return it. A rank that holds none returns ``{}``, or ``default``."""
-        if key in self:
-            value = self[key]
-            del self[key]
-            return value
-        if default is _MISSING and id(key) not in self._shards:
-            raise KeyError(key)
-        return {} if default is _MISSING else default
+    def check(self, states: Mapping[Any, Any]) -> None:
+        """Raises: ConfigurationError: a tensor in ``states`` has not the shape of this rank's part."""
+        for parameter, state in states.items():
+            shard = self._shards.get(id(parameter))
+            if shard is None or shard.own is None or not isinstance(state, Mapping):
+                continue
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() and value.shape != shard.own.shape:
+                    raise ConfigurationError(
+                        f"zero.state of {shard.name} is set with {key!r} of shape {tuple(value.shape)}, but this "
+                        f"rank's part of the parameter has shape {tuple(shard.own.shape)}: set {{}} to reset the "
+                        "state, or pass the whole state to zero.load_state_dict()"
+                    )
 
-    def popitem(self) -> tuple[Any, Any]:
-        """Remove the last state, and return its key and it."""
-        if not self:
-            raise KeyError("the state is empty")
-        key = next(reversed(self))
-        return key, self.pop(key)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        """The state of ``key``, after setting it if there is none."""
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *others: Any, **values: Any) -> None:
-        """Set the state of several keys."""
-        for key, value in dict(*others, **values).items():
-            self[key] = value
-
-    def __ior__(self, other: Any) -> Self:  # type: ignore[misc]
-        self.update(other)
-        return self
-
-    def replace(self, state: Mapping[Any, Any]) -> None:
-        """Replace all entries by those of ``state``."""
-        given = dict(state)
-        for key, value in given.items():
-            if id(key) in self._shards:
-                _check_shapes(self._shards[id(key)], value)
-        self.clear()
-        self.update(given)
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self))
-
-
-def _check_shapes(shard: Shard, state: Any) -> None:
-    if shard.own is None or not isinstance(state, Mapping):
-        return
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape != shard.own.shape:
-            raise ConfigurationError(
-                f"zero.state of {shard.name} is set with {key!r} of shape {tuple(value.shape)}, but this rank's "
-                f"part of the parameter has shape {tuple(shard.own.shape)}: set {{}} to reset the state, or pass "
-                "the whole state to zero.load_state_dict()"
-            )

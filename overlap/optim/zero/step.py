@@ -31,22 +31,104 @@ from overlap.optim.phases import Form, Phase
 from overlap.optim.update import BucketLayout, Update
 from overlap.optim.zero.exchange import Gather
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
-from overlap.optim.zero.partition import check_covered, check_same_group
 from overlap.optim.zero.prefetch import ParameterPrefetch
-from overlap.optim.zero.reduce_scatter import ReduceScatter
-from overlap.optim.zero.shards import BucketShards, Shard, flatten, in_elements, reduced, shards_of_bucket
+from overlap.optim.zero.shards import BucketShards, Shard, in_elements, reduced, shards_of_bucket
 
-__all__ = ["ZeroStep"]
+__all__ = ["ReduceScatter", "ZeroStep"]
 
-_PARTLY_UPDATED = (
-    "some parameters may have been updated by then, and not gathered on every rank: load a checkpoint before going on, "
-    "or use ZeroStep(zero, deferred=True), which updates all or none"
-)
+
+class ReduceScatter(Stage):
+    """Reduce-scatters a bucket: each rank gets the mean of its part of the parameters of ``zeros``.
+
+    This is the first half of :class:`ZeroStep`, for chains in which other stages need the mean, too: transforms that
+    come between, further updates. A chain that begins with a ``ZeroStep`` gets this stage automatically where it is
+    needed, so you rarely have to write it::
+
+        chain(ReduceScatter(zero_muon, zero_adamw), ZeroStep(zero_muon), ZeroStep(zero_adamw)).register(ddp)
+
+    Sets ``bucket.owned``. After it ``bucket.buffer`` holds the mean where this rank owns it, elsewhere this rank's own
+    gradient divided by ``W``; parameters that none of ``zeros`` has are averaged on all ranks.
+
+    Args:
+        zeros: the optimizers; a ``ZeroStep`` of each follows in the chain.
+
+    Communication: per bucket one reduce-scatter, and one all-reduce of the parameters that none of ``zeros`` has, if
+    there are some. It sends ``N (W-1)/W`` elements of a bucket of ``N``.
+
+    Raises:
+        ConfigurationError: ``zeros`` are not different optimizers of one process group, or (at registration) the chain
+            has no ``ZeroStep`` of one of them.
+
+    >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, overlap_with_ddp=True)
+    >>> chain(ReduceScatter(zero), ClipGradNorm(1.0), ZeroStep(zero))
+    chain(ReduceScatter(AdamW), ClipGradNorm(1), ZeroStep(AdamW, interleaved))
+    """
+
+    role = Role.REDUCER
+
+    def __init__(self, *zeros: ZeroRedundancyOptimizer) -> None:
+        self.zeros = tuple(unwrapped(zero) for zero in zeros)
+        for zero in self.zeros:
+            if not isinstance(zero, ZeroRedundancyOptimizer):
+                raise ConfigurationError(
+                    f"ReduceScatter takes overlap.ZeroRedundancyOptimizers, got {described(zero)}; to average on every "
+                    "rank use AllReduce()"
+                )
+        if not self.zeros or len(set(map(id, self.zeros))) < len(self.zeros):
+            raise ConfigurationError(
+                f"ReduceScatter takes the optimizers it reduces for, each once, got {len(self.zeros)}: "
+                "ReduceScatter(zero)"
+            )
+        self.exchange = self.zeros[0].exchange
+        """How ranks exchange gradients."""
+        # By the index of a bucket: its parameters, the versions of the optimizers', and its shards.
+        self._found: dict[int, tuple[object, object, BucketShards | None]] = {}
+
+    @property
+    def signature(self) -> str:
+        return f"ReduceScatter({', '.join(f'{type(zero.optim).__name__} by {zero.partition}' for zero in self.zeros)})"
+
+    def attach(self, context: StageContext) -> None:
+        for zero in self.zeros:
+            _check_same_group(context.group, zero.process_group)
+
+    def check_together(self, stages: Sequence[Stage]) -> None:
+        if not any(stage is self for stage in stages):
+            raise ConfigurationError(
+                f"{self!r} leaves each rank a part of the mean, which a stage around it cannot know: put it into the "
+                "chain itself, chain(ReduceScatter(zero), ZeroStep(zero))"
+            )
+        for zero in self.zeros:
+            if not any(stage in zero.updates for stage in stages):
+                raise ConfigurationError(
+                    f"{self!r} leaves each rank its part of the mean for {type(zero.optim).__name__}, but no ZeroStep "
+                    "of it follows: chain(ReduceScatter(zero), ZeroStep(zero))"
+                )
+
+    async def __call__(self, bucket: Bucket) -> None:
+        bucket = in_elements(bucket)
+        await self.exchange.reduce(bucket, self._shards_of(bucket))
+
+    def passed(self, bucket: Bucket) -> Bucket:
+        return reduced(bucket, self._shards_of(bucket))
+
+    def _shards_of(self, bucket: Bucket) -> BucketShards | None:
+        versions = [zero.version for zero in self.zeros]
+        found = self._found.get(bucket.index)
+        if found is None or found[0] is not bucket.parameters or found[1] != versions:
+            # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
+            self.exchange.workspace.trim()
+            shards = shards_of_bucket(bucket.parameters, *(zero.shards for zero in self.zeros))
+            found = self._found[bucket.index] = bucket.parameters, versions, shards
+        return found[2]
+
+    def __repr__(self) -> str:
+        return f"ReduceScatter({', '.join(type(zero.optim).__name__ for zero in self.zeros)})"
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedLayout(BucketLayout):
-    """As :class:`BucketLayout`."""
+    """As :class:`BucketLayout`, of a sharded update."""
 
     shards: BucketShards | None
     """Of the bucket; ``None`` if none of its parameters is sharded."""
@@ -61,9 +143,8 @@ class ZeroStep(Update[ShardedLayout]):
     After a reducer, each rank updates its part with the reducer's result.
 
     *Interleaved* (default): each bucket is updated as soon as it is reduced, while backward computes the next ones.
-    *Deferred* (``deferred=True``, or ``clip_grad_norm``): all buckets are updated at once in ``zero.step()``, as
-    clipping by the global norm and ``GradScaler`` need. Call ``zero.step()`` once for each synchronized backward in
-    either case, unless ``automatic``.
+    *Deferred*: all buckets are updated at once in ``zero.step()``, as clipping by the global norm and ``GradScaler``
+    need. Call ``zero.step()`` once for each synchronized backward in either case, unless ``automatic``.
 
     Without a reducer before it, this rank has the mean only of the elements that it owns, so ``.grad`` can neither be
     read nor changed after backward: an attempt raises ``TrainingLoopError``. After a reducer ``.grad`` is the mean;
@@ -75,23 +156,20 @@ class ZeroStep(Update[ShardedLayout]):
         deferred: update in ``zero.step()``.
         clip_grad_norm: scale the averaged gradients to at most this global norm first; implies ``deferred``. After a
             reducer that is ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip_grad_norm)`` bit for bit (of the
-            parameters that ``zero`` has), since norms are summed in the model's order; where the stage reduces by
-            itself, the ranks' parts are summed, and the norm is the same up to the order of summation.
+            parameters that ``zero`` has); where the stage reduces by itself, up to the order of summation.
         norm_type: the type of the norm; ``float("inf")`` for the maximum.
         gather: ``"backward"`` waits for new parameters before backward (or a deferred ``zero.step()``) returns;
             ``"forward"`` gathers them during the next forward. Looking a parameter up in the model waits for it;
             call ``zero.wait()`` before you read one that you hold yourself, in a list or in ``param_groups``.
         automatic: backward does everything, a deferred update with its last bucket; the loop calls no ``step()``.
-        reduce_wire: sends gradients to their owners in fewer bytes, such as ``Int4()``: the owner sums in fp32 what it
-            decodes and its own part, which is not rounded. The stage then reduces itself; no reducer may be before it.
+        reduce_wire: sends gradients to their owners in fewer bytes, such as ``Int4()``; the stage must then be the
+            reducer of its chain. See [Note: wires of a sharded update].
         gather_wire: sends new parameters in fewer bytes, such as ``Int8()``, as differences from the parameters that
-            all ranks have (SDP4Bit, https://arxiv.org/abs/2410.15526). The optimizer steps true weights, which the
-            owner keeps; all ranks, the owner too, add the same decoded differences to their parameters, so these are
-            equal bit for bit, and the next difference holds what rounding left out. Takes a copy of this rank's part
-            of the parameters, and one in the dtype of the true weights, ``master_dtype`` if that is wider.
-        error_feedback: add what ``reduce_wire`` left out of a step's gradients to the next step's; takes one fp32 copy
-            of the gradients, and in backward two. A pass with a mean that is not finite, or that fails, changes it on
-            no rank.
+            all ranks have. Takes a copy of this rank's part of the parameters, and one in the dtype of the true
+            weights, ``master_dtype`` if that is wider.
+        error_feedback: add the rounding errors of ``reduce_wire`` to the next step's gradients; takes one fp32 copy of
+            the gradients, and in backward two. A pass with a mean that is not finite, or that fails, changes them on no
+            rank.
         release_gradients: free a bucket's memory as soon as it is updated and gathered, and allocate it again for its
             next gradient, so that gradients hardly add to the peak. ``.grad`` cannot be read after backward. Needs
             ``DistributedDataParallel(..., gradient_as_bucket_view=True)``; see ``docs/memory.md``.
@@ -99,9 +177,8 @@ class ZeroStep(Update[ShardedLayout]):
     Communication: per bucket one reduce-scatter, if first; one all-gather; if DDP looks for unused parameters, one
         all-reduce of one byte per parameter. Deferred and first: one all-reduce of a number per backward, so that all
         ranks know of a gradient that is not finite. With ``error_feedback`` one all-reduce of a number per bucket. A
-        wire sends one message to each other rank, of ``wire.codec(n).message_bytes`` bytes: in a reduction for the
-        ``n`` elements of the bucket that are that rank's, in a gather for those that are this rank's (by element, all
-        send as much as the largest).
+        wire sends one message to each other rank, of ``wire.codec(n).message_bytes`` bytes for the ``n`` elements of
+        the bucket that its receiver owns (in a reduction) or its sender (in a gather).
 
     Raises:
         ConfigurationError: an argument is out of range, or (at registration) the optimizer has parameters that the
@@ -164,11 +241,17 @@ class ZeroStep(Update[ShardedLayout]):
         )
         self.zero = zero
         self.reduce_wire, self.gather_wire, self.error_feedback = reduce_wire, gather_wire, error_feedback
-        self._wires = _ShardedWires(
-            self, zero, reduce_wire=reduce_wire, gather_wire=gather_wire, error_feedback=error_feedback
-        )
-        self.exchange = self._wires.exchange
+        _check_wires(reduce_wire, gather_wire, error_feedback=error_feedback)
+        self.gathers_differences = gather_wire is not None and zero.world_size > 1
+        """Whether the gather writes the parameters on the ranks that own them, too."""
+        wires = [wire for wire in (reduce_wire, gather_wire) if wire is not None]
+        self.memory = StageMemory(self, error_feedback=error_feedback, wires=wires) if wires else None
+        """The errors and random numbers of the wires; ``None`` where there are none."""
+        self.exchange = zero.exchange
         """How ranks exchange gradients and parameters."""
+        if self.memory is not None:
+            gathers = gather_wire if self.gathers_differences else None
+            self.exchange = replace(zero.exchange, reduce_wire=reduce_wire, gather_wire=gathers, memory=self.memory)
         self._gathers_in_forward = gather == "forward"
         self._prefetch = ParameterPrefetch()
         self.has_whole_mean = False
@@ -176,7 +259,7 @@ class ZeroStep(Update[ShardedLayout]):
         self._follows_its_reducer = False
         # Whether step() of other sharded updates of the chain issues collectives, too, in the order of the calls.
         self._is_in_step_with_others = False
-        self._shards = zero.ownership.shards
+        self._shards = zero.shards
         # Of the last backward: its buckets in their order, and whether its gradients are finite.
         self._gathers: list[Gather] = []
         self._vote = _FiniteVote()
@@ -189,7 +272,7 @@ class ZeroStep(Update[ShardedLayout]):
     def make_layout(self, bucket: Bucket) -> ShardedLayout:
         # DDP's first backward has one bucket of all parameters; its large buffers are not kept for smaller ones.
         self.zero.exchange.workspace.trim()
-        shards = shards_of_bucket(bucket.parameters, [self.zero.ownership])
+        shards = shards_of_bucket(bucket.parameters, self._shards)
         parameters = [] if shards is None else [shard.parameter for shard in shards]
         own = [] if shards is None else [shard.parameter for shard in shards.owned]
         return ShardedLayout(bucket.parameters, parameters, {id(p): p for p in parameters}, shards, own)
@@ -199,12 +282,8 @@ class ZeroStep(Update[ShardedLayout]):
         self.has_whole_mean = bucket.is_mean and not self._follows_its_reducer
         if layout.shards is not None:
             self._gathers.append(Gather(index=bucket.index, step=bucket.step, shards=layout.shards))
-        if bucket.is_mean:
-            return bucket
-        if layout.shards is not None:
+        if not bucket.is_mean:
             await self.exchange.reduce(bucket, layout.shards)
-        else:
-            await self.exchange.average(bucket)
         return bucket
 
     @property
@@ -235,8 +314,7 @@ class ZeroStep(Update[ShardedLayout]):
         if bucket.is_replay:  # DDP sets no .grad on a rank that replays, and its buffers are gone afterwards.
             self.held.update(zip(parameters, [gradient.clone() for gradient in gradients], strict=True))
         if not self.has_whole_mean:
-            self._vote.look(gradients)
-            await self._vote.cast(bucket)
+            await self._vote.cast(gradients, bucket)
 
     def apply(self, layout: ShardedLayout, parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
         veto = self.lifecycle.veto
@@ -249,21 +327,12 @@ class ZeroStep(Update[ShardedLayout]):
         if self.has_whole_mean:
             self.clipping.clip_([held[parameter] for parameter in in_model_order(held, self.lifecycle.names)])
             return
-        trained = self.zero.ownership.trained
-        norm = ShardedNorm(self.clipping, list(held.values()), trained, bucket.buffer.device)
+        norm = ShardedNorm(self.clipping, list(held.values()), self.zero.trained, bucket.buffer.device)
         await all_reduce(norm.partial, op=norm.op, group=bucket.group)
         norm.clip_()
 
     def apply_held(self, held: dict[Tensor, Tensor]) -> None:
-        self.zero.update(self.parts(held, list(held.values())), self.lifecycle.veto)
-        self.zero.finish()
-
-    def parts(self, parameters: Iterable[Tensor], gradients: Sequence[Tensor]) -> list[tuple[Shard, Tensor]]:
-        """This rank's shards, each with its part of the gradient, which is whole if :attr:`clips_whole`."""
-        pairs = [(self.zero.shards[id(p)], gradient) for p, gradient in zip(parameters, gradients, strict=True)]
-        if not self.clips_whole:
-            return pairs
-        return [(shard, flatten(whole)[slice(*shard.range)]) for shard, whole in pairs if shard.own is not None]
+        self.zero._apply(list(held), list(held.values()), self.lifecycle.veto, {})
 
     async def publish(self, bucket: Bucket, layout: ShardedLayout) -> None:
         if layout.shards is None:
@@ -296,27 +365,24 @@ class ZeroStep(Update[ShardedLayout]):
         self._gathers = []
         self._vote.begin()
         self.zero.begin()
-        self._wires.begin(None if self.context is None else self.context.names)
+        if self.memory is not None:
+            self.memory.begin()
+            self._prepare_wires()
 
     def after_backward(self, *, failed: bool) -> str | None:
-        self._wires.settle(failed=failed)
-        if self.releases_gradients:
+        if self.memory is not None:
+            self.memory.settle(failed=failed)
+        if self.releases_gradients or failed:
             self.exchange.workspace.trim()  # For the forward, as the buckets.
-        try:
-            note = super().after_backward(failed=failed)
-        except BaseException:
-            self.exchange.workspace.forget()
-            raise
-        if failed:
-            self.exchange.workspace.forget()
-        elif self.leaves_update:
+        note = super().after_backward(failed=failed)
+        if self.leaves_update and not failed:
             self.note_used_gradients()
         return note
 
     def conclude(self) -> None:
         self.lifecycle.has_parts = not self.has_whole_mean
         if self.leaves_update:
-            self._vote.mark(self.zero.shards.values())
+            self._vote.mark(self._shards.values())
         elif self._gathers_in_forward and not self.lifecycle.veto.stops:
             self.gather()
 
@@ -324,12 +390,15 @@ class ZeroStep(Update[ShardedLayout]):
         self.zero.finish()
 
     def describe_failure(self) -> str | None:
-        return _PARTLY_UPDATED
+        return (
+            "some parameters may have been updated by then, and not gathered on every rank: load a checkpoint before "
+            "going on, or use ZeroStep(zero, deferred=True), which updates all or none"
+        )
 
     # Gathers that do not run bucket by bucket in backward.
 
     def gather(self) -> None:
-        """Outside of a backward: bring what each rank owns to all, in the next forward if it was asked for."""
+        """Outside of a backward: bring each rank's part to all ranks, in the next forward if that was asked for."""
         assert self.context is not None, "gathers run while the stage is attached"
         gathers = self._gathers[::-1]  # The last bucket has the first layers, which the next forward needs first.
         if self._gathers_in_forward and not self.gathers_differences:
@@ -346,11 +415,6 @@ class ZeroStep(Update[ShardedLayout]):
         self._prefetch.wait()
 
     @property
-    def gathers_differences(self) -> bool:
-        """Whether the gather writes the parameters on the ranks that own them, too."""
-        return self._wires.gathers_differences
-
-    @property
     def updates_after_backward(self) -> bool:
         return self.updates_in_step or self._gathers_in_forward
 
@@ -365,7 +429,17 @@ class ZeroStep(Update[ShardedLayout]):
         return True
 
     def reducer_for(self, updates: Sequence[Stage]) -> ReduceScatter:
-        return ReduceScatter.of([update for update in updates if isinstance(update, ZeroStep)])
+        """Raises: UnsupportedError: there are several ``updates``, and one sends gradients through a wire."""
+        sharded = [update for update in updates if isinstance(update, ZeroStep)]
+        through_wires = [update for update in sharded if update.reduce_wire is not None]
+        if through_wires and len(sharded) > 1:
+            raise UnsupportedError(
+                f"{through_wires[0]!r} has its own way to send gradients, but several sharded updates share one "
+                "reduction: leave its reduce_wire out, or use one ZeroRedundancyOptimizer"
+            )
+        made = ReduceScatter(*(update.zero for update in sharded))
+        made.exchange = sharded[0].exchange
+        return made
 
     def passed(self, bucket: Bucket) -> Bucket:
         return bucket if bucket.is_mean else reduced(bucket, self.layout_of(bucket).shards)
@@ -379,66 +453,95 @@ class ZeroStep(Update[ShardedLayout]):
         self._follows_its_reducer = any(
             isinstance(stage, ReduceScatter) and self.zero in stage.zeros for stage in stages
         )
-        self._wires.check_reducer(next((stage for stage in stages if stage.role is Role.REDUCER), None))
+        for reducer in stages if self.reduce_wire is not None else ():
+            if reducer.role is Role.REDUCER and getattr(reducer, "exchange", None) is not self.exchange:
+                raise ConfigurationError(
+                    f"{self!r} reduces by itself, so that {self.reduce_wire!r} can carry gradients to their owners, "
+                    f"but {reducer!r} before it has reduced them: leave that out, or use ZeroStep without reduce_wire"
+                )
         in_step = [stage for stage in stages if isinstance(stage, ZeroStep) and stage.updates_in_step]
         self._is_in_step_with_others = self in in_step and len(in_step) > 1
 
     def attach(self, context: StageContext) -> None:
         zero = self.zero
-        if zero.stage is not None and zero.stage is not self:
+        if any(other is not self for other in zero.updates):
             raise RegistrationError("this ZeroRedundancyOptimizer is registered already; .remove() that registration")
-        check_same_group(context.group, zero.process_group)
+        _check_same_group(context.group, zero.process_group)
         shards = zero.shards.values()
-        if context.names is not None:
-            check_covered(context.names, [shard.parameter for shard in shards], [shard.name for shard in shards])
-        self._wires.check_named(context)
-        zero.follow_strides()
+        self.check_covers([shard.parameter for shard in shards], [shard.name for shard in shards], context)
+        if self.error_feedback and context.names is None:
+            raise ConfigurationError(
+                f"{self!r} keeps errors by the parameters' names, which are not known to a hook registered with "
+                "ddp.register_comm_hook: use chain(...).register(ddp), or error_feedback=False"
+            )
+        zero.sharded_state().follow_strides()
         super().attach(context)
         if context.names is None:
             self.lifecycle.names = {shard.parameter: shard.name for shard in shards}
         try:
-            self._wires.attach(context)
+            if self.memory is not None:
+                self.memory.attach(context)
+                self._prepare_wires()
             if self._gathers_in_forward:
                 self._prefetch.attach(context)
         except BaseException:
-            self._wires.detach()
-            super().detach()
+            self.detach()
             raise
-        zero.stage = self
+        zero.updates.append(self)
 
-    def check_covers(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Raises: ConfigurationError: the model does not train one of ``parameters``."""
-        if self.context is not None and self.context.names is not None:
-            check_covered(self.context.names, parameters, names)
+    def check_covers(
+        self, parameters: Sequence[Tensor], names: Sequence[str], context: StageContext | None = None
+    ) -> None:
+        """Raises: ConfigurationError: the model does not train one of ``parameters``, which have these ``names``."""
+        context = context or self.context
+        trained = None if context is None else context.names
+        pairs = zip(names, parameters, strict=True)
+        outside = [name for name, p in pairs if trained is not None and p.requires_grad and p not in trained]
+        if outside:
+            raise ConfigurationError(
+                f"{len(outside)} of {len(parameters)} parameters of the ZeroRedundancyOptimizer are not trained by "
+                f"this model, the first is {outside[0]}: build it from this model's ddp.parameters()"
+            )
+
+    def _prepare_wires(self) -> None:
+        """Prepare the parameters that travel through wires. Raises: UnsupportedError: one is complex."""
+        trained = None if self.context is None else self.context.names
+        for shard in self.zero.shards.values():
+            if trained is not None and shard.parameter not in trained:
+                continue
+            if shard.parameter.is_complex():
+                raise UnsupportedError(
+                    f"{shard.name} is {shard.parameter.dtype}, and wires take real numbers: leave reduce_wire and "
+                    "gather_wire out, or give complex parameters to an optimizer of their own"
+                )
+            if self.gathers_differences:
+                shard.keep_true()
 
     def detach(self) -> None:
         super().detach()
-        self._wires.detach()
-        if self.zero.stage is self:
-            self.zero.stage = None
+        if self.memory is not None:
+            self.memory.detach()
+        if self in self.zero.updates:
+            self.zero.updates.remove(self)
         self._prefetch.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """A snapshot of what the wires need on this rank; empty without wires and before the first pass.
-
-        ``error`` by parameter's name, the rounding's ``generator``, and the ``rank`` and number of ``ranks`` that it
-        belongs to. True weights are in the optimizer's state, as ``master_param``.
-        """
+        """A snapshot of the memory of the wires: ``error`` by parameter's name, the rounding's ``generator``, and the
+        ``rank`` and number of ``ranks`` that it belongs to; empty without wires and before the first pass."""
         self.wait()
-        return {} if self._wires.memory is None else self._wires.memory.state_dict()
+        return {} if self.memory is None else self.memory.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned on this rank, before or after registering.
+        """Load the :meth:`state_dict` of this rank, before or after registering.
 
         Raises:
-            ConfigurationError: it has errors and this stage keeps none, or it is another model's or another rank's; for
-                another number of ranks, see :meth:`redistribute`. If the stage is not yet registered, registering
-                raises the latter.
+            ConfigurationError: it has errors and this stage keeps none, or (at the latest when this is registered) it
+                is another model's or another rank's; for another number of ranks, see :meth:`redistribute`.
         """
-        if self._wires.memory is None:
+        if self.memory is None:
             super().load_state_dict(state_dict)
         else:
-            self._wires.memory.load_state_dict(state_dict)
+            self.memory.load_state_dict(state_dict)
 
     redistribute = staticmethod(redistribute)
 
@@ -450,112 +553,13 @@ class ZeroStep(Update[ShardedLayout]):
             parts.append("gather in forward")
         if self.is_automatic:
             parts.append("automatic")
-        if self.reduce_wire is not None:
-            parts.append(f"reduce_wire={self.reduce_wire!r}")
-        if self.gather_wire is not None:
-            parts.append(f"gather_wire={self.gather_wire!r}")
-        if self.error_feedback:
-            parts.append("error_feedback=True")
-        if self.releases_gradients:
-            parts.append("release_gradients=True")
-        return f"ZeroStep({', '.join(parts)})"
-
-
-class _ShardedWires:
-    """How gradients and parameters of one stage are sent, and what the stage keeps of that on its rank.
-
-    Args:
-        stage: which messages name.
-        zero: the optimizer.
-        reduce_wire: sends gradients to their owners; ``None``: they travel as they are.
-        gather_wire: sends differences of parameters; ``None``: parameters travel as they are.
-        error_feedback: add what ``reduce_wire`` left out of a step's gradients to the next step's.
-
-    Raises:
-        ConfigurationError: an argument is none of those.
-    """
-
-    def __init__(
-        self,
-        stage: Stage,
-        zero: ZeroRedundancyOptimizer,
-        *,
-        reduce_wire: Wire | None,
-        gather_wire: Wire | None,
-        error_feedback: bool,
-    ) -> None:
-        _check_wires(reduce_wire, gather_wire, error_feedback=error_feedback)
-        self._stage = stage
-        self._zero = zero
-        self._reduce_wire, self._error_feedback = reduce_wire, error_feedback
-        self.gathers_differences = gather_wire is not None and zero.world_size > 1
-        """Whether the gather writes the parameters on the ranks that own them, too."""
-        wires = [wire for wire in (reduce_wire, gather_wire) if wire is not None]
-        self.memory = StageMemory(stage, error_feedback=error_feedback, wires=wires) if wires else None
-        """``None`` where there are no wires."""
-        self.exchange = zero.exchange
-        """How ranks exchange gradients and parameters."""
-        if self.memory is not None:
-            gathers = gather_wire if self.gathers_differences else None
-            self.exchange = replace(zero.exchange, reduce_wire=reduce_wire, gather_wire=gathers, memory=self.memory)
-
-    def check_reducer(self, reducer: Stage | None) -> None:
-        """Raises: ConfigurationError: ``reduce_wire`` is to reduce, but ``reducer`` before the stage has."""
-        is_own = getattr(reducer, "exchange", None) is self.exchange
-        if self._reduce_wire is not None and reducer is not None and not is_own:
-            raise ConfigurationError(
-                f"{self._stage!r} reduces by itself, so that {self._reduce_wire!r} can carry gradients to their "
-                f"owners, but {reducer!r} before it has reduced them: leave that out, or use ZeroStep without "
-                "reduce_wire"
-            )
-
-    def check_named(self, context: StageContext) -> None:
-        """Raises: ConfigurationError: errors are to be remembered by the parameters' names, which are not known."""
-        if self._error_feedback and context.names is None:
-            raise ConfigurationError(
-                f"{self._stage!r} keeps errors by the parameters' names, which are not known to a hook registered "
-                "with ddp.register_comm_hook: use chain(...).register(ddp), or error_feedback=False"
-            )
-
-    def attach(self, context: StageContext) -> None:
-        """Serve the model of ``context``.
-
-        Raises:
-            ConfigurationError: what was loaded is another rank's or another model's.
-            UnsupportedError: a parameter is complex.
-        """
-        if self.memory is not None:
-            self.memory.attach(context)
-            self._prepare(context.names)
-
-    def detach(self) -> None:
-        """Stop serving the model; what is remembered stays."""
-        if self.memory is not None:
-            self.memory.detach()
-
-    def begin(self, names: Mapping[Tensor, str] | None) -> None:
-        """A pass begins; ``names`` are the model's parameters. Raises: UnsupportedError: one is complex."""
-        if self.memory is not None:
-            self.memory.begin()
-            self._prepare(names)
-
-    def settle(self, *, failed: bool) -> None:
-        """The pass is over."""
-        if self.memory is not None:
-            self.memory.settle(failed=failed)
-
-    def _prepare(self, names: Mapping[Tensor, str] | None) -> None:
-        """Prepare the parameters that travel through wires, those added since, too."""
-        shards = [shard for shard in self._zero.shards.values() if names is None or shard.parameter in names]
-        for shard in shards:
-            if shard.parameter.is_complex():
-                raise UnsupportedError(
-                    f"{shard.name} is {shard.parameter.dtype}, and wires take real numbers: leave reduce_wire and "
-                    "gather_wire out, or give complex parameters to an optimizer of their own"
-                )
-        if self.gathers_differences:
-            for shard in shards:
-                shard.keep_true()
+        options = {
+            "reduce_wire": self.reduce_wire,
+            "gather_wire": self.gather_wire,
+            "error_feedback": self.error_feedback,
+            "release_gradients": self.releases_gradients,
+        }
+        return f"ZeroStep({', '.join([*parts, *(f'{key}={value!r}' for key, value in options.items() if value)])})"
 
 
 def _check_wires(reduce_wire: Wire | None, gather_wire: Wire | None, *, error_feedback: bool) -> None:
@@ -574,6 +578,16 @@ def _check_wires(reduce_wire: Wire | None, gather_wire: Wire | None, *, error_fe
         )
 
 
+def _check_same_group(model: dist.ProcessGroup, zero: dist.ProcessGroup) -> None:
+    """Raises: ConfigurationError: the two groups have different ranks."""
+    theirs, ours = dist.get_process_group_ranks(model), dist.get_process_group_ranks(zero)
+    if theirs != ours:
+        raise ConfigurationError(
+            f"the model is on ranks {theirs}, but the ZeroRedundancyOptimizer on ranks {ours}: give both the same "
+            "process_group"
+        )
+
+
 class _FiniteVote:
     """Whether all gradients of a backward pass are finite, on any rank. See [Note: one verdict]."""
 
@@ -586,12 +600,12 @@ class _FiniteVote:
         self._largest.clear()
         self._verdict = None
 
-    def look(self, gradients: Sequence[Tensor]) -> None:
-        """Take note of averaged gradients."""
-        self._largest.look(gradients)
+    async def cast(self, gradients: Sequence[Tensor], bucket: Bucket) -> None:
+        """Note the averaged gradients of a bucket; after the last one is reduced, ask the other ranks.
 
-    async def cast(self, bucket: Bucket) -> None:
-        """After the last bucket is reduced, ask the other ranks. Communication: one all-reduce of a number."""
+        Communication: one all-reduce of a number.
+        """
+        self._largest.look(gradients)
         await whole_pass()
         if not bucket.is_last:
             return
@@ -607,7 +621,7 @@ class _FiniteVote:
             return
         for shard in shards:
             grad = shard.parameter.grad
-            others = shard.foreign_element()
+            others = shard.foreign_element
             if grad is None or others is None or grad.stride() != shard.parameter.stride():
                 continue
             element = grad.as_strided((1,), (1,), int(grad.storage_offset()) + others)

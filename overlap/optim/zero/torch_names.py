@@ -23,14 +23,11 @@ def hook_with_zero_step(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
 ) -> StageHook:
-    """A hook that reduces with ``hook`` and, when all buckets are reduced, updates and gathers in backward.
+    """``chain(hook, ZeroStep(zero, deferred=True, automatic=True))`` for ``ddp.register_comm_hook(hook_state, ...)``,
+    whose ``hook_state`` becomes the state of ``hook``.
 
-    The same as ``chain(hook, ZeroStep(zero, deferred=True, automatic=True))``, in the form that
-    ``ddp.register_comm_hook(hook_state, ...)`` takes; ``hook_state`` is what ``hook`` gets as its state. The loop calls
-    no ``zero.step()`` (a call does nothing) and calls ``zero_grad()`` as usual. Every iteration makes an update.
-
-    With an all-reduce as ``hook`` a step sends 1.5 times as much as DDP's; ``chain(ZeroStep(zero)).register(ddp)``
-    sends as much as DDP's.
+    The loop calls no ``zero.step()`` (a call does nothing) and calls ``zero_grad()`` as usual. Every iteration makes an
+    update. With an all-reduce as ``hook`` a step sends 1.5 times as much as DDP's.
 
     Args:
         hook: a communication hook or a reducer.
@@ -54,12 +51,7 @@ def hook_with_zero_step_interleaved(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
 ) -> StageHook:
-    """As :func:`hook_with_zero_step`, with each bucket updated and gathered as soon as it is reduced.
-
-    >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-    >>> ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
-    >>> loss_fn(ddp(x), y).backward()
-    """
+    """As :func:`hook_with_zero_step`, with each bucket updated and gathered as soon as it is reduced."""
     return _hook(hook, ddp, zero, deferred=False, name="hook_with_zero_step_interleaved")
 
 

@@ -70,7 +70,7 @@ def _refused(rank: int, world_size: int) -> None:
     muon, adamw = zero_pair(ddp)
     for zeros, message in (
         ((), "takes the optimizers"),
-        ((muon, muon), "one optimizer twice"),
+        ((muon, muon), "each once, got 2"),
         ((ddp,), "ReduceScatt"),
     ):
         with pytest.raises(ConfigurationError, match=message):

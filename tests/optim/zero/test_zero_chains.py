@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import pytest
 import torch
 from zero_loops import ADAMW, ADAMW_OPTIONS, FORMS, check, plain_run, register, zero_run
 
-from harness import assert_parity, bucket_calls, overlapped_step, plain_step, run_ranks, wrap
-from harness.models import MLP, Batch, mean_squared_error
+from harness import assert_parity, bucket_calls, run_ranks, wrap
+from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
     Cast,
@@ -21,35 +18,6 @@ from overlap import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
-
-
-def _accumulate(base: Any, ddp: Any, optimizer: Any, batch: Batch, loss_of: Any) -> torch.Tensor:
-    if base is plain_step:
-        optimizer.zero_grad()
-    with ddp.no_sync():
-        loss_of(ddp, batch).backward()
-    return overlapped_step(ddp, optimizer, batch, loss_of)
-
-
-def _accumulated(rank: int, world_size: int, gradient_as_bucket_view: bool) -> None:
-    options = {"ddp_options": {"gradient_as_bucket_view": gradient_as_bucket_view}}
-    reference = plain_run(MLP, rank, ADAMW, step_fn=functools.partial(_accumulate, plain_step), **options)
-    for form in ("interleaved", "deferred", "interleaved, gather in forward"):
-        candidate = zero_run(
-            MLP,
-            rank,
-            torch.optim.AdamW,
-            ADAMW_OPTIONS,
-            FORMS[form],
-            step_fn=functools.partial(_accumulate, overlapped_step),
-            **options,
-        )
-        check(candidate, reference, what=form, world_size=world_size)
-
-
-@pytest.mark.parametrize("gradient_as_bucket_view", [False, True], ids=["copied gradients", "bucket views"])
-def test_gradients_accumulate_under_no_sync(gradient_as_bucket_view: bool) -> None:
-    run_ranks(_accumulated, 2, gradient_as_bucket_view)
 
 
 def _after_reducers(rank: int, world_size: int) -> None:

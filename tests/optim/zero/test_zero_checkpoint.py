@@ -132,27 +132,15 @@ def _resumed(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> 
     return same
 
 
-@pytest.fixture(scope="module", params=["element", "parameter"])
-def partition(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def _every_resumed(rank: int, world_size: int) -> None:
+    for kind in KINDS:
+        for partition in ("element", "parameter"):
+            same = _resumed(rank, world_size, kind, {"partition": partition})
+            assert all(same.values()), (kind, partition, same)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def resumed(request: pytest.FixtureRequest, partition: str) -> list[dict[str, bool]]:
-    results: list[dict[str, bool]] = run_ranks(_resumed, 2, request.param, {"partition": partition})
-    return results
-
-
-def test_the_plain_optimizer_goes_on_with_the_whole_state(resumed: list[dict[str, bool]]) -> None:
-    assert all(rank["plain"] for rank in resumed)
-
-
-def test_a_new_optimizer_goes_on_with_the_whole_state(resumed: list[dict[str, bool]]) -> None:
-    assert all(rank["ours"] for rank in resumed)
-
-
-def test_loading_sets_the_options_of_groups(resumed: list[dict[str, bool]]) -> None:
-    assert all(rank["options"] for rank in resumed)
+def test_the_plain_optimizer_and_a_new_one_go_on_with_the_whole_state() -> None:
+    run_ranks(_every_resumed, 2)
 
 
 def _masters(rank: int, world_size: int, folder: Path, start: int, stop: int) -> list[torch.Tensor]:

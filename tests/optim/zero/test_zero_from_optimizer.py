@@ -135,7 +135,7 @@ def _patched(optimizer: Any) -> Any:
 
 
 def _with_object(optimizer: Any) -> Any:
-    optimizer.generator = torch.Generator()
+    optimizer.scale = torch.ones(2)
     return optimizer
 
 
@@ -145,23 +145,23 @@ def _sgd(ddp: Any) -> Any:
 
 # By the case: what is given, the error, and a part of it.
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
-    "a step hook": (lambda ddp: _hooked(_sgd(ddp)), UnsupportedError, r"step_post_hook.*zero\.register_step_post_hook"),
-    "a hook of states": (lambda ddp: _hooked_state(_sgd(ddp)), UnsupportedError, r"zero\.register_load_state_dict"),
-    "a scheduler": (lambda ddp: _scheduled(_sgd(ddp)), UnsupportedError, "convert first, then make the scheduler"),
+    "a step hook": (lambda ddp: _hooked(_sgd(ddp)), UnsupportedError, r"has the hook .*zero\.register_step_post_hook"),
+    "a hook of states": (lambda ddp: _hooked_state(_sgd(ddp)), UnsupportedError, "has the hook"),
+    "a scheduler": (lambda ddp: _scheduled(_sgd(ddp)), UnsupportedError, "has a learning rate scheduler"),
     "a step of its own": (lambda ddp: _patched(_sgd(ddp)), UnsupportedError, r"step\(\) of this SGD was replaced"),
-    "an object": (lambda ddp: _with_object(_sgd(ddp)), UnsupportedError, r"SGD\.generator is .*load_state_dict"),
+    "an object": (lambda ddp: _with_object(_sgd(ddp)), UnsupportedError, r"SGD\.scale is .*load_state_dict"),
     "not declared": (lambda ddp: CountingSGD(ddp.parameters()), UnsupportedError, "neither known nor declared"),
     "overlapped": (
-        lambda ddp: OverlappedOptimizer(_sgd(ddp)), ConfigurationError, r"pass the SGD in it, which is its \.optimizer"
+        lambda ddp: OverlappedOptimizer(_sgd(ddp)), ConfigurationError, r"pass the \.optimizer that it wraps"
     ),
     "functional": (
-        lambda ddp: FunctionalAdam(list(ddp.parameters())), ConfigurationError, "plain optimizer, got .*FunctionalAdam"
+        lambda ddp: FunctionalAdam(list(ddp.parameters())), ConfigurationError, "plain optimizer.*FunctionalAdam"
     ),
     "sharded": (
         lambda ddp: ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam), ConfigurationError, "sharded already"
     ),
-    "a class": (lambda ddp: torch.optim.Adam, ConfigurationError, r"ZeroRedundancyOptimizer\(.*, Adam\)"),
-    "a model": (lambda ddp: ddp, ConfigurationError, r"pass an object such as torch\.optim\.AdamW"),
+    "a class": (lambda ddp: torch.optim.Adam, ConfigurationError, "plain optimizer such as"),
+    "a model": (lambda ddp: ddp, ConfigurationError, "plain optimizer such as"),
 }  # fmt: skip
 
 
@@ -180,20 +180,3 @@ def _refused(rank: int, world_size: int) -> None:
 
 def test_what_cannot_be_taken_over_is_refused() -> None:
     run_ranks(_refused, 2)
-
-
-def _different(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model())
-    built = torch.optim.Adam(ddp.parameters(), lr=0.1 if rank else 0.2)
-    with pytest.raises(ConfigurationError, match=r"lr of group 0 is 0\.1 on rank 1, 0\.2 on rank 0"):
-        ZeroRedundancyOptimizer.from_optimizer(built)
-    built.param_groups[0]["lr"] = 0.1
-    if not rank:
-        mean_squared_error(ddp.module, MLP.batch(0, rank)).backward()
-        built.step()
-    with pytest.raises(ConfigurationError, match=r"state .* is missing on rank 1.* load its state"):
-        ZeroRedundancyOptimizer.from_optimizer(built)
-
-
-def test_optimizers_that_differ_between_ranks_are_refused_on_every_rank() -> None:
-    run_ranks(_different, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from typing import Any
 
 import pytest
@@ -13,17 +12,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import assert_parity, run_ranks
+from harness import run_ranks
 from overlap import Int8, ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap.optim.zero import gather_parts
-from overlap.optim.zero.gather_parts import parts_by_need
-from overlap.optim.zero.shards import BucketShards
+from overlap.optim.zero import shards
+from overlap.optim.zero.shards import parts_by_need
 
 WIDTH = 16
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 LAYERS = 4
 # A part for each layer, though all are in one bucket.
-gather_parts._LEAST_BYTES = LAYER_BYTES
+shards._LEAST_BYTES = LAYER_BYTES
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 60))
@@ -99,40 +97,3 @@ def test_every_rank_gathers_the_parts_of_a_bucket_after_its_reduction(world_size
 def test_whole_parameters_and_wires_are_gathered_by_bucket(options: dict[str, Any], stage: dict[str, Any]) -> None:
     for noted in run_ranks(_launched, 2, options, stage):
         assert len(noted) == 2
-
-
-def _compared(rank: int, world_size: int) -> list[bool]:
-    """Whether layers ran before their bucket was there as a whole, step by step; parameters are plain DDP's."""
-    plain = DistributedDataParallel(_model())
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    ddp = DistributedDataParallel(_model())
-    zero = _zero(ddp)
-    chain(ZeroStep(zero, gather="forward")).register(ddp)
-    gather, ended = zero.exchange.gather, 0
-
-    async def slow_gather(shards: BucketShards, group: Any) -> None:
-        nonlocal ended
-        await gather(shards, group)
-        time.sleep(0.02)
-        ended += 1
-
-    object.__setattr__(zero.exchange, "gather", slow_gather)
-    seen: list[int] = []
-    ddp.module[1].register_forward_hook(lambda *_: seen.append(ended))  # The first layer is through.
-    ran_ahead = []
-    for step in range(5):
-        plain.zero_grad()
-        _loss(plain, step, rank).backward()
-        reference.step()
-        ended = 0
-        _loss(ddp, step, rank).backward()
-        ran_ahead.append(seen[-1] < ended)
-        zero.step()
-    zero.wait()
-    assert_parity(list(ddp.parameters()), list(plain.parameters()), what="parameters")
-    return ran_ahead
-
-
-def test_a_layer_runs_before_its_bucket_is_there_as_a_whole() -> None:
-    # In the first step there is nothing to wait for, and DDP's first bucket has the layers in the order of the model.
-    assert all(ran_ahead[2:] == [True] * 3 for ran_ahead in run_ranks(_compared, 2))

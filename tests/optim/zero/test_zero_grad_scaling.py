@@ -50,10 +50,6 @@ def _scaled(rank: int, world_size: int, bad: tuple[int, int] | None) -> None:
         assert our_scale == scale
 
 
-def test_grad_scaler_equals_plain_ddp() -> None:
-    run_ranks(_scaled, 2, None)
-
-
 @pytest.mark.parametrize("bad", [(2, 0), (3, 1)], ids=["unscaled by step", "unscaled by the loop"])
 def test_grad_scaler_skips_a_step_that_is_infinite_on_one_rank(bad: tuple[int, int]) -> None:
     run_ranks(_scaled, 2, bad)

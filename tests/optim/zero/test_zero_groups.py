@@ -7,33 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zero_loops import ADAMW, ADAMW_OPTIONS, FORMS, check, plain_run, zero_run
 
 from harness import run_ranks, wrap
-from harness.models import MLP, TRANSFORMER, UNUSED_ON_SOME_RANKS, mean_squared_error
+from harness.models import MLP, UNUSED_ON_SOME_RANKS, mean_squared_error
 from overlap import ConfigurationError, ZeroRedundancyOptimizer, ZeroStep, chain
-
-
-def _two_groups(ddp: nn.Module) -> list[dict[str, Any]]:
-    weights = [p for name, p in ddp.named_parameters() if name.endswith("weight")]
-    others = [p for name, p in ddp.named_parameters() if not name.endswith("weight")]
-    return [{"params": weights, "lr": 0.02}, {"params": others, "weight_decay": 0.0}]
-
-
-def _cyclic(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.1], total_steps=20)
-
-
-def _groups(rank: int, world_size: int) -> None:
-    options: dict[str, Any] = {"parameters": _two_groups, "scheduler": _cyclic}
-    reference = plain_run(TRANSFORMER, rank, ADAMW, **options)
-    for form in ("interleaved", "deferred", "alone"):
-        candidate = zero_run(TRANSFORMER, rank, torch.optim.AdamW, ADAMW_OPTIONS, FORMS[form], **options)
-        check(candidate, reference, what=form, world_size=world_size)
-
-
-def test_two_groups_with_a_scheduler_of_rate_and_momentum() -> None:
-    run_ranks(_groups, 2)
 
 
 def _some_parameters_are_anothers(rank: int, world_size: int) -> None:

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from harness import bucket_sizes_bytes, run_ranks, wrap
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
 from overlap._torch import gloo
-from overlap.optim.zero import exchange, gather_parts, optimizer
+from overlap.optim.zero import exchange, optimizer
+from overlap.optim.zero import shards as cutting
 from overlap.optim.zero.exchange import Workspace
 
 
@@ -23,7 +24,7 @@ def test_a_workspace_keeps_as_many_buffers_as_were_in_use_at_once() -> None:
     workspace, like = Workspace(), torch.empty(0)
     for numel in (10, 100, 50, 1000, 7):
         first, second = workspace.take(numel, like), workspace.take(numel, like)
-        assert first.numel() == numel and first.data_ptr() != second.data_ptr()
+        assert first.numel() >= numel and first.data_ptr() != second.data_ptr()
         workspace.give(first)
         workspace.give(second)
     assert workspace.held_bytes == 2 * 1000 * 4
@@ -181,7 +182,7 @@ def _temporaries(rank: int, world_size: int, form: dict[str, Any] | None) -> Tem
             # The buckets are final; what the first one needed, of the whole model, is not kept.
             zero.wait()
             workspace_bytes = zero.exchange.workspace.held_bytes
-            zero.exchange.workspace.forget()
+            zero.exchange.workspace.trim()
             allocations = _count(zero)
         if form is None:
             zero.zero_grad()
@@ -240,7 +241,7 @@ def _first_pass(rank: int, world_size: int, at_once_bytes: int) -> tuple[int, li
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workspace, "take", watched)
-        patch.setattr(gather_parts, "_AT_ONCE_BYTES", at_once_bytes)
+        patch.setattr(cutting, "_AT_ONCE_BYTES", at_once_bytes)
         # So that only the reduction needs workspace.
         patch.setattr(exchange.Exchange, "_all_gather", exchange.Exchange._gather_by_messages)
         patch.setattr(exchange, "_LARGE_NUMEL", 1)

@@ -120,19 +120,10 @@ def _equal(rank: int, world_size: int, cls: type[Optimizer], forms: list[str], g
         check(candidate, reference, what=f"{cls.__name__}, {form}", world_size=world_size)
 
 
-def _one_group(ddp: torch.nn.Module) -> list[Tensor]:
-    return list(ddp.parameters())
-
-
 def _several_groups(ddp: torch.nn.Module) -> list[dict[str, Any]]:
     """The second of which is so small that one rank has nothing of it."""
     first, second, *others = ddp.parameters()
     return [{"params": [first, *others]}, {"params": [second], "lr": 0.05}]
-
-
-@pytest.mark.parametrize("cls", [Lion, LAMB, BlockwiseAdamW], ids=lambda cls: cls.__name__)
-def test_third_party_optimizers_equal_plain_ddp(cls: type[Optimizer]) -> None:
-    run_ranks(_equal, 2, cls, ["interleaved", "alone"], _one_group)
 
 
 def test_a_count_of_steps_equals_plain_ddps_where_a_rank_has_nothing_of_a_group() -> None:

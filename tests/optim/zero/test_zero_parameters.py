@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import pytest
@@ -40,19 +39,6 @@ def test_whole_parameters_equal_plain_ddp(world_size: int) -> None:
 @pytest.mark.parametrize("case", [DTYPES, EMPTY, UNUSED_ON_SOME_RANKS], ids=str)
 def test_whole_parameters_of_several_dtypes_empty_or_unused(case: Case) -> None:
     run_ranks(_whole, 2, case)
-
-
-class _Scaled(nn.Module):
-    """Has a parameter without dimensions, whose state looks like a number a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(5, 40)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.scale * self.linear(inputs)  # type: ignore[no-any-return]
 
 
 class _Unusual(nn.Module):
@@ -99,34 +85,6 @@ def _unusual(rank: int, world_size: int, form: str) -> None:
 @pytest.mark.parametrize("form", ["interleaved", "deferred, gather in forward", "automatic, deferred", "alone"])
 def test_complex_transposed_permuted_and_tiny_parameters(form: str) -> None:
     run_ranks(_unusual, 2, form)
-
-
-def _elementwise(rank: int, world_size: int, name: str) -> None:
-    inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
-    cls = getattr(torch.optim, name)
-    plain, ddp = wrap(_Scaled()), wrap(_Scaled())
-    reference = cls(plain.parameters(), lr=0.01)
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), cls, lr=0.01, overlap_with_ddp=True)
-    chain(ZeroStep(zero)).register(ddp)
-    for step in range(5):
-        plain.zero_grad()
-        plain(inputs).square().mean().backward()
-        reference.step()
-        ddp(inputs).square().mean().backward()
-        zero.step()
-        for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours, theirs), f"step {step}"
-        if step == 2:
-            # Each rank loads its part of the plain optimizer's state.
-            zero.load_state_dict(reference.state_dict())
-    zero.consolidate_state_dict()
-    if rank == 0:
-        assert_parity(zero.state_dict()["state"], reference.state_dict()["state"], what=name)
-
-
-@pytest.mark.parametrize("name", ["Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop"])
-def test_elementwise_optimizers_of_pytorch_step_and_load_as_without_zero(name: str) -> None:
-    run_ranks(_elementwise, 2, name)
 
 
 def _channels_last(rank: int, world_size: int, moved_before: int | None, steps: int) -> None:
@@ -255,32 +213,3 @@ def _low_precision(rank: int, world_size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_every_kernel_equals_plain_ddp_in_every_precision(dtype: torch.dtype) -> None:
     run_ranks(_low_precision, 2, dtype)
-
-
-def _frozen_backbone(rank: int, world_size: int) -> int:
-    """Four equal layers behind a large frozen one, which is thawed later; returns the bytes of state before that."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 200), nn.Linear(200, 8), *(nn.Linear(8, 8, bias=False) for _ in range(4)))
-    twin = copy.deepcopy(model)
-    for module in (model, twin):
-        module[0].requires_grad_(False)
-        module[1].requires_grad_(False)
-    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, partition="parameter")
-    reference = torch.optim.Adam(twin.parameters())
-    inputs = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    state_bytes = 0
-    for step in range(4):
-        if step == 2:
-            state_bytes = sum(v.nbytes for state in zero.state.values() for v in state.values() if v.dim())
-            for module in (model, twin):
-                module.requires_grad_(True)
-        for module, optimizer in ((model, zero), (twin, reference)):
-            optimizer.zero_grad()
-            module(inputs).square().mean().backward()
-            optimizer.step()
-        assert_parity(list(model.parameters()), list(twin.parameters()), what=f"step {step}")
-    return state_bytes
-
-
-def test_frozen_parameters_do_not_count_in_the_balance_of_whole_ones() -> None:
-    assert len(set(run_ranks(_frozen_backbone, 4))) == 1

@@ -1,13 +1,15 @@
-"""Who owns which elements: arithmetic without tensors."""
+"""The elements that each rank owns, and the pieces of a bucket."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlap.optim.zero.partition import ByElement, ByParameter, Extent, Layout
+from overlap.optim.zero.partition import ByElement, ByParameter, Extent
+from overlap.optim.zero.shards import BucketShards, Shard
 
 SIZES = st.lists(st.integers(0, 3000), min_size=1, max_size=40)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
@@ -44,22 +46,33 @@ def test_whole_parameters_are_balanced_up_to_the_largest_and_frozen_ones_by_them
         assert max(owned) - min(owned) <= max((parameters[place][0] for place in alike), default=0)
 
 
-@given(SIZES, st.integers(1, 5), st.booleans(), st.integers(0, 39))
+@given(SIZES, st.integers(1, 5), st.sampled_from([ByElement, ByParameter]), st.integers(0, 39), st.integers(0, 4))
 def test_flat_and_packed_order_are_cut_into_the_same_pieces(
-    numels: list[int], ranks: int, is_even: bool, left_out: int
+    numels: list[int], ranks: int, kind: Any, left_out: int, rank: int
 ) -> None:
-    assigned = ByElement(ranks).assign(_extents(numels))
-    ranges = tuple(None if place == left_out and len(numels) > 1 else owned for place, owned in enumerate(assigned))
-    layout = Layout(ranges=ranges, numels=tuple(numels), is_even=is_even)
-    flat_lengths, flat_chosen = layout.flat_cuts
-    packed_lengths, packed_chosen = layout.packed_cuts
-    assert sum(flat_lengths) == sum(numels) and sum(packed_lengths) == layout.packed_numel
-    lengths = [piece.numel for piece in layout.pieces]
-    assert [flat_lengths[place] for place in flat_chosen] == lengths
-    assert [packed_lengths[place] for place in packed_chosen] == lengths
-    starts = [sum(numels[: piece.place]) + piece.start for piece in layout.pieces]
-    assert [sum(flat_lengths[:place]) for place in flat_chosen] == starts
-    for rank in range(ranks):
-        segment = layout.segment(rank)
-        for place in packed_chosen[layout.of_rank(rank)]:
-            assert segment.start <= sum(packed_lengths[:place]) < segment.stop
+    rank %= ranks
+    shards = [
+        Shard(torch.zeros(numel), ranges, rank, name="", is_whole=kind.is_whole, master_dtype=None)
+        for numel, ranges in zip(numels, kind(ranks).assign(_extents(numels)), strict=True)
+    ]
+    kept = [None if place == left_out and len(numels) > 1 else shard for place, shard in enumerate(shards)]
+    bucket = BucketShards(kept, numels, rank, 16)
+    flat = torch.arange(sum(numels))
+    packed = torch.full((bucket.packed_numel,), -1)
+    pieces, packed_pieces = bucket.cut_flat(flat), bucket.cut_packed(packed)
+    assert [piece.numel() for piece in pieces] == [piece.numel() for piece in packed_pieces]
+    for piece, place in zip(pieces, packed_pieces, strict=True):
+        place.copy_(piece)
+    # Each element of a sharded parameter once, in the segment of its owner.
+    rest = torch.cat([*bucket.rest(flat), flat[:0]]).tolist()
+    found = packed[packed >= 0].tolist()
+    assert sorted([*found, *rest]) == flat.tolist()
+    starts = [sum(numels[:place]) for place in range(len(numels))]
+    own = [
+        starts[place] + element
+        for place, shard in enumerate(kept)
+        if shard is not None
+        for element in range(*shard.range)
+    ]
+    assert [number for number in packed[bucket.segment].tolist() if number >= 0] == own
+    assert torch.cat([*bucket.gradients(flat), flat[:0]]).tolist() == own

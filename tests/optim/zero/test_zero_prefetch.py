@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import bucket_sizes_bytes, run_ranks, wrap
+from harness import run_ranks, wrap
 from harness.models import MLP, TRANSFORMER, Case, mean_squared_error
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
 
@@ -69,35 +69,15 @@ def _compared_with_plain_ddp(rank: int, world_size: int, case: Case, deferred: b
     return saw
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["interleaved", "deferred"])
-def deferred(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+def _every_case(rank: int, world_size: int) -> None:
+    for case in (MLP, TRANSFORMER):
+        for deferred in (False, True):
+            saw = _compared_with_plain_ddp(rank, world_size, case, deferred)
+            assert all(saw.values()), (case, deferred, saw)
 
 
-@pytest.fixture(scope="module", params=[MLP, TRANSFORMER], ids=str)
-def saw(request: pytest.FixtureRequest, deferred: bool) -> list[dict[str, bool]]:
-    results: list[dict[str, bool]] = run_ranks(_compared_with_plain_ddp, 2, request.param, deferred)
-    return results
-
-
-def test_the_next_forward_waits_for_new_parameters(saw: list[dict[str, bool]]) -> None:
-    assert all(rank["forward"] for rank in saw)
-
-
-def test_a_forward_in_evaluation_waits_for_new_parameters(saw: list[dict[str, bool]]) -> None:
-    assert all(rank["evaluation"] for rank in saw)
-
-
-def test_state_dict_of_the_model_waits_for_new_parameters(saw: list[dict[str, bool]]) -> None:
-    assert all(rank["state_dict"] for rank in saw)
-
-
-def test_after_wait_all_parameters_are_new(saw: list[dict[str, bool]]) -> None:
-    assert all(rank["wait"] for rank in saw)
-
-
-def test_removing_the_registration_waits_for_new_parameters(saw: list[dict[str, bool]]) -> None:
-    assert all(rank["remove"] for rank in saw)
+def test_readers_of_the_model_see_new_parameters() -> None:
+    run_ranks(_every_case, 2)
 
 
 def _a_gather_fails(rank: int, world_size: int) -> None:
@@ -154,34 +134,3 @@ def test_a_model_with_modules_that_wait_can_be_copied_deeply() -> None:
 
 def test_a_model_with_modules_that_wait_can_be_pickled() -> None:
     run_ranks(_pickled, 2)
-
-
-def _observed(rank: int, world_size: int) -> list[str]:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-    registration = chain(ZeroStep(zero, gather="forward")).register(ddp)
-    launched: list[tuple[str, int]] = []
-
-    class Log:
-        def launched(self, bucket: Any, label: str, operation: Any) -> None:
-            launched.append((operation.label, bucket.index))
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *args: None
-
-    for step in range(4):
-        if step == 3:
-            zero.wait()
-            registration.observer = Log()  # type: ignore[assignment]
-        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-        zero.step()
-    zero.wait()
-    buckets = len(bucket_sizes_bytes(ddp))
-    assert [index for _, index in launched] == [*range(buckets), *reversed(range(buckets))]
-    return [label for label, _ in launched]
-
-
-def test_gathers_follow_the_reductions_with_the_first_layers_first() -> None:
-    first, second = run_ranks(_observed, 2)
-    half = len(first) // 2
-    assert first == second == ["reduce_scatter"] * half + ["all_gather"] * half

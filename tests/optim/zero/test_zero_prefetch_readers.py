@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
 from harness import run_ranks, wrap
 from overlap import Join, ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap.errors import TrainingLoopError, UnsupportedError
+from overlap.errors import UnsupportedError
 
 WIDTH = 16
 
@@ -171,29 +170,6 @@ def test_whoever_reads_parameters_through_the_model_waits_for_them(deferred: boo
     run_ranks(_read, 2, deferred)
 
 
-def _hooked(rank: int, world_size: int) -> None:
-    plain, ours = _Loop(rank, is_plain=True), _Loop(rank, is_plain=False)
-
-    @torch.no_grad()
-    def clamp(optimizer: Any, *_: Any) -> None:
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.clamp_(-0.2, 0.2)
-
-    handles = [loop.optimizer.register_step_post_hook(clamp) for loop in (plain, ours)]
-    for step in range(3):
-        assert torch.equal(ours.step(step), plain.step(step)), step
-    for handle in handles:
-        handle.remove()
-    everywhere = register_optimizer_step_post_hook(clamp)
-    for step in range(3, 6):
-        assert torch.equal(ours.step(step), plain.step(step)), step
-    everywhere.remove()
-
-
-def test_step_post_hooks_come_after_all_gathers() -> None:
-    run_ranks(_hooked, 2)
-
-
 def _joined(rank: int, world_size: int) -> None:
     for batches in (3, 3 + rank):
         plain, ours = _Loop(rank, is_plain=True), _Loop(rank, is_plain=False)
@@ -207,22 +183,6 @@ def _joined(rank: int, world_size: int) -> None:
 
 def test_after_a_join_all_parameters_are_new() -> None:
     run_ranks(_joined, 2)
-
-
-def _edited(rank: int, world_size: int) -> None:
-    ours = _Loop(rank, is_plain=False)
-    for step in range(3):
-        ours.step(step)
-    ours.backward(3)
-    with torch.no_grad():
-        for parameter in ours.ddp.parameters():
-            parameter.mul_(0.9)
-    with pytest.raises(TrainingLoopError, match="was changed between backward and"):
-        ours.optimizer.step()
-
-
-def test_weights_changed_between_backward_and_step_are_refused() -> None:
-    run_ranks(_edited, 2)
 
 
 def _early(rank: int, world_size: int) -> None:

@@ -181,55 +181,6 @@ def test_the_state_dict_functions_of_dcp_resume_exactly(partition: str) -> None:
     run_ranks(_by_dcp, 2, partition)
 
 
-def _names(rank: int, world_size: int) -> None:
-    plain, ddp = wrap(MLP.model(), **MLP.ddp_options()), wrap(MLP.model(), **MLP.ddp_options())
-    reference = torch.optim.Adam(plain.parameters(), **ADAM)
-    zero = _zero(ddp)
-    options = StateDictOptions(full_state_dict=True)
-    for step in range(3):
-        reference.zero_grad()
-        mean_squared_error(plain, MLP.batch(step, rank)).backward()
-        reference.step()
-        mean_squared_error(ddp, MLP.batch(step, rank)).backward()
-        zero.step()
-        ours = get_optimizer_state_dict(ddp, zero, options=options)
-        theirs = get_optimizer_state_dict(plain, reference, options=options)
-        assert_parity(ours, theirs, what="the state by name")
-    # What plain DDP has saved goes into ours, and back.
-    set_optimizer_state_dict(ddp, zero, copy.deepcopy(theirs), options=options)
-    set_optimizer_state_dict(plain, reference, copy.deepcopy(ours), options=options)
-    with torch.no_grad():
-        assert_parity(get_optimizer_state_dict(ddp, zero), get_optimizer_state_dict(plain, reference), what="exchanged")
-
-
-def test_the_state_by_name_is_that_of_plain_ddp() -> None:
-    run_ranks(_names, 2)
-
-
-def _leg(
-    rank: int, world_size: int, folder: Path, start: int, stop: int, partition: str, flat: bool
-) -> dict[str, torch.Tensor]:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    zero = _zero(ddp, partition)
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    if start:
-        weights, state = get_state_dict(ddp, zero, options=options)
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder / str(start))
-        set_state_dict(ddp, zero, model_state_dict=weights, optim_state_dict=state, options=options)
-    _train(ddp, zero, start, stop)
-    weights, state = get_state_dict(ddp, zero, options=options)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / str(stop))
-    return _parameters(ddp)
-
-
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
-def test_saved_by_dcp_it_resumes_exactly_at_another_world_size(tmp_path: Path, flat: bool) -> None:
-    whole = run_ranks(_leg, 2, tmp_path / "whole", 0, 6, "element", flat)
-    run_ranks(_leg, 4, tmp_path / "parts", 0, 3, "element", flat)
-    resumed = run_ranks(_leg, 2, tmp_path / "parts", 3, 6, "parameter", flat)
-    assert_parity(resumed, whole, what="4 ranks, then 2")
-
-
 def _as_a_stateful(rank: int, world_size: int, folder: Path) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     zero = _zero(ddp)
@@ -261,13 +212,3 @@ def _made_for_loading(rank: int, world_size: int) -> None:
 
 def test_a_new_optimizer_gives_dcp_its_state_without_a_step() -> None:
     run_ranks(_made_for_loading, 2)
-
-
-def _to_no_rank(rank: int, world_size: int) -> None:
-    zero = ZeroRedundancyOptimizer(MLP.model().parameters(), torch.optim.Adam)
-    with pytest.raises(ConfigurationError, match=r"to=2\): ranks of the group are 0 to 1, and None stands for all"):
-        zero.consolidate_state_dict(to=2)
-
-
-def test_consolidating_to_a_rank_that_does_not_exist_is_refused() -> None:
-    run_ranks(_to_no_rank, 2)

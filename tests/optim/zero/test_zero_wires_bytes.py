@@ -96,47 +96,6 @@ def test_a_rank_sends_what_the_codecs_say(world_size: int) -> None:
             assert total <= most * full, f"{name}: {total} of {full} bytes"
 
 
-def _digits(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ten noisy prototypes, as unlike each other as handwritten digits."""
-    prototypes = torch.randn(10, 64, generator=torch.Generator().manual_seed(1))
-    labels = torch.randint(0, 10, (64,), generator=generator)
-    return prototypes[labels] + 2.2 * torch.randn(64, 64, generator=generator), labels
-
-
-def _accuracy(rank: int, world_size: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    forms: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "int4, int8": {"reduce_wire": Int4(), "gather_wire": Int8(), "error_feedback": True},
-        "int4, int4": {"reduce_wire": Int4(), "gather_wire": Int4(), "error_feedback": True},
-    }
-    for name, form in forms.items():
-        for seed in range(2):
-            torch.manual_seed(seed)
-            model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 10))
-            ddp = wrap(model, bucket_cap_mb=0.01)
-            zero, _stage, _cuts = made(ddp, form=form)
-            generator = torch.Generator().manual_seed(100 * seed + rank)
-            for _ in range(50):
-                inputs, labels = _digits(generator)
-                nn.functional.cross_entropy(ddp(inputs), labels).backward()
-                zero.step()
-            inputs, labels = zip(*[_digits(torch.Generator().manual_seed(10_000 + n)) for n in range(40)], strict=True)
-            with torch.no_grad():
-                right = ddp.module(torch.cat(inputs)).argmax(1) == torch.cat(labels)
-            found.setdefault(name, []).append(100 * float(right.float().mean()))
-    return found
-
-
-def test_training_through_four_and_eight_bits_is_as_accurate_as_in_full() -> None:
-    found = run_ranks(_accuracy, 2)[0]
-    plain = sum(found["plain"]) / 2
-    assert 80 < plain < 99, f"neither too hard nor too easy to tell: {found}"
-    for name in ("int4, int8", "int4, int4"):
-        # Over 2560 inputs the standard error of one accuracy is 0.6 points.
-        assert abs(sum(found[name]) / 2 - plain) < 1.5, f"{name}: {found}"
-
-
 def _plan(rank: int, world_size: int) -> str:
     _zero, stage, _cuts = made(wrap(_model()), form={"reduce_wire": Int4(chunk=64), "gather_wire": Int8()})
     wire = Int4() if rank == 0 else Int8()

@@ -30,7 +30,6 @@ from overlap import (
     ZeroStep,
     chain,
 )
-from overlap.hooks import Bucket, Role, Stage
 from overlap.hooks.wires.numbers import ChunkCodec
 
 STOCHASTIC: dict[str, Any] = {
@@ -278,29 +277,6 @@ def _check_equal_on_all_ranks(ddp: Any) -> None:
         assert torch.equal(other, value), f"{name} on all ranks"
 
 
-def _removed(rank: int, world_size: int) -> None:
-    """With the stage gone the true weights are what the next update in full publishes."""
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **ADAMW)
-    stage = ZeroStep(zero, gather_wire=Int4())
-    registration = chain(stage).register(ddp)
-    for step in range(3):
-        train(ddp, zero, MLP, rank, step, {})
-    before = parameters_of(ddp)
-    registration.remove()
-    assert_parity(parameters_of(ddp), before, what="parameters after removal")
-    chain(ZeroStep(zero)).register(ddp)
-    train(ddp, zero, MLP, rank, 3, {})
-    for name, start, part in true_of(ddp, zero):
-        public = dict(ddp.module.named_parameters())[name].detach().view(-1)[start : start + part.numel()]
-        assert torch.equal(public, part), name
-    _check_equal_on_all_ranks(ddp)
-
-
-def test_true_weights_outlive_the_stage() -> None:
-    run_ranks(_removed, 2)
-
-
 class _Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -351,86 +327,3 @@ def _refused(rank: int, world_size: int) -> None:
 
 def test_what_wires_cannot_do_is_refused_before_anything_is_sent() -> None:
     run_ranks(_refused, 2)
-
-
-def _permuted(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    """State, true weights and what they lack go along when the memory format changes."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 16, 3), nn.Flatten())
-    ddp = wrap(model, bucket_cap_mb=0.005)
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **ADAMW, **options)
-    registration = chain(ZeroStep(zero, **BOTH)).register(ddp)
-
-    def step() -> None:
-        ddp(torch.randn(2, 3, 6, 6)).square().mean().backward()
-        zero.step()
-
-    def state() -> Any:
-        zero.consolidate_state_dict(to=None)
-        return copy.deepcopy(zero.state_dict()["state"])
-
-    for _ in range(3):
-        step()
-    before, public = state(), parameters_of(ddp)
-    assert not torch.equal(before[0]["master_param"], public["0.weight"])
-    registration.remove()
-    module = ddp.module.to(memory_format=torch.channels_last)
-    with torch.no_grad():
-        module[0].bias.add_(1)
-    ddp = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=0.005)
-    chain(ZeroStep(zero, **BOTH)).register(ddp)
-    assert module[0].weight.stride() != (27, 9, 3, 1)
-    zero.begin()
-    after = state()
-    assert torch.equal(after[1].pop("master_param"), public["0.bias"] + 1), "the edit is followed"
-    del before[1]["master_param"]
-    assert_parity(after, before, what="the state in another memory format")
-    step()
-
-
-@pytest.mark.parametrize("options", [{}, WHOLE], ids=["element", "parameter"])
-def test_true_weights_follow_the_memory_format(options: dict[str, Any]) -> None:
-    run_ranks(_permuted, 2, options)
-
-
-class _Halve(Stage):
-    """A transform of the mean."""
-
-    role = Role.TRANSFORM
-    needs_mean = True
-
-    async def __call__(self, bucket: Bucket) -> None:
-        assert bucket.is_mean and bucket.owned is not None
-        bucket.buffer.mul_(0.5)
-
-
-def _transformed(rank: int, world_size: int) -> None:
-    results = []
-    for transforms, lr in (([_Halve()], 0.5), ([], 0.25)):
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=lr)
-        chain(*transforms, ZeroStep(zero, **BOTH)).register(ddp)
-        for step in range(3):
-            train(ddp, zero, MLP, rank, step, {})
-        results.append(parameters_of(ddp))
-    assert_parity(results[0], results[1], what="half of the mean at twice the rate")
-
-
-def _reduced_before(rank: int, world_size: int) -> None:
-    results = []
-    for reducers in ([], [AllReduce()]):
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.5)
-        chain(*reducers, ZeroStep(zero, gather_wire=Int4())).register(ddp)
-        for step in range(3):
-            train(ddp, zero, MLP, rank, step, {})
-        results.append(parameters_of(ddp))
-    assert_parity(results[1], results[0], what="after a reducer")
-
-
-def test_a_wire_comes_after_the_transforms_and_reducers_before_it() -> None:
-    def both(rank: int, world_size: int) -> None:
-        _transformed(rank, world_size)
-        _reduced_before(rank, world_size)
-
-    run_ranks(both, 2)

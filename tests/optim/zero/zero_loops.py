@@ -12,12 +12,12 @@ import torch
 from harness import Record, assert_parity, overlapped_step, plain_step, train, wrap
 from harness.models import Case
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap.optim.zero import exchange, gather_parts
+from overlap.optim.zero import exchange, shards
 
 # The weights of these models then travel by themselves, their biases packed, and the parts of a gather are smaller than
 # a bucket.
 exchange._LARGE_NUMEL = 50
-gather_parts._LEAST_BYTES = 64
+shards._LEAST_BYTES = 64
 
 STEPS = 6
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
