@@ -36,7 +36,6 @@ local = LocalSGD(
     ddp,
     torch.optim.AdamW(ddp.parameters(), lr=2e-3),
     period=options.period,
-    start_step=0,
     outer=partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
     wire=Int8(),
     overlap=options.overlap,

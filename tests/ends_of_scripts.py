@@ -184,7 +184,7 @@ def _average_in_flight(rank: int) -> None:
         local.zero_grad()
         ddp(torch.randn(4, 512)).square().mean().backward()
         local.step()
-    assert local.synchronizer.pending is not None
+    assert local.averager.pending is not None
 
 
 def _average_in_flight_and_destroy(rank: int) -> None:

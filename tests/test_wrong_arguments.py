@@ -147,7 +147,7 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
         "period must be a whole number .*, got 4.0",
     ),
     "average_parameters, a model": (lambda of: average_parameters(of.model), r"give model\.parameters\(\)"),
-    "average_parameters, an optimizer": (lambda of: average_parameters(of.sgd), "give its param_groups"),
+    "average_parameters, an optimizer": (lambda of: average_parameters(of.sgd), r"got SGD; .*optimizer\.param_groups"),
     "average_parameters, a used iterator": (lambda of: average_parameters(of.used), "can be read only once"),
     "Join, a model": (lambda of: Join(of.ddp), r"joinables is a list, as in Join\(\[ddp, optimizer\]\)"),
     "Join, a class": (lambda of: Join([DistributedDataParallel]), "the class .*make it first"),

@@ -118,9 +118,9 @@ class PostLocal(Stage):
     """Reduces over all ranks until local SGD starts, and then over a subgroup or not at all.
 
     Args:
-        state: says when local SGD starts, and which ranks are the subgroup; several stages must not share one.
+        state: when local SGD starts, and which ranks are the subgroup; several stages must not share one.
         inner: the reducer, :class:`AllReduce` where ``None``.
-        is_local: says whether the next backward pass is local; by default ``state`` counts passes.
+        is_local: whether the next backward pass is local; by default ``state`` counts passes.
 
     Communication: what ``inner`` issues, on ``state.process_group`` (the model's where ``None``), then on the
     subgroup, or nothing.
@@ -157,15 +157,12 @@ class PostLocal(Stage):
         self._whole = context.group
 
     def before_forward(self) -> None:
-        self._refuse_sample_weights()
-
-    def _refuse_sample_weights(self) -> None:
-        """Raises: UnsupportedError: under Join, gradients are weighted for a mean over all ranks."""
+        # Under Join, gradients are weighted for a mean over all ranks.
         if self._whole is not None:
             refuse_sample_weights(self._whole, f"trains by itself from step {self._state.start_localSGD_iter} on")
 
     def before_backward(self, *, is_replay: bool) -> None:
-        self._refuse_sample_weights()  # Registered as a hook, it is not called before forwards.
+        self.before_forward()  # Registered as a hook, it is not called before forwards.
         # Decided once for all buckets of the pass, and here, because making a group is a collective.
         self._is_local = self._state.is_local if self._asks_is_local is None else self._asks_is_local()
         self._group = self._state.group_of_pass() if self._is_local else self._state.process_group
@@ -188,12 +185,11 @@ class PostLocal(Stage):
         return {"iter": self._state.iter, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned; without an ``iter``, ``state`` goes on counting from where it is."""
-        if self._asks_is_local is not None or "iter" not in state_dict:
-            self.inner.load_state_dict(state_dict)
-            return
-        self.inner.load_state_dict(state_dict["inner"])
-        self._state.iter = state_dict["iter"]
+        """Load what :meth:`state_dict` returned; without an ``iter``, ``state`` counts on from its own."""
+        counts = self._asks_is_local is None and "iter" in state_dict
+        self.inner.load_state_dict(state_dict["inner"] if counts else state_dict)
+        if counts:
+            self._state.iter = state_dict["iter"]
 
     def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
         """That of ``inner``; see :meth:`Stage.redistribute`."""

@@ -114,7 +114,6 @@ WAYS = [
     *REDUCERS,
     *(f"{what} by {partition}" for what in UPDATES for partition in PARTITIONS),
     "LocalSGD, wire",
-    "LocalSGD of pairs, wire",
 ]
 
 
@@ -125,9 +124,8 @@ def _train(way: str, dtype: torch.dtype, *, steps: int = 3) -> list[torch.Tensor
     if way in REDUCERS:
         optimizer: Any = make(ddp.parameters())
         chain(REDUCERS[way]()).register(ddp)
-    elif way.startswith("LocalSGD"):
-        period = {1: 2, 2: 4} if "pairs" in way and dist.get_world_size() == 4 else 1
-        optimizer = LocalSGD(ddp, make(ddp.parameters()), period, start_step=0, wire=Int8())
+    elif way == "LocalSGD, wire":
+        optimizer = LocalSGD(ddp, make(ddp.parameters()), period=1, start_step=0, wire=Int8())
     else:
         what, _, partition = way.partition(" by ")
         optimizer = ZeroRedundancyOptimizer(

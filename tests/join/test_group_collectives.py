@@ -22,7 +22,6 @@ from overlap import (
     ZeroStep,
     chain,
 )
-from overlap.hooks.wires import Int8
 from overlap.optim import average_parameters
 
 
@@ -60,10 +59,6 @@ _CALLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     "zero.step() without hooks": (_zero_without_hooks, lambda ddp, zero: zero.step()),
     "another ZeRO": (lambda ddp: None, lambda ddp, _: _zero_without_hooks(ddp)),
     "an average": (lambda ddp: None, lambda ddp, _: average_parameters(ddp.parameters())),
-    "an average through a wire": (
-        lambda ddp: None,
-        lambda ddp, _: average_parameters(ddp.parameters(), wire=Int8()),
-    ),
     "LocalSGD": (_local_sgd, _to_the_average),
     "a quantized collective": (
         lambda ddp: overlap.auto_quantize(dist.all_to_all_single, overlap.DQuantType.FP16),

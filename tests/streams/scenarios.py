@@ -86,9 +86,8 @@ def _with_each_reducer(build: Callable[[Make], Build]) -> dict[str, Scenario]:
 
 
 # Once, before the first average.
-_FIRST_ROUND = ("overlap/optim/local_sgd/anchors.py:check_common",)
-_STEPS = "overlap/optim/local_sgd/synchronizer.py:_weight_by_steps"
-_STATE = "overlap/optim/local_sgd/model_tensors.py:check_others"
+_FIRST_ROUND = ("overlap/optim/local_sgd/outer.py:check_common",)
+_STEPS = "overlap/optim/local_sgd/averager.py:_weight"
 _POLL = ("overlap/join/participation.py:result",)
 _SAVED = ("overlap/resume/rank_state.py:_snapshot",)
 # Where a registration compares the values of the model with rank 0's.
@@ -253,9 +252,7 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
         "local, sparse, outer": Scenario(
             build=local_sgd(wire=TopK(0.1), error_feedback=True, outer=OUTER), host_syncs=_FIRST_ROUND
         ),
-        "local, state averaged": Scenario(
-            loop=loops.trains_long, build=local_sgd(optimizer_state="average"), host_syncs=(_STATE,)
-        ),
+        "local, state reset": Scenario(loop=loops.trains_long, build=local_sgd(optimizer_state="reset")),
         "local, in 16 bits": Scenario(
             loop=loops.trains_long, build=local_sgd(average_dtype=torch.bfloat16, overlap=True)
         ),

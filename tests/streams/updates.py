@@ -186,7 +186,7 @@ _TRANSFORMS: list[Callable[[], Any]] = [
     Log,
 ]
 # Before the first average the ranks compare what they have.
-_ONCE = ("overlap/optim/local_sgd/anchors.py:check_common",)
+_ONCE = ("overlap/optim/local_sgd/outer.py:check_common",)
 _UNUSED: dict[str, Any] = {"model": Unused, "ddp": {"find_unused_parameters": True}}
 
 UPDATES: dict[str, Scenario] = {

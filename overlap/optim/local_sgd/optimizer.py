@@ -10,38 +10,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overlap._checks import check_ddp, is_one_of, refuse_capture
-from overlap._torch.ddp import GradientSync
+from overlap._torch.ddp import GradientSync, before_final_sync
 from overlap._torch.join import is_joining
 from overlap._torch.joined_ddp import used_in_shadow
 from overlap._torch.optimizer import run_post_hooks, run_pre_hooks
-from overlap.errors import ConfigurationError, OverlapError, TrainingLoopError
-from overlap.hooks import Stage, StageContext, chain
+from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError
+from overlap.hooks import Bucket, Role, Stage, StageContext, chain, wires
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
 from overlap.hooks.wires import Wire
 from overlap.join.active import active_join, refuse_once_joined
 from overlap.join.adapters import once_after
 from overlap.join.joinable import refuse_before_model
 from overlap.optim.lifecycle import UpdateLifecycle, refusals_told
-from overlap.optim.local_sgd.anchors import Anchors
-from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
-from overlap.optim.local_sgd.compressed import check_real
-from overlap.optim.local_sgd.join_hook import LocalSGDJoinHook
-from overlap.optim.local_sgd.model_tensors import ModelTensors, trained_parameters
-from overlap.optim.local_sgd.options import Options
-from overlap.optim.local_sgd.outer import MakeOptimizer, OuterOptimizer
-from overlap.optim.local_sgd.redistribution import redistribute
-from overlap.optim.local_sgd.schedule import Period, Schedule
-from overlap.optim.local_sgd.several import name_of
-from overlap.optim.local_sgd.stages import LocalSGDStage, check_transforms, check_update
-from overlap.optim.local_sgd.synchronizer import Synchronizer
+from overlap.optim.local_sgd.averager import Averager
+from overlap.optim.local_sgd.given import AveragingOptimizer, SeveralOptimizers, check_transforms, check_update
+from overlap.optim.local_sgd.outer import MakeOptimizer
+from overlap.optim.local_sgd.schedule import Period
 from overlap.optim.phases import SCALED_UNDER_JOIN, Form, Phase
 from overlap.optim.scaler import LossScale
-from overlap.optim.update import check_unscaled
+from overlap.optim.update import check_unscaled, without_adding_up
 
 __all__ = ["LocalSGD"]
 
@@ -55,16 +48,9 @@ class LocalSGD(AveragingOptimizer, Joinable):
 
     One counter of steps serves post-local SGD and hierarchical local SGD (Lin et al. 2018,
     https://arxiv.org/abs/1808.07217), SlowMo and DiLoCo (``outer``), and Streaming DiLoCo (``fragments``, ``overlap``;
-    Douillard et al. 2025, arXiv 2501.18512). It registers with ``ddp`` what reduces gradients, and is the optimizer of
-    the training loop::
-
-        ddp = DistributedDataParallel(model)
-        local = LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=8, start_step=1000)
-        ...
-        local.zero_grad(); loss_fn(ddp(x), y).backward(); local.step(); scheduler.step()
-
-    Parameters are averaged in place and keep their storage. ``param_groups``, ``state``, ``defaults`` and step hooks
-    are the wrapped optimizer's. Parameters that are frozen at construction are not averaged.
+    Douillard et al. 2025, arXiv 2501.18512). It registers a reducer with ``ddp``, and is the optimizer of the training
+    loop. Parameters are averaged in place; those that are frozen at construction are not averaged. ``param_groups``,
+    ``state``, ``defaults`` and step hooks are the wrapped optimizer's.
 
     Args:
         ddp: the model; nothing else may be registered with it.
@@ -73,7 +59,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         period: steps from one average to the next; ``{4: 2, 16: 8}`` averages in groups of 2 every 4 steps and of 8
             every 16; a function, the same on every rank, is called with the step at which a round begins and returns
             the round's length.
-        start_step: steps of plain DDP before.
+        start_step: steps of plain DDP before; where ``None`` 1000, and 0 with ``outer``.
         subgroup: the ranks that go on averaging gradients after it: a process group that this rank is in,
             ``"machine"`` for the ranks on one machine, ``None`` for no averaging.
         update: a stage that updates in backward, ``Step(optimizer)`` with ``optimizer`` an ``OverlappedOptimizer``.
@@ -82,22 +68,20 @@ class LocalSGD(AveragingOptimizer, Joinable):
             they see this rank's own gradients.
         overlap: ``True`` makes an average while the next step runs, a number ``n`` while the next ``n`` steps run;
             the updates that a rank makes meanwhile are kept: new = average + (current - snapshot).
-        outer: a function from a list of tensors to an optimizer of them, which steps with what a round changed as
-            its gradient.
+        outer: a function from a list of tensors to an optimizer of them, which steps with the change of a round as its
+            gradient; :attr:`outer` is that optimizer.
         fragments: cut the model into this many fragments, and average one of them each time, in turn.
         average_buffers: average floating-point buffers too, such as BatchNorm's statistics.
-        optimizer_state: at an average, ``"keep"`` each rank's own, ``"average"`` it too, or ``"reset"`` it.
+        optimizer_state: at an average, ``"keep"`` each rank's own, or ``"reset"`` it.
         average_dtype: sum in this dtype where it is wider than a parameter's: ``torch.float32`` for half precision.
-        wire: how averages of parameters travel, such as ``Int4()``: as changes since the last average of all ranks, of
-            which each rank keeps a copy (the outer optimizer's, where there is one). All ranks have the same parameters
-            after it, bit for bit. Buffers and optimizer state are averaged in full precision; and so are smaller groups
-            of a hierarchy, with messages between the largest of them when all ranks average.
-        error_feedback: add what the wire left out of one average to the next; takes an fp32 copy of the parameters.
+        wire: how averages of parameters travel, such as ``Int4()``: as changes since the last average, of which each
+            rank keeps a copy (the outer optimizer's, where there is one). Ranks have the same parameters after it, bit
+            for bit. Buffers are averaged in full precision.
+        error_feedback: add the rounding errors of an average to the next; takes an fp32 copy of the parameters.
 
-    Issues, when ranks average: one all-reduce for about each 8 MB of parameters; on the model's process group from
-    :meth:`step`, or with ``overlap`` in the background. With ``wire``, a send and a receive with every other rank and
-    an all-gather, as :class:`Quantize` does. With ``wire`` or ``outer`` the first time also an all-reduce of two
-    numbers per parameter.
+    Communication, when ranks average: one all-reduce for about each 8 MB, on the model's process group from
+    :meth:`step`, or with ``overlap`` in the background. With ``wire`` a send and a receive with every other rank and an
+    all-gather. With ``wire`` or ``outer`` the first time also an all-reduce of two numbers per parameter.
 
     Raises:
         ConfigurationError: an argument is out of range, two do not fit together, or optimizer and model do not.
@@ -116,7 +100,7 @@ class LocalSGD(AveragingOptimizer, Joinable):
         ddp: DistributedDataParallel,
         optimizer: Optimizer | Sequence[Optimizer],
         period: Period = 8,
-        start_step: int = 1000,
+        start_step: int | None = None,
         subgroup: dist.ProcessGroup | str | None = None,
         *,
         update: Stage | None = None,
@@ -133,78 +117,58 @@ class LocalSGD(AveragingOptimizer, Joinable):
     ) -> None:
         ddp = check_ddp(ddp)
         super().__init__(optimizer)
-        optimizer = self.optim
         Joinable.__init__(self)
         self.process_group: dist.ProcessGroup = ddp.process_group
-        options = Options(
-            overlap=overlap, fragments=fragments, average_buffers=average_buffers, optimizer_state=optimizer_state,
-            average_dtype=average_dtype, wire=wire, error_feedback=error_feedback,
-        )  # fmt: skip
+        if start_step is None:
+            start_step = 1000 if outer is None else 0
         if not is_one_of(subgroup, None, "machine"):
             check_subgroup(subgroup, self.process_group)
-        check_update(update, optimizer, ddp)
-        tensors = ModelTensors(
-            ddp.module, trained_parameters(ddp, optimizer), optimizer, fragments=fragments, buffers=average_buffers,
-            state=optimizer_state == "average",
-        )  # fmt: skip
-        if wire is not None:
-            check_real(tensors.parameters)
-        anchors: Anchors | None = None
-        if outer is not None:
-            anchors = OuterOptimizer(outer, tensors.parameters, average_dtype)
-        elif wire is not None:
-            anchors = Anchors(tensors.parameters, average_dtype)
-        schedule = Schedule(period, start_step, self.process_group, has_wire=wire is not None)
-        if schedule.levels > 1 and (outer is not None or fragments > 1):
-            raise ConfigurationError("outer and fragments need one period for all ranks, and period is a hierarchy")
-        self.synchronizer = Synchronizer(schedule, tensors, options, anchors)
+        check_update(update, self.optim, ddp)
+        between = check_transforms(transforms)
+        self.averager = Averager(
+            self,
+            ddp,
+            self.optim,
+            period,
+            start_step,
+            overlap=overlap,
+            outer=outer,
+            fragments=fragments,
+            average_buffers=average_buffers,
+            optimizer_state=optimizer_state,
+            average_dtype=average_dtype,
+            wire=wire,
+            error_feedback=error_feedback,
+        )
         """Makes the averages."""
         self._ddp = weakref.ref(ddp)
         self._gradient_sync = GradientSync(ddp)
-        self._transforms = check_transforms(transforms)
-        self._always_syncs = bool(subgroup is not None or update is not None or ddp.static_graph or self._transforms)
-        self._join: LocalSGDJoinHook | None = None
+        self._transforms = between
+        self._always_syncs = bool(subgroup is not None or update is not None or ddp.static_graph or between)
+        self._join: _LocalJoinHook | None = None
         # An update in backward has a lifecycle of its own. Without one gradients stay until the loop clears them.
         self._lifecycle = None if update is not None else UpdateLifecycle(_FORM, clears=lambda parameter: True)
-        self._stage = LocalSGDStage(
-            signature=repr(self),
-            summary=f"{schedule.summary}{options.summary}",
-            lifecycle=self._lifecycle,
-            before_forward=self._before_forward,
-            before_backward=self._before_backward,
-            on_detach=self._on_detach,
-        )
+        """Of the update that :meth:`step` makes; ``None`` where a stage updates in backward."""
+        self._stage = _LocalSGDStage(self)
         state = PostLocalSGDState(
             self.process_group,
             None if isinstance(subgroup, str) else subgroup,
             start_step,
             post_local_gradient_allreduce=subgroup is not None,
         )
-        reduce = PostLocal(state, reducer, is_local=lambda: schedule.is_local)
-        self.registration = chain(
-            reduce, *self._transforms, *([] if update is None else [update]), self._stage
-        ).register(ddp)
+        reduce = PostLocal(state, reducer, is_local=lambda: self.averager.schedule.is_local)
+        self.registration = chain(reduce, *between, *([] if update is None else [update]), self._stage).register(ddp)
         """What is registered with the model; :meth:`remove` takes it out."""
 
     @property
     def step_count(self) -> int:
         """Training steps so far."""
-        return self.schedule.step
-
-    @property
-    def schedule(self) -> Schedule:
-        """Counts steps, and says when ranks average."""
-        return self.synchronizer.schedule
+        return self.averager.schedule.step
 
     @property
     def outer(self) -> Optimizer | None:
-        """The outer optimizer, to schedule its learning rate."""
-        return None if self.synchronizer.outer is None else self.synchronizer.outer.optimizer
-
-    @property
-    def context(self) -> StageContext:
-        """Where it is registered."""
-        return self._stage.context
+        """The outer optimizer, to schedule its learning rate; ``None`` where there is none."""
+        return self.averager.outer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's parameters, then average if it is time; returns the closure's result.
@@ -212,30 +176,28 @@ class LocalSGD(AveragingOptimizer, Joinable):
         Raises:
             RegistrationError: :meth:`remove` was called.
             TrainingLoopError: the last backward raised, or did not reach every parameter.
-            ConfigurationError: ``period`` returned an impossible length, or ranks differ in the state to average.
+            ConfigurationError: ``period`` returned an impossible length, or ranks began the round with different
+                parameters.
             UnsupportedError: a CUDA graph is being captured.
         """
         refuse_capture("LocalSGD.step()", "call it outside of the capture")
-        _ = self.context  # Raises once it is removed.
+        _ = self._stage.context  # Raises once it is removed.
         refuse_before_model(self, lambda: (ddp := self._ddp()) is not None and is_joining(ddp))
         if closure is None:
             Join.notify_join_context(self)
         elif self.is_joining:
             closure = once_after(closure, lambda: Join.notify_join_context(self))
-        with self._refusals_told():
-            loss = self._update(closure)
+        if self._lifecycle is None:
+            loss = self.step_wrapped(closure)
+        else:
+            with refusals_told([self._lifecycle]):
+                loss = self._update(self._lifecycle, closure)
         self._end_step(is_own=True)
         return loss
 
-    def _refusals_told(self) -> contextlib.AbstractContextManager[None]:
-        return refusals_told([] if self._lifecycle is None else [self._lifecycle])
-
-    def _update(self, closure: Callable[[], Any] | None) -> Any:
-        lifecycle = self._lifecycle
-        if lifecycle is None:
-            return self.step_wrapped(closure)
+    def _update(self, lifecycle: UpdateLifecycle, closure: Callable[[], Any] | None) -> Any:
         if LossScale.given_to(self).is_used:
-            if self.is_joining and not self.schedule.is_local:
+            if self.is_joining and not self.averager.schedule.is_local:
                 raise TrainingLoopError(SCALED_UNDER_JOIN)
             check_unscaled(self._transforms, "Clip in the loop, after scaler.unscale_(local)")
 
@@ -255,14 +217,14 @@ class LocalSGD(AveragingOptimizer, Joinable):
         lifecycle.on_step()
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's; between backward and :meth:`step` it discards the backward.
+    def _end_step(self, *, is_own: bool) -> None:
+        self.averager.end_step(self._stage.context, is_own=is_own, is_joining=self.is_joining)
 
-        Raises:
-            TrainingLoopError: between backward and :meth:`step`, where ``update`` was made in backward.
-        """
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the wrapped optimizer's; between backward and :meth:`step` it discards the backward, or with ``update``
+        raises a TrainingLoopError."""
         if self._lifecycle is not None:
-            with self._refusals_told():
+            with refusals_told([self._lifecycle]):
                 self._lifecycle.on_zero_grad()
         super().zero_grad(set_to_none)
 
@@ -276,60 +238,18 @@ class LocalSGD(AveragingOptimizer, Joinable):
             TrainingLoopError: inside of a ``Join``, when a rank has run out of inputs.
         """
         refuse_once_joined(self.process_group, "local.synchronize()")
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        self.synchronizer.synchronize(self.context, is_joining=self.is_joining)
+        self.averager.synchronize(self._stage.context, is_joining=self.is_joining)
 
     def remove(self) -> None:
         """Apply a pending average and leave the model to plain DDP; on every rank between two steps."""
         self.registration.remove()
 
-    def _before_forward(self) -> None:
-        self.synchronizer.begin_step()
-        # A rank that trains alone needs nothing from DDP, and saves the copies into and out of its buckets; but under
-        # Join, DDP is what tells joined ranks of a step.
-        self._gradient_sync.switch(is_on=self._always_syncs or self.is_joining or not self.schedule.is_local)
-
-    def _before_backward(self, is_replay: bool) -> None:
-        if is_replay:
-            if self._join is None or not self.is_joining:
-                raise TrainingLoopError("LocalSGD acts outside of backward, too: use `with Join([ddp, local])`")
-            self._join.has_replayed = True
-        self.synchronizer.begin_step()
-        # PyTorch's Join leaves no .grad on a rank without inputs; ours leaves the mean.
-        self._stage.holds_mean = is_replay and not self.steps_alone and active_join(self.process_group) is None
+    # Join.
 
     @property
     def steps_alone(self) -> bool:
         """Whether the next step is this rank's own, and not the same on every rank."""
-        return self._lifecycle is None or self.schedule.is_local
-
-    def _follow_step(self) -> None:
-        """A step of the ranks that have inputs, on one that has run out."""
-        if self.steps_alone:
-            self._end_step(is_own=False)
-            return
-        ddp, held = self._ddp(), self._stage.held
-        if held and ddp is not None:
-            used = used_in_shadow(ddp)
-            for parameter, mean in held.items():
-                parameter.grad = mean if used is None or id(parameter) in used else None
-            held.clear()
-        run_pre_hooks(self)
-        self.step_wrapped(None)
-        self._end_step(is_own=False)
-        run_post_hooks(self)
-
-    def _end_step(self, *, is_own: bool) -> None:
-        self.synchronizer.end_step(self.context, is_own=is_own, is_joining=self.is_joining)
-
-    def _on_detach(self) -> None:
-        with contextlib.suppress(OverlapError):  # What made the average fail was raised where it happened.
-            self.synchronizer.apply_pending()
-        self._gradient_sync.switch(is_on=True)
-        if self._join is not None:
-            self._join.stop_watching()
+        return self._lifecycle is None or self.averager.schedule.is_local
 
     @property
     def is_joining(self) -> bool:
@@ -340,33 +260,31 @@ class LocalSGD(AveragingOptimizer, Joinable):
         """Keeps a rank that has run out of inputs in the averages, with the weight of the steps that it made."""
         if self._join is not None:
             self._join.stop_watching()
-        self._join = LocalSGDJoinHook(self._ddp(), self._follow_step, self._synchronize)
+        self._join = _LocalJoinHook(self)
         return self._join
 
     @property
     def join_device(self) -> torch.device:
         """The parameters' device."""
-        return self.context.device
+        return self._stage.context.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The model's."""
         return self.process_group
 
+    # State.
+
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, which a plain optimizer loads too, with a ``local_sgd`` entry.
 
         Ranks differ between two averages, so each saves its own, with its own model's. Waits for a pending average.
         """
-        own = {**self.synchronizer.state_dict(), "stages": self.registration.stage.state_dict()}
+        own = {**self.averager.state_dict(), "stages": self.registration.stage.state_dict()}
         return {**self.optim.state_dict(), _KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave on this rank; or a plain optimizer's, with a warning, at step 0.
-
-        Raises:
-            ConfigurationError: it is of other settings, or of another model.
-        """
+        """Load what :meth:`state_dict` returned on this rank; or a plain optimizer's, with a warning, at step 0."""
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != _KEY})
         own = state_dict.get(_KEY)
         if own is None:
@@ -375,14 +293,178 @@ class LocalSGD(AveragingOptimizer, Joinable):
                 UserWarning,
                 stacklevel=2,
             )
-            self.synchronizer.restart()
+            self.averager.restart()
             return
-        self.synchronizer.load_state_dict(own, self.context.device)
+        self.averager.load_state_dict(own)
         self.registration.stage.load_state_dict(own["stages"])
 
-    redistribute = staticmethod(redistribute)
+    @staticmethod
+    def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
+        """The :meth:`state_dict` of ``rank`` of ``ranks``, from those of all old ranks, in their order.
+
+        They must have been saved after ``local.synchronize()``, when ranks have one model. The optimizer's state is
+        that of old rank ``rank`` modulo their number; the errors of a wire are added up, see
+        :func:`overlap.hooks.wires.redistribute`.
+
+        Raises:
+            ConfigurationError: ``rank`` is out of range, a state is missing or was saved in the middle of a round, or
+                states do not belong together.
+        """
+        if not states:
+            raise ConfigurationError("redistribute needs the state of every old rank, and was given none")
+        own = [state[_KEY] for state in states]
+        for old, local in enumerate(own):
+            if local["flight"] is not None or any(any(levels) for levels in local["own_steps"]):
+                raise ConfigurationError(
+                    f"the state of old rank {old} was saved in the middle of a round, when ranks have different "
+                    "models: resume once with as many ranks as before, and call local.synchronize() before saving"
+                )
+        base, memories = states[rank % len(states)], [local["wire"] for local in own]
+        if not any(memories):
+            return dict(base)
+        if None in memories:
+            raise ConfigurationError("some of the states are of runs with a wire, and others without")
+        return {**base, _KEY: {**base[_KEY], "wire": wires.redistribute(memories, rank=rank, ranks=ranks)}}
 
     def __repr__(self) -> str:
-        outer = "" if self.outer is None else f", outer {type(self.outer).__name__}"
-        options = self.synchronizer.options.summary
-        return f"LocalSGD({name_of(self.optim)}, {self.schedule.summary}{outer}{options})"
+        name = self.optim if isinstance(self.optim, SeveralOptimizers) else type(self.optim).__name__
+        return f"LocalSGD({name}, {self.averager!r})"
+
+
+class _LocalSGDStage(Stage):
+    """Notifies a :class:`LocalSGD` of its model's forwards and backwards; averages are made in ``LocalSGD.step``."""
+
+    role = Role.AVERAGER
+
+    def __init__(self, local: LocalSGD) -> None:
+        self._local = local
+        self.lifecycle = local._lifecycle
+        """Of the update that ``LocalSGD.step`` makes; ``None`` where a stage updates in backward."""
+        self._context: StageContext | None = None
+        self.holds_mean = False
+        """Whether the mean of the pass under way is to be kept in ``held``: DDP sets no ``.grad`` in a replay."""
+        self.held: dict[Tensor, Tensor] = {}
+
+    @property
+    def context(self) -> StageContext:
+        """Where it is registered.
+
+        Raises:
+            RegistrationError: it was removed.
+        """
+        if self._context is None:
+            raise RegistrationError("this LocalSGD was removed from its model; make another one")
+        return self._context
+
+    @property
+    def signature(self) -> str:
+        return repr(self._local)
+
+    def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
+        if self.lifecycle is not None:
+            self.lifecycle.form = without_adding_up(self.lifecycle.form, before)
+
+    def attach(self, context: StageContext) -> None:
+        self._context = context
+        if (wire := self._local.averager.wire) is not None:
+            wire.memory.attach(context)
+        if self.lifecycle is not None:
+            self.lifecycle.names = context.names or {}
+            self.lifecycle.sees_forwards = context.names is not None
+            self.lifecycle.tell = context.tell
+
+    def detach(self) -> None:
+        local = self._local
+        if self.lifecycle is not None:
+            self.lifecycle.on_remove()
+        with contextlib.suppress(OverlapError):  # Where the average failed, its error was raised.
+            local.averager.apply_pending()
+        if (wire := local.averager.wire) is not None:
+            wire.memory.detach()
+        local._gradient_sync.switch(is_on=True)
+        if local._join is not None:
+            local._join.stop_watching()
+        self._context = None
+
+    async def __call__(self, bucket: Bucket) -> None:
+        """Nothing to do to a bucket: parameters are averaged when all are updated."""
+        if self.holds_mean:
+            self.held.update(zip(bucket.parameters, [each.clone() for each in bucket.gradients], strict=True))
+        if self.lifecycle is not None:
+            self.lifecycle.gradients.note_reduced({id(parameter): parameter for parameter in bucket.parameters})
+
+    def before_forward(self) -> None:
+        local = self._local
+        if self.lifecycle is not None:
+            self.lifecycle.on_forward()
+        local.averager.begin_step()
+        # A rank that trains alone needs nothing from DDP, and saves the copies into and out of its buckets; but under
+        # Join, DDP is what tells joined ranks of a step.
+        local._gradient_sync.switch(
+            is_on=local._always_syncs or local.is_joining or not local.averager.schedule.is_local
+        )
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        local = self._local
+        if is_replay:
+            if local._join is None or not local.is_joining:
+                raise TrainingLoopError("LocalSGD acts outside of backward, too: use `with Join([ddp, local])`")
+            local._join.has_replayed = True
+        local.averager.begin_step()
+        # PyTorch's Join leaves no .grad on a rank without inputs; ours leaves the mean.
+        self.holds_mean = is_replay and not local.steps_alone and active_join(local.process_group) is None
+        if self.lifecycle is not None:
+            self.lifecycle.on_backward(is_replay=is_replay)
+
+    def after_backward(self, *, failed: bool) -> None:
+        if self.lifecycle is None:
+            return
+        if failed:
+            self.lifecycle.on_failure()
+        else:
+            self.lifecycle.on_reduced(Phase.STEPPED if self.lifecycle.is_replay else None)
+
+    def __repr__(self) -> str:
+        return f"Average({self._local.averager!r})"
+
+
+class _LocalJoinHook(JoinHook):
+    """Shadows ``local.step()`` on a rank that has run out of inputs; DDP's own hook replays backward.
+
+    DDP ends a ``Join`` by copying one rank's model to all, so the last average is made right before that.
+    """
+
+    def __init__(self, local: LocalSGD) -> None:
+        self._local = local
+        self.is_open = True
+        self.has_replayed = False
+        self.stop_watching: Callable[[], None] = lambda: None
+        if (ddp := local._ddp()) is not None:
+            self.stop_watching = before_final_sync(ddp, self.post_hook)
+
+    def main_hook(self) -> None:
+        """The collectives of one step of the other ranks; none where they only accumulate gradients."""
+        local = self._local
+        if not self.has_replayed:
+            return
+        self.has_replayed = False
+        if local.steps_alone:
+            local._end_step(is_own=False)
+            return
+        ddp, held = local._ddp(), local._stage.held
+        if held and ddp is not None:
+            used = used_in_shadow(ddp)
+            for parameter, mean in held.items():
+                parameter.grad = mean if used is None or id(parameter) in used else None
+            held.clear()
+        run_pre_hooks(local)
+        local.step_wrapped(None)
+        local._end_step(is_own=False)
+        run_post_hooks(local)
+
+    def post_hook(self, is_last_joiner: bool = True) -> None:
+        """All ranks end with the same parameters."""
+        if self.is_open:
+            self._local.averager.synchronize(self._local._stage.context, is_joining=self._local.is_joining)
+            self.is_open = False
+            self.stop_watching()

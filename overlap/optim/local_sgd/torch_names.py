@@ -1,25 +1,34 @@
-"""Averagers and the optimizer of post-local SGD, under PyTorch's names."""
+"""PyTorch's names: averagers, ``average_parameters`` and the optimizer of post-local SGD; and averagers in a chain."""
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
-from overlap._checks import check_group, check_whole_number, described, refuse_capture
+from overlap._checks import as_list, check_group, check_whole_number, described, refuse_capture
 from overlap._torch import classes
-from overlap.errors import ConfigurationError
-from overlap.hooks.wires import Wire
-from overlap.optim.local_sgd.averaging_optimizer import AveragingOptimizer
-from overlap.optim.local_sgd.compressed import Ranks
-from overlap.optim.local_sgd.model_averaging import Params, WiredAverager, average_parameters
-from overlap.optim.local_sgd.schedule import check_hierarchy, due_group, make_groups, make_ranks
+from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap.hooks import Bucket, Role, Stage, StageContext
+from overlap.optim.local_sgd.averages import average
+from overlap.optim.local_sgd.given import AveragingOptimizer
+from overlap.optim.local_sgd.schedule import due_period, make_groups
 
-__all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager", "PostLocalSGDOptimizer"]
+__all__ = [
+    "Average",
+    "HierarchicalModelAverager",
+    "ModelAverager",
+    "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
+    "average_parameters",
+]
+
+Params = Iterable[Tensor] | Iterable[dict[str, Tensor]]
 
 _USELESS = (
     "averaging parameters after every step sends as much as averaging gradients, without overlapping it with backward: "
@@ -27,12 +36,43 @@ _USELESS = (
 )
 
 
-@classes.ModelAverager.register
-class ModelAverager(ABC):
-    """Averages parameters at some steps of the training loop.
+def average_parameters(params: Params, process_group: dist.ProcessGroup | None = None) -> None:
+    """Replace each parameter by its mean over the ranks of ``process_group``, in place, with or without a gradient.
 
     Args:
-        process_group: the ranks to average over; the default group where ``None``.
+        params: parameters, or an optimizer's ``param_groups``; the same on every rank. Integers are left as they are.
+        process_group: the default group where ``None``. A rank that is not in it does nothing.
+
+    Communication: one all-reduce for each 8 MB of parameters, on ``process_group``. Needs two such buffers.
+
+    >>> average_parameters(model.parameters(), dist.group.WORLD)
+    """
+    check_group("process_group", process_group, may_be_outside=True)
+    group = process_group if process_group is not None else dist.group.WORLD
+    tensors = {str(id(tensor)): tensor.detach() for tensor in _tensors_of(params)}
+    if group is not None and dist.get_rank(group) >= 0:
+        average(tensors, group).wait()
+
+
+def _tensors_of(params: Params) -> list[Tensor]:
+    """The parameters in ``params``, which holds parameters or an optimizer's ``param_groups``."""
+    given: list[Any] | None = [params] if isinstance(params, Tensor) else as_list(params)
+    if not given and isinstance(params, Iterator):
+        raise ConfigurationError(
+            "averaging was given an iterator that has nothing left: it can be read only once, so call "
+            "model.parameters() each time"
+        )
+    if given is None or not all(isinstance(one, (Tensor, Mapping)) for one in given):
+        raise ConfigurationError(
+            f"averaging takes parameters or an optimizer's param_groups, got {described(params)}; give "
+            "model.parameters() or optimizer.param_groups"
+        )
+    return [tensor for one in given for tensor in ([one] if isinstance(one, Tensor) else one["params"])]
+
+
+@classes.ModelAverager.register
+class ModelAverager(ABC):
+    """Averages parameters over ``process_group``, the default one where ``None``, at some steps of the training loop.
 
     Raises:
         ConfigurationError: ``torch.distributed`` is not initialized.
@@ -54,52 +94,12 @@ class ModelAverager(ABC):
     def average_parameters(self, params: Params) -> None:
         """Count a training step, and average ``params`` if it is time; to be called after the optimizer's step."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """``step``, and with a wire what this rank keeps from one average to the next."""
-        return {"step": self.step}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
-        self.step = state_dict["step"]
-
-
-class _ThroughAWire(ModelAverager):
-    """An averager that may send averages through a wire."""
-
-    def __init__(self, process_group: dist.ProcessGroup | None, wire: Wire | None, *, error_feedback: bool) -> None:
-        super().__init__(process_group)
-        self._wired = WiredAverager(wire, error_feedback=error_feedback)
-        self._ranks = Ranks(self.process_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        wired = self._wired.state_dict(self._ranks)
-        return {**super().state_dict(), **({"wire": wired} if wired else {})}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._wired.load_state_dict(state_dict.get("wire", {}), self._ranks)
-        super().load_state_dict(state_dict)
-
 
 @classes.PeriodicModelAverager.register
-class PeriodicModelAverager(_ThroughAWire):
+class PeriodicModelAverager(ModelAverager):
     """Averages in the first call after ``warmup_steps`` calls, and in every ``period``-th call from there.
 
-    Parameters are averaged in place, whether or not they have a gradient; see :func:`average_parameters`.
-
-    Args:
-        period: calls from one average to the next.
-        warmup_steps: calls before the first average.
-        process_group: the ranks to average over; the default group where ``None``.
-        wire: how averages travel after the first, which is in full precision: as changes since the last average, of
-            which each rank keeps a copy. Ranks have the same parameters after each, bit for bit.
-        error_feedback: add what the wire left out of one average to the next; takes an fp32 copy of the parameters.
-
-    Issues, when it is time: one all-reduce for each 8 MB of parameters, on ``process_group``; with ``wire`` a send and
-    a receive with every other rank and an all-gather.
-
-    Raises:
-        ConfigurationError: ``period`` is below 1, or ``warmup_steps`` below 0, or ``wire`` is not a wire; or with a
-            wire :meth:`average_parameters` is given other parameters than before.
+    Parameters are averaged over ``process_group``, the default one where ``None``, as by :func:`average_parameters`.
 
     >>> averager = PeriodicModelAverager(period=4, warmup_steps=100)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -109,18 +109,10 @@ class PeriodicModelAverager(_ThroughAWire):
     ...     averager.average_parameters(model.parameters())
     """
 
-    def __init__(
-        self,
-        period: int,
-        warmup_steps: int = 0,
-        process_group: dist.ProcessGroup | None = None,
-        *,
-        wire: Wire | None = None,
-        error_feedback: bool = False,
-    ) -> None:
+    def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
         self.period = check_whole_number("period", period, least=1)
         self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
-        super().__init__(process_group, wire, error_feedback=error_feedback)
+        super().__init__(process_group)
         if period == 1:
             warnings.warn(_USELESS, UserWarning, stacklevel=2)
 
@@ -128,12 +120,12 @@ class PeriodicModelAverager(_ThroughAWire):
         """Average ``params``, parameters or groups of them, if it is time; counts the call."""
         refuse_capture(f"{type(self).__name__}.average_parameters()", "call it outside of the capture")
         if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
-            self._wired.average(params, self._ranks)
+            average_parameters(params, self.process_group)
         self.step += 1
 
 
 @classes.HierarchicalModelAverager.register
-class HierarchicalModelAverager(_ThroughAWire):
+class HierarchicalModelAverager(ModelAverager):
     """Averages often within small groups and less often within large ones (Lin et al. 2018, arXiv 1808.07217).
 
     Of the periods that divide the number of calls so far, the longest decides which group averages. Each group has
@@ -143,21 +135,9 @@ class HierarchicalModelAverager(_ThroughAWire):
         period_group_size_dict: the group size for each period, both ascending; the last size is that of
             ``process_group``.
         warmup_steps: calls before the first average.
-        process_group: all ranks that average; the default group where ``None``. Every rank of the job is in it.
-        wire: how averages of all ranks travel between the largest of the smaller groups, such as machines, after the
-            first, which is in full precision: as changes since the last average of all ranks, of which each rank keeps
-            a copy. Within these groups, and where only they average, all is in full precision. Ranks have the same
-            parameters after an average of all, bit for bit.
-        error_feedback: add what the wire left out of one average to the next; takes an fp32 copy of the parameters.
+        process_group: all ranks that average, and of the job; the default group where ``None``.
 
-    Issues: at construction, the collectives of making groups; when it is time, one all-reduce for each 8 MB of
-    parameters on one group. With ``wire``, when all ranks average: a reduce-scatter and an all-gather within this
-    rank's group in fp32, and through the wire a send and a receive of its part with a rank of every other group and an
-    all-gather with these.
-
-    Raises:
-        ConfigurationError: periods or sizes are below 1, do not ascend, or sizes do not divide each other; or
-            ``process_group`` lacks ranks of the job.
+    Communication: at construction, the collectives of making groups; then that of :func:`average_parameters`.
 
     >>> averager = HierarchicalModelAverager(period_group_size_dict={4: 1}, warmup_steps=100)
     >>> averager.average_parameters(model.parameters())
@@ -168,30 +148,21 @@ class HierarchicalModelAverager(_ThroughAWire):
         period_group_size_dict: Mapping[int, int] | None = None,
         warmup_steps: int = 0,
         process_group: dist.ProcessGroup | None = None,
-        *,
-        wire: Wire | None = None,
-        error_feedback: bool = False,
     ) -> None:
         self.warmup_steps = check_whole_number("warmup_steps", warmup_steps, least=0)
-        super().__init__(process_group, wire, error_feedback=error_feedback)
-        given = {} if period_group_size_dict is None else period_group_size_dict
-        sizes = check_hierarchy("period_group_size_dict", given, self.process_group)
-        self.period_process_group_dict = make_groups(sizes, self.process_group)
+        super().__init__(process_group)
+        sizes = {} if period_group_size_dict is None else period_group_size_dict
+        self.period_process_group_dict = make_groups("period_group_size_dict", sizes, self.process_group)
         """This rank's group for each period."""
-        if wire is not None:
-            self._ranks = make_ranks(list(self.period_process_group_dict.values()), self.process_group)
         if max(sizes) == 1:
             warnings.warn(_USELESS, UserWarning, stacklevel=2)
 
     def average_parameters(self, params: Params) -> None:
         """Average ``params``, parameters or groups of them, if it is time; counts the call."""
         refuse_capture(f"{type(self).__name__}.average_parameters()", "call it outside of the capture")
-        if self.step >= self.warmup_steps:
-            group = due_group(self.period_process_group_dict, self.step)
-            if group is self.process_group:
-                self._wired.average(params, self._ranks)
-            elif group is not None:
-                average_parameters(params, group)
+        period = due_period(self.period_process_group_dict, self.step)
+        if self.step >= self.warmup_steps and period is not None:
+            average_parameters(params, self.period_process_group_dict[period])
         self.step += 1
 
 
@@ -204,12 +175,7 @@ class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
 
     Args:
         optim: the optimizer, not a class; or a list of several with parameters of their own, stepped in turn.
-        averager: says when to average, and over which ranks.
-
-    Issues: what ``averager`` issues, in :meth:`step`.
-
-    Raises:
-        ConfigurationError: ``optim`` is not an optimizer, or ``averager`` is not a ModelAverager.
+        averager: decides when to average, and over which ranks.
 
     >>> averager = PeriodicModelAverager(period=4, warmup_steps=2)
     >>> optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), averager)
@@ -221,33 +187,24 @@ class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
     """
 
     def __init__(self, optim: Optimizer | Sequence[Optimizer], averager: ModelAverager) -> None:
-        if not hasattr(averager, "average_parameters") or not hasattr(averager, "step") or isinstance(averager, type):
-            raise ConfigurationError(
-                f"PostLocalSGDOptimizer takes a ModelAverager, got {described(averager)}; make one, as in "
-                "PeriodicModelAverager(period=8, warmup_steps=1000)"
-            )
+        checked = _checked(averager, "PostLocalSGDOptimizer")
         super().__init__(optim)
-        self.averager = averager
+        self.averager = checked
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update, then average if it is time; returns the closure's result.
-
-        Raises:
-            UnsupportedError: a CUDA graph is being captured.
-        """
+        """Update, then average if it is time; returns the closure's result."""
         refuse_capture("PostLocalSGDOptimizer.step()", "call it outside of the capture")
         loss = self.step_wrapped(closure)
         self.averager.average_parameters(self.param_groups)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, with the averager's ``step`` beside it, and what it keeps for its wire."""
-        wire = _wire_of(self.averager)
-        return {**self.optim.state_dict(), "step": self.averager.step, **({"wire": wire} if wire else {})}
+        """The wrapped optimizer's, with the averager's ``step`` beside it."""
+        return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` or the plain optimizer gave; warns where there is no ``step``."""
-        self.optim.load_state_dict({key: value for key, value in state_dict.items() if key not in ("step", "wire")})
+        """Load what :meth:`state_dict` or the plain optimizer returned; warns where there is no ``step``."""
+        self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != "step"})
         if "step" not in state_dict:
             warnings.warn(
                 "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0. "
@@ -255,17 +212,75 @@ class PostLocalSGDOptimizer(AveragingOptimizer, classes.PostLocalSGDOptimizer):
                 UserWarning,
                 stacklevel=2,
             )
-        step = state_dict.get("step", 0)
-        if isinstance(self.averager, ModelAverager):
-            self.averager.load_state_dict({"step": step, "wire": state_dict.get("wire", {})})
-        else:
-            self.averager.step = step
+        self.averager.step = state_dict.get("step", 0)
 
     def __repr__(self) -> str:
         return f"PostLocalSGDOptimizer({self.optim!r})"
 
 
-def _wire_of(averager: object) -> dict[str, Any]:
-    """What an averager keeps from one average through its wire to the next; PyTorch's keep nothing."""
-    wire: dict[str, Any] = averager.state_dict().get("wire", {}) if isinstance(averager, ModelAverager) else {}
-    return wire
+class Average(Stage):
+    """Lets an averager average the model's parameters when backward has made the last update of a step.
+
+    For chains whose update is made in backward; with a deferred update and a loop that calls ``step()``, call the
+    averager after it, or use :class:`LocalSGD`::
+
+        chain(AllReduce(), Step(optimizer), Average(PeriodicModelAverager(period=8)))
+
+    Communication: that of ``averager``, on the training thread, at the end of backward. It does not run under ``Join``,
+    which needs :class:`LocalSGD`.
+
+    >>> averager = PeriodicModelAverager(period=4, warmup_steps=2)
+    >>> update = Step(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    >>> chain(PostLocal(PostLocalSGDState(None, None, start_localSGD_iter=2)), update, Average(averager)).register(ddp)
+    <chain(PostLocal(AllReduce(), from step 2), Step(SGD, interleaved), Average(PeriodicModelAverager)) registered>
+    """
+
+    role = Role.AVERAGER
+
+    def __init__(self, averager: ModelAverager) -> None:
+        self.averager = _checked(averager, "Average")
+        self._parameters: list[Tensor] = []
+
+    @property
+    def signature(self) -> str:
+        return f"Average({type(self.averager).__name__})"
+
+    def attach(self, context: StageContext) -> None:
+        if context.names is None:
+            raise ConfigurationError(
+                "Average needs the model's parameters, which a hook registered with ddp.register_comm_hook does not "
+                "know: use overlap.register"
+            )
+        self._parameters = list(context.names)
+
+    async def __call__(self, bucket: Bucket) -> None:
+        """Nothing to do to a bucket: parameters are averaged when all are updated."""
+
+    def before_backward(self, *, is_replay: bool) -> None:
+        if is_replay:
+            raise TrainingLoopError("Average does not run under Join: use LocalSGD, with Join([ddp, local])")
+
+    def after_backward(self, *, failed: bool) -> None:
+        if not failed:
+            self.averager.average_parameters(self._parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averager's ``step``."""
+        return {"step": self.averager.step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; an empty one leaves the averager as it is."""
+        self.averager.step = state_dict.get("step", self.averager.step)
+
+    def __repr__(self) -> str:
+        return self.signature
+
+
+def _checked(averager: ModelAverager, owner: str) -> ModelAverager:
+    """``averager``, PyTorch's too. Raises: ConfigurationError: it is none; the message names the ``owner``."""
+    if not hasattr(averager, "average_parameters") or not hasattr(averager, "step") or isinstance(averager, type):
+        raise ConfigurationError(
+            f"{owner} takes a ModelAverager, got {described(averager)}; make one, as in "
+            "PeriodicModelAverager(period=8, warmup_steps=1000)"
+        )
+    return averager

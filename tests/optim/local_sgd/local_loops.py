@@ -1,19 +1,38 @@
-"""Local SGD written down plainly, to compare with."""
+"""Local SGD written down plainly, to compare with; and many comparisons in one world of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness import wrap
+from harness import run_ranks, wrap
 from harness.models import Case, mean_squared_error
 from overlap.optim.local_sgd import LocalSGD
 
 Values = dict[str, Tensor]
+
+
+Cells = Mapping[str, Callable[[int, int], None]]
+
+
+def failures(cells: Cells, world_size: int) -> dict[str, str]:
+    """Calls each of ``cells`` in one world of ranks; the traceback of each that failed, by name."""
+
+    def play(rank: int, world_size: int) -> dict[str, str]:
+        failed = {}
+        for name, cell in cells.items():
+            try:
+                cell(rank, world_size)
+            except Exception:
+                failed[name] = f"rank {rank}: {traceback.format_exc()}"
+        return failed
+
+    return {name: text for failed in run_ranks(play, world_size) for name, text in failed.items()}
 
 
 def values_of(model: nn.Module) -> Values:

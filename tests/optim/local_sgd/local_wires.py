@@ -14,6 +14,8 @@ from local_loops import Values, assign, values_of
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from harness import assert_parity
+from overlap import LocalSGD
 from overlap.hooks.collectives import Collective
 from overlap.hooks.wires import Wire
 
@@ -22,6 +24,17 @@ def gathered(flat: Tensor) -> list[Tensor]:
     everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, flat)
     return everyone
+
+
+def assert_equal_ranks(model: nn.Module, what: str) -> None:
+    flat = torch.cat([value.double().flatten() for value in values_of(model).values()])
+    for other in gathered(flat):
+        assert_parity(other, flat, what=f"{what}: ranks")
+
+
+def errors_of(made: LocalSGD) -> dict[str, Tensor]:
+    errors: dict[str, Tensor] = made.state_dict()["local_sgd"]["wire"]["error"]
+    return errors
 
 
 def through(wire: Wire, values: Tensor) -> Tensor:

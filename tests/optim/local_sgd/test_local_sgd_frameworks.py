@@ -7,7 +7,6 @@ import pickle
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from local_loops import sgd, values_of
 from torch import Tensor
@@ -84,17 +83,13 @@ def test_pytorchs_own_state_is_named_where_ours_is_needed() -> None:
 class StrategyWithAverager:
     """What Lightning's ``DDPStrategy(ddp_comm_state=, ddp_comm_hook=, model_averaging_period=)`` does, in its order."""
 
-    def __init__(self, ddp: DistributedDataParallel, optimizer: Any, state: Any, hook: Any, period: int | None) -> None:
+    def __init__(self, ddp: DistributedDataParallel, optimizer: Any, state: Any, hook: Any, period: int) -> None:
         assert hook.__qualname__  # It logs the name.
         ddp.register_comm_hook(state=state, hook=hook)
         self._ddp, self._optimizer = ddp, optimizer
         self._averager: Any = None
         if not isinstance(state, torch_post_local.PostLocalSGDState):
             return
-        if period is None:
-            raise ValueError("model averaging period is not provided")
-        if isinstance(optimizer, torch_classes.ZeroRedundancyOptimizer | torch_classes.PostLocalSGDOptimizer):
-            raise ValueError(f"cannot work with a distributed optimizer of type {type(optimizer).__name__}")
         self._averager = torch_averagers.PeriodicModelAverager(period=period, warmup_steps=state.start_localSGD_iter)
 
     def training_step(self, batch: Any) -> None:
@@ -128,20 +123,3 @@ def _strategy(rank: int, world_size: int) -> None:
 
 def test_a_strategy_that_averages_where_the_state_is_pytorchs_leaves_all_ranks_equal() -> None:
     run_ranks(_strategy, 2)
-
-
-def _distributed_optimizers(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    zero = overlap.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
-    local = local_sgd.PostLocalSGDOptimizer(sgd(ddp.parameters()), local_sgd.PeriodicModelAverager(4))
-    state = PostLocalSGDState(None, None, 3)
-    for optimizer in (zero, local):
-        model = wrap(MLP.model(), **MLP.ddp_options())
-        with pytest.raises(ValueError, match=f"of type {type(optimizer).__name__}"):
-            StrategyWithAverager(model, optimizer, state, post_localSGD_hook, period=2)
-    with pytest.raises(ValueError, match="period is not provided"):
-        StrategyWithAverager(ddp, sgd(ddp.parameters()), state, post_localSGD_hook, period=None)
-
-
-def test_a_strategy_refuses_our_optimizers_where_it_refuses_pytorchs() -> None:
-    run_ranks(_distributed_optimizers, 2)

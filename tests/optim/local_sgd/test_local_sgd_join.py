@@ -3,54 +3,48 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from local_loops import Values, assign, sgd, values_of
+from local_loops import Values, assign, failures, run, sgd, values_of
+from local_wires import assert_equal_ranks, sum_by_hand
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import overlap
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, UNUSED_ON_SOME_RANKS, Case, mean_squared_error
-from overlap import OverlappedOptimizer, Step, TrainingLoopError, UnsupportedError
-from overlap.optim.local_sgd import LocalSGD
+from overlap import Int4, LocalSGD, OverlappedOptimizer, Step, TrainingLoopError, UnsupportedError
 
 BATCHES = (9, 4, 6)
-OPTIONS: dict[str, Any] = {
+DILOCO: dict[str, Any] = {"outer": functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)}
+WIRED: dict[str, Any] = {"wire": Int4(), "error_feedback": True}
+OPTIONS: dict[str, dict[str, Any]] = {
     "alone": {},
     "overlapped": {"overlap": 1},
-    "outer": {"outer": functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)},
-    "outer and fragments": {"outer": functools.partial(torch.optim.SGD, lr=0.7), "fragments": 2, "overlap": 1},
+    "outer": DILOCO,
+    "outer and fragments": {**DILOCO, "fragments": 2, "overlap": 1},
+    "outer and fragments, in 4 bits": {**DILOCO, **WIRED, "fragments": 2, "overlap": 1},
     "machine": {"subgroup": "machine"},
     "update in backward": {},
 }
 CASES = {"every parameter used": MLP, "unused on some ranks": UNUSED_ON_SOME_RANKS}
 
 
-def _build(ddp: Any, form: str, period: int, start: int) -> LocalSGD:
+def _train_unevenly(
+    case: Case, rank: int, form: str, start: int, *, period: int = 3, kind: Any = Join, **options: Any
+) -> Any:
+    ddp = wrap(case.model(), **case.ddp_options())
     optimizer: Any = sgd(ddp.parameters())
     update = None
     if form == "update in backward":
         optimizer = OverlappedOptimizer(optimizer)
         update = Step(optimizer)
-    return LocalSGD(ddp, optimizer, period, start, update=update, **OPTIONS[form])
-
-
-def _train(case: Case, rank: int, ddp: Any, made: LocalSGD, steps: int, *, zero_grad: bool = True) -> None:
-    for step in range(steps):
-        if zero_grad:
-            made.zero_grad()
-        mean_squared_error(ddp, case.batch(step, rank)).backward()
-        made.step()
-
-
-def _train_unevenly(case: Case, rank: int, form: str, start: int, *, period: int = 3, kind: Any = Join) -> Any:
-    ddp = wrap(case.model(), **case.ddp_options())
-    made = _build(ddp, form, period, start)
+    made = LocalSGD(ddp, optimizer, period, start, update=update, **OPTIONS[form], **options)
     with kind([ddp, made]):
-        _train(case, rank, ddp, made, BATCHES[rank], zero_grad=form != "update in backward")
+        run(case, rank, range(BATCHES[rank]), ddp, made, zero_grad=update is None)
     return ddp, made
 
 
@@ -59,80 +53,76 @@ def _ends(rank: int, world_size: int, case_name: str, form: str) -> None:
     for start in (0, 5):
         ddp, made = _train_unevenly(case, rank, form, start)
         what = f"{case}, {form}, from step {start}"
-        assert made.step_count == max(BATCHES[:world_size]) and made.synchronizer.pending is None, what
-        everyone: list[Any] = [None] * world_size
-        dist.all_gather_object(everyone, values_of(ddp.module))
-        for other in range(1, world_size):
-            assert_parity(everyone[other], everyone[0], what=f"{what}: rank {other} at the end")
+        assert made.step_count == max(BATCHES[:world_size]) and made.averager.pending is None, what
+        assert_equal_ranks(ddp.module, f"{what}: at the end")
         assert "_sync_final_model" not in vars(ddp)
-        _train(case, rank, ddp, made, 2)  # And on it goes, with all ranks.
+        run(case, rank, range(2), ddp, made)  # And on it goes, with all ranks.
+        made.synchronize()
+        assert_equal_ranks(ddp.module, f"{what}: and on it goes")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(
-    ("case_name", "form"),
-    [
-        (case_name, form)
-        for case_name in CASES
-        for form in OPTIONS
-        if (case_name, form) != ("unused on some ranks", "update in backward")  # Refused; see below.
-    ],
-)
-def test_uneven_inputs_end_with_equal_parameters(case_name: str, form: str, world_size: int) -> None:
-    run_ranks(_ends, world_size, case_name, form)
+# With unused parameters an update in backward is refused; see below.
+ENDS: dict[str, Callable[[int, int], None]] = {
+    f"{case}, {form}": functools.partial(_ends, case_name=case, form=form)
+    for case in CASES
+    for form in OPTIONS
+    if (case, form) != ("unused on some ranks", "update in backward")
+}
 
 
-def _update_and_unused(rank: int, world_size: int) -> None:
-    ddp = wrap(UNUSED_ON_SOME_RANKS.model(), **UNUSED_ON_SOME_RANKS.ddp_options())
-    with pytest.raises(UnsupportedError, match="leave update out"):
-        _build(ddp, "update in backward", 3, 0)
+@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
+def failed(request: Any) -> dict[str, str]:
+    return failures(ENDS, request.param)
 
 
-def test_an_update_in_backward_is_refused_with_unused_parameters() -> None:
-    run_ranks(_update_and_unused, 2)
+@pytest.mark.parametrize("name", ENDS)
+def test_uneven_inputs_end_with_equal_parameters(name: str, failed: dict[str, str]) -> None:
+    assert name not in failed, failed[name]
 
 
-def _joined_update(rank: int, world_size: int) -> None:
-    # Rank 1 runs out of inputs after the first step of the second round.
-    (alone, _), (updated, _) = (
-        _train_unevenly(MLP, rank, form, 0, period=3) for form in ("alone", "update in backward")
-    )
-    assert_parity(values_of(updated.module), values_of(alone.module), what="updated in backward")
+def _flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_a_rank_without_inputs_makes_no_update_of_its_own() -> None:
-    run_ranks(_joined_update, 2)
-
-
-def _weighted(rank: int, world_size: int) -> Values:
-    """All ranks' training, on each of them: rank 0 makes 9 steps, rank 1 4 and rank 2 6."""
+def _by_hand(world_size: int, *, is_wired: bool) -> Values:
+    """All ranks' training on each of them; a rank counts for its steps, and its errors of a wire still go out."""
     models = [MLP.model() for _ in range(world_size)]
     optimizers = [sgd(model.parameters()) for model in models]
+    shapes = {name: p.shape for name, p in models[0].named_parameters()}
+    anchor = _flat(models[0])
+    errors = [torch.zeros_like(anchor) for _ in models]
     for begin, end in ((0, 4), (4, 8), (8, 9)):
-        made_steps = [max(0, min(end, BATCHES[other]) - begin) for other in range(world_size)]
+        steps = [max(0, min(end, BATCHES[other]) - begin) for other in range(world_size)]
         for other, model in enumerate(models):
-            for step in range(begin, begin + made_steps[other]):
+            for step in range(begin, begin + steps[other]):
                 optimizers[other].zero_grad()
                 mean_squared_error(model, MLP.batch(step, other)).backward()
                 optimizers[other].step()
-        values = [values_of(model) for model in models]
-        mean = {
-            name: sum(steps * v[name] for steps, v in zip(made_steps, values, strict=True)) / sum(made_steps)
-            for name in values[0]
-        }
+        changes = []
+        for model, own, error in zip(models, steps, errors, strict=True):
+            change = _flat(model) - anchor
+            changes.append((change / sum(steps) if own == 1 else change * (own / sum(steps))) + error)
+        if is_wired:
+            total, errors = sum_by_hand(Int4(), changes)
+        else:
+            total = sum(changes)  # type: ignore[assignment]
+        anchor = anchor + total
+        pieces = anchor.split([shape.numel() for shape in shapes.values()])
+        means = {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
         for model in models:
-            assign(model, mean)  # type: ignore[arg-type]
+            assign(model, means)
     return values_of(models[0])
 
 
 def _weights(rank: int, world_size: int) -> None:
-    expected = _weighted(rank, world_size)
     for kind in (Join, overlap.Join):
         ddp, _ = _train_unevenly(MLP, rank, "alone", 0, period=4, kind=kind)
         assert_parity(
-            values_of(ddp.module), expected, what=kind.__module__, exact=False, rtol=1e-4, atol=1e-6,
-            reason="Gloo adds three and more in another order",
+            values_of(ddp.module), _by_hand(world_size, is_wired=False), what=kind.__module__, exact=False, rtol=1e-4,
+            atol=1e-6, reason="Gloo adds three and more in another order",
         )  # fmt: skip
+        ddp, _ = _train_unevenly(MLP, rank, "alone", 0, period=4, kind=kind, **WIRED)
+        assert_parity(values_of(ddp.module), _by_hand(world_size, is_wired=True), what=f"{kind.__module__}, 4 bits")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -140,18 +130,25 @@ def test_a_rank_counts_for_the_steps_that_it_made_in_the_round(world_size: int) 
     run_ranks(_weights, world_size)
 
 
+def _joined_update(rank: int, world_size: int) -> None:
+    # Rank 1 runs out of inputs after the first step of the second round.
+    (alone, _), (updated, _) = (_train_unevenly(MLP, rank, form, 0) for form in ("alone", "update in backward"))
+    assert_parity(values_of(updated.module), values_of(alone.module), what="updated in backward")
+    with pytest.raises(UnsupportedError, match="leave update out"):
+        _train_unevenly(UNUSED_ON_SOME_RANKS, rank, "update in backward", 0)
+
+
+def test_a_rank_without_inputs_makes_no_update_of_its_own() -> None:
+    run_ranks(_joined_update, 2)
+
+
 def _left_out(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     made = LocalSGD(ddp, sgd(ddp.parameters()), 2, 2)
     match = r"Join\(\[ddp, local\]\)" if rank == 1 else "rank 1"
     error: Any = TrainingLoopError if rank == 1 else Exception
-
-    def uneven() -> None:
-        with Join([ddp]):
-            _train(MLP, rank, ddp, made, 2 - rank)
-
-    with pytest.raises(error, match=match):
-        uneven()
+    with pytest.raises(error, match=match), Join([ddp]):
+        run(MLP, rank, range(2 - rank), ddp, made)
 
 
 def test_a_join_without_local_sgd_is_refused() -> None:

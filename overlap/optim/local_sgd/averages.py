@@ -1,0 +1,235 @@
+"""Averages tensors over ranks, in place; local SGD and the averagers have this one path.
+
+**In full precision** a large tensor that is contiguous in memory is averaged where it is, in slices; the others are
+packed together into flat buffers, averaged there, and copied back. Two such parts are in flight at a time, so that one
+packs or unpacks while the other is being sent. So the memory needed beside the model is two buffers of a few megabytes,
+whatever the model's size. Tensors keep their storage.
+
+**Through a wire** travels the change since a beginning that all ranks had in common, the anchor::
+
+    mean = anchor + mean over ranks of decoded (change + errors that earlier averages left out)
+
+The mean is the same on all ranks, bit for bit, and is the next anchor. A wire rounds relative to the largest values of
+a chunk, and changes are much smaller than parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap._torch.device import hold
+from overlap._torch.foreach import copy_all
+from overlap.hooks import StageContext, all_reduce
+from overlap.hooks.engine.background import Completion, Item, run_now
+from overlap.hooks.engine.executors import executor_for
+from overlap.hooks.wires import QuantizedSum, Wire
+from overlap.hooks.wires.feedback import StageMemory
+
+__all__ = ["Running", "Weight", "WiredMean", "average", "wider"]
+
+# About so much is packed together for one collective.
+_PACKED_BYTES = 8 * 2**20
+# A collective costs about as much as copying a megabyte twice: smaller tensors are packed.
+_IN_PLACE_BYTES = 2**20
+_SLICE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Weight:
+    """How much this rank counts for in a mean: ``own`` of ``total``, the sum over all ranks."""
+
+    own: int
+    total: int
+
+    def scale_(self, flat: Tensor) -> None:
+        """Scale this rank's tensor in place, so that the sum over ranks is the mean."""
+        if self.own == 0:
+            flat.zero_()  # Multiplying infinities by 0 would give NaN.
+        elif self.own == 1:
+            flat.div_(self.total)
+        else:
+            flat.mul_(self.own / self.total)
+
+
+class Running:
+    """An average that may still be under way."""
+
+    def __init__(self, wire: WiredMean | None) -> None:
+        self._wire = wire
+        self.completions: dict[Item, Completion] = {}
+
+    def fail(self, error: BaseException) -> None:
+        """The average has failed: :meth:`wait` raises ``error``."""
+        for completion in self.completions.values():
+            completion.fail(error)
+
+    def wait(self) -> None:
+        """Wait until the means are there; the current stream may use them. Raises the error of one that failed."""
+        for completion in self.completions.values():
+            completion.wait()
+        if self._wire is not None:
+            self._wire.memory.settle(failed=False)
+
+
+@torch.no_grad()
+def average(
+    tensors: Mapping[str, Tensor],
+    group: dist.ProcessGroup,
+    weight: Weight | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    wire: WiredMean | None = None,
+    context: StageContext | None = None,
+) -> Running:
+    """Replace ``tensors`` by their means over the ranks of ``group``, in place; the same tensors on every rank.
+
+    Integers are left as they are. Tensors must not be used before :meth:`Running.wait` has returned.
+
+    Args:
+        tensors: by name.
+        group: all of its ranks call this.
+        weight: this rank's; ranks count alike where ``None``.
+        dtype: sum in this dtype where it is wider than a tensor's.
+        wire: carries those of ``tensors`` that it has an anchor of; the others are averaged in full precision.
+        context: average in the background, on the connections of this registration; where ``None``, on
+            ``group`` itself, before this returns.
+
+    Communication, for about each 8 MB, or for a slice of a large tensor: one all-reduce, or a sum through the wire.
+    """
+    weight = weight or Weight(1, group.size())
+    by_device: dict[torch.device, list[_Part]] = {}
+    for part in _into_parts(tensors, dtype, wired=() if wire is None else wire.anchors):
+        by_device.setdefault(part.tensors[0].device, []).append(part)
+    running = Running(wire)
+    if wire is not None:
+        wire.memory.begin()
+
+    async def work(part: _Part) -> None:
+        for tensor in part.tensors:
+            hold(tensor)  # The average may be dropped before it is there.
+        flat = part.load()
+        if wire is not None and part.is_wired:
+            await wire.mean(flat, part.names, part.tensors, group, weight)
+        else:
+            weight.scale_(flat)
+            await all_reduce(flat, group=group)
+        part.store(flat)
+        if part in running.completions:
+            running.completions[part].set()
+
+    for device, parts in by_device.items():
+        if context is None or context.background is None or context.device != device:
+            run_now(parts, work, executor_for(group, device))
+        else:
+            running.completions.update((part, Completion(device)) for part in parts)
+            context.background(parts, work, on_failure=running.fail)
+    return running
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Part(Item):
+    """Tensors of one dtype that travel together, or a slice of one."""
+
+    names: Sequence[str]
+    tensors: Sequence[Tensor]
+    dtype: torch.dtype
+    is_slice: bool = False
+    is_wired: bool = False
+
+    def load(self) -> Tensor:
+        """This rank's values, shape ``(numel,)``: a copy, or the slice itself."""
+        return self.tensors[0] if self.is_slice else _packed(self.tensors, self.dtype)
+
+    def store(self, mean: Tensor) -> None:
+        """Copy the mean, shape ``(numel,)``, into the tensors."""
+        if not self.is_slice:
+            copy_all(self.tensors, _views(mean, self.tensors))
+
+
+def _into_parts(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, wired: Collection[str]) -> list[_Part]:
+    """Cut and pack ``tensors`` into parts, the same on every rank. Those in ``wired`` are packed apart and not cut."""
+    real = {name: torch.view_as_real(t) if t.is_complex() else t for name, t in tensors.items()}
+    packs: list[list[str]] = []
+    open_packs: dict[tuple[torch.dtype, torch.device, bool], list[str]] = {}
+    slices: list[tuple[str, Tensor]] = []
+    for name, tensor in real.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        is_in_place = tensor.is_contiguous() and wider(tensor.dtype, dtype) == tensor.dtype and name not in wired
+        if is_in_place and tensor.nbytes >= _IN_PLACE_BYTES:
+            slices += [(name, piece) for piece in tensor.view(-1).split(_SLICE_BYTES // tensor.element_size())]
+            continue
+        key = tensor.dtype, tensor.device, name in wired
+        members = open_packs.setdefault(key, [])
+        members.append(name)
+        if sum(real[member].nbytes for member in members) >= _PACKED_BYTES:
+            packs.append(open_packs.pop(key))
+    parts: list[_Part] = []
+    # Packed ones first: they are copied back while others are sent, and not when there is nothing left to send.
+    for names in [*packs, *open_packs.values()]:
+        packed = [real[name] for name in names]
+        to, is_wired = wider(packed[0].dtype, dtype), names[0] in wired
+        parts.append(_Part(index=len(parts), names=names, tensors=packed, dtype=to, is_wired=is_wired))
+    for name, piece in slices:
+        parts.append(_Part(index=len(parts), names=[name], tensors=[piece], dtype=piece.dtype, is_slice=True))
+    return parts
+
+
+def wider(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """``asked`` where it is wider than ``own``, else ``own``."""
+    return own if asked is None or asked.itemsize <= own.itemsize else asked
+
+
+def _packed(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
+    copy_all(_views(flat, tensors), tensors)
+    return flat
+
+
+def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of ``flat``, one per tensor of ``like``, with its shape."""
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+class WiredMean:
+    """The mean over ranks through a wire, as changes since anchors.
+
+    Args:
+        wire: how changes travel.
+        anchors: the values that all ranks had in common, by name.
+        error_feedback: add what one mean left out to the next. Takes an fp32 copy of the tensors.
+        owner: named in messages about saved errors.
+    """
+
+    def __init__(self, wire: Wire, anchors: Mapping[str, Tensor], *, error_feedback: bool, owner: object) -> None:
+        self.wire = wire
+        self.anchors = anchors
+        self.memory = StageMemory(owner, error_feedback=error_feedback, wires=[wire])
+        """This rank's rounding errors and random numbers."""
+
+    async def mean(
+        self, flat: Tensor, names: Sequence[str], tensors: Sequence[Tensor], group: dist.ProcessGroup, weight: Weight
+    ) -> None:
+        """Replace ``flat``, this rank's values of ``tensors`` packed, by their mean. One rank alone rounds nothing."""
+        feedback = self.memory.feedback
+        if group.size() == 1 and (feedback is None or not feedback.errors):
+            return
+        # Differences of half-precision numbers are taken in fp32.
+        anchor = _packed([self.anchors[name] for name in names], torch.promote_types(flat.dtype, torch.float32))
+        change = (flat - anchor).float()
+        weight.scale_(change)
+        views = _views(change, tensors)
+        if feedback is not None:
+            feedback.add_to(names, views)
+        total = torch.empty_like(change)
+        generator = self.memory.generator_for(self.wire, group.rank(), flat.device)
+        await QuantizedSum.of(change.numel(), wire=self.wire, generator=generator, group=group)(change, out=total)
+        if feedback is not None:
+            feedback.hold(names, views, total)
+        flat.copy_(anchor.add_(total))

@@ -1,0 +1,224 @@
+"""Local SGD's averages beside plain loops that average by hand: when, of what, by which optimizer and how late."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from local_loops import Values, assign, failures, local, mean_of, plain, values_of
+from torch import nn
+
+from harness import assert_parity, run_ranks, wrap
+from harness.models import BATCH_NORM, MLP
+from overlap import LocalSGD, OverlappedOptimizer, Step
+
+START, STEPS, PERIOD = 3, 14, 4
+OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+DILOCO = functools.partial(LocalSGD, period=PERIOD, outer=OUTER)
+GLOO = "Gloo adds three and more in another order"
+
+
+def _with_update(ddp: Any, optimizer: Any, *, deferred: bool = False, overlap: int = 0) -> LocalSGD:
+    wrapped = OverlappedOptimizer(optimizer)
+    return LocalSGD(ddp, wrapped, PERIOD, START, update=Step(wrapped, deferred=deferred), overlap=overlap)
+
+
+FORMS: dict[str, Callable[[Any, Any], LocalSGD]] = {
+    "alone": lambda ddp, o: LocalSGD(ddp, o, PERIOD, START),
+    "update in backward": _with_update,
+    "deferred update": functools.partial(_with_update, deferred=True),
+}
+
+
+def _check_synchronizes(made: LocalSGD, ddp: Any, what: str, **how: Any) -> None:
+    made.synchronize()
+    assert_parity(values_of(ddp.module), mean_of(values_of(ddp.module)), what=f"{what}, synchronized", **how)
+
+
+def _every_period(rank: int, world_size: int, form: str) -> None:
+    def after_step(model: nn.Module, optimizer: Any, count: int) -> None:
+        if count % PERIOD == 0:
+            assign(model, mean_of(values_of(model)))
+
+    zeroes = form != "update in backward"
+    candidate, made, ddp = local(MLP, rank, steps=STEPS, build=FORMS[form], zero_grad=zeroes)
+    assert_parity(candidate, plain(MLP, rank, steps=STEPS, start_step=START, after_step=after_step), what=form)
+    assert made.step_count == STEPS and made.averager.rounds == (STEPS - START) // PERIOD
+    _check_synchronizes(made, ddp, form)
+
+
+def _function(rank: int, world_size: int) -> None:
+    lengths = {3: 2, 5: 5, 10: 1, 11: 3}
+
+    def after_step(model: nn.Module, optimizer: Any, count: int) -> None:
+        if count in (2, 7, 8, 11):
+            assign(model, mean_of(values_of(model)))
+
+    expected = plain(MLP, rank, steps=STEPS, start_step=START, after_step=after_step)
+    candidate, _, _ = local(MLP, rank, steps=STEPS, build=lambda ddp, o: LocalSGD(ddp, o, lengths.__getitem__, START))
+    assert_parity(candidate, expected, what="a schedule of periods")
+
+
+def _overlapped(rank: int, world_size: int, form: str, delay: int) -> None:
+    pending: dict[int, tuple[Values, Values]] = {}
+
+    def after_step(model: nn.Module, optimizer: Any, count: int) -> None:
+        if count in pending:
+            snapshot, mean = pending.pop(count)
+            current = values_of(model)
+            assign(model, {n: (current[n] - snapshot[n]) + mean[n] for n in current})
+        if count % PERIOD == 0:
+            snapshot = values_of(model)
+            pending[count + delay] = (snapshot, mean_of(snapshot))
+
+    def build(ddp: Any, optimizer: Any) -> LocalSGD:
+        if form == "alone":
+            return LocalSGD(ddp, optimizer, PERIOD, START, overlap=delay)
+        return _with_update(ddp, optimizer, overlap=delay)
+
+    reference = plain(MLP, rank, steps=STEPS, start_step=START, after_step=after_step)
+    candidate, made, ddp = local(MLP, rank, steps=STEPS, build=build, zero_grad=form == "alone")
+    assert_parity(candidate, reference, what=f"{form}, overlap {delay}")
+    _check_synchronizes(made, ddp, form)
+
+
+def _reset_state(rank: int, world_size: int) -> None:
+    def after_step(model: nn.Module, optimizer: Any, count: int) -> None:
+        if count % PERIOD == 0:
+            assign(model, mean_of(values_of(model)))
+            optimizer.state.clear()
+
+    build = functools.partial(LocalSGD, period=PERIOD, start_step=0, optimizer_state="reset")
+    candidate, _, _ = local(BATCH_NORM, rank, steps=10, build=build)
+    assert_parity(candidate, plain(BATCH_NORM, rank, steps=10, start_step=0, after_step=after_step), what="BatchNorm")
+
+
+# Outer optimizers.
+
+
+class _Reference:
+    """DiLoCo as the paper has it, with the fragments of the streaming form."""
+
+    def __init__(self, fragments: list[list[str]]) -> None:
+        start = {name: p.detach().clone() for name, p in MLP.model().named_parameters()}
+        self.global_values, self.momentum = start, {name: torch.zeros_like(p) for name, p in start.items()}
+        self.is_first = dict.fromkeys(start, True)
+        self.fragments, self.round = fragments, 0
+
+    def after_step(self, model: nn.Module, optimizer: Any, count: int) -> None:
+        if count % PERIOD:
+            return
+        names = self.fragments[self.round % len(self.fragments)]
+        self.round += 1
+        means = mean_of({name: value for name, value in values_of(model).items() if name in names})
+        for name in names:
+            gradient = self.global_values[name] - means[name]
+            first, self.is_first[name] = self.is_first[name], False
+            self.momentum[name] = gradient.clone() if first else 0.9 * self.momentum[name] + gradient
+            self.global_values[name] = self.global_values[name] - 0.7 * (gradient + 0.9 * self.momentum[name])
+        assign(model, {name: self.global_values[name] for name in names})
+
+
+def _diloco(rank: int, world_size: int, fragments: int) -> None:
+    candidate, made, ddp = local(MLP, rank, steps=16, build=functools.partial(DILOCO, fragments=fragments))
+    reference = _Reference(made.averager.fragments)
+    assert len(reference.fragments) == fragments
+    assert sorted(name for part in reference.fragments for name in part) == sorted(dict(MLP.model().named_parameters()))
+    assert_parity(
+        candidate,
+        plain(MLP, rank, steps=16, start_step=0, after_step=reference.after_step),
+        what=f"DiLoCo, {fragments} fragments",
+        exact=False,
+        rtol=1e-4,
+        atol=1e-6,
+        reason="the update is one expression here, and kernels elsewhere",
+    )
+    if fragments == 1:  # The momentum of the average that was just made is not applied again.
+        averaged = values_of(ddp.module)
+        made.synchronize()
+        assert_parity(values_of(ddp.module), averaged, what="synchronized after an average")
+
+
+def _half(rank: int, world_size: int, outer: Any, overlap: bool) -> None:
+    model = nn.Linear(3, 3, bias=False).bfloat16()
+    ddp = wrap(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    made = LocalSGD(ddp, optimizer, 1, 0, average_dtype=torch.float32, outer=outer, overlap=overlap)
+    storage = ddp.module.weight.data_ptr()
+    made.zero_grad()
+    (ddp(torch.full((1, 3), 0.01 + rank, dtype=torch.bfloat16)).sum()).backward()
+    own = (model.weight.detach() - ddp.module.weight.grad).float()
+    made.step()
+    made.synchronize()
+    assert_parity(ddp.module.weight.detach(), mean_of({"": own})[""].bfloat16(), what="bfloat16")
+    assert ddp.module.weight.data_ptr() == storage
+
+
+CELLS: dict[str, Callable[[int, int], None]] = {
+    **{f"every period, {form}": functools.partial(_every_period, form=form) for form in FORMS},
+    "a function gives the length of each round": _function,
+    **{
+        f"{form}, overlap {delay}": functools.partial(_overlapped, form=form, delay=delay)
+        for form in ("alone", "update in backward")
+        for delay in (1, 3)
+    },
+    "optimizer state reset": _reset_state,
+    "DiLoCo": functools.partial(_diloco, fragments=1),
+    "streaming DiLoCo": functools.partial(_diloco, fragments=3),
+    **{
+        f"half precision is averaged in a wider dtype, {kind}, overlap {overlap}": functools.partial(
+            _half, outer=outer, overlap=overlap
+        )
+        for kind, outer in (("average", None), ("outer", functools.partial(torch.optim.SGD, lr=1.0)))
+        for overlap in (False, True)
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def failed() -> dict[str, str]:
+    return failures(CELLS, 2)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_local_sgd_is_the_loop_by_hand(name: str, failed: dict[str, str]) -> None:
+    assert name not in failed, failed[name]
+
+
+# Groups of ranks.
+
+
+def _groups(rank: int, world_size: int) -> None:
+    pair: Any = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    close: dict[str, Any] = {"exact": False, "rtol": 1e-4, "atol": 1e-6, "reason": GLOO}
+
+    def every_four(model: nn.Module, optimizer: Any, count: int) -> None:
+        if count % 4 == 0:
+            assign(model, mean_of(values_of(model)))
+
+    def three_levels(model: nn.Module, optimizer: Any, count: int) -> None:
+        # Lin et al., hierarchical: all ranks every 4 steps, pairs every 2, none at others.
+        if count % 4 and count % 2 == 0:
+            assign(model, mean_of(values_of(model), pair))
+        every_four(model, optimizer, count)
+
+    for what, options, after_step, group in (
+        ("a subgroup goes on averaging gradients", {"period": 4, "subgroup": pair}, every_four, pair),
+        ("a hierarchy", {"period": {1: 1, 2: 2, 4: 4}}, three_levels, None),
+    ):
+        build: Any = functools.partial(LocalSGD, start_step=2, **options)
+        candidate, made, ddp = local(MLP, rank, steps=13, build=build)
+        reference = plain(MLP, rank, steps=13, start_step=2, after_step=after_step, gradient_group=group)
+        assert_parity(candidate, reference, what=what, **close)
+        _check_synchronizes(made, ddp, what, **close)
+    build = functools.partial(LocalSGD, period={2: 2, 4: 4}, start_step=2, overlap=True)
+    _, made, ddp = local(MLP, rank, steps=13, build=build)
+    _check_synchronizes(made, ddp, "an overlapped hierarchy", **close)
+
+
+def test_subgroups_and_hierarchies() -> None:
+    run_ranks(_groups, 4)
