@@ -26,8 +26,8 @@ from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.context import StageContext
 from overlap.hooks.stage import Stage, redistributed
 from overlap.hooks.stage_hook import StageHook
-from overlap.join.active import refuse_sample_weights
 from overlap.join.group_collectives import of_all_ranks
+from overlap.join.participation import refuse_sample_weights
 
 __all__ = [
     "PostLocal",

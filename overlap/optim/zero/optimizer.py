@@ -31,9 +31,9 @@ from overlap.hooks.engine.background import run_now
 from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.transforms.clip import Clipping, ShardedNorm, in_model_order
 from overlap.join import Joinable
-from overlap.join.active import active_join, refuse_once_joined
 from overlap.join.board import Agreement
 from overlap.join.group_collectives import all_reduce, broadcast
+from overlap.join.participation import active_join, refuse_once_joined
 from overlap.optim.declared import Unit, check_one_eps, check_unit
 from overlap.optim.phases import Event, Phase
 from overlap.optim.scaler import LossScale, Veto
