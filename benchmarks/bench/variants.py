@@ -368,7 +368,7 @@ def _overlap_join(setup: TrainingSetup) -> TrainingLoop:
 
 @variant("overlap-join-unknown", block_steps=4)
 def _overlap_join_unknown(setup: TrainingSetup) -> TrainingLoop:
-    """Ranks learn of each iteration from an all-reduce under the one before."""
+    """Ranks learn of each iteration from an all-reduce during its forward."""
     return _joined(setup, lengths_known=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,8 @@ from overlap._torch.c10d import GradBucket, bucket_gradients
 
 __all__ = ["JoinedDDP", "missing_names", "used_in_shadow"]
 
+# How long to wait for a bucket before looking whether another rank has failed.
+_PATIENCE_S = 1.0
 # Overridden in an instance while a Join is active: what DDP asks all ranks where the Join knows the answer.
 _FIND_COMMON_RANK = "_find_common_rank"
 _CHECK_GLOBAL_SYNC = "_check_global_requires_backward_grad_sync"
@@ -137,11 +140,12 @@ class JoinedDDP:
         ddp.require_forward_param_sync = synchronizes
 
     @torch.no_grad()
-    def replay_backward(self, *, own_gradients_by: int | None = None) -> None:
+    def replay_backward(self, *, look: Callable[[], None], own_gradients_by: int | None = None) -> None:
         """Issue the collectives of a backward that the other ranks run; ``.grad`` then holds the mean of gradients.
 
         This rank contributes zeros, or with ``own_gradients_by`` what is in ``.grad``, which DDP's own reduction
-        divides by that number.
+        divides by that number. While it waits, it calls ``look`` about once a second, which raises where another rank
+        has failed.
         """
         ddp = self._ddp
         if ddp.reducer._rebuild_buckets():
@@ -151,7 +155,7 @@ class JoinedDDP:
         if own_gradients_by is not None:
             own = self._fill(buckets, 1 if ddp._comm_hooks else own_gradients_by)
         for bucket, future in [(bucket, ddp.reducer._run_comm_hook(bucket)) for bucket in buckets]:
-            result = future.wait()
+            result = _result(future, look)
             reduced = result[0] if isinstance(result, (list, tuple)) else result
             if reduced.data_ptr() != bucket.buffer().data_ptr() or reduced.dtype != bucket.buffer().dtype:
                 bucket.buffer().copy_(reduced.view_as(bucket.buffer()))
@@ -161,6 +165,7 @@ class JoinedDDP:
                 _set_gradient(parameter, gradient if used is None or id(parameter) in used else None)
         # Needed once: the next forward rebuilds the buckets in the order in which gradients came.
         ddp.reducer._push_all_rebuilt_params()
+        ddp.require_forward_param_sync = True
 
     def _fill(self, buckets: Sequence[GradBucket], divisor: int) -> set[int]:
         """Fill ``buckets`` with ``.grad`` divided by ``divisor``; returns the parameters that have one, by ``id``."""
@@ -182,6 +187,16 @@ class JoinedDDP:
         used.copy_(torch.tensor([each in own for each in self._trained]))
         dist.all_reduce(used, group=ddp.process_group)
         return {each for each, count in zip(self._trained, used.tolist(), strict=True) if count}
+
+
+def _result(future: torch.futures.Future[Any], look: Callable[[], None]) -> Any:
+    """As ``future.wait()``; calls ``look`` now and then."""
+    is_done = threading.Event()
+    if not future.done():
+        future.add_done_callback(lambda _: is_done.set())
+        while not is_done.wait(_PATIENCE_S):
+            look()
+    return future.wait()
 
 
 def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:

@@ -53,6 +53,8 @@ _REPORTED = "_reported_to_other_ranks"
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 # The board of the Join whose block this process is in.
 _watched: weakref.WeakKeyDictionary[dist.ProcessGroup, Board] = weakref.WeakKeyDictionary()
+# All of this process.
+_boards: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[Board]] = weakref.WeakKeyDictionary()
 # Boards that this rank has left: all have when they agree again.
 _left: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Board]] = weakref.WeakKeyDictionary()
 
@@ -82,6 +84,9 @@ class Board:
         self._connection = GroupStore.of(group)
         self._store = self._connection.under(self._prefix)
         self._written: list[str] = []
+        self.disconnect: weakref.WeakMethod[Callable[[], None]] | None = None
+        """Called where the block of a Join has failed, in which ranks may have abandoned this board's connections."""
+        _boards.setdefault(group, weakref.WeakSet()).add(self)
 
     def store(self, name: str) -> PrefixStore:
         """A store for a backend that connects the ranks, under ``name``."""
@@ -144,9 +149,15 @@ class Board:
         if (group := self._group()) is not None:
             _watched[group] = self
 
-    def leave(self) -> None:
-        """Called where this rank uses the board no more: what it wrote is deleted when all ranks agree again."""
+    def leave(self, *, has_failed: bool = False) -> None:
+        """Called where this rank uses the board no more: what it wrote is deleted when all ranks agree again.
+
+        With ``has_failed`` the connections of the group's other boards are made anew.
+        """
         if (group := self._group()) is not None:
+            for board in list(_boards[group]) if has_failed else ():
+                if board.disconnect is not None and (disconnect := board.disconnect()) is not None:
+                    disconnect()
             _left.setdefault(group, []).append(self)
             if _watched.get(group) is self:
                 del _watched[group]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,27 +15,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from overlap._checks import as_list, check_ddp, check_flag, described, told
+from overlap._checks import as_list, check_ddp, check_flag, described, is_one_of, told
 from overlap._torch.compiled import uncompiled
-from overlap._torch.fingerprint import fingerprint
 from overlap._torch.gloo import has_lost_connection
 from overlap._torch.optimizer import unwrapped
-from overlap.errors import CollectiveError, ConfigurationError, OverlapError, PeerError, TrainingLoopError
-from overlap.join.active import active_join, clear_active_join, set_active_join
-from overlap.join.adapters import JoinHookAdapter, OptimizerAdapter, SchedulerAdapter
+from overlap.errors import (
+    CollectiveError,
+    ConfigurationError,
+    OverlapError,
+    PeerError,
+    TrainingLoopError,
+    UnsupportedError,
+)
+from overlap.join.adapters import Hyperparameters, JoinableAdapter, JoinHookAdapter, OptimizerAdapter, SchedulerAdapter
 from overlap.join.board import Agreement, Board, explained
 from overlap.join.ddp import DDPAdapter
-from overlap.join.event_log import EventLog
-from overlap.join.hyperparameters import Hyperparameters
-from overlap.join.iterations import Iterations
-from overlap.join.loading import batches
-from overlap.join.options import JoinOptions, OnExhausted, check_on_exhausted
-from overlap.join.replay import Replay
-from overlap.join.session import JoinableAdapter, JoinSession
+from overlap.join.participation import JoinSession, active_join, sessions
 
 __all__ = ["Join"]
 
 _Batch = TypeVar("_Batch")
+OnExhausted = Literal["shadow", "stop", "raise"]
 
 
 class Join(base.Join):
@@ -48,9 +47,10 @@ class Join(base.Join):
 
     An iteration is a batch of :meth:`iterate`; without it, a forward that records gradients, of the model that runs
     first. Where every rank knows how many it will run (``lengths``, or a loader with a length given to
-    :meth:`iterate`), they exchange these numbers when the block begins, and iterations issue no collective for joining.
-    Otherwise each iteration issues one all-reduce of as many int64 as there are ranks, under way during the previous
-    batch (:meth:`iterate`) or the forward (without).
+    :meth:`iterate`), ranks exchange these numbers when the block begins, and iterations issue no collective for
+    joining; each must be one forward, one backward and one ``step()`` of each joinable, in the order of the list.
+    Otherwise any loop is followed: each iteration issues one all-reduce of some float64, under way during the forward,
+    and once a rank has run out each call that it replays issues one more.
 
     Args:
         joinables: models, optimizers and other joinables of one process group; also plain ``torch.optim.Optimizer`` and
@@ -71,7 +71,7 @@ class Join(base.Join):
         ConfigurationError: no joinable, several process groups, an argument out of range, or other arguments than on
             rank 0, or in another order.
         CollectiveError: another rank does something else there, such as registering a chain, or does not come.
-        UnsupportedError: a model with collectives in forward, and ranks that may run out of inputs before others.
+        UnsupportedError: a model with collectives in forward; or known lengths, and an iteration that is not regular.
         TrainingLoopError: this rank ran more or fewer iterations than it said, or ``on_exhausted="raise"``.
         PeerError: another rank failed; the message has its number.
 
@@ -98,7 +98,7 @@ class Join(base.Join):
         **kwargs: Any,
     ) -> None:
         check_flag("enable", enable)
-        on_exhausted = check_on_exhausted(on_exhausted, throws=throw_on_early_termination)
+        on_exhausted = _on_exhausted(on_exhausted, throws=throw_on_early_termination)
         if lengths is not None and (isinstance(lengths, bool) or not isinstance(lengths, int) or lengths < 0):
             raise ConfigurationError(
                 f"lengths is this rank's number of iterations, len(loader) say, got {told(lengths)}"
@@ -110,23 +110,25 @@ class Join(base.Join):
         if lengths is not None and weight_by_samples is not False:
             raise ConfigurationError("weight_by_samples exchanges the samples in every iteration: leave lengths out")
         joinables = _joinables(joinables)
-        self._options = JoinOptions(
-            on_exhausted=on_exhausted,
-            divides_by_count=not check_flag(
-                "divide_by_initial_world_size", kwargs.get("divide_by_initial_world_size", True)
-            ),
-            counts_samples=weight_by_samples is not False,
-        )
+        divides_by_size = kwargs.get("divide_by_initial_world_size", True)
+        self._options: dict[str, Any] = {
+            "on_exhausted": on_exhausted,
+            "divides_by_count": not check_flag("divide_by_initial_world_size", divides_by_size),
+            "counts_samples": weight_by_samples is not False,
+        }
         self._lengths, self._enable, self._samples = lengths, enable, weight_by_samples
         self._joinables = joinables = [unwrapped(joinable) for joinable in joinables]
         shadows = enable and on_exhausted == "shadow"
-        self._make_adapters = functools.partial(_adapters, joinables, kwargs, shadows=shadows)
+        if lengths is not None and shadows and sum(isinstance(one, DistributedDataParallel) for one in joinables) > 1:
+            raise UnsupportedError(
+                "with known lengths an iteration is one forward and one backward, and this Join has several models: "
+                "leave lengths out"
+            )
+        self._make_adapters: Callable[[], list[JoinableAdapter]] = lambda: [
+            _adapter(joinable, kwargs, shadows=shadows) for joinable in joinables
+        ]
         self._adapters = self._make_adapters()
         self._was_entered = False
-        self._hyperparameters = Hyperparameters(
-            [each for each in joinables if isinstance(each, Optimizer)],
-            [each for each in joinables if isinstance(each, LRScheduler)],
-        )
         self._group, self._join_device = _group_and_device(joinables)
         self._session: JoinSession | None = None
         self._undo = ExitStack()
@@ -144,40 +146,43 @@ class Join(base.Join):
         if self._was_entered:
             self._adapters = self._make_adapters()  # A hook of a joinable serves one block.
         self._was_entered = True
-        options = f"on_exhausted={self._options.on_exhausted!r} {'without' if self._lengths is None else 'and'} lengths"
+        hyperparameters = Hyperparameters(
+            [each for each in self._joinables if isinstance(each, Optimizer)],
+            [each for each in self._joinables if isinstance(each, LRScheduler)],
+        )
         with Agreement(self._group, "enter Join") as agreement:
-            lengths = self._agreed(agreement.agree([_described(self._joinables), options, self._lengths]))
-        log = EventLog(self._group, agreement.name)
-        iterations = Iterations(self._group, self._join_device, log, self._options, lengths=lengths)
-        self._session = session = JoinSession(iterations, self._adapters, self._hyperparameters)
-        log.board.watch()
-        set_active_join(self._group, session)
-        self._undo.callback(clear_active_join, self._group)
+            listed, has_lengths = ", ".join(map(_described, self._joinables)), self._lengths is not None
+            given = (
+                f"[{listed}], {hyperparameters.count} hyperparameters, on_exhausted={self._options['on_exhausted']!r}, "
+                f"lengths={has_lengths}"
+            )
+            of_ranks = agreement.agree([given, self._lengths])
+            for rank, (others, _) in enumerate(of_ranks):
+                if others != of_ranks[0][0]:
+                    raise ConfigurationError(
+                        f"rank {rank} enters Join with {others}, but rank 0 with {of_ranks[0][0]}: every rank must be "
+                        "given the same, in the same order"
+                    )
+        lengths = None if self._lengths is None else [length for _, length in of_ranks]
+        board = Board(self._group, f"join/{agreement.name}", event="failed under Join")
+        self._session = session = JoinSession(
+            self._group, self._join_device, board, self._adapters, hyperparameters, lengths, **self._options
+        )
+        board.watch()
+        sessions[self._group] = session
+        self._undo.callback(sessions.pop, self._group)
         try:
             for adapter in self._adapters:
                 adapter.enter(session, self._undo)
         except BaseException as error:
-            log.board.report(error)
-            log.board.leave()
+            board.report(error)
+            board.leave()
             self._leave()
             raise
         return self
 
-    def _agreed(self, of_ranks: Sequence[Any]) -> list[int] | None:
-        """Compare the arguments of all ranks; returns the length of every rank, where they are known."""
-        first, first_options, _ = of_ranks[0]
-        for rank, (joinables, options, _) in enumerate(of_ranks):
-            if (reason := _difference(rank, joinables, first)) is not None:
-                raise ConfigurationError(reason)
-            if options != first_options:
-                raise ConfigurationError(
-                    f"rank {rank} enters Join with {options}, but rank 0 with {first_options}: every rank must be "
-                    "given the same"
-                )
-        return None if self._lengths is None else [length for _, _, length in of_ranks]
-
     def iterate(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
-        """The batches of ``loader``; looks one ahead where its length is not known. Once in a block.
+        """The batches of ``loader``. Once in a block.
 
         Raises:
             TrainingLoopError: outside of the block, a second time, after a forward, or where the loader has more or
@@ -188,7 +193,7 @@ class Join(base.Join):
             return
         if self._session is None:
             raise TrainingLoopError("join.iterate belongs inside of the block: with Join([...]) as join: ...")
-        yield from batches(self._session.iterations, loader, self._samples)
+        yield from self._session.iterate(loader, self._samples_of)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -205,10 +210,9 @@ class Join(base.Join):
         cause = None if raised is None else _cause(raised, session.board)
         failed_with = cause or raised
         # A PeerError was reported by the rank that caused it; exhausted inputs are raised on every rank.
-        is_known = isinstance(failed_with, PeerError) or session.iterations.has_raised_on_all
-        if failed_with is not None and not is_known:
+        if failed_with is not None and not isinstance(failed_with, PeerError) and not session.has_raised_on_all:
             session.board.report(failed_with)
-        session.board.leave()
+        session.board.leave(has_failed=failed_with is not None and not session.has_raised_on_all)
         self._leave()
         if cause is not None:
             raise cause from raised
@@ -217,52 +221,70 @@ class Join(base.Join):
 
     def _finish(self, session: JoinSession) -> None:
         """Replay what the others do until all have run out."""
-        iterations = session.iterations
-        iterations.join()
-        is_last_joiner = True
-        if self._options.on_exhausted != "stop":
-            is_last_joiner = Replay(iterations, self._adapters, self._hyperparameters).run()
-            told = iterations.log.exchange_at_end(self._hyperparameters.told())
-            self._compare(session, told)
+        is_last_joiner = session.join()
+        if session.on_exhausted != "stop":
+            self._have_last_hyperparameters(session)
         for adapter in self._adapters:
-            adapter.post(is_last_joiner=is_last_joiner)
+            if adapter.hook is not None:
+                adapter.hook.post_hook(is_last_joiner)
 
-    def _compare(self, session: JoinSession, told: Sequence[Any]) -> None:
-        """Have the hyperparameters of the ranks that ran longest; raises on every rank where that is an error."""
-        source = told[session.buffer_source]
+    def _have_last_hyperparameters(self, session: JoinSession) -> None:
+        """Take over those of the rank whose buffers count; raises on every rank where that is an error."""
+        own = session.hyperparameters
+        of_ranks = session.board.gather("end", own.values(), purpose=" to the end of Join")
         try:
-            for each in told:
-                self._hyperparameters.follow(each)
+            for values in (*of_ranks, of_ranks[session.buffer_source]):
+                own.follow(values)
         except TrainingLoopError:
-            session.iterations.has_raised_on_all = True
+            session.has_raised_on_all = True
             raise
-        self._hyperparameters.follow(source)
+        # Rank 0 goes on last, when all have read: its process may host the store.
+        if session.rank == 0:
+            session.board.gather("after the end", None, purpose=" to leave Join")
+        else:
+            session.board.write(f"after the end/{session.rank}", None)
+
+    def _samples_of(self, batch: Any) -> int:
+        if not self._samples:
+            return 1
+        number = _first_dimension(batch) if isinstance(self._samples, bool) else self._samples(batch)
+        if number is None or isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ConfigurationError(
+                f"weight_by_samples found {number!r} samples in a batch; give a callable of a batch that returns its "
+                "size, 1 or more"
+            )
+        return number
 
     def _leave(self) -> None:
         self._session = None
         self._undo.close()
 
 
+def _on_exhausted(value: OnExhausted | None, *, throws: bool) -> OnExhausted:
+    """``on_exhausted`` and ``throw_on_early_termination`` together."""
+    check_flag("throw_on_early_termination", throws)
+    if value is None:
+        return "raise" if throws else "shadow"
+    if not is_one_of(value, *get_args(OnExhausted)):
+        raise ConfigurationError(f"on_exhausted is one of {', '.join(get_args(OnExhausted))}, got {told(value)}")
+    if throws and value != "raise":
+        raise ConfigurationError(f"throw_on_early_termination=True is on_exhausted='raise', but that is {value!r}")
+    return value
+
+
 def _joinables(given: Any) -> list[Any]:
     """``given`` as a list; where it holds a compiled model, the model."""
     if isinstance(given, (nn.Module, Optimizer, LRScheduler, base.Joinable)) or (held := as_list(given)) is None:
         raise ConfigurationError(f"joinables is a list, as in Join([ddp, optimizer]), got {described(given)}")
+    if not held:
+        raise ConfigurationError(
+            "The join context manager requires at least one joinable, such as a DistributedDataParallel model"
+        )
     joinables = [uncompiled(joinable) for joinable in held]
     for place, joinable in enumerate(joinables):
         if any(joinable is other for other in joinables[:place]):
             raise ConfigurationError(f"this {described(joinable)} is given twice: joinables names each once")
     return joinables
-
-
-def _adapters(joinables: Sequence[Any], kwargs: dict[str, Any], *, shadows: bool) -> list[JoinableAdapter]:
-    if not joinables:
-        raise ConfigurationError(
-            "The join context manager requires at least one joinable, such as a DistributedDataParallel model"
-        )
-    adapters = [_adapter(joinable, kwargs, shadows=shadows) for joinable in joinables]
-    for index, adapter in enumerate(adapters):
-        adapter.index = index
-    return adapters
 
 
 def _adapter(joinable: Any, kwargs: dict[str, Any], *, shadows: bool) -> JoinableAdapter:
@@ -296,48 +318,15 @@ def _group_and_device(joinables: Sequence[Any]) -> tuple[dist.ProcessGroup, torc
     return group, torch.device(able[0].join_device)
 
 
-def _described(joinables: Sequence[Any]) -> list[list[Any]]:
-    """The kind of each joinable, and the elements of each of its parameters, for ranks to compare.
-
-    Where two of this rank look alike, also the values: a fingerprint, for which the host waits for the device. Ranks
-    may train apart, so it only tells these two from each other.
-    """
-    parameters = [_parameters(joinable) for joinable in joinables]
-    looks = [
-        (described(joinable), [one.numel() for one in own]) for joinable, own in zip(joinables, parameters, strict=True)
-    ]
-    return [
-        [*look, fingerprint(own) if looks.count(look) > 1 else ""] for look, own in zip(looks, parameters, strict=True)
-    ]
-
-
-def _difference(rank: int, own: Sequence[list[Any]], first: Sequence[list[Any]]) -> str | None:
-    """How the :func:`_described` of ``rank`` differs from rank 0's; ``None`` where nothing is known to differ.
-
-    Numbers of elements may differ between ranks, and values, too: it is a mistake only where a joinable of rank 0 is
-    given in another place.
-    """
-    names, of_first = [one[0] for one in own], [one[0] for one in first]
-    if names != of_first:
-        given = f"rank {rank} enters Join with [{', '.join(names)}], but rank 0 with [{', '.join(of_first)}]"
-        if sorted(names) == sorted(of_first):
-            return f"{given}: give them in the same order on every rank"
-        return f"{given}: every rank must be given the same"
-    for place, (one, other) in enumerate(zip(own, first, strict=True)):
-        if one != other and one in first:
-            return (
-                f"rank {rank} enters Join with a {one[0]} in place {place} of the list that rank 0 has in place "
-                f"{first.index(one)}: give joinables in the same order on every rank"
-            )
-    return None
-
-
-def _parameters(joinable: Any) -> list[Tensor]:
-    if isinstance(joinable, LRScheduler):
-        joinable = joinable.optimizer
-    if isinstance(joinable, Optimizer):
-        return [one for group in joinable.param_groups for one in group["params"]]
-    return list(joinable.parameters()) if isinstance(joinable, nn.Module) else []
+def _described(joinable: Any) -> str:
+    """Its kind and the number of elements of its parameters, for ranks to compare."""
+    holder = joinable.optimizer if isinstance(joinable, LRScheduler) else joinable
+    parameters: Iterable[Tensor] = ()
+    if isinstance(holder, Optimizer):
+        parameters = [one for group in holder.param_groups for one in group["params"]]
+    elif isinstance(holder, nn.Module):
+        parameters = holder.parameters()
+    return f"{described(joinable)} of {sum(one.numel() for one in parameters)} elements"
 
 
 def _cause(error: BaseException, board: Board) -> CollectiveError | None:
@@ -347,3 +336,10 @@ def _cause(error: BaseException, board: Board) -> CollectiveError | None:
     if isinstance(error, OverlapError):
         return board.peer_error() if isinstance(error, CollectiveError) else None
     return board.peer_error() or (explained(error, "failed under Join") if has_lost_connection(error) else None)
+
+
+def _first_dimension(batch: Any) -> int | None:
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.ndim else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    return next((number for part in parts if (number := _first_dimension(part)) is not None), None)

@@ -81,7 +81,7 @@ class Joinable(base.Joinable):
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """The device of tensors for the Join's own collectives."""
+        """The device for the Join's own collectives."""
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ from overlap._torch.optimizer import pre_hooks, runs_step_hooks, unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, StageContext
 from overlap.hooks.transforms.clip import in_model_order
-from overlap.join.active import active_join
+from overlap.join.participation import active_join
 from overlap.optim.declared import check_nothing_before, check_one_eps, check_unit
 from overlap.optim.functional import FunctionalOptimizer
 from overlap.optim.optimizer import OverlappedOptimizer

@@ -16,6 +16,8 @@ from overlap import Join
 BATCHES = (6, 3, 4, 0)
 # How a Join learns which ranks have inputs.
 TOLD_BY = ("forwards", "lengths", "loader", "stream")
+# Those by which any loop is followed; by the others, only regular iterations.
+POLLED = ("forwards", "stream")
 Body = Callable[[Any, Any, Any, float], None]
 
 

@@ -35,7 +35,7 @@ def _train(batches: list[Any], told_by: str, ran: list[Any], **options: Any) -> 
             ran.append(batch)
 
 
-def _stops(rank: int, world_size: int, told_by: str) -> int:
+def _stops(rank: int, told_by: str) -> int:
     ddp, optimizer = _model()
     batches = _batches(rank)
     ran = 0
@@ -49,60 +49,32 @@ def _stops(rank: int, world_size: int, told_by: str) -> int:
     return ran
 
 
-@pytest.mark.parametrize("told_by", ["loader", "stream"])
-def test_stop_ends_the_loop_on_all_ranks_at_the_same_iteration(told_by: str) -> None:
-    assert run_ranks(_stops, 2, told_by) == [3, 3]
-
-
-def _stops_without_iterate(rank: int, world_size: int, told_by: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"join\.iterate"):
-        _train(_batches(rank), told_by, [], on_exhausted="stop")
-
-
-@pytest.mark.parametrize("told_by", ["forwards", "lengths"])
-def test_stop_needs_iterate(told_by: str) -> None:
-    run_ranks(_stops_without_iterate, 2, told_by)
-
-
-def _raises(rank: int, world_size: int, told_by: str, options: dict[str, Any]) -> int:
-    ran: list[Any] = []
+def _exhausted(rank: int, world_size: int) -> None:
+    for told_by in ("loader", "stream"):
+        ran = _stops(rank, told_by)
+        assert ran == 3, f"{told_by}: {ran}"
+    for told_by in ("forwards", "lengths"):
+        with pytest.raises(ConfigurationError, match=r"join\.iterate"):
+            _train(_batches(rank), told_by, [], on_exhausted="stop")
     # PyTorch's words, which its tests and users match on.
     first = (
         "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
         "Rank 1 exhausted all inputs.",
     )
-    with pytest.raises(TrainingLoopError, match=f"^{re.escape(first[rank])} " + r"Ranks \[1\] ran out"):
-        _train(_batches(rank), told_by, ran, **options)
-    return len(ran)
-
-
-@pytest.mark.parametrize("told_by", TOLD_BY)
-@pytest.mark.parametrize(
-    "options",
-    [{"on_exhausted": "raise"}, {"throw_on_early_termination": True}],
-    ids=lambda options: next(iter(options)),
-)
-def test_raise_raises_on_all_ranks_when_the_first_runs_out(told_by: str, options: dict[str, Any]) -> None:
-    assert run_ranks(_raises, 2, told_by, options) == [3, 3]
-
-
-def _raises_nothing(rank: int, world_size: int, told_by: str) -> int:
-    ran: list[Any] = []
-    _train(_batches(rank)[:3], told_by, ran, on_exhausted="raise")
-    return len(ran)
-
-
-@pytest.mark.parametrize("told_by", TOLD_BY)
-def test_raise_raises_nothing_where_all_ranks_have_equally_many_batches(told_by: str) -> None:
-    assert run_ranks(_raises_nothing, 2, told_by) == [3, 3]
-
-
-def _disabled(rank: int, world_size: int) -> None:
+    for told_by in TOLD_BY:
+        for options in ({"on_exhausted": "raise"}, {"throw_on_early_termination": True}):
+            trained: list[Any] = []
+            with pytest.raises(TrainingLoopError, match=f"^{re.escape(first[rank])} " + r"Ranks \[1\] ran out"):
+                _train(_batches(rank), told_by, trained, **options)
+            assert len(trained) == 3
+        trained = []
+        _train(_batches(rank)[:3], told_by, trained, on_exhausted="raise")
+        assert len(trained) == 3
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     with Join([ddp], enable=False) as join:
         for batch in join.iterate(_batches(rank)[:2]):
             mean_squared_error(ddp, batch).backward()
 
 
-def test_a_disabled_join_leaves_the_loop_as_it_is() -> None:
-    run_ranks(_disabled, 2)
+def test_ranks_stop_or_raise_together_when_the_first_runs_out() -> None:
+    run_ranks(_exhausted, 2, timeout_s=120)

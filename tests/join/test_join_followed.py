@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from join_loops import TOLD_BY, joined
+from join_loops import POLLED, joined
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 
@@ -192,87 +193,61 @@ def test_a_parameter_that_nobody_used_is_not_updated() -> None:
     run_ranks(_unused, 2)
 
 
-# Learning rates.
+# Hyperparameters.
 
 
-def _with_scheduler(rank: int, world_size: int, batches: tuple[int, int], form: str, told_by: str) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizer: Any
-    if form == "zero":
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-        chain(ZeroStep(optimizer)).register(ddp)
-    else:
-        optimizer = OverlappedOptimizer(_sgd(ddp))
-        chain(AllReduce(), Step(optimizer)).register(ddp)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+def _with_scheduler(rank: int, world_size: int) -> None:
+    for batches, told_by in (((5, 2), "forwards"), ((3, 2), "stream")):
+        for is_sharded in (False, True):
+            group = dist.new_group([0, 1])
+            ddp = wrap(MLP.model(), process_group=group, **MLP.ddp_options())
+            optimizer: Any
+            if is_sharded:
+                optimizer = ZeroRedundancyOptimizer(
+                    ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True, process_group=group
+                )
+                chain(ZeroStep(optimizer)).register(ddp)
+            else:
+                optimizer = OverlappedOptimizer(_sgd(ddp))
+                chain(AllReduce(), Step(optimizer)).register(ddp)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
-    def body(batch: Any) -> None:
-        mean_squared_error(ddp, batch).backward()
-        optimizer.step()
-        scheduler.step()
-
-    with pytest.raises((TrainingLoopError, PeerError), match=r"give every scheduler .*Join\(\[ddp, optimizer, sched"):
-        _run([ddp, optimizer], MLP.batches(rank, steps=batches[rank]), told_by, body)
-
-
-@pytest.mark.parametrize("form", ["zero", "step"])
-@pytest.mark.parametrize(("batches", "told_by"), [((5, 2), "loader"), ((5, 2), "forwards"), ((3, 2), "stream")])
-def test_a_scheduler_that_is_not_given_is_refused_where_ranks_would_part(
-    batches: tuple[int, int], form: str, told_by: str
-) -> None:
-    run_ranks(_with_scheduler, 2, batches, form, told_by, group_timeout_s=_TIMEOUT_S)
-
-
-def _set_by_hand(rank: int, world_size: int) -> None:
-    def train(zero: bool, steps: int, told_by: str | None) -> dict[str, Tensor]:
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        optimizer: Any = _sgd(ddp)
-        if zero:
-            cls, defaults = type(optimizer), {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
-            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), cls, overlap_with_ddp=True, **defaults)
-            chain(ZeroStep(optimizer)).register(ddp)
-
-        def run(batches: Any) -> None:
-            for step, batch in enumerate(batches):
-                optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
-                if not zero:
-                    optimizer.zero_grad()
-                scale = 1.0 if step < _BATCHES[rank] else 0.0
-                (mean_squared_error(ddp, batch) * scale).backward()
+            def body(batch: Any, ddp: Any = ddp, optimizer: Any = optimizer, scheduler: Any = scheduler) -> None:
+                mean_squared_error(ddp, batch).backward()
                 optimizer.step()
+                scheduler.step()
 
-        if told_by is None:
-            run(MLP.batches(rank, steps=steps))
-        else:
-            with joined([ddp, optimizer], MLP.batches(rank, steps=steps), told_by) as batches:
-                run(batches)
-        assert optimizer.param_groups[0]["lr"] == 0.1 / max(_BATCHES)
-        return {name: value.detach().clone() for name, value in ddp.module.named_parameters()}
-
-    expected = train(False, max(_BATCHES), None)
-    for told_by in TOLD_BY:
-        assert_parity(train(True, _BATCHES[rank], told_by), expected, what=told_by)
+            words = r"give every scheduler .*Join\(\[ddp, optimizer, sched"
+            with pytest.raises((TrainingLoopError, PeerError), match=words):
+                _run([ddp, optimizer], MLP.batches(rank, steps=batches[rank]), told_by, body)
 
 
-def test_a_learning_rate_that_the_loop_sets_is_followed() -> None:
-    run_ranks(_set_by_hand, 2)
+def test_a_scheduler_that_is_not_given_is_refused_where_ranks_would_part() -> None:
+    run_ranks(_with_scheduler, 2, group_timeout_s=_TIMEOUT_S)
 
 
 # Gradients that were added up under no_sync when the rank ran out.
 
 
-def _micro_batches(rank: int, world_size: int, form: str) -> None:
+def _micro_batches(rank: int, world_size: int) -> None:
     counts = (8, 5)  # Rank 1 runs out after the first of two.
 
-    def train(made: Any, told_by: str | None) -> dict[str, Tensor]:
+    def train(form: str, told_by: str | None) -> dict[str, Tensor]:
         ddp = wrap(MLP.model(), **MLP.ddp_options())
-        optimizer = made(ddp)
+        optimizer: Any = _sgd(ddp)
+        if form == "zero":
+            defaults: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, **defaults)
+            chain(ZeroStep(optimizer)).register(ddp)
+        elif form != "plain":
+            optimizer = OverlappedOptimizer(optimizer)
+            chain(AllReduce(), Step(optimizer, deferred=form == "deferred")).register(ddp)
 
         def run(batches: Any) -> None:
             for step, batch in enumerate(batches):
                 scale = 1.0 if step < counts[rank] else 0.0
                 if step % 2 == 0:
-                    if isinstance(optimizer, torch.optim.SGD):
+                    if form == "plain":
                         optimizer.zero_grad()
                     with ddp.no_sync():
                         (mean_squared_error(ddp, batch) * scale).backward()
@@ -287,26 +262,14 @@ def _micro_batches(rank: int, world_size: int, form: str) -> None:
                 run(batches)
         return {name: value.detach().clone() for name, value in ddp.module.named_parameters()}
 
-    def ours(ddp: Any) -> Any:
-        if form == "plain":
-            return _sgd(ddp)
-        if form == "zero":
-            defaults: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
-            zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, **defaults)
-            chain(ZeroStep(zero)).register(ddp)
-            return zero
-        optimizer = OverlappedOptimizer(_sgd(ddp))
-        chain(AllReduce(), Step(optimizer, deferred=form == "deferred")).register(ddp)
-        return optimizer
-
-    expected = train(_sgd, None)
-    for told_by in TOLD_BY:
-        assert_parity(train(ours, told_by), expected, what=f"{form}, {told_by}")
+    expected = train("plain", None)
+    for form in ("plain", "step", "deferred", "zero"):
+        for told_by in POLLED:
+            assert_parity(train(form, told_by), expected, what=f"{form}, {told_by}")
 
 
-@pytest.mark.parametrize("form", ["plain", "step", "deferred", "zero"])
-def test_micro_batches_of_a_rank_that_then_runs_out_are_sent(form: str) -> None:
-    run_ranks(_micro_batches, 2, form)
+def test_micro_batches_of_a_rank_that_then_runs_out_are_sent() -> None:
+    run_ranks(_micro_batches, 2, timeout_s=120)
 
 
 # Buffers, where all ranks stop together.
@@ -334,32 +297,78 @@ def test_ranks_that_stop_together_end_with_the_same_buffers_however_they_know() 
 # What a loop does to gradients by hand.
 
 
-def _clipped(rank: int, world_size: int, told_by: str, scales: bool) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    optimizer = _sgd(ddp)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    expected = "cannot be changed between backward" if rank == 0 else "rank 0.*cannot be changed"
+def _clipped(rank: int, world_size: int) -> None:
+    for told_by in ("loader", "forwards"):
+        for scales in (False, True):
+            ddp = wrap(MLP.model(), process_group=dist.new_group([0, 1]), **MLP.ddp_options())
+            optimizer = _sgd(ddp)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
-    def body(batch: Any) -> None:
+            def body(
+                batch: Any, ddp: Any = ddp, optimizer: Any = optimizer, scaler: Any = scaler, scales: bool = scales
+            ) -> None:
+                optimizer.zero_grad()
+                loss = mean_squared_error(ddp, batch)
+                if scales:
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    loss.backward()
+                    nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+                    optimizer.step()
+
+            expected = "cannot be changed between backward" if rank == 0 else "rank 0.*cannot be changed"
+            with pytest.raises(TrainingLoopError if rank == 0 else PeerError, match=expected):
+                _run([ddp, optimizer], MLP.batches(rank, steps=4 - 2 * rank), told_by, body)
+
+
+def test_gradients_that_a_rank_without_inputs_would_step_with_otherwise_are_refused() -> None:
+    run_ranks(_clipped, 2, group_timeout_s=_TIMEOUT_S)
+
+
+# Steps and groups that ranks without inputs cannot follow.
+
+
+def _calls_again(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    optimizer = torch.optim.LBFGS(ddp.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> Any:
         optimizer.zero_grad()
-        loss = mean_squared_error(ddp, batch)
-        if scales:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            loss.backward()
-            nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+        loss = mean_squared_error(ddp, MLP.batch(0, rank))
+        loss.backward()
+        return loss
+
+    with Join([ddp, optimizer]) as join:
+        for _ in join.iterate(range(2)):
+            optimizer.step(closure)
+
+
+def _adds_a_group(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    chain(AllReduce()).register(ddp)  # The others learn of the error at once.
+    first, *rest = ddp.parameters()
+    optimizer = torch.optim.SGD([first], lr=0.05)
+    with Join([ddp, optimizer]) as join:
+        for step in join.iterate(range(_BATCHES[rank])):
+            if step == max(_BATCHES) - 1:
+                optimizer.add_param_group({"params": rest})
+            optimizer.zero_grad()
+            mean_squared_error(ddp, MLP.batch(step, rank)).backward()
             optimizer.step()
 
-    with pytest.raises(TrainingLoopError if rank == 0 else PeerError, match=expected):
-        _run([ddp, optimizer], MLP.batches(rank, steps=4 - 2 * rank), told_by, body)
+
+def _refused(rank: int, world_size: int, loop: Callable[[int, int], None], words: str) -> None:
+    with pytest.raises((TrainingLoopError, PeerError), match=words):
+        loop(rank, world_size)
 
 
-@pytest.mark.parametrize("scales", [False, True], ids=["clipping", "GradScaler"])
-@pytest.mark.parametrize("told_by", ["loader", "forwards"])
-def test_gradients_that_a_rank_without_inputs_would_step_with_otherwise_are_refused(told_by: str, scales: bool) -> None:
-    run_ranks(_clipped, 2, told_by, scales, group_timeout_s=_TIMEOUT_S)
+@pytest.mark.parametrize(
+    ("loop", "words"), [(_calls_again, "calls its closure again"), (_adds_a_group, "add_param_group")]
+)
+def test_what_cannot_be_followed_is_an_error(loop: Callable[[int, int], None], words: str) -> None:
+    run_ranks(_refused, 2, loop, words, group_timeout_s=_TIMEOUT_S)
 
 
 # Calls that all ranks make together.
@@ -386,34 +395,3 @@ def _together(rank: int, world_size: int, call: str) -> None:
 @pytest.mark.parametrize("call", ["synchronize", "consolidate_state_dict"])
 def test_a_call_of_all_ranks_is_refused_once_a_rank_has_run_out(call: str) -> None:
     run_ranks(_together, 2, call, group_timeout_s=_TIMEOUT_S)
-
-
-def _twice(rank: int, world_size: int) -> None:
-    def train(made: Any, is_same: bool) -> dict[str, Tensor]:
-        ddp = wrap(MLP.model(), **MLP.ddp_options())
-        optimizer = made(ddp)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        join = Join([ddp, optimizer, scheduler], lengths=4 - rank)
-        for _ in range(2):
-            with join if is_same else Join([ddp, optimizer, scheduler], lengths=4 - rank):
-                for batch in MLP.batches(rank, steps=4 - rank):
-                    optimizer.zero_grad()
-                    mean_squared_error(ddp, batch).backward()
-                    optimizer.step()
-                    scheduler.step()
-        return {name: value.detach().clone() for name, value in ddp.module.named_parameters()}
-
-    def local(ddp: Any) -> Any:
-        return LocalSGD(ddp, _sgd(ddp), period=3, start_step=2)
-
-    def zero(ddp: Any) -> Any:
-        made = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-        chain(ZeroStep(made, deferred=True, gather="forward")).register(ddp)
-        return made
-
-    for made in (local, zero, _sgd):
-        assert_parity(train(made, True), train(made, False), what=made.__name__)
-
-
-def test_a_join_can_be_used_twice() -> None:
-    run_ranks(_twice, 2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from join_loops import TOLD_BY, joined, overlapped_body, snapshot
+from join_loops import POLLED, joined, overlapped_body, snapshot
 from torch.distributed.algorithms.join import Join as TorchJoin
 
 from harness import assert_parity, run_ranks, wrap
@@ -64,25 +64,36 @@ def _beside_a_model(rank: int, world_size: int, told_by: str) -> Any:
     return average.calls, average.value.item(), average.last
 
 
-@pytest.mark.parametrize("told_by", TOLD_BY)
+@pytest.mark.parametrize("told_by", POLLED)
 def test_a_joinable_may_notify_in_every_second_iteration(told_by: str) -> None:
     """Which PyTorch's Join cannot follow."""
     results = run_ranks(_beside_a_model, 3, told_by)
     assert results == [(3, 1.0, [rank == 0, {"colour": "green"}]) for rank in range(3)]
 
 
-def _by_itself(rank: int, world_size: int, kind: str) -> Any:
-    average = _Average()
-    with JOINS[kind]([average], colour="green"):
+def _by_themselves(rank: int, world_size: int, kind: str) -> list[Any]:
+    found: list[Any] = []
+    for number in (1, 3):
+        averages = [_Average() for _ in range(number)]
+        with JOINS[kind](averages, colour="green"):
+            for _ in range(_BATCHES[rank]):
+                for average in averages:
+                    average.step(1.0)
+        found += [[average.calls, average.value.item(), average.last] for average in averages]
+    averages = [_Average() for _ in range(2)]
+    words = "Detected at least one rank that exhausted inputs" if rank < 2 else "Rank 2 exhausted all inputs"
+    throws = pytest.raises(RuntimeError, match=words)
+    with throws, JOINS[kind](averages, throw_on_early_termination=True):
         for _ in range(_BATCHES[rank]):
-            average.step(1.0)
-    return average.calls, average.value.item(), average.last
+            for average in averages:
+                average.step(1.0)
+    return found
 
 
 @pytest.mark.parametrize("kind", JOINS)
-def test_a_joinable_by_itself_works_in_both_joins(kind: str) -> None:
-    results = run_ranks(_by_itself, 3, kind)
-    assert results == [(7, 1.0, [rank == 0, {"colour": "green"}]) for rank in range(3)]
+def test_joinables_by_themselves_work_in_both_joins(kind: str) -> None:
+    results = run_ranks(_by_themselves, 3, kind)
+    assert results == [[[7, 1.0, [rank == 0, {"colour": "green"}]]] * 4 for rank in range(3)]
 
 
 def _pytorchs_join(rank: int, world_size: int, is_method: bool) -> Any:

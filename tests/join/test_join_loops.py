@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from join_loops import (
+    POLLED,
     TOLD_BY,
     assert_same_on_every_rank,
     joined,
@@ -59,41 +60,34 @@ def _evaluating(ddp: Any, optimizer: Any, batch: Any, scale: float) -> None:
         ddp.train()
 
 
-BODIES = {"accumulating": _accumulating, "two-forwards": _two_forwards, "evaluating": _evaluating}
-# Without lengths: there a forward is an iteration where no loader says otherwise, and these have two.
-_TOLD_BY = {name: tuple(each for each in TOLD_BY if each != "lengths") for name in ("accumulating", "two-forwards")}
+# Of each loop, the body, its models, and how a Join learns of it. With BatchNorm DDP itself cannot have two forwards
+# before a backward; and forwards under no_grad synchronize its buffers, so lengths may not be known.
+LOOPS: dict[str, tuple[Any, list[tuple[Case, tuple[str, ...]]]]] = {
+    "accumulating": (_accumulating, [(MLP, POLLED), (BATCH_NORM, POLLED)]),
+    "two forwards": (_two_forwards, [(MLP, POLLED)]),
+    "evaluating": (_evaluating, [(MLP, TOLD_BY), (BATCH_NORM, POLLED)]),
+}
 
 
-def _loop(rank: int, world_size: int, name: str, case: Case, update: str | None) -> list[Any]:
-    body = BODIES[name]
-    ddp = wrap(case.model(), **case.ddp_options())
-    reference = train_with_zero_loss(ddp, _make(ddp, None), case, rank, body=body)
+def _loop(rank: int, world_size: int, name: str) -> list[Any]:
+    body, cases = LOOPS[name]
     results = []
-    for told_by in _TOLD_BY.get(name, TOLD_BY):
+    for case, ways in cases:
         ddp = wrap(case.model(), **case.ddp_options())
-        ours = train_unevenly(ddp, _make(ddp, update), case, rank, told_by, body=body)
-        if case is MLP:
-            assert_parity(ours, reference, what=told_by)
-        results.append((told_by, ours))
+        reference = train_with_zero_loss(ddp, _make(ddp, None), case, rank, body=body)
+        for update in (None, "interleaved", "deferred"):
+            for told_by in ways:
+                ddp = wrap(case.model(), **case.ddp_options())
+                ours = train_unevenly(ddp, _make(ddp, update), case, rank, told_by, body=body)
+                if case is MLP:
+                    assert_parity(ours, reference, what=f"{told_by}, {update}")
+                results.append((case.name, told_by, update, ours))
     return results
 
 
-@pytest.mark.parametrize("update", [None, "interleaved", "deferred"])
-@pytest.mark.parametrize("case", [MLP, BATCH_NORM], ids=str)
-def test_accumulation_under_no_sync_is_followed(case: Case, update: str | None) -> None:
-    assert_same_on_every_rank(run_ranks(_loop, 2, "accumulating", case, update), what="accumulating")
-
-
-@pytest.mark.parametrize("update", [None, "interleaved", "deferred"])
-def test_one_backward_of_two_forwards_is_followed(update: str | None) -> None:
-    """Not with BatchNorm, where DDP itself cannot: the second forward changes buffers that backward needs."""
-    assert_same_on_every_rank(run_ranks(_loop, 2, "two-forwards", MLP, update), what="two forwards")
-
-
-@pytest.mark.parametrize("update", [None, "interleaved", "deferred"])
-@pytest.mark.parametrize("case", [MLP, BATCH_NORM], ids=str)
-def test_evaluation_between_training_steps_is_followed(case: Case, update: str | None) -> None:
-    assert_same_on_every_rank(run_ranks(_loop, 2, "evaluating", case, update), what="evaluating")
+@pytest.mark.parametrize("name", LOOPS)
+def test_any_loop_is_followed(name: str) -> None:
+    assert_same_on_every_rank(run_ranks(_loop, 2, name, timeout_s=120), what=name)
 
 
 def _several_joins(rank: int, world_size: int, case: Case, update: str | None, told_by: str) -> list[Any]:
@@ -112,9 +106,15 @@ def _several_joins(rank: int, world_size: int, case: Case, update: str | None, t
     return results
 
 
-@pytest.mark.parametrize("told_by", TOLD_BY)
-def test_one_join_after_another_with_ranks_without_a_batch(told_by: str) -> None:
-    assert_same_on_every_rank(run_ranks(_several_joins, 4, MLP, "deferred", told_by), what=told_by)
+@pytest.mark.parametrize(
+    ("case", "update", "told_by"),
+    [(MLP, "deferred", told_by) for told_by in TOLD_BY]
+    + [(MLP, None, "loader"), (MLP, "interleaved", "loader"), (BATCH_NORM, "deferred", "stream")]
+    + [(UNUSED_ON_SOME_RANKS, update, "loader") for update in (None, "interleaved", "deferred")],
+    ids=str,
+)
+def test_one_join_after_another_with_ranks_without_a_batch(case: Case, update: str | None, told_by: str) -> None:
+    assert_same_on_every_rank(run_ranks(_several_joins, 4, case, update, told_by), what=told_by)
 
 
 def _same_join(rank: int, world_size: int) -> Any:
@@ -130,22 +130,6 @@ def _same_join(rank: int, world_size: int) -> Any:
 
 def test_the_same_join_can_be_entered_again() -> None:
     assert_same_on_every_rank(run_ranks(_same_join, 2), what="the same Join twice")
-
-
-@pytest.mark.parametrize("update", [None, "interleaved"])
-def test_one_join_after_another_with_other_updates(update: str | None) -> None:
-    assert_same_on_every_rank(run_ranks(_several_joins, 4, MLP, update, "loader"), what=str(update))
-
-
-@pytest.mark.parametrize("update", [None, "interleaved", "deferred"])
-def test_parameters_that_only_some_ranks_use_stay_equal(update: str | None) -> None:
-    results = run_ranks(_several_joins, 4, UNUSED_ON_SOME_RANKS, update, "loader")
-    assert_same_on_every_rank(results, what=str(update))
-
-
-def test_buffers_stay_equal_with_ranks_without_a_batch() -> None:
-    results = run_ranks(_several_joins, 4, BATCH_NORM, "deferred", "stream")
-    assert_same_on_every_rank(results, what="stream")
 
 
 def _two_models(rank: int, world_size: int, is_reversed: bool) -> Any:
@@ -169,7 +153,8 @@ def _two_models(rank: int, world_size: int, is_reversed: bool) -> Any:
         body(pairs, MLP.batch(step, rank), float(step < counts[rank]))
     reference = [snapshot(*pair) for pair in pairs]
     results = []
-    for number, told_by in enumerate(TOLD_BY, start=len(TOLD_BY) * is_reversed):
+    ways = ("forwards", "loader", "stream")  # With several models a loader's length is not used.
+    for number, told_by in enumerate(ways, start=is_reversed):
         update = (None, "interleaved", "deferred")[number % 3]
         pairs = models(update)
         listed = pairs[::-1] if is_reversed else pairs

@@ -118,7 +118,7 @@ def _chained(
             **options,
         )
         _check(ours, reference, rank, world_size, f"{told}, {world_size} ranks")
-        results.append((told, {**ours, "scheduler": scheduler.state_dict()["last_epoch"]}))
+        results.append((reducer, divides, told, {**ours, "scheduler": scheduler.state_dict()["last_epoch"]}))
     return results
 
 
@@ -127,25 +127,24 @@ def _number(reducer: str, update: str) -> int:
     return list(REDUCERS).index(reducer) * len(UPDATES) + list(UPDATES).index(update)
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize(
-    ("reducer", "divides"),
-    # PyTorch's hook, with which bf16 is compared, divides by all ranks.
-    [(name, divides) for name in REDUCERS for divides in (True, False) if divides or name != "bf16"],
-    ids=lambda value: {True: "by-all-ranks", False: "by-active-ranks"}.get(value, value),
-)
-def test_chains_equal_plain_ddp_at_2_ranks(reducer: str, divides: bool, update: str) -> None:
-    told_by = TOLD_BY[_number(reducer, update) % 2 :: 2]
-    assert_same_on_every_rank(run_ranks(_chained, 2, reducer, update, divides, told_by), what="2 ranks")
+def _chains(rank: int, world_size: int, update: str) -> list[Any]:
+    results = []
+    for reducer in REDUCERS:
+        number = _number(reducer, update)
+        if world_size == 2:
+            # PyTorch's hook, with which bf16 is compared, divides by all ranks.
+            for divides in (True,) if reducer == "bf16" else (True, False):
+                results += _chained(rank, world_size, reducer, update, divides, TOLD_BY[number % 2 :: 2])
+        else:
+            divides = reducer == "bf16" or number % 2 == 0
+            results += _chained(rank, world_size, reducer, update, divides, (("loader", "stream")[number % 2],))
+    return results
 
 
 @pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("reducer", REDUCERS)
-def test_chains_equal_plain_ddp_at_4_ranks(reducer: str, update: str) -> None:
-    number = _number(reducer, update)
-    told_by = ("loader", "stream")[number % 2]
-    divides = reducer == "bf16" or number % 2 == 0
-    assert_same_on_every_rank(run_ranks(_chained, 4, reducer, update, divides, (told_by,)), what="4 ranks")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_chains_equal_plain_ddp(world_size: int, update: str) -> None:
+    assert_same_on_every_rank(run_ranks(_chains, world_size, update, timeout_s=180), what=f"{world_size} ranks")
 
 
 def _plain(ddp: Any, case: Case, rank: int, told_by: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -239,11 +238,11 @@ def _other_optimizer(rank: int, world_size: int, name: str, case: Case, divides:
     return results
 
 
-@pytest.mark.parametrize(
-    ("case", "divides"),
-    [(MLP, True), (MLP, False), (BATCH_NORM, False)],
-    ids=["by-all-ranks", "by-active-ranks", "batch-norm-by-active-ranks"],
-)
+def _other_optimizers(rank: int, world_size: int, name: str) -> list[Any]:
+    cases = ((MLP, True), (MLP, False), (BATCH_NORM, False))
+    return [_other_optimizer(rank, world_size, name, case, divides) for case, divides in cases]
+
+
 @pytest.mark.parametrize("name", OTHER_OPTIMIZERS)
-def test_other_optimizers_equal_plain_ddp(name: str, case: Case, divides: bool) -> None:
-    assert_same_on_every_rank(run_ranks(_other_optimizer, 2, name, case, divides), what=name)
+def test_other_optimizers_equal_plain_ddp(name: str) -> None:
+    assert_same_on_every_rank(run_ranks(_other_optimizers, 2, name, timeout_s=180), what=name)

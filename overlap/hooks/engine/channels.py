@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
@@ -137,6 +138,7 @@ class PrivateChannels(GroupChannels):
                 self._number = next(_connected.setdefault(self.group, itertools.count()))
             self._name = f"{group_name(self.group)}/{self._number}/{next(self._attempts)}"
             self.board = Board(self.group, self._name)
+            self.board.disconnect = weakref.WeakMethod(self._leave)
         return self.board
 
     def open(self) -> None:

@@ -185,15 +185,14 @@ class OverlapStrategy(DDPStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        schedulers = [one.scheduler for one in self.lr_scheduler_configs if one.interval == "step"]
-        self._uneven.begin(self._trainer, [self.model, *self.optimizers, *schedulers])
+        configs = [one for one in self.lr_scheduler_configs if one.interval == "step"]
+        joinables = [self.model, *self.optimizers, *(one.scheduler for one in configs)]
+        self._uneven.begin(self._trainer, joinables, is_regular=all(one.frequency == 1 for one in configs))
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         # With a scaler Lightning calls the closure by itself.
         stepped: Any = ClosureFirst(optimizer) if self._uneven.is_open and self._scaler is None else optimizer
-        output = super().optimizer_step(stepped, *args, **kwargs)
-        self._uneven.end_if_last(self._trainer)
-        return output
+        return super().optimizer_step(stepped, *args, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

@@ -36,11 +36,10 @@ class ClosureFirst:
 
 
 class UnevenInputs:
-    """One ``Join`` per epoch, from the first batch to the step of this rank's last.
+    """One ``Join`` per epoch, from the first batch to the schedules of this rank's last.
 
-    What the trainer does after that step (schedules, validation, checkpoints) all ranks do together again. What it does
-    in between with collectives of its own, a rank that has run out could not take part in, so :meth:`refuse` makes it
-    an error.
+    After that (schedules of epochs, validation, checkpoints) all ranks do the same again. A rank that has run out could
+    not take part in collectives of the trainer's own in between, so :meth:`refuse` makes them an error.
     """
 
     def __init__(self, *, is_allowed: bool) -> None:
@@ -58,8 +57,10 @@ class UnevenInputs:
         """Whether ranks may have run out of batches."""
         return self._join is not None
 
-    def begin(self, trainer: Trainer, joinables: Sequence[Any]) -> None:
+    def begin(self, trainer: Trainer, joinables: Sequence[Any], *, is_regular: bool) -> None:
         """A batch begins; at the first of an epoch ranks compare how many they have.
+
+        ``is_regular``: each of the joinables steps in every batch.
 
         Issues: at that one a gather of a number.
 
@@ -78,17 +79,21 @@ class UnevenInputs:
         if len(set(lengths)) == 1:
             return
         _check(trainer, lengths)
-        self._join = Join(joinables, lengths=lengths[trainer.global_rank])
+        self._join = Join(joinables, lengths=lengths[trainer.global_rank] if is_regular else None)
         self._join.__enter__()
         # Lightning tells all ranks before each batch whether rank 0 was told to end. A rank that has run out of batches
         # would not listen; one that is told to end does so by itself.
         self._epoch_loop = epoch_loop
         epoch_loop._broadcast_sigterm_tensor = lambda: None
+        update_schedulers = epoch_loop.update_lr_schedulers
 
-    def end_if_last(self, trainer: Trainer) -> None:
-        """This rank has made a step; if it was its last of the epoch, wait for the others, and do what they do."""
-        if self._join is not None and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self._leave()
+        def update_and_leave(*args: Any, **kwargs: Any) -> None:
+            """A batch ends; after this rank's last one of the epoch, wait for the others, and do what they do."""
+            update_schedulers(*args, **kwargs)
+            if self._join is not None and epoch_loop.batch_progress.is_last_batch:
+                self._leave()
+
+        epoch_loop.update_lr_schedulers = update_and_leave
 
     def fail(self, error: BaseException) -> None:
         """An exception ends the fit: the other ranks learn of it."""
@@ -98,7 +103,7 @@ class UnevenInputs:
     def _leave(self, error: BaseException | None = None) -> None:
         join, self._join = self._join, None
         assert join is not None
-        del self._epoch_loop._broadcast_sigterm_tensor
+        del self._epoch_loop._broadcast_sigterm_tensor, self._epoch_loop.update_lr_schedulers
         join.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def refuse(self, what: str) -> None:

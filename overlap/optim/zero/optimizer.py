@@ -33,9 +33,9 @@ from overlap.hooks.engine.background import run_now
 from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.transforms.clip import Clipping, ShardedNorm, in_model_order
 from overlap.join import Joinable
-from overlap.join.active import active_join, refuse_once_joined
 from overlap.join.board import Agreement
 from overlap.join.group_collectives import all_reduce, broadcast
+from overlap.join.participation import active_join, refuse_once_joined
 from overlap.optim.declared import check_one_eps, check_unit
 from overlap.optim.optimizer import OptimizerProxy
 from overlap.optim.packed_state import tensors_in

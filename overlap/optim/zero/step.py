@@ -26,7 +26,7 @@ from overlap.hooks.finite import LargestElements
 from overlap.hooks.transforms.clip import ShardedNorm, in_model_order
 from overlap.hooks.wires import Wire, redistribute
 from overlap.hooks.wires.feedback import StageMemory
-from overlap.join.active import active_join
+from overlap.join.participation import active_join
 from overlap.optim.phases import Form, Phase
 from overlap.optim.update import BucketLayout, Update
 from overlap.optim.zero.exchange import Gather
