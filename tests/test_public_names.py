@@ -140,11 +140,8 @@ NAMES = {
         "Offloaded",
         "apply_activation_checkpointing",
         "checkpoint_wrapper",
-        "limit_offload_in_flight",
-        "limit_offload_pool",
         "offload_wrapper",
         "offloaded_bytes",
-        "release_offload_pool",
     ],
     "overlap.errors": [
         "ArgumentTypeError",

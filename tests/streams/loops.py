@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 from overlap import ClipGradNorm, Int8, Join, PeerError, SkipNonFinite, auto_quantize
-from overlap.activations import limit_offload_in_flight
+from overlap.activations import offload
 from overlap.hooks.engine.registration import registration_of
 
 from .model import batch
@@ -135,18 +136,18 @@ def logs(game: Game) -> None:
 
 def offloads(game: Game) -> None:
     """All that is offloaded leaves the device, however little it is."""
-    limit_offload_in_flight(0, "cpu")
-    trains(game)
+    with mock.patch.object(offload, "IN_FLIGHT_BYTES", 0):
+        trains(game)
 
 
 def stops_halfway(game: Game) -> None:
-    """Backward ends in the last layer, so that what was fetched ahead for others is dropped."""
-    limit_offload_in_flight(0, "cpu")
+    """Backward ends in the last layer, so that tensors that were prefetched for others are dropped."""
     model = game.ddp.module
-    for step in range(_STEPS):
-        tokens, _ = batch(step, game.rank) if not game.batches else game.batches[step]
-        torch.autograd.grad(model(tokens).sum(), model.head.weight)
-        torch.autograd.grad(model(tokens).sum(), model.layers[2][0].weight)
+    with mock.patch.object(offload, "IN_FLIGHT_BYTES", 0):
+        for step in range(_STEPS):
+            tokens, _ = batch(step, game.rank) if not game.batches else game.batches[step]
+            torch.autograd.grad(model(tokens).sum(), model.head.weight)
+            torch.autograd.grad(model(tokens).sum(), model.layers[2][0].weight)
 
 
 def accumulates(game: Game) -> None:
