@@ -177,7 +177,7 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
             plain=adamw,
         ),
         "quantized collectives": Scenario(
-            build=adamw, loop=loops.quantizes, host_syncs=("overlap/quantized/algorithms.py:_agreed",)
+            build=adamw, loop=loops.quantizes, host_syncs=("overlap/quantized/collectives.py:wait",)
         ),
         "offload": Scenario(build=step(AllReduce), loop=loops.offloads, model=Offloading, plain=adamw),
         "offload, in flight": Scenario(build=step(AllReduce), model=Offloading, plain=adamw),
