@@ -149,7 +149,6 @@ NAMES = {
         "ConfigurationError",
         "OverlapError",
         "PeerError",
-        "QuantizationOverflowError",
         "RegistrationError",
         "TrainingLoopError",
         "UnsupportedError",
