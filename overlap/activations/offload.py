@@ -175,7 +175,7 @@ class _Copies:
     def _prefetch(self, stored: _Stored) -> None:
         nbytes = 0
         for _ in range(_PREFETCHED):
-            before = stored.before and stored.before()
+            before = None if stored.before is None else stored.before()
             if before is None:
                 return
             stored = before

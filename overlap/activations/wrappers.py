@@ -67,7 +67,7 @@ class Checkpointed(_SharedModule):
 
     _checkpointed: ClassVar[tuple[tuple[str, Any], ...]]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, of which only the arguments are kept for backward."""
         plain: Callable[..., Any] = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():

@@ -182,7 +182,7 @@ class Clock:
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
         """From one mark to another; the closer they are, the finer it is."""
-        return (end - start) / 1e6
+        return float(end - start) / 1e6
 
     def calendar_ns(self, mark: Any) -> int:
         """The time of a mark, in ns since the Unix epoch."""

@@ -57,10 +57,10 @@ def _rank_events(steps: Sequence[StepReport]) -> Iterator[dict[str, Any]]:
         for place in sorted(set(places)):
             yield _thread(first + place, name if place == 0 else f"{name} ({place + 1})")
         for (step, bucket, one), place in zip(shown, places, strict=True):
-            facts = {"step": step.step, "bucket": bucket.index, "for": one.kind}
+            details: dict[str, Any] = {"step": step.step, "bucket": bucket.index, "for": one.kind}
             if is_collective:
-                facts |= {"sent bytes": one.sent_bytes, "gradient bytes": bucket.gradient_bytes}
-            yield _slice(f"{one.label}[bucket {bucket.index}]", step, one, first + place, facts)
+                details |= {"sent bytes": one.sent_bytes, "gradient bytes": bucket.gradient_bytes}
+            yield _slice(f"{one.label}[bucket {bucket.index}]", step, one, first + place, details)
 
 
 def _thread(thread: int, name: str) -> dict[str, Any]:
