@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def save_reports(reports: Mapping[str, Report], path: str | Path, *, step: int |
     FigureCanvasAgg(figure)
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     end_ms = max(
-        one.start_ms - steps[0].start_ms + max([one.step_ms, *(bucket.done_ms for bucket in one.buckets)])
+        one.start_ms + max([one.step_ms, *(bucket.done_ms for bucket in one.buckets)])
         for steps in panels.values()
         for one in steps
     )
@@ -93,7 +94,7 @@ def save_reports(reports: Mapping[str, Report], path: str | Path, *, step: int |
 
 
 def _chosen(reports: Mapping[str, Report], number: int | None) -> dict[str, list[StepReport]]:
-    """One step of each report on its first ranks, the rank that began first ahead."""
+    """One step of each report, on its first ranks, with ``start_ms`` from the start of the rank that began first."""
     chosen = {}
     for title, report in reports.items():
         wanted = report.median_step() if number is None else number
@@ -101,7 +102,8 @@ def _chosen(reports: Mapping[str, Report], number: int | None) -> dict[str, list
         if not steps:
             recorded = f"0 to {len(report.ranks[0]) - 1}" if report.ranks[0] else "none"
             raise ConfigurationError(f"step is {number}, and the steps that were recorded ({title}) are: {recorded}")
-        chosen[title] = sorted(steps, key=lambda one: one.start_ms)
+        origin_ms = min(one.start_ms for one in steps)
+        chosen[title] = [replace(one, start_ms=one.start_ms - origin_ms) for one in steps]
     return chosen
 
 
@@ -129,7 +131,7 @@ def _draw_panel(axes: Any, steps: Sequence[StepReport], end_ms: float, shown: se
     places = []
     for rank, step in enumerate(steps):
         bars = (_compute_bars(step), _bucket_bars(step, collectives=True), _bucket_bars(step, collectives=False))
-        shift_ms, top = step.start_ms - steps[0].start_ms, _RANK * rank
+        shift_ms, top = step.start_ms, _RANK * rank
         for lane, own in enumerate(bars):
             places.append((top + _LANE * lane + 0.5, f"rank {step.rank}  {_LANES[lane]}"))
             _draw_lane(axes, list(own), top + _LANE * lane, shift_ms, end_ms, shown)
