@@ -101,9 +101,9 @@ def quantizes(game: Game) -> None:
         reduce, scatter = auto_quantize(reduce, Int8()), auto_quantize(scatter, Int8())
     for _ in range(_STEPS):
         sums = [parameter.detach().clone() for parameter in game.ddp.parameters()]
-        works = [reduce(one, async_op=True) for one in sums]
-        # Nobody else keeps what is reduced here.
         own = torch.zeros_like(sums[0])
+        works = [reduce(one, async_op=True) for one in sums]
+        # Nobody else keeps the tensors that are reduced here.
         works.append(scatter(own, [own.neg() for _ in range(dist.get_world_size())], async_op=True))
         torch.empty_like(next(game.ddp.parameters()))  # It may get their memory.
         for work in works:
