@@ -112,8 +112,11 @@ def auto_quantize(
         used = tuple(bound.arguments.values())
         coroutine, outputs = make(exchange, *used)
         try:
-            if outputs[0].device.type == "cpu":
-                _compare(group, _call(name, bound.arguments.get("op"), outputs, wire))
+            call = _call(name, bound.arguments.get("op"), outputs, wire)
+            known = _compared.setdefault(group, set())
+            if outputs[0].device.type == "cpu" and call not in known:
+                agree(group, f"call a quantized {call}")
+                known.add(call)
             work = QuantizedWork(coroutine, exchange, outputs, name, used)
         finally:
             coroutine.close()
@@ -131,13 +134,6 @@ def _call(name: str, op: Any, outputs: Sequence[Tensor], wire: Wire) -> str:
         return f"{name} as {wire}"
     reduction = "" if op is None else "AVG " if op == dist.ReduceOp.AVG else "SUM "
     return f"{reduction}{name} with a result of {sum(output.numel() for output in outputs)} elements, as {wire}"
-
-
-def _compare(group: dist.ProcessGroup, call: str) -> None:
-    known = _compared.setdefault(group, set())
-    if call not in known:
-        agree(group, f"call a quantized {call}")
-        known.add(call)
 
 
 def _wire(qtype: Any) -> Wire:
@@ -170,9 +166,7 @@ def _known() -> dict[Any, Callable[..., _Made]]:
 
 
 def _all_gather(exchange: Exchange, tensor_list: Sequence[Tensor], tensor: Tensor) -> _Made:
-    _check_list(exchange, "tensor_list", tensor_list)
-    for output in tensor_list:
-        _check_numel("a tensor of tensor_list", output, tensor.numel())
+    _check_list(exchange, "tensor_list", tensor_list, numel=tensor.numel())
     _check(tensor, *tensor_list)
     return exchange.all_gather(tensor_list, tensor), list(tensor_list)
 
@@ -217,9 +211,7 @@ def _all_reduce(exchange: Exchange, tensor: Tensor, op: Any = dist.ReduceOp.SUM)
 def _reduce_scatter(
     exchange: Exchange, output: Tensor, input_list: Sequence[Tensor], op: Any = dist.ReduceOp.SUM
 ) -> _Made:
-    _check_list(exchange, "input_list", input_list)
-    for tensor in input_list:
-        _check_numel("a tensor of input_list", tensor, output.numel())
+    _check_list(exchange, "input_list", input_list, numel=output.numel())
     _check(output, *input_list)
     _check_op(op)
     return exchange.reduce_scatter(output, input_list, op), [output]
@@ -260,15 +252,17 @@ def _check(*tensors: Tensor) -> None:
             raise ConfigurationError(f"tensors lie on {tensors[0].device} and {tensor.device}: put them on one device")
 
 
-def _check_list(exchange: Exchange, name: str, tensors: Sequence[Tensor]) -> None:
+def _check_list(exchange: Exchange, name: str, tensors: Sequence[Tensor], *, numel: int | None = None) -> None:
     ranks = exchange.group.size()
     if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
         raise ConfigurationError(f"{name} is a list of {ranks} tensors, one for each rank, got {described(tensors)}")
     if len(tensors) != ranks:
         raise ConfigurationError(f"{name} has {len(tensors)} tensors: give one for each of {ranks} ranks")
+    for tensor in tensors if numel is not None else ():
+        _check_numel(f"a tensor of {name}", tensor, numel)
 
 
-def _check_numel(name: str, tensor: Tensor, numel: int) -> None:
+def _check_numel(name: str, tensor: Tensor, numel: int | None) -> None:
     if tensor.numel() != numel:
         raise ConfigurationError(f"{name} has {tensor.numel()} elements, and needs {numel}")
 
