@@ -214,7 +214,7 @@ def test_a_file_that_is_neither_picture_nor_trace(name: str) -> None:
 
 def test_without_matplotlib_a_picture_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_checks, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"^matplotlib not installed: pip install 'ddp-overlap\[timeline\]'$"):
+    with pytest.raises(ConfigurationError, match=r"^matplotlib not installed: pip install '\.\[timeline\]' in a clone"):
         save_reports({"plain": report()}, tmp_path / "step.png")
 
 
