@@ -23,6 +23,7 @@ REMOVED = {
     "CheckpointManager": "save overlap.state_dict(...) with torch.distributed.checkpoint; see docs/resuming.md",
     "ClipValue": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
     "ElasticLocalSGD": "use torchft, whose LocalSGD and DiLoCo outlive a lost group of ranks",
+    "QuantizationOverflowError": "use warnings.filterwarnings('error', message='.*values too large')",
     "Scale": "write the three lines of docs/transforms.md: a function of a bucket is a transform",
     "uses_current_stream": "use overlap.declare(cls, 'element') or overlap.declare(cls, 'parameter')",
 }

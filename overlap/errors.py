@@ -8,7 +8,6 @@
     │   └── ArgumentTypeError (TypeError)   an argument of another kind, where PyTorch raises a TypeError
     ├── RegistrationError (RuntimeError)    registering with a model that cannot take it
     ├── TrainingLoopError (RuntimeError)    calls in an order that would lose or repeat an update
-    ├── QuantizationOverflowError (OverflowError)  a value does not fit the type that it was to be sent in
     └── CollectiveError (RuntimeError)      a collective did not finish
         └── PeerError                       because another rank failed; names the rank and its error
 """
@@ -23,7 +22,6 @@ __all__ = [
     "ConfigurationError",
     "OverlapError",
     "PeerError",
-    "QuantizationOverflowError",
     "RegistrationError",
     "TrainingLoopError",
     "UnsupportedError",
@@ -101,14 +99,6 @@ class TrainingLoopError(OverlapError, RuntimeError):
     ... except TrainingLoopError as error:
     ...     print(type(error).__name__)
     TrainingLoopError
-    """
-
-
-class QuantizationOverflowError(OverlapError, OverflowError):
-    """A value on some rank does not fit the type that it was to be sent in.
-
-    >>> issubclass(QuantizationOverflowError, OverflowError)
-    True
     """
 
 

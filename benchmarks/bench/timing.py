@@ -17,7 +17,7 @@ from benchmarks.bench.settings import OPTIMIZERS, Settings
 from benchmarks.bench.variants import TrainingLoop, TrainingSetup, Variant, registry
 from benchmarks.measuring import Counting, MemoryMeter, available_bytes, describe_machine, sent_bytes_counter
 from benchmarks.ranks import World
-from overlap.timeline.clock import Clock, clock_for
+from overlap.timeline.recording import Clock, clock_for
 
 _COUNTED_STEPS = 2
 _PROFILED_STEPS = 3

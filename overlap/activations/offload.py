@@ -1,162 +1,74 @@
-"""Activations kept on the CPU until backward needs them."""
+"""[Note: activations on the CPU]
+
+All copies between a device and the CPU run on one stream of the device, beside the computation. A copy to the CPU
+starts after the work that the computation has queued so far. A copy back is written to memory of the computation's
+stream, after all that was queued there before, and the computation waits for it where the tensor is used. Backward
+prefetches the tensors that were stored before the one it fetches.
+
+Each copy is one `cudaMemcpyAsync` from or to pinned memory: both sides have the same dtype and the strides of a dense
+tensor, and no pending conjugation or sign. PyTorch copies anything else through pageable memory, which waits for the
+device; such tensors are made dense on the device first.
+
+The caching allocator knows only the stream that a tensor was allocated for, so a reference is kept until that stream
+has been made to wait for the copy. (`record_stream` would release the memory only when the host finds the copy done,
+late if the host runs ahead; it remains for copies that nobody waits for.) At most `IN_FLIGHT_BYTES`, or one tensor, are
+kept in each direction: beyond that the computation waits for the oldest copy to the CPU, and nothing more is
+prefetched. The host is never blocked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+import functools
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from overlap._checks import check_whole_number, refuse_capture, told
-from overlap.activations.shared_module import SharedModule, shared_module
-from overlap.activations.store import Stored, store_of, stores
-from overlap.errors import ConfigurationError
+from overlap._checks import refuse_capture
+from overlap._torch.autograd import version
+from overlap._torch.device import current_stream, has_streams, hold, host_buffer, new_stream, on_stream, recorded_event
+from overlap.errors import TrainingLoopError
 
-__all__ = [
-    "Offloaded",
-    "limit_offload_in_flight",
-    "limit_offload_pool",
-    "offload_wrapper",
-    "offloaded_bytes",
-    "offloading",
-    "release_offload_pool",
-]
+__all__ = ["LEAST_BYTES", "offloaded_bytes", "offloading"]
 
-_LEAST_BYTES = 1024
-_Module = TypeVar("_Module", bound=nn.Module)
+LEAST_BYTES = 1024
+IN_FLIGHT_BYTES = 256 * 2**20
+_PREFETCHED = 16
 
 
-class Offloaded(SharedModule):
-    """The class of what :func:`offload_wrapper` returns, besides the module's own class.
+def offloading(resident: Iterable[Tensor], *, min_bytes: int) -> saved_tensors_hooks:
+    """Keeps the tensors on the CPU that autograd saves inside, except for those in the memory of ``resident``."""
+    # Hooks are given detached aliases, so parameters are recognized by their memory.
+    kept = {tensor.untyped_storage().data_ptr() for tensor in resident}
 
-    >>> wrapped = offload_wrapper(model)
-    >>> isinstance(wrapped, Offloaded), isinstance(wrapped, torch.nn.Sequential)
-    (True, True)
-    """
+    def pack(tensor: Tensor) -> Tensor | _Stored:
+        if not _is_plain(tensor) or tensor.nbytes < max(min_bytes, 1) or tensor.untyped_storage().data_ptr() in kept:
+            return tensor
+        refuse_capture("offload_wrapper", "capture the module without it", tensor.device)
+        if not has_streams(tensor.device):
+            return _Stored(tensor.clone())
+        return _copies_of(tensor.device).store(tensor.detach())
 
-    options_name = "_offload_min_bytes"
-    untraced = ("forward",)
-    _offload_min_bytes: int
+    def unpack(packed: Tensor | _Stored) -> Tensor:
+        if not isinstance(packed, _Stored):
+            return packed
+        return packed.host if packed.copies is None else packed.copies.fetch(packed)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, with what autograd saves for backward moved to the CPU."""
-        plain: Callable[..., Any] = super().forward  # type: ignore[misc]
-        with offloading(self, (*args, *kwargs.values()), min_bytes=self._offload_min_bytes):
-            return plain(*args, **kwargs)
-
-
-def offload_wrapper(module: _Module, *, min_bytes: int = _LEAST_BYTES) -> _Module:
-    """``module`` with the tensors that autograd saves for backward kept on the CPU.
-
-    Parameters and buffers of the module, which stay in memory anyway, are never moved, nor are parameters among its
-    arguments. On CUDA copies go through a pool of pinned buffers and on a stream of their own, so that they overlap
-    with computation, and what backward needs next is fetched ahead. On the CPU tensors are copied to other memory and
-    back, which saves nothing and shows that it works. What is returned is as transparent as what
-    :func:`checkpoint_wrapper` returns.
-
-    As with all hooks on saved tensors, autograd does not see that a saved tensor is changed in place before backward:
-    gradients are then those of the values that were saved. On an accelerator a change while the tensor is on its way
-    to the CPU makes backward raise a :class:`TrainingLoopError`.
-
-    Args:
-        module: takes and returns anything; wrapped before DDP. Under ``torch.compile`` it runs as it is, uncompiled.
-        min_bytes: smaller tensors stay where they are.
-
-    Raises:
-        ConfigurationError: ``module`` is not a module with a ``forward``, is wrapped already, or ``min_bytes`` is bad.
-        UnsupportedError: ``module`` has been compiled or scripted, has DDP in it, or is lazy and was never called.
-
-    >>> isinstance(offload_wrapper(torch.nn.Linear(2, 2)), torch.nn.Linear)
-    True
-    """
-    if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:
-        raise ConfigurationError(f"min_bytes is {told(min_bytes)}: give a number of bytes, such as {_LEAST_BYTES}")
-    return shared_module(module, Offloaded, min_bytes)
+    return saved_tensors_hooks(pack, unpack)
 
 
-def offloaded_bytes(device: torch.device | str | None = None) -> int:
-    """Bytes of activations of ``device`` (the current accelerator's, or the CPU's) that are kept on the CPU now.
+def offloaded_bytes() -> int:
+    """Bytes of activations that are kept on the CPU now.
 
     >>> offloaded_bytes()
     0
     """
-    return store_of(_device(device)).lent_bytes
-
-
-def release_offload_pool() -> int:
-    """Give back the CPU's memory that was used for activations and is kept for the next step; returns its bytes.
-
-    What holds activations now is not touched. The next step takes memory anew.
-
-    >>> freed = release_offload_pool()
-    """
-    return sum(store.release() for store in stores())
-
-
-def limit_offload_pool(nbytes: int, device: torch.device | str | None = None) -> None:
-    """Keep at most ``nbytes`` of the CPU's memory between steps for activations of ``device``; 0 keeps nothing.
-
-    Without a call it is 64 MB for activations of the CPU, and for those of a GPU what the steps before needed at most.
-
-    Args:
-        nbytes: in memory that holds no activations now; pinned for those of a GPU.
-        device: the current accelerator, or the CPU without one, where ``None``.
-
-    Raises:
-        ConfigurationError: ``nbytes`` is not a whole number of at least 0.
-
-    >>> limit_offload_pool(64 * 2**20, "cpu")
-    """
-    store_of(_device(device)).limit(check_whole_number("nbytes", nbytes, least=0))
-
-
-def limit_offload_in_flight(nbytes: int, device: torch.device | str | None = None) -> None:
-    """Hold at most ``nbytes`` of the memory of ``device`` for copies to the CPU, and as much for what is fetched ahead.
-
-    When more would be on its way to the CPU, the device's computation waits for the oldest copies; the host does not.
-    One tensor may be on its way in each direction, however large it is. Without a call it is 256 MB. It changes nothing
-    for activations of the CPU, which are copied at once.
-
-    Args:
-        nbytes: a larger number lets forward run further ahead of the copies; 0 lets one tensor be on its way.
-        device: the current accelerator, or the CPU without one, where ``None``.
-
-    Raises:
-        ConfigurationError: ``nbytes`` is not a whole number of at least 0.
-
-    >>> limit_offload_in_flight(256 * 2**20)
-    """
-    store_of(_device(device)).in_flight_bytes = check_whole_number("nbytes", nbytes, least=0)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def offloading(module: Any, values: Iterable[Any], *, min_bytes: int = _LEAST_BYTES) -> AbstractContextManager[Any]:
-    """Keeps on the CPU what autograd saves inside, but for parameters of ``module`` and among ``values``."""
-    if not torch.is_grad_enabled():
-        return nullcontext()
-    given = (value for value in values if isinstance(value, nn.Parameter))
-    # Hooks are handed detached aliases, so parameters are recognized by their memory.
-    resident = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers(), *given)}
-
-    def pack(tensor: Tensor) -> Tensor | Stored:
-        # The layout first: a sparse tensor has no number of bytes.
-        if not _is_plain(tensor) or tensor.nbytes < max(min_bytes, 1):
-            return tensor
-        if tensor.untyped_storage().data_ptr() in resident:
-            return tensor
-        refuse_capture("offload_wrapper", "capture the module without it", tensor.device)
-        return store_of(tensor.device).put(tensor)
-
-    def unpack(packed: Tensor | Stored) -> Tensor:
-        return packed.fetch() if isinstance(packed, Stored) else packed
-
-    return saved_tensors_hooks(pack, unpack)
+    return sum(stored.host.nbytes for stored in _all_stored)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -168,3 +80,123 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.device.type in ("cpu", "cuda")
         and tensor.nbytes <= tensor.untyped_storage().nbytes()
     )
+
+
+class _Stored:
+    """A tensor in the CPU's memory, and on its device for as long as nobody has waited for its copy."""
+
+    copies: _Copies | None = None
+    tensor: Tensor | None = None
+    """The device's tensor, which a copy reads or writes; ``done`` is the event after that copy."""
+    done: Any = None
+    version = 0
+    is_leaving = False
+    is_changed = False
+    is_fetched = False
+    before: ref[_Stored] | None = None
+
+    def __init__(self, host: Tensor) -> None:
+        self.host = host
+        _all_stored.add(self)
+
+    def settle(self) -> Tensor:
+        """Make the current stream wait for the copy, after which the device's tensor need not be kept."""
+        assert self.tensor is not None
+        tensor, self.tensor = self.tensor, None
+        self.is_changed = self.is_leaving and version(tensor) != self.version
+        self.is_leaving = False
+        current_stream(tensor.device).wait_event(self.done)
+        return hold(tensor)
+
+    def __del__(self) -> None:
+        if self.tensor is not None and self.copies is not None:
+            hold(self.tensor, self.copies.stream)
+
+
+_all_stored: WeakSet[_Stored] = WeakSet()
+
+
+class _Copies:
+    """Copies between one device and the CPU. See [Note: activations on the CPU]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = new_stream(device)
+        self._lock = threading.Lock()
+        self._last: ref[_Stored] | None = None
+        self._leaving: deque[tuple[int, ref[_Stored]]] = deque()
+        self._leaving_bytes = 0
+        """Of device memory, at most: tensors that were dropped count until they are the oldest."""
+
+    def store(self, tensor: Tensor) -> _Stored:
+        """Start to copy ``tensor`` to the CPU; other streams must not change it."""
+        stride = torch.empty_like(tensor, device="meta").stride()
+        if tensor.stride() != stride or tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.clone()
+        buffer = host_buffer(tensor.nbytes, self.device)
+        stored = _Stored(buffer.view(tensor.dtype).as_strided(tensor.size(), tensor.stride()))
+        stored.copies, stored.is_leaving = self, True
+        self.stream.wait_stream(current_stream(self.device))
+        with on_stream(self.stream):
+            stored.host.copy_(tensor, non_blocking=True)
+            stored.tensor, stored.version, stored.done = tensor, version(tensor), recorded_event(self.device)
+        nbytes = tensor.untyped_storage().nbytes()
+        with self._lock:
+            stored.before, self._last = self._last, ref(stored)
+            self._leaving.append((nbytes, self._last))
+            self._leaving_bytes += nbytes
+            while self._leaving_bytes > IN_FLIGHT_BYTES and len(self._leaving) > 1:
+                nbytes, reference = self._leaving.popleft()
+                self._leaving_bytes -= nbytes
+                if (oldest := reference()) is not None:
+                    oldest.settle()
+        return stored
+
+    def fetch(self, stored: _Stored) -> Tensor:
+        """The tensor on its device, for the current stream.
+
+        Raises:
+            TrainingLoopError: the tensor was changed in place while it was copied to the CPU.
+        """
+        here = stored.tensor if stored.is_leaving else None
+        if stored.is_changed or (here is not None and version(here) != stored.version):
+            raise TrainingLoopError(
+                f"a tensor of shape {tuple(stored.host.shape)} that backward needs was changed in place after it was "
+                "saved, while it was copied to the CPU: change a copy of it, or do not offload the module"
+            )
+        if here is None:
+            if stored.tensor is None:
+                self._copy_back(stored)
+            here = stored.settle()
+        stored.is_fetched = True
+        self._prefetch(stored)
+        return here
+
+    def _prefetch(self, stored: _Stored) -> None:
+        nbytes = 0
+        for _ in range(_PREFETCHED):
+            before = None if stored.before is None else stored.before()
+            if before is None:
+                return
+            stored = before
+            if stored.is_fetched or stored.is_leaving:
+                continue
+            nbytes += stored.host.nbytes
+            if nbytes > max(IN_FLIGHT_BYTES, stored.host.nbytes):
+                return
+            if stored.tensor is None:
+                self._copy_back(stored)
+
+    def _copy_back(self, stored: _Stored) -> None:
+        host = stored.host
+        tensor = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self.device)
+        # The memory may have been another tensor's, which the computation still reads.
+        self.stream.wait_stream(current_stream(self.device))
+        with on_stream(self.stream):
+            tensor.copy_(host, non_blocking=True)
+            stored.tensor, stored.done = tensor, recorded_event(self.device)
+
+
+@functools.cache
+def _copies_of(device: torch.device) -> _Copies:
+    return _Copies(device)

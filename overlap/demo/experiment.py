@@ -36,7 +36,7 @@ from overlap.demo.settings import Settings
 from overlap.hooks import AllReduce, Cast, PowerSGD, Quantize, Stage
 from overlap.hooks.wires import BFloat16, Float8, Float16, Int4, Int8, TopK, Wire
 from overlap.optim import LocalSGD, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
-from overlap.timeline.clock import Clock, clock_for
+from overlap.timeline.recording import Clock, clock_for
 
 __all__ = [
     "Digits", "Outcome", "Parity", "Recipe", "Report", "Run", "accuracy", "batches_of_epoch", "compare",

@@ -1,6 +1,5 @@
 """Collectives of ``torch.distributed`` whose tensors travel in fewer bits."""
 
-from overlap.quantized.auto import auto_quantize
-from overlap.quantized.formats import DQuantType
+from overlap.quantized.auto import DQuantType, auto_quantize
 
 __all__ = ["DQuantType", "auto_quantize"]

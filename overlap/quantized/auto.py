@@ -8,61 +8,79 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._checks import as_number, described, is_one_of, told
+from overlap._checks import as_number, described, told
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.hooks.wires import RoundingGenerator, Wire
-from overlap.quantized.algorithms import REDUCTIONS, Collective, Exchange
-from overlap.quantized.engine import QuantizedWork, run
-from overlap.quantized.formats import DQuantType, format_of
+from overlap.hooks.wires import BFloat16, Float16, Int8, RoundingGenerator, Wire
+from overlap.join.board import agree
+from overlap.quantized.collectives import Collective, Exchange, QuantizedWork
 
-__all__ = ["auto_quantize"]
+__all__ = ["DQuantType", "auto_quantize"]
 
 _Made = tuple[Collective, list[Tensor]]
-_Roundings = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, RoundingGenerator]]
+
+# The calls that the ranks of a group have compared. Messages of another size than expected end the process inside of
+# Gloo, so a call is compared the first time that it is made.
+_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
+
+
+class DQuantType(enum.Enum):
+    """The type that :func:`overlap.auto_quantize` sends in place of a tensor's own dtype.
+
+    >>> collective = auto_quantize(dist.all_gather_into_tensor, DQuantType.INT8)
+    >>> DQuantType("fp16")
+    <DQuantType.FP16: 'fp16'>
+    """
+
+    FP16 = "fp16"
+    """:class:`overlap.Float16`: 11 bits of precision, up to 65,504."""
+    BFP16 = "bfp16"
+    """:class:`overlap.BFloat16`: 8 bits of precision, the range of fp32."""
+    INT8 = "int8"
+    """:class:`overlap.Int8`: integers of 8 bits with an fp32 scale for each 512 values."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_WIRES = {DQuantType.FP16: Float16(), DQuantType.BFP16: BFloat16(), DQuantType.INT8: Int8()}
 
 
 def auto_quantize(
-    collective: Callable[..., Any],
-    qtype: DQuantType | Wire,
-    quant_loss: float | None = None,
-    *,
-    overflow: Literal["saturate", "raise"] = "saturate",
+    collective: Callable[..., Any], qtype: DQuantType | Wire, quant_loss: float | None = None
 ) -> Callable[..., Any]:
     """``collective`` with its tensors sent as ``qtype``: the same arguments, results in the same tensors and dtypes.
 
-    Values that ``qtype`` holds come back as they are. Sums are taken in fp32 of what was sent; an all-reduce sends its
-    results quantized, too, and is equal in every bit on all ranks. On CPU tensors a thread issues the exchanges over
-    connections of its own, made at a group's first call, in the order of calls; there ranks compare a call the first
-    time that they make one like it.
+    Values that ``qtype`` holds arrive unchanged. Sums are taken in fp32 of the values that were sent; an all-reduce
+    sends its results quantized, too, and is equal in every bit on all ranks. Finite values that are too large for
+    ``qtype`` are saturated, with a ``RuntimeWarning`` where the results are waited for (on CUDA the host waits for
+    that); a sum that is too large becomes infinite.
 
     Args:
         collective: ``all_gather``, ``all_gather_into_tensor``, ``all_to_all``, ``all_to_all_single``, ``all_reduce``,
             ``reduce_scatter`` or ``reduce_scatter_tensor`` of ``torch.distributed``. Tensors are of any shape and of
-            floating-point dtypes; reductions are ``SUM``, ``AVG``, ``MAX`` and ``MIN``.
-        qtype: what to send: a :class:`DQuantType`, or any :class:`Wire` such as ``Int4()``. Each process group that is
-            used has random numbers of its own for stochastic rounding.
-        quant_loss: what results are divided by, to make up for a loss that is known.
-        overflow: ``"saturate"`` to send the largest value that ``qtype`` holds for a finite one that is larger, with a
-            ``RuntimeWarning`` where the results are waited for, or ``"raise"`` for an error on every rank, at the price
-            of one small all-reduce more for each exchange. Either looks at the values: on CUDA the host waits.
+            floating-point dtypes; reductions are ``SUM`` and ``AVG``.
+        qtype: a :class:`DQuantType`, or any :class:`Wire` such as ``Int4()``. Each process group that is used has
+            random numbers of its own for stochastic rounding.
+        quant_loss: results are divided by it.
 
     Returns:
-        The function. With ``async_op=True`` it returns a work with ``wait`` and ``get_future``; do not touch
-        the tensors before it is done.
+        The function. With ``async_op=True`` it returns a work with ``wait`` and ``get_future``, which on CPU tensors is
+        done; do not touch CUDA tensors before it is done.
 
-    Issues: exchanges between ranks and all-gathers of bytes, as many as the plain collective would of ``qtype``.
+    Communication: sends and receives between ranks and all-gathers of bytes, as many as the plain collective would of
+    ``qtype``, on ``group`` itself in the order of calls. On CPU tensors ranks compare a call through the group's store
+    the first time that they make it.
 
     Raises:
-        ConfigurationError: an argument is none of those; a list has not one tensor for each rank, or of another size.
-        UnsupportedError: a tensor is not floating-point, or a reduction not of those.
-        QuantizationOverflowError: a value was too large, with ``overflow="raise"``.
-        CollectiveError: ranks call different collectives, or with results of other sizes (on CPU tensors with Gloo).
+        ConfigurationError: an argument is none of those; a list does not have one tensor for each rank, or of another
+            size.
+        UnsupportedError: a tensor is not floating-point, or another reduction.
+        CollectiveError: ranks call different collectives, or with results of other sizes (on CPU tensors).
 
     >>> auto_quantize(torch.distributed.all_reduce, overlap.DQuantType.FP16).__name__
     'all_reduce'
@@ -72,17 +90,13 @@ def auto_quantize(
     if make is None:
         names = sorted({known.__name__ for known in _known()})
         raise ConfigurationError(f"{name} cannot be quantized; these can, of torch.distributed: {', '.join(names)}")
-    kind = _kind(qtype)
-    if quant_loss is not None and ((number := as_number(quant_loss)) is None or not math.isfinite(number)):
+    wire = _wire(qtype)
+    number = None if quant_loss is None else as_number(quant_loss)
+    if quant_loss is not None and (number is None or not math.isfinite(number) or not number):
         raise ConfigurationError(
-            f"quant_loss is {told(quant_loss)}: give a number, which results are divided by, or None"
+            f"quant_loss is {told(quant_loss)}: give a number other than 0, which results are divided by, or None"
         )
-    if quant_loss is not None and not quant_loss:
-        raise ConfigurationError("quant_loss is 0, and results are divided by it")
-    if not is_one_of(overflow, "saturate", "raise"):
-        raise ConfigurationError(f"overflow is {told(overflow)}: give 'saturate' or 'raise'")
-    form = format_of(kind)
-    roundings: _Roundings = weakref.WeakKeyDictionary()
+    generators: weakref.WeakKeyDictionary[dist.ProcessGroup, RoundingGenerator] = weakref.WeakKeyDictionary()
     signature = inspect.signature(collective)
 
     @functools.wraps(collective)
@@ -90,20 +104,22 @@ def auto_quantize(
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         group, async_op = bound.arguments.pop("group"), bound.arguments.pop("async_op")
-        used = dist.group.WORLD if group is None else group
-        if not isinstance(used, dist.ProcessGroup):
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(group, dist.ProcessGroup):
             raise ConfigurationError(f"{name}: this rank is not in the group, or there is no process group yet")
-        exchange = Exchange(
-            group=used,
-            form=form,
-            roundings=roundings.setdefault(used, {}),
-            raises=overflow == "raise",
-            loss=quant_loss,
-        )
-        coroutine, outputs = make(exchange, *bound.arguments.values())
-        device = outputs[0].device
-        work = QuantizedWork(outputs, name, device, used=tuple(bound.arguments.values()))
-        run(coroutine, work, used, device, _in_words(name, bound.arguments.get("op"), outputs, kind))
+        rounding = generators.setdefault(group, RoundingGenerator(wire))
+        exchange = Exchange(group=group, wire=wire, rounding=rounding, loss=number)
+        used = tuple(bound.arguments.values())
+        coroutine, outputs = make(exchange, *used)
+        try:
+            call = _call(name, bound.arguments.get("op"), outputs, wire)
+            known = _compared.setdefault(group, set())
+            if outputs[0].device.type == "cpu" and call not in known:
+                agree(group, f"call a quantized {call}")
+                known.add(call)
+            work = QuantizedWork(coroutine, exchange, outputs, name, used)
+        finally:
+            coroutine.close()
         if async_op:
             return work
         work.wait()
@@ -112,20 +128,20 @@ def auto_quantize(
     return quantized
 
 
-def _in_words(name: str, op: Any, outputs: Sequence[Tensor], kind: DQuantType | Wire) -> str:
-    """A call as all ranks must make it; sizes of an all-to-all are each rank's own."""
-    reduction = next((f"{known.name} " for known in REDUCTIONS if known == op), "")
+def _call(name: str, op: Any, outputs: Sequence[Tensor], wire: Wire) -> str:
+    """The call as all ranks must make it; sizes of an all-to-all are each rank's own."""
     if name.startswith("all_to_all"):
-        return f"{name} as {kind}"
-    return f"{reduction}{name} with a result of {sum(output.numel() for output in outputs)} elements, as {kind}"
+        return f"{name} as {wire}"
+    reduction = "" if op is None else "AVG " if op == dist.ReduceOp.AVG else "SUM "
+    return f"{reduction}{name} with a result of {sum(output.numel() for output in outputs)} elements, as {wire}"
 
 
-def _kind(qtype: Any) -> DQuantType | Wire:
-    """``qtype``, or what the member of PyTorch's own ``DQuantType`` of the same name stands for."""
-    if isinstance(qtype, (DQuantType, Wire)):
+def _wire(qtype: Any) -> Wire:
+    if isinstance(qtype, Wire):
         return qtype
+    # PyTorch's own DQuantType has the same names.
     if isinstance(qtype, enum.Enum) and type(qtype).__name__ == "DQuantType" and qtype.name in DQuantType.__members__:
-        return DQuantType[qtype.name]
+        return _WIRES[DQuantType[qtype.name]]
     raise ConfigurationError(
         f"qtype is {told(qtype)}: give one of {', '.join(f'DQuantType.{one.name}' for one in DQuantType)}, or a Wire "
         "such as Int4()"
@@ -145,14 +161,12 @@ def _known() -> dict[Any, Callable[..., _Made]]:
         "reduce_scatter_single": _reduce_scatter_tensor,
         "reduce_scatter_tensor": _reduce_scatter_tensor,
     }
-    # Renamed in torch 2.13: both names are taken where both are there.
+    # Renamed in torch 2.13: both names are taken if both are there.
     return {getattr(dist, name): make for name, make in by_name.items() if hasattr(dist, name)}
 
 
 def _all_gather(exchange: Exchange, tensor_list: Sequence[Tensor], tensor: Tensor) -> _Made:
-    _check_list(exchange, "tensor_list", tensor_list)
-    for output in tensor_list:
-        _check_numel("a tensor of tensor_list", output, tensor.numel())
+    _check_list(exchange, "tensor_list", tensor_list, numel=tensor.numel())
     _check(tensor, *tensor_list)
     return exchange.all_gather(tensor_list, tensor), list(tensor_list)
 
@@ -197,9 +211,7 @@ def _all_reduce(exchange: Exchange, tensor: Tensor, op: Any = dist.ReduceOp.SUM)
 def _reduce_scatter(
     exchange: Exchange, output: Tensor, input_list: Sequence[Tensor], op: Any = dist.ReduceOp.SUM
 ) -> _Made:
-    _check_list(exchange, "input_list", input_list)
-    for tensor in input_list:
-        _check_numel("a tensor of input_list", tensor, output.numel())
+    _check_list(exchange, "input_list", input_list, numel=output.numel())
     _check(output, *input_list)
     _check_op(op)
     return exchange.reduce_scatter(output, input_list, op), [output]
@@ -240,19 +252,21 @@ def _check(*tensors: Tensor) -> None:
             raise ConfigurationError(f"tensors lie on {tensors[0].device} and {tensor.device}: put them on one device")
 
 
-def _check_list(exchange: Exchange, name: str, tensors: Sequence[Tensor]) -> None:
+def _check_list(exchange: Exchange, name: str, tensors: Sequence[Tensor], *, numel: int | None = None) -> None:
     ranks = exchange.group.size()
     if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
         raise ConfigurationError(f"{name} is a list of {ranks} tensors, one for each rank, got {described(tensors)}")
     if len(tensors) != ranks:
         raise ConfigurationError(f"{name} has {len(tensors)} tensors: give one for each of {ranks} ranks")
+    for tensor in tensors if numel is not None else ():
+        _check_numel(f"a tensor of {name}", tensor, numel)
 
 
-def _check_numel(name: str, tensor: Tensor, numel: int) -> None:
+def _check_numel(name: str, tensor: Tensor, numel: int | None) -> None:
     if tensor.numel() != numel:
         raise ConfigurationError(f"{name} has {tensor.numel()} elements, and needs {numel}")
 
 
 def _check_op(op: Any) -> None:
-    if op not in REDUCTIONS:
-        raise UnsupportedError(f"{op} cannot be quantized: give SUM, AVG, MAX or MIN")
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise UnsupportedError(f"{op} cannot be quantized: give SUM or AVG")

@@ -1,13 +1,241 @@
-"""The recorded steps of all ranks."""
+"""The recorded steps of all ranks: intervals, and what follows from them. All times are in ms."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any, Literal
 
-from overlap.timeline.steps import StepReport
-from overlap.timeline.table import bucket_rows, step_rows
+__all__ = ["Activity", "BucketReport", "Interval", "Kind", "Phase", "Report", "StepReport"]
 
-__all__ = ["Report"]
+PhaseName = Literal["buffers", "forward", "loss", "backward", "finalization", "optimizer", "wait"]
+Kind = Literal["reduce", "transform", "update", "gather", "average"]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """From ``start_ms`` to ``end_ms``, counted from the start of its step."""
+
+    start_ms: float
+    end_ms: float
+
+    @property
+    def duration_ms(self) -> float:
+        """Its length."""
+        return self.end_ms - self.start_ms
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same moments as intervals in order that do not touch.
+
+    >>> union([Interval(4, 5), Interval(0, 2), Interval(1, 3)])
+    [Interval(start_ms=0, end_ms=3), Interval(start_ms=4, end_ms=5)]
+    """
+    merged: list[Interval] = []
+    for one in sorted(intervals, key=lambda one: one.start_ms):
+        if merged and one.start_ms <= merged[-1].end_ms:
+            merged[-1] = Interval(merged[-1].start_ms, max(merged[-1].end_ms, one.end_ms))
+        else:
+            merged.append(Interval(one.start_ms, one.end_ms))
+    return merged
+
+
+def intersection(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
+    """The moments that are in both.
+
+    >>> intersection([Interval(0, 3)], [Interval(1, 2), Interval(2.5, 9)])
+    [Interval(start_ms=1, end_ms=2), Interval(start_ms=2.5, end_ms=3)]
+    """
+    others = union(right)
+    both = (
+        Interval(max(one.start_ms, other.start_ms), min(one.end_ms, other.end_ms))
+        for one in union(left)
+        for other in others
+    )
+    return [one for one in both if one.start_ms < one.end_ms]
+
+
+def without(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
+    """The moments of ``left`` that are not in ``right``.
+
+    >>> without([Interval(0, 3)], [Interval(1, 2)])
+    [Interval(start_ms=0, end_ms=1), Interval(start_ms=2, end_ms=3)]
+    """
+    holes = union(right)
+    starts = [float("-inf"), *(hole.end_ms for hole in holes)]
+    ends = [*(hole.start_ms for hole in holes), float("inf")]
+    return intersection(left, map(Interval, starts, ends))
+
+
+def length_ms(intervals: Iterable[Interval]) -> float:
+    """How long they are together, overlaps counted once.
+
+    >>> length_ms([Interval(0, 2), Interval(1, 3), Interval(5, 6)])
+    4
+    """
+    return sum(one.duration_ms for one in union(intervals))
+
+
+def hull(intervals: Sequence[Interval]) -> Interval | None:
+    """From the first start to the last end."""
+    if not intervals:
+        return None
+    return Interval(min(one.start_ms for one in intervals), max(one.end_ms for one in intervals))
+
+
+def lanes(intervals: Sequence[Interval]) -> list[int]:
+    """A lane for each interval, in as few lanes as possible, so that no two in a lane overlap.
+
+    >>> lanes([Interval(0, 4), Interval(1, 2), Interval(2, 3), Interval(4, 5)])
+    [0, 1, 1, 0]
+    """
+    free_at_ms: list[float] = []
+    chosen = [0] * len(intervals)
+    for place in sorted(range(len(intervals)), key=lambda place: intervals[place].start_ms):
+        start_ms, end_ms = intervals[place].start_ms, intervals[place].end_ms
+        lane = next((n for n, free_ms in enumerate(free_at_ms) if free_ms <= start_ms), len(free_at_ms))
+        free_at_ms[lane : lane + 1] = [end_ms]
+        chosen[place] = lane
+    return chosen
+
+
+@dataclass(frozen=True)
+class Phase(Interval):
+    """What the training thread (on CUDA: its stream) was in; docs/timeline.md has a table of them."""
+
+    name: PhaseName
+
+
+@dataclass(frozen=True)
+class Activity(Interval):
+    """Something done for a bucket: a collective, from its launch to its completion, or code of a stage."""
+
+    kind: Kind
+    """What it is for; code of a reducer, such as a cast, is ``reduce``."""
+    label: str
+    """The collective's name, or the stage's ``repr``."""
+    is_collective: bool
+    sent_bytes: int = 0
+    """Bytes that this rank sends for it; 0 if unknown (a communication hook's)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketReport:
+    """One bucket in one step."""
+
+    index: int
+    gradient_bytes: int
+    ready_ms: float
+    """When its last gradient was ready."""
+    activities: tuple[Activity, ...]
+
+    @property
+    def reduce(self) -> Interval | None:
+        """From the launch of the first collective that makes the mean to the completion of the last."""
+        return hull(self.collectives("reduce"))
+
+    @property
+    def update(self) -> Interval | None:
+        """The longest stretch of the update's code."""
+        code = [one for one in self.activities if one.kind == "update" and not one.is_collective]
+        longest = max(code, key=lambda one: one.duration_ms, default=None)
+        return longest and Interval(longest.start_ms, longest.end_ms)
+
+    @property
+    def gather(self) -> Interval | None:
+        """From the launch of the first collective that sends updated parameters to the completion of the last."""
+        return hull(self.collectives("gather"))
+
+    @property
+    def done_ms(self) -> float:
+        """When everything that was recorded for it was over."""
+        return max((one.end_ms for one in self.activities), default=self.ready_ms)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sent for it."""
+        return sum(one.sent_bytes for one in self.activities)
+
+    def collectives(self, kind: Kind | None = None) -> list[Activity]:
+        """Its collectives, of one kind or all."""
+        return [one for one in self.activities if one.is_collective and kind in (None, one.kind)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One step of one rank: from the start of a forward to the start of the next. Intervals count from its start."""
+
+    rank: int
+    step: int
+    """0 for the first that was recorded."""
+    start_ms: float
+    """From the start of the first step of any rank."""
+    step_ms: float
+    phases: tuple[Phase, ...]
+    buckets: tuple[BucketReport, ...]
+
+    @property
+    def forward(self) -> Interval | None:
+        """The forward (of several, from the first to the last)."""
+        return hull(self.in_phase("forward"))
+
+    @property
+    def backward(self) -> Interval | None:
+        """From the gradient of the model's output to the last gradient; DDP's finalization comes after it."""
+        return hull(self.in_phase("backward"))
+
+    @cached_property
+    def waits(self) -> list[Interval]:
+        """When nothing was computed on the training thread because a bucket, or DDP's buffers, were being sent."""
+        done_ms = max((bucket.done_ms for bucket in self.buckets), default=0.0)
+        at_the_end = intersection(self.in_phase("finalization"), [Interval(0.0, done_ms)])
+        return union([*at_the_end, *self.in_phase("wait"), *self.in_phase("buffers")])
+
+    @cached_property
+    def communication(self) -> list[Interval]:
+        """When a collective of a stage or DDP's broadcast of buffers was in progress."""
+        collectives = [one for bucket in self.buckets for one in bucket.collectives()]
+        return union([*collectives, *self.in_phase("buffers"), *self.in_phase("wait")])
+
+    @property
+    def communication_ms(self) -> float:
+        """How long some communication was in progress."""
+        return length_ms(self.communication)
+
+    @property
+    def exposed_ms(self) -> float:
+        """Exposed communication: how long nothing was computed because communication was in progress."""
+        return length_ms(intersection(self.waits, self.communication))
+
+    @property
+    def exposed_code_ms(self) -> float:
+        """How long the end of backward waited for code of stages (the last bucket's update) alone."""
+        return length_ms(without(self.waits, self.communication))
+
+    @property
+    def overlap_fraction(self) -> float | None:
+        """The share of communication that was hidden behind other work; ``None`` where there was none."""
+        return 1 - self.exposed_ms / self.communication_ms if self.communication else None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sent for its buckets."""
+        return sum(bucket.sent_bytes for bucket in self.buckets)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients in all buckets."""
+        return sum(bucket.gradient_bytes for bucket in self.buckets)
+
+    def in_phase(self, name: PhaseName) -> list[Phase]:
+        """The stretches of one phase."""
+        return [phase for phase in self.phases if phase.name == name]
+
+    def phase_ms(self, name: PhaseName) -> float:
+        """How long it was in a phase."""
+        return length_ms(self.in_phase(name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +253,9 @@ class Report:
         return tuple(step for steps in self.ranks for step in steps)
 
     def median_step(self) -> int | None:
-        """The number of the step that took rank 0 the median time; ``None`` where nothing was recorded.
+        """The number of the step that took rank 0 the median time; ``None`` if nothing was recorded.
 
-        The first steps, in which DDP makes its buckets, do not come into it where there are enough others.
+        The first two steps, in which DDP makes its buckets, are left out if there are more.
         """
         steps = sorted(self.ranks[0][2:] or self.ranks[0], key=lambda step: step.step_ms)
         return steps[(len(steps) - 1) // 2].step if steps else None
@@ -43,7 +271,53 @@ class Report:
         number = self.median_step()
         if number is None:
             return f"{heading}\nno step was recorded"
-        lines = [heading, *step_rows(self.steps)]
+        lines = [heading, *_table(_STEP_COLUMNS, self.steps)]
         for step in self.of_step(number)[:1]:
-            lines += ["", f"buckets of step {number} on rank {step.rank}, from the step's start", *bucket_rows(step)]
+            lines += ["", f"buckets of step {number} on rank {step.rank}, from the step's start"]
+            lines += _table(_BUCKET_COLUMNS, step.buckets)
         return "\n".join(lines)
+
+
+def step_title(steps: Sequence[StepReport]) -> str:
+    """A step of several ranks in one line."""
+    step_ms, exposed_ms, communication_ms = (
+        fmean(getattr(step, name) for step in steps) for name in ("step_ms", "exposed_ms", "communication_ms")
+    )
+    ranks = f"mean of {len(steps)} ranks: " if len(steps) > 1 else ""
+    words = f"{ranks}step {step_ms:.1f} ms, communication {communication_ms:.1f} ms, of it exposed {exposed_ms:.1f} ms"
+    return f"{words} ({1 - exposed_ms / communication_ms:.0%} overlapped)" if communication_ms else words
+
+
+def _span(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval.start_ms:.1f} to {interval.end_ms:.1f}"
+
+
+_Columns = dict[str, Callable[[Any], str]]
+_STEP_COLUMNS: _Columns = {
+    "rank": lambda step: str(step.rank),
+    "step": lambda step: str(step.step),
+    "step ms": lambda step: f"{step.step_ms:.1f}",
+    "forward": lambda step: f"{step.phase_ms('forward'):.1f}",
+    "backward": lambda step: f"{step.phase_ms('backward'):.1f}",
+    "finalization": lambda step: f"{step.phase_ms('finalization'):.1f}",
+    "optimizer": lambda step: f"{step.phase_ms('optimizer'):.1f}",
+    "communication": lambda step: f"{step.communication_ms:.1f}",
+    "exposed": lambda step: f"{step.exposed_ms:.1f}",
+    "overlapped": lambda step: "-" if step.overlap_fraction is None else f"{step.overlap_fraction:.0%}",
+    "sent MB": lambda step: f"{step.sent_bytes / 1e6:.2f}",
+}
+_BUCKET_COLUMNS: _Columns = {
+    "bucket": lambda bucket: str(bucket.index),
+    "MB": lambda bucket: f"{bucket.gradient_bytes / 1e6:.2f}",
+    "ready ms": lambda bucket: f"{bucket.ready_ms:.1f}",
+    "reduce": lambda bucket: _span(bucket.reduce),
+    "update": lambda bucket: _span(bucket.update),
+    "gather": lambda bucket: _span(bucket.gather),
+    "sent MB": lambda bucket: f"{bucket.sent_bytes / 1e6:.2f}",
+}
+
+
+def _table(columns: _Columns, entries: Sequence[Any]) -> list[str]:
+    rows = [list(columns), *([cell(entry) for cell in columns.values()] for entry in entries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -1,9 +1,8 @@
-"""Running a forward again in backward finds what the first run found, and leaves nothing behind."""
+"""Running a forward again in backward finds the state that the first run found, and leaves nothing behind."""
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 
 import pytest
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
 
-from activations.wrappers import WRAPPERS
-from harness import assert_parity, run_ranks
+from harness import assert_parity
 from overlap.activations import apply_activation_checkpointing, checkpoint_wrapper
 
 
@@ -55,31 +53,20 @@ def _pruned() -> nn.Module:
 
 def _nested() -> nn.Module:
     model = nn.Sequential(nn.Sequential(MovingScale(), nn.BatchNorm1d(8)), nn.Tanh(), nn.BatchNorm1d(8))
+    model[2].running_mean = model[0][1].running_mean  # One buffer in two modules.
     apply_activation_checkpointing(model)
-    return model
-
-
-def _same_buffer_twice() -> nn.Module:
-    model = nn.Sequential(nn.BatchNorm1d(8), nn.Tanh(), nn.BatchNorm1d(8))
-    model[2].running_mean = model[0].running_mean
     return model
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm": _around(lambda: nn.BatchNorm1d(8)),
-    "BatchNorm, momentum=None": _around(lambda: nn.BatchNorm1d(8, momentum=None)),
-    "BatchNorm itself": lambda: nn.BatchNorm1d(8),
+    "BatchNorm itself, momentum=None": lambda: nn.BatchNorm1d(8, momentum=None),
     "buffers and attributes": _around(MovingScale),
     "buffers of the module itself": MovingScale,
     "wrapped inside too": _nested,
-    "one buffer in two modules": _same_buffer_twice,
     "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(8, 8)),
-    "spectral_norm inside": _around(lambda: nn.utils.spectral_norm(nn.Linear(8, 8))),
-    "spectral_norm as a parametrization": lambda: parametrizations.spectral_norm(nn.Linear(8, 8)),
     "spectral_norm as a parametrization inside": _around(lambda: parametrizations.spectral_norm(nn.Linear(8, 8))),
-    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(8, 8)),
     "pruned": _pruned,
-    "InstanceNorm": lambda: nn.Sequential(nn.Unflatten(1, (4, 2)), nn.InstanceNorm1d(4, track_running_stats=True)),
 }
 
 
@@ -91,8 +78,10 @@ def _step(module: nn.Module, step: int, *, changes_mode: bool) -> list[Tensor]:
     first, second = torch.randn(16, 8, requires_grad=True), torch.randn(16, 8)
     loss = module(first).square().mean() + module(second).sin().mean()
     module.train(not changes_mode)
+    versions = [buffer._version for buffer in module.buffers()]
     loss.backward(retain_graph=True)
     loss.backward()
+    assert [buffer._version for buffer in module.buffers()] == versions, "the buffers themselves stay as they are"
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     counters = [torch.tensor([m.calls, m.rate]) for m in module.modules() if isinstance(m, MovingScale)]
     return [loss.detach(), first.grad, *gradients, *module.buffers(), *counters, torch.rand(2)]  # type: ignore[list-item]
@@ -108,26 +97,7 @@ def test_a_checkpointed_module_is_in_every_bit_what_it_is_without(name: str) -> 
         reference = _step(plain, step, changes_mode=step == 2)
         got = _step(wrapped, step, changes_mode=step == 2)
         assert_parity(got, reference, what=f"{name}, step {step}")
-    for key, value in wrapped.state_dict().items():
-        assert torch.equal(value, plain.state_dict()[key]), key
-
-
-def test_a_batch_is_counted_once() -> None:
-    norm = nn.BatchNorm1d(8)
-    wrapped = checkpoint_wrapper(norm)
-    for _ in range(3):
-        wrapped(torch.randn(4, 8, requires_grad=True)).sum().backward()
-    assert norm.num_batches_tracked == 3
-
-
-def test_running_again_leaves_the_buffers_themselves_and_their_version_counters_alone() -> None:
-    norm = nn.BatchNorm1d(8)
-    out = checkpoint_wrapper(norm)(torch.randn(4, 8, requires_grad=True))
-    buffers = dict(norm.named_buffers())
-    versions = {name: buffer._version for name, buffer in buffers.items()}
-    out.sum().backward()
-    assert all(getattr(norm, name) is buffer for name, buffer in buffers.items())
-    assert {name: buffer._version for name, buffer in norm.named_buffers()} == versions
+    assert_parity(wrapped.state_dict(), plain.state_dict(), what=name)
 
 
 def test_a_forward_that_fails_in_backward_leaves_nothing_behind_either() -> None:
@@ -151,28 +121,6 @@ def test_a_forward_that_fails_in_backward_leaves_nothing_behind_either() -> None
     assert module.norm.running_mean is mean and module.norm.num_batches_tracked == 1
 
 
-def test_autocast_and_named_arguments_are_those_of_the_first_run() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-
-        def forward(self, x: Tensor, *, scale: float, use_reentrant: bool) -> Tensor:
-            assert use_reentrant
-            return self.norm(self.linear(x).float() * scale)
-
-    plain = Scaled()
-    wrapped = checkpoint_wrapper(copy.deepcopy(plain))
-    results = []
-    for module in (plain, wrapped):
-        torch.manual_seed(0)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = module(torch.randn(16, 8), scale=2.0, use_reentrant=True)
-        out.square().mean().backward()
-        results.append([*(p.grad for p in module.parameters()), *module.buffers()])
-    assert_parity(results[1], results[0], what="under autocast")
-
-
 def test_with_exchanged_parameters_it_runs_again_with_those() -> None:
     plain = MODULES["BatchNorm"]()
     wrapped = checkpoint_wrapper(copy.deepcopy(plain))
@@ -185,25 +133,3 @@ def test_with_exchanged_parameters_it_runs_again_with_those() -> None:
         results.append([value.grad for value in exchanged.values()])
     assert_parity(results[1], results[0], what="gradients of the exchanged parameters")
     assert all(p.grad is None for p in wrapped.parameters())
-
-
-def _compiled(rank: int, world_size: int) -> None:
-    plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
-    wrapped = nn.Sequential(checkpoint_wrapper(copy.deepcopy(plain)), nn.Identity())
-    step = torch.compile(wrapped, backend="aot_eager")
-    for _ in range(3):
-        x = torch.randn(16, 8)
-        plain(x).square().mean().backward()
-        step(x).square().mean().backward()
-    assert_parity(list(wrapped.buffers()), list(plain.buffers()), what="compiled")
-
-
-def test_under_torch_compile_batches_are_counted_once() -> None:
-    run_ranks(_compiled, 1, backend=None)
-
-
-def test_offloading_changes_no_buffer() -> None:
-    plain = _around(MovingScale)()
-    wrapped = WRAPPERS["both"](copy.deepcopy(plain))
-    run = functools.partial(_step, step=0, changes_mode=False)
-    assert_parity(run(wrapped), run(plain), what="offloaded and checkpointed")

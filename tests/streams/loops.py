@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overlap
 from overlap import ClipGradNorm, Int8, Join, PeerError, SkipNonFinite, auto_quantize
-from overlap.activations import limit_offload_in_flight
+from overlap.activations import offload
 from overlap.hooks.engine.registration import registration_of
 
 from .model import batch
@@ -99,9 +100,9 @@ def quantizes(game: Game) -> None:
         reduce, scatter = auto_quantize(reduce, Int8()), auto_quantize(scatter, Int8())
     for _ in range(_STEPS):
         sums = [parameter.detach().clone() for parameter in game.ddp.parameters()]
-        works = [reduce(one, async_op=True) for one in sums]
-        # Nobody else keeps what is reduced here.
         own = torch.zeros_like(sums[0])
+        works = [reduce(one, async_op=True) for one in sums]
+        # Nobody else keeps the tensors that are reduced here.
         works.append(scatter(own, [own.neg() for _ in range(dist.get_world_size())], async_op=True))
         torch.empty_like(next(game.ddp.parameters()))  # It may get their memory.
         for work in works:
@@ -129,18 +130,18 @@ def logs(game: Game) -> None:
 
 def offloads(game: Game) -> None:
     """All that is offloaded leaves the device, however little it is."""
-    limit_offload_in_flight(0, "cpu")
-    trains(game)
+    with mock.patch.object(offload, "IN_FLIGHT_BYTES", 0):
+        trains(game)
 
 
 def stops_halfway(game: Game) -> None:
-    """Backward ends in the last layer, so that what was fetched ahead for others is dropped."""
-    limit_offload_in_flight(0, "cpu")
+    """Backward ends in the last layer, so that tensors that were prefetched for others are dropped."""
     model = game.ddp.module
-    for step in range(_STEPS):
-        tokens, _ = batch(step, game.rank) if not game.batches else game.batches[step]
-        torch.autograd.grad(model(tokens).sum(), model.head.weight)
-        torch.autograd.grad(model(tokens).sum(), model.layers[2][0].weight)
+    with mock.patch.object(offload, "IN_FLIGHT_BYTES", 0):
+        for step in range(_STEPS):
+            tokens, _ = batch(step, game.rank) if not game.batches else game.batches[step]
+            torch.autograd.grad(model(tokens).sum(), model.head.weight)
+            torch.autograd.grad(model(tokens).sum(), model.layers[2][0].weight)
 
 
 def accumulates(game: Game) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.streams import Report, detecting
-from overlap.activations import store
+from overlap.activations import offload
 
 from .loops import Game
 from .model import batch, wrapped
@@ -40,7 +40,7 @@ def play(scenario: Scenario, rank: int) -> tuple[Report, list[Tensor]]:
     """What the detector reports of ``scenario``, and the parameters and buffers at its end."""
     ddp = wrapped(scenario.model, **scenario.ddp)
     batches = {step: batch(step, rank) for step in range(_BATCHES)}
-    store._stores.clear()  # They have a stream of a device that was.
+    offload._copies_of.cache_clear()  # They have a stream of a device that was.
     with detecting() as detector:
         game = Game(ddp, scenario.build(ddp), rank, build=scenario.build, batches=batches)
         with detector.steps():
@@ -48,7 +48,7 @@ def play(scenario: Scenario, rank: int) -> tuple[Report, list[Tensor]]:
         game.settle()
         for parameter in ddp.parameters():
             parameter.detach().sum()
-    store._stores.clear()
+    offload._copies_of.cache_clear()
     return detector.report, _state(ddp)
 
 

@@ -168,9 +168,7 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
             ddp={"find_unused_parameters": True},
             plain=adamw,
         ),
-        "quantized collectives": Scenario(
-            build=adamw, loop=loops.quantizes, host_syncs=("overlap/quantized/algorithms.py:_agreed",)
-        ),
+        "quantized collectives": Scenario(build=adamw, loop=loops.quantizes),
         "offload": Scenario(build=step(AllReduce), loop=loops.offloads, model=Offloading, plain=adamw),
         "offload, in flight": Scenario(build=step(AllReduce), model=Offloading, plain=adamw),
         "offload, dropped": Scenario(build=step(AllReduce), loop=loops.stops_halfway, model=Offloading, plain=adamw),

@@ -1,22 +1,17 @@
-"""Exposed communication is what a step takes longer than its computation alone: shown on links of known speed."""
+"""Exposed communication is what a step takes longer than its computation alone."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.link import INTERFACE, ShapedLink, missing_requirement
 from harness import run_ranks
 from overlap import Bucket, Stage, Timeline, chain
 from overlap.hooks import future_result
@@ -24,8 +19,6 @@ from overlap.timeline import profile as profile_all_threads
 
 _LAYERS, _WIDTH, _BACKWARD_S = 6, 512, 0.02
 _LAYER_BYTES = 4 * _WIDTH * _WIDTH
-_BYTES_PER_S = 12.5e6
-_CLONE_NEWNET = 0x40000000
 
 
 class _Slow(torch.autograd.Function):
@@ -79,32 +72,6 @@ def _assert_agree(exposed_ms: float, difference_ms: float, hidden: float, *, tra
     expected_ms = _LAYERS * transfer_ms - (_LAYERS - 1) * 1e3 * _BACKWARD_S
     assert exposed_ms == pytest.approx(expected_ms, rel=0.25)
     assert hidden == pytest.approx(1 - expected_ms / (_LAYERS * transfer_ms), abs=0.12)
-
-
-def _on_a_shaped_link(rank: int, world_size: int, namespaces: list[str], store: Path) -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    with Path(f"/run/netns/{namespaces[rank]}").open() as namespace:
-        assert libc.setns(namespace.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
-    measured = _measure(_model())
-    dist.barrier()
-    dist.destroy_process_group()
-    return measured
-
-
-@pytest.mark.skipif(missing_requirement() is not None, reason=str(missing_requirement()))
-def test_it_agrees_with_step_minus_compute_only_on_a_shaped_link(tmp_path: Path) -> None:
-    with ShapedLink(ranks=2, bandwidth_bytes_per_s=_BYTES_PER_S) as link:
-        measured = run_ranks(
-            _on_a_shaped_link,
-            2,
-            [link.namespace(rank) for rank in range(2)],
-            tmp_path / "store",
-            backend=None,
-            env={"GLOO_SOCKET_IFNAME": INTERFACE},
-        )
-    for one in measured:
-        _assert_agree(*one, transfer_ms=1e3 * _LAYER_BYTES / _BYTES_PER_S)
 
 
 class _Link(Stage):

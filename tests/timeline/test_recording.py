@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from typing import Any
+import traceback
+from collections.abc import Callable
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import run_ranks
+from harness import run_ranks, run_threads, wrap
+from harness.models import BATCH_NORM, MLP
 from overlap import (
     AllReduce,
     Bucket,
     OverlappedOptimizer,
+    RegistrationError,
     Stage,
     Step,
     Timeline,
+    TrainingLoopError,
     ZeroRedundancyOptimizer,
     ZeroStep,
     chain,
@@ -25,94 +33,24 @@ from overlap import (
 from overlap.hooks import Role, all_gather, reduce_scatter
 from overlap.hooks.engine.registration import registration_of
 from overlap.optim.zero import shards
-from overlap.timeline import StepReport
-from timeline.training import make_model, make_sgd, run_backward, train_on
+from overlap.timeline import StepReport, recording
+from overlap.timeline.recording import Clock, EventClock, Recorder, StepRecord, clock_for, read_steps, synchronized
 
 shards._LEAST_BYTES = 1000  # A part for each layer of 16 x 16.
 
-# A chain -----------------------------------------------------------------------------------------------------
+
+def make_model(case: Any = MLP) -> Any:
+    return wrap(case.model(), **case.ddp_options())
 
 
-def _records_a_chain(rank: int, world_size: int) -> dict[str, Any]:
-    ddp = make_model()
-    optimizer = OverlappedOptimizer(make_sgd(ddp))
-    registration = chain(AllReduce(), Step(optimizer)).register(ddp)
-    for step in range(2):
-        run_backward(ddp, step, rank)
-        optimizer.step()
-    with Timeline(ddp) as timeline:
-        for step in range(4):
-            run_backward(ddp, step, rank)
-            optimizer.step()
-    report = timeline.report()
-    return {
-        "report": report,
-        "is gathered once": report is timeline.report(),
-        "is registered": registration.is_active,
-        "is observed": registration.observer is not None,
-        "gradient bytes": 4 * sum(parameter.numel() for parameter in ddp.parameters()),
-    }
-
-
-@pytest.fixture(scope="module", params=[0, 1], ids=["rank 0", "rank 1"])
-def of_a_chain(request: pytest.FixtureRequest, _chain_on_two_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What one rank has of four recorded steps of a chain."""
-    return _chain_on_two_ranks[request.param]
-
-
-@pytest.fixture(scope="module")
-def _chain_on_two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(_records_a_chain, 2)
-
-
-def test_every_step_of_a_chain_is_recorded_on_every_rank(of_a_chain: dict[str, Any]) -> None:
-    assert [len(steps) for steps in of_a_chain["report"].ranks] == [4, 4]
-
-
-def test_the_title_of_a_report_is_the_chain(of_a_chain: dict[str, Any]) -> None:
-    assert of_a_chain["report"].title == "chain(AllReduce(), Step(SGD, interleaved))"
-
-
-def test_a_report_is_gathered_once(of_a_chain: dict[str, Any]) -> None:
-    assert of_a_chain["is gathered once"]
-
-
-def test_the_chain_stays_registered_and_is_no_longer_observed(of_a_chain: dict[str, Any]) -> None:
-    assert of_a_chain["is registered"] and not of_a_chain["is observed"]
-
-
-def test_starts_of_steps_are_counted_from_the_first_of_any_rank(of_a_chain: dict[str, Any]) -> None:
-    starts_ms = [step.start_ms for step in of_a_chain["report"].steps]
-    assert min(starts_ms) == 0 and max(starts_ms) < 60_000
-
-
-def test_what_happens_in_a_step_is_in_order(of_a_chain: dict[str, Any]) -> None:
-    for step in of_a_chain["report"].steps:
-        _is_in_order(step)
-
-
-def test_the_phases_of_a_step_with_a_chain(of_a_chain: dict[str, Any]) -> None:
-    for step in of_a_chain["report"].steps:
-        assert [phase.name for phase in step.phases] == ["forward", "loss", "backward", "finalization", "optimizer"]
-
-
-def test_bytes_of_a_step_are_those_of_its_gradients_and_of_an_all_reduce(of_a_chain: dict[str, Any]) -> None:
-    for step in of_a_chain["report"].steps:
-        assert step.gradient_bytes == of_a_chain["gradient bytes"]
-        # 2 N (W - 1) / W with two ranks is N.
-        assert step.sent_bytes == pytest.approx(of_a_chain["gradient bytes"], abs=len(step.buckets))
-
-
-def test_buckets_of_a_chain_with_a_step_are_updated_and_not_gathered(of_a_chain: dict[str, Any]) -> None:
-    for step in of_a_chain["report"].steps:
-        assert all(bucket.update is not None and bucket.gather is None for bucket in step.buckets)
+def run_backward(ddp: Any, step: int, rank: int) -> None:
+    ddp(*MLP.batch(step, rank).inputs).square().mean().backward()
 
 
 def _is_in_order(step: StepReport) -> None:
     assert step.forward is not None and step.backward is not None
-    assert (
-        0 <= step.forward.start_ms < step.forward.end_ms <= step.backward.start_ms < step.backward.end_ms < step.step_ms
-    )
+    assert 0 <= step.forward.start_ms < step.forward.end_ms <= step.backward.start_ms
+    assert step.backward.start_ms < step.backward.end_ms < step.step_ms
     assert [bucket.index for bucket in step.buckets] == list(range(len(step.buckets))) and len(step.buckets) >= 3
     for bucket in step.buckets:
         assert bucket.reduce is not None
@@ -124,66 +62,69 @@ def _is_in_order(step: StepReport) -> None:
     assert step.exposed_ms + step.exposed_code_ms <= step.phase_ms("finalization") + step.phase_ms("buffers") + 1e-6
 
 
-# Plain DDP ---------------------------------------------------------------------------------------------------
+# Recordings, all in one world --------------------------------------------------------------------------------
 
 
-def _hooks(ddp: Any) -> tuple[int, int, int]:
-    return len(ddp._forward_hooks), len(ddp._forward_pre_hooks), len(ddp.module._forward_pre_hooks)
+def a_chain(rank: int, world_size: int) -> None:
+    ddp = make_model()
+    optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
+    registration = chain(AllReduce(), Step(optimizer)).register(ddp)
+
+    def steps(count: int) -> None:
+        for step in range(count):
+            run_backward(ddp, step, rank)
+            optimizer.step()
+
+    steps(2)
+    with Timeline(ddp) as timeline:
+        steps(4)
+    report = timeline.report()
+    assert [len(of) for of in report.ranks] == [4, 4] and report is timeline.report(), "gathered once"
+    assert report.title == "chain(AllReduce(), Step(SGD, interleaved))"
+    assert registration.is_active and registration.observer is None
+    starts_ms = [step.start_ms for step in report.steps]
+    assert min(starts_ms) == 0 and max(starts_ms) < 60_000, "from the first of any rank"
+    gradient_bytes = 4 * sum(parameter.numel() for parameter in ddp.parameters())
+    for step in report.steps:
+        _is_in_order(step)
+        assert [phase.name for phase in step.phases] == ["forward", "loss", "backward", "finalization", "optimizer"]
+        assert step.gradient_bytes == gradient_bytes
+        # 2 N (W - 1) / W with two ranks is N.
+        assert step.sent_bytes == pytest.approx(gradient_bytes, abs=len(step.buckets))
+        assert all(bucket.update is not None and bucket.gather is None for bucket in step.buckets)
 
 
-def _records_plain_ddp(rank: int, world_size: int) -> dict[str, Any]:
+def plain_ddp(rank: int, world_size: int) -> None:
+    """In every bit as without a recording: before, during and after."""
     recorded, reference = make_model(), make_model()
-    optimizers = [make_sgd(recorded), make_sgd(reference)]
-    hooks = _hooks(recorded)
-    equal = []
-    for part, with_timeline in ((range(3), False), (range(3, 8), True), (range(8, 11), False)):
-        if with_timeline:
+    optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9) for ddp in (recorded, reference)]
+
+    def train(ddp: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            run_backward(ddp, step, rank)
+            optimizer.step()
+
+    def hooks() -> tuple[int, ...]:
+        return tuple(
+            map(len, (recorded._forward_hooks, recorded._forward_pre_hooks, recorded.module._forward_pre_hooks))
+        )
+
+    before = hooks()
+    for steps in (range(3), range(3, 8), range(8, 11)):
+        if steps.start == 3:
             with Timeline(recorded) as timeline:
-                train_on(recorded, optimizers[0], part, rank)
+                train(recorded, optimizers[0], steps)
         else:
-            train_on(recorded, optimizers[0], part, rank)
-        train_on(reference, optimizers[1], part, rank)
-        pairs = zip(recorded.parameters(), reference.parameters(), strict=True)
-        equal.append(all(torch.equal(ours, plain) for ours, plain in pairs))
-    return {
-        "report": timeline.report(),
-        "is equal": equal,
-        "is registered": registration_of(recorded) is not None,
-        "has its hooks": _hooks(recorded) == hooks,
-    }
-
-
-@pytest.fixture(scope="module", params=[0, 1], ids=["rank 0", "rank 1"])
-def of_plain_ddp(request: pytest.FixtureRequest, _plain_on_two_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What one rank has of five recorded steps of a model without a stage."""
-    return _plain_on_two_ranks[request.param]
-
-
-@pytest.fixture(scope="module")
-def _plain_on_two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(_records_plain_ddp, 2)
-
-
-def test_plain_ddp_trains_as_without_a_recording_in_every_bit_before_during_and_after(
-    of_plain_ddp: dict[str, Any],
-) -> None:
-    assert of_plain_ddp["is equal"] == [True, True, True]
-
-
-def test_plain_ddp_is_recorded(of_plain_ddp: dict[str, Any]) -> None:
-    report = of_plain_ddp["report"]
+            train(recorded, optimizers[0], steps)
+        train(reference, optimizers[1], steps)
+        assert all(map(torch.equal, recorded.parameters(), reference.parameters()))
+    assert registration_of(recorded) is None and hooks() == before
+    report = timeline.report()
     assert report.title == "plain DDP" and len(report.ranks[0]) == 5
     for step in report.steps:
         _is_in_order(step)
-        assert all(bucket.update is None for bucket in step.buckets)
-        assert step.phase_ms("optimizer") > 0
-
-
-def test_a_recording_of_plain_ddp_leaves_nothing_registered(of_plain_ddp: dict[str, Any]) -> None:
-    assert not of_plain_ddp["is registered"] and of_plain_ddp["has its hooks"]
-
-
-# What is recorded of a bucket --------------------------------------------------------------------------------
+        assert all(bucket.update is None for bucket in step.buckets) and step.phase_ms("optimizer") > 0
 
 
 class Sharded(Stage):
@@ -204,7 +145,7 @@ class Sharded(Stage):
         bucket.buffer.copy_(whole[: bucket.buffer.numel()])
 
 
-def _tells_collectives_apart(rank: int, world_size: int) -> None:
+def reduce_update_and_gather(rank: int, world_size: int) -> None:
     ddp = make_model()
     chain(Sharded()).register(ddp)
     with Timeline(ddp) as timeline:
@@ -213,14 +154,9 @@ def _tells_collectives_apart(rank: int, world_size: int) -> None:
     for bucket in timeline.steps[-1].buckets:
         reduce, update, gather = bucket.reduce, bucket.update, bucket.gather
         assert reduce is not None and update is not None and gather is not None
-        assert update.duration_ms >= 4
-        assert reduce.end_ms <= update.start_ms and update.end_ms <= gather.start_ms
+        assert update.duration_ms >= 4 and reduce.end_ms <= update.start_ms and update.end_ms <= gather.start_ms
         assert [one.label for one in bucket.collectives()] == ["reduce_scatter", "all_gather"]
         assert bucket.sent_bytes == pytest.approx(2 * bucket.gradient_bytes * (world_size - 1) / world_size, rel=0.02)
-
-
-def test_reduce_update_and_gather_are_told_apart() -> None:
-    run_ranks(_tells_collectives_apart, 2)
 
 
 class Busy(AllReduce):
@@ -232,22 +168,18 @@ class Busy(AllReduce):
         await super().__call__(bucket)
 
 
-def _completes_while_the_worker_is_busy(rank: int, world_size: int) -> float:
+def a_collective_that_completes_while_the_worker_is_busy(rank: int, world_size: int) -> None:
     ddp = make_model()
     chain(Busy()).register(ddp)
     with Timeline(ddp) as timeline:
         for step in range(5):
             run_backward(ddp, step, rank)
     firsts = [step.buckets[0] for step in timeline.steps[2:]]
-    assert all(first.done_ms - first.ready_ms > 60 for first in firsts), "it came on only behind bucket 1"
-    return min(first.reduce.duration_ms for first in firsts if first.reduce is not None)
+    assert all(first.done_ms - first.ready_ms > 60 for first in firsts), "it continued only after bucket 1"
+    assert min(first.reduce.duration_ms for first in firsts if first.reduce is not None) < 40
 
 
-def test_a_collective_ends_when_it_completes_and_not_when_it_is_waited_for() -> None:
-    assert min(run_ranks(_completes_while_the_worker_is_busy, 2)) < 30
-
-
-def _gathers_in_the_next_forward(rank: int, world_size: int) -> None:
+def gathers_in_the_next_forward(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))))
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
     chain(ZeroStep(zero, gather="forward")).register(ddp)
@@ -264,16 +196,263 @@ def _gathers_in_the_next_forward(rank: int, world_size: int) -> None:
             zero.step()
     for report in timeline.steps[2:-1]:
         (bucket,) = report.buckets
-        assert [(one.kind, one.label) for one in bucket.collectives()] == [
-            ("reduce", "reduce_scatter"),
-            *[("gather", "all_gather")] * 3,
-        ]
+        labels = [(one.kind, one.label) for one in bucket.collectives()]
+        assert labels == [("reduce", "reduce_scatter"), *[("gather", "all_gather")] * 3]
         # Two are in flight at a time, and the third begins when the first is over.
         first, second, third = bucket.collectives("gather")
         assert first.end_ms <= third.start_ms and second.end_ms < third.end_ms
         # While all is gathered 150 ms pass, in the next forward and not in step().
-        assert sum(one.duration_ms for one in report.phases if one.name == "optimizer") < 50
+        assert report.phase_ms("optimizer") < 50
 
 
-def test_gathers_in_the_next_forward_are_recorded_one_by_one_and_still_in_the_next_forward() -> None:
-    run_ranks(_gathers_in_the_next_forward, 2)
+def boundaries_of_steps(rank: int, world_size: int) -> None:
+    """An evaluation after the first step, two forwards in the second, the third under no_sync, no last backward."""
+    ddp = wrap(BATCH_NORM.model(), **BATCH_NORM.ddp_options())
+    run_backward(ddp, 0, rank)
+    with Timeline(ddp) as timeline:
+        run_backward(ddp, 0, rank)
+        with torch.no_grad():
+            ddp(*MLP.batch(0, rank).inputs)
+            time.sleep(0.05)
+        (ddp(*MLP.batch(1, rank).inputs) + ddp(*MLP.batch(2, rank).inputs)).sum().backward()
+        with ddp.no_sync():
+            run_backward(ddp, 3, rank)
+        run_backward(ddp, 4, rank)
+        ddp(*MLP.batch(5, rank).inputs)
+    steps = timeline.steps
+    assert [len(step.in_phase("forward")) for step in steps] == [1, 2, 1, 1, 1]
+    assert [len(step.in_phase("backward")) for step in steps] == [1, 1, 1, 1, 0]
+    assert [bool(step.buckets) for step in steps] == [True, True, False, True, False]
+    assert steps[1].start_ms - (steps[0].start_ms + steps[0].step_ms) >= 50, "the evaluation is in no step"
+    # Under no_sync DDP leaves the buffers of the next forward as they are.
+    assert [bool(step.in_phase("buffers")) for step in steps] == [True, True, True, False, True]
+    assert steps[0].exposed_ms >= steps[0].phase_ms("buffers")
+
+
+def uneven_inputs(rank: int, world_size: int) -> None:
+    ddp = make_model()
+    with Timeline(ddp) as timeline, Join([ddp]):
+        for step in range(2 + 2 * rank):
+            run_backward(ddp, step, rank)
+    report = timeline.report()
+    assert [len(steps) for steps in report.ranks] == [2, 4] and all(step.buckets for step in report.steps)
+
+
+class _Hidden:
+    def __init__(self, output: torch.Tensor) -> None:
+        self.output = output
+
+
+class _Hides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLP.model()
+
+    def forward(self, inputs: torch.Tensor) -> _Hidden:
+        return _Hidden(self.inner(inputs))
+
+
+def an_output_that_hides_its_tensors(rank: int, world_size: int) -> None:
+    """It loses only the start of backward, which begins with the first bucket."""
+    ddp = wrap(_Hides(), **MLP.ddp_options())
+    with Timeline(ddp) as timeline:
+        for step in range(3):
+            ddp(*MLP.batch(step, rank).inputs).output.sum().backward()
+    for own in timeline.steps[1:]:
+        assert own.backward is not None and own.backward.start_ms <= own.buckets[0].ready_ms
+        assert own.in_phase("finalization")
+
+
+class Flaky(AllReduce):
+    async def __call__(self, bucket: Bucket) -> None:
+        await super().__call__(bucket)
+        if (bucket.step, bucket.index) == (2, 1):
+            raise ValueError("the dog ate it")
+
+
+def a_stage_that_fails(rank: int, world_size: int) -> None:
+    ddp = make_model()
+    chain(Flaky()).register(ddp)
+    with Timeline(ddp) as timeline:
+        for step in range(5):
+            if step == 2:
+                with pytest.raises(ValueError, match="the dog"):
+                    run_backward(ddp, 2, rank)
+            else:
+                run_backward(ddp, step, rank)
+    assert len(timeline.steps) == 5
+
+
+def a_block_that_fails(rank: int, world_size: int) -> None:
+    for is_plain in (True, False):
+        ddp = make_model()
+        registration = None if is_plain else chain(AllReduce()).register(ddp)
+        broken_off = Timeline(ddp)
+        with pytest.raises(KeyError, match="the user's own"), broken_off:
+            run_backward(ddp, 5, rank), {}["the user's own"]
+        assert registration_of(ddp) is registration and len(ddp.module._forward_pre_hooks) == 0
+        assert broken_off.steps == (), "its only step has no end"
+        run_backward(ddp, 6, rank)
+
+
+def misuse(rank: int, world_size: int) -> None:
+    ddp = make_model()
+    timeline = Timeline(ddp)
+    with pytest.raises(TrainingLoopError, match="when its `with` block is over"):
+        timeline.report()
+    with timeline:
+        run_backward(ddp, 0, rank)
+        with pytest.raises(TrainingLoopError, match="when its `with` block is over"):
+            timeline.save("step.json")
+        with pytest.raises(RegistrationError, match="has an observer already"), Timeline(ddp):
+            pass
+    with pytest.raises(TrainingLoopError, match="make another for the next"), timeline:
+        pass
+    hooked = make_model()
+    hooked.register_comm_hook(None, _foreign_hook)
+    with pytest.raises(RegistrationError, match="_foreign_hook"), Timeline(hooked):
+        pass
+
+
+def _foreign_hook(state, bucket):  # type: ignore[no-untyped-def]
+    raise AssertionError
+
+
+_foreign_hook.__annotations__.clear()
+
+SCENARIOS: tuple[Callable[[int, int], None], ...] = (
+    a_chain,
+    plain_ddp,
+    reduce_update_and_gather,
+    a_collective_that_completes_while_the_worker_is_busy,
+    gathers_in_the_next_forward,
+    boundaries_of_steps,
+    uneven_inputs,
+    an_output_that_hides_its_tensors,
+    a_stage_that_fails,
+    a_block_that_fails,
+    misuse,
+)
+
+
+def _all(rank: int, world_size: int) -> dict[str, str]:
+    errors = {}
+    for scenario in SCENARIOS:
+        try:
+            scenario(rank, world_size)
+        except BaseException:
+            errors[scenario.__name__] = traceback.format_exc()
+    return errors
+
+
+@pytest.fixture(scope="module")
+def errors() -> list[dict[str, str]]:
+    """By rank, the scenarios that failed."""
+    return run_ranks(_all, 2)
+
+
+@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
+def test_recorded(scenario: str, errors: list[dict[str, str]]) -> None:
+    for rank, failed in enumerate(errors):
+        assert scenario not in failed, f"rank {rank}: {failed[scenario]}"
+
+
+def _waits_inside_backward(rank: int, world_size: int) -> None:
+    ddp = make_model()
+    chain(AllReduce()).register(ddp)
+    with Timeline(ddp) as timeline:
+        for step in range(3):
+            run_backward(ddp, step, rank)
+    for own in timeline.steps:
+        waits, (backward,) = own.in_phase("wait"), own.in_phase("backward")
+        assert len(waits) == len(own.buckets)
+        assert all(backward.start_ms < wait.start_ms <= wait.end_ms < backward.end_ms for wait in waits)
+        assert own.exposed_ms >= own.phase_ms("wait") > 0
+
+
+def test_if_the_training_thread_drives_the_stages_its_waits_are_exposed() -> None:
+    run_threads(_waits_inside_backward, 2)
+
+
+def _is_compiled_inside(rank: int, world_size: int) -> None:
+    ddp = wrap(torch.compile(MLP.model(), backend="eager"), bucket_cap_mb=25)  # type: ignore[arg-type]
+    with Timeline(ddp) as timeline:
+        for step in range(3):
+            run_backward(ddp, step, rank)
+    assert [phase.name for phase in timeline.steps[-1].phases] == ["forward", "loss", "backward", "finalization"]
+
+
+def test_a_compiled_module_is_recorded() -> None:
+    run_ranks(_is_compiled_inside, 1)
+
+
+def test_a_model_without_ddp_is_refused() -> None:
+    with pytest.raises(RegistrationError, match=r"Linear is no.* DistributedDataParallel model"):
+        Timeline(nn.Linear(2, 2)).__enter__()  # type: ignore[arg-type]
+
+
+# Clocks ------------------------------------------------------------------------------------------------------
+
+
+class FakeEvent:
+    """Knows its time only when the device has been waited for, as a real one."""
+
+    device_ms = itertools.count(5.0, 2.5)
+    waits: ClassVar[list[str]] = []
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: str) -> None:
+        assert stream == "current stream of cuda:3"
+        self.at_ms = next(self.device_ms)
+
+    def synchronize(self) -> None:
+        self.waits.append("event")
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert self.waits[-1] == "device", "read too early"
+        return float(np.float32(other.at_ms - self.at_ms))  # As CUDA gives it.
+
+
+class FakeModule:
+    Event = FakeEvent
+
+    def current_stream(self, device: torch.device) -> str:
+        return f"current stream of {device}"
+
+    def synchronize(self, device: torch.device) -> None:
+        FakeEvent.waits.append("device")
+
+
+def test_a_device_is_waited_for_at_the_start_and_the_end_and_steps_after_an_hour_are_as_fine_as_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recording.torch, "get_device_module", lambda device: FakeModule())
+    steps_at_ms = [hour * 3_600_000 + number * 200.003 for hour in (0, 1) for number in range(20)]
+    at_ms = [0.0, *(at + since for at in steps_at_ms for since in (0.0, 0.007, 100.001))]
+    monkeypatch.setattr(FakeEvent, "device_ms", iter(at_ms))
+    recorder = Recorder(events := clock_for(torch.device("cuda:3")))
+    assert isinstance(events, EventClock) and not events.is_host
+    for _ in steps_at_ms:
+        start, mark, end = events.now(), events.now(), events.now()
+        recorder.steps.append(StepRecord(start, end, phases=[("forward", start, mark)]))
+    assert FakeEvent.waits == ["event"], "before the first step"
+    steps = read_steps(recorder.steps, events, {}, rank=0)
+    assert abs(events.calendar_ns(recorder.steps[0].start) - Clock().calendar_ns(Clock().now())) < 60e9
+    for step, own_ms in zip(steps, steps_at_ms, strict=True):
+        assert step.step_ms == pytest.approx(100.001, abs=1e-4)
+        assert step.phases[0].end_ms == pytest.approx(0.007, abs=1e-4)
+        # Across the hour less finely, and within it as finely as the calendar's number is.
+        first, first_ms = (steps[0], steps_at_ms[0]) if step.step < 20 else (steps[20], steps_at_ms[20])
+        assert step.start_ms - first.start_ms == pytest.approx(own_ms - first_ms, abs=1e-3)
+
+
+def test_steps_of_the_host_follow_each_other_to_the_nanosecond() -> None:
+    # In ms since the Unix epoch a float is no finer than 0.2 us: steps would overlap by as much.
+    ends_ns = [1_000_003 * number for number in range(8)]
+    records = [StepRecord(start, end) for start, end in itertools.pairwise(ends_ns)]
+    ranks = [(ahead_ns + 1_700_000_000_123_456_789, read_steps(records, Clock(), {}, rank=0)) for ahead_ns in (0, 7)]
+    for steps, ahead_ns in zip(synchronized(ranks), (0, 7), strict=True):
+        starts_ns = [1e6 * step.start_ms - ahead_ns for step in steps]
+        assert starts_ns == pytest.approx(ends_ns[:-1], abs=1e-3)

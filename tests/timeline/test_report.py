@@ -1,48 +1,127 @@
-"""What follows from the intervals of a step, and the table: no process group, no model."""
+"""Intervals of a step, the table, pictures and traces of reports made by hand: no process group, no model."""
 
 from __future__ import annotations
 
+import builtins
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from overlap.timeline import Interval, Phase, Report, StepReport
-from timeline.samples import bucket, reduce, report, step
-
-
-def test_forward_and_backward_are_the_phases_of_these_names() -> None:
-    one = step()
-    assert one.forward == Interval(4.0, 20.0)
-    assert one.backward == Interval(22.0, 60.0)
+from overlap import ConfigurationError, _checks
+from overlap.timeline import Activity, BucketReport, Interval, Phase, Report, StepReport, save_reports
+from overlap.timeline.report import hull, intersection, lanes, length_ms, union, without
 
 
-def test_a_broadcast_of_buffers_and_the_last_buckets_collective_are_exposed() -> None:
-    one = step()
-    assert one.communication_ms == 4 + 14 + 20
-    assert one.exposed_ms == 4 + 20
-    assert one.overlap_fraction == pytest.approx(14 / 38)
+def bucket(index: int, ready_ms: float, *activities: Activity) -> BucketReport:
+    return BucketReport(index=index, gradient_bytes=1000, ready_ms=ready_ms, activities=activities)
 
 
-def test_the_last_buckets_update_is_exposed_code() -> None:
-    assert step().exposed_code_ms == pytest.approx(5.1)
+def reduce(start_ms: float, end_ms: float) -> Activity:
+    return Activity(start_ms, end_ms, "reduce", "all_reduce", True, 1000)
 
 
-def test_bytes_of_a_step_are_those_of_its_buckets() -> None:
-    one = step()
-    assert (one.sent_bytes, one.gradient_bytes) == (2000, 2000)
+def update(start_ms: float, end_ms: float) -> Activity:
+    return Activity(start_ms, end_ms, "update", "Step(SGD, interleaved)", False)
 
 
-def test_a_bucket_tells_when_it_was_reduced_and_updated() -> None:
-    first, _ = step().buckets
-    assert (first.ready_ms, first.reduce, first.update, first.gather) == (
-        40.0,
-        Interval(41.0, 55.0),
-        Interval(56.0, 57.0),
-        None,
+def step(rank: int = 0, number: int = 0, start_ms: float = 0.0) -> StepReport:
+    """Backward ends at 60; the last bucket is reduced at 80 and updated at 85; DDP copies until 90."""
+    return StepReport(
+        rank=rank,
+        step=number,
+        start_ms=start_ms,
+        step_ms=100.0,
+        phases=(
+            Phase(0.0, 4.0, "buffers"),
+            Phase(4.0, 20.0, "forward"),
+            Phase(20.0, 22.0, "loss"),
+            Phase(22.0, 60.0, "backward"),
+            Phase(60.0, 90.0, "finalization"),
+            Phase(92.0, 95.0, "optimizer"),
+        ),
+        buckets=(
+            bucket(0, 40.0, reduce(41.0, 55.0), update(56.0, 57.0)),
+            bucket(1, 60.0, reduce(60.0, 80.0), update(80.0, 85.0), update(85.0, 85.1)),
+        ),
     )
 
 
-def test_the_update_of_a_bucket_is_the_longest_stretch_of_its_code() -> None:
-    _, last = step().buckets
-    assert last.update == Interval(80.0, 85.0)
+def report(ranks: int = 2, steps: int = 3) -> Report:
+    return Report(
+        title="plain DDP",
+        ranks=tuple(
+            tuple(step(rank, number, 100.0 * number + rank) for number in range(steps)) for rank in range(ranks)
+        ),
+    )
+
+
+def assert_slices_nest(events: list[dict[str, Any]]) -> None:
+    threads: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            start_ns = round(1e3 * event["ts"])
+            slices = threads.setdefault((event["pid"], event["tid"]), [])
+            slices.append((start_ns, start_ns + round(1e3 * event["dur"])))
+    for slices in threads.values():
+        around: list[int] = []
+        for start_ns, end_ns in sorted(slices, key=lambda one: (one[0], -one[1])):
+            while around and around[-1] <= start_ns:
+                around.pop()
+            assert not around or end_ns <= around[-1]
+            around.append(end_ns)
+
+
+# Intervals ---------------------------------------------------------------------------------------------------
+
+INTERVALS = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(1, 10)).map(lambda pair: Interval(pair[0], pair[0] + pair[1])), max_size=8
+)
+
+
+def _moments(intervals: Iterable[Interval]) -> set[int]:
+    return {moment for one in intervals for moment in range(int(one.start_ms), int(one.end_ms))}
+
+
+@given(INTERVALS)
+def test_a_union_and_its_length_are_those_of_sets(intervals: list[Interval]) -> None:
+    assert _moments(union(intervals)) == _moments(intervals)
+    assert length_ms(intervals) == len(_moments(intervals))
+    around = hull(intervals)
+    assert around is None if not intervals else _moments([around]) >= _moments(intervals)  # type: ignore[list-item]
+
+
+@given(INTERVALS, INTERVALS)
+def test_intersection_and_difference_are_those_of_sets(left: list[Interval], right: list[Interval]) -> None:
+    assert _moments(intersection(left, right)) == _moments(left) & _moments(right)
+    assert _moments(without(left, right)) == _moments(left) - _moments(right)
+
+
+@given(INTERVALS)
+def test_no_two_intervals_of_a_lane_overlap_and_no_lane_is_spare(intervals: list[Interval]) -> None:
+    chosen = lanes(intervals)
+    for lane in set(chosen):
+        own = [one for one, place in zip(intervals, chosen, strict=True) if place == lane]
+        assert sum(one.duration_ms for one in own) == length_ms(own)
+    crowd = max((sum(moment in _moments([one]) for one in intervals) for moment in range(51)), default=0)
+    assert len(set(chosen)) == crowd
+
+
+def test_what_follows_from_the_intervals_of_a_step() -> None:
+    one = step()
+    assert (one.forward, one.backward) == (Interval(4.0, 20.0), Interval(22.0, 60.0))
+    assert one.communication_ms == 4 + 14 + 20
+    assert one.exposed_ms == 4 + 20, "the broadcast of buffers and the last bucket's collective"
+    assert one.overlap_fraction == pytest.approx(14 / 38)
+    assert one.exposed_code_ms == pytest.approx(5.1), "the last bucket's update"
+    assert (one.sent_bytes, one.gradient_bytes) == (2000, 2000)
+    first, last = one.buckets
+    assert (first.ready_ms, first.reduce, first.gather) == (40.0, Interval(41.0, 55.0), None)
+    assert last.update == Interval(80.0, 85.0), "the longest stretch of its code"
     assert last.done_ms == 85.1
 
 
@@ -85,3 +164,66 @@ def test_a_table_ends_with_the_buckets_of_the_median_step() -> None:
 
 def test_a_report_without_steps_says_so() -> None:
     assert "no step was recorded" in str(Report(title="plain DDP", ranks=((), ())))
+
+
+# Traces ------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_of_two_reports(tmp_path: Path) -> None:
+    save_reports({"plain": report(), "overlapped": report()}, tmp_path / "step.json")
+    events: list[dict[str, Any]] = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {f"{title}, rank {rank}" for title in ("plain", "overlapped") for rank in (0, 1)}
+    assert_slices_nest(events)
+    reduces = [event for event in events if event["name"] == "all_reduce[bucket 1]"]
+    assert [event["ts"] for event in reduces[:3]] == [60_000, 160_000, 260_000] and reduces[0]["dur"] == 20_000
+    assert {event["tid"] for event in events if event["ph"] == "i"} == {0}, "ready buckets are in the compute lane"
+
+
+# Pictures ----------------------------------------------------------------------------------------------------
+
+
+def test_a_picture_shows_every_rank_and_what_the_colors_mean(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    save_reports({"plain": report(), "overlapped": report(1)}, tmp_path / "step.svg")
+    text = (tmp_path / "step.svg").read_text()
+    for words in ("rank 1  communication", "plain (step 2)", "ms from the start", "waits for communication", "reduce"):
+        assert f"<!-- {words}" in text, words
+
+
+def test_one_step_of_a_report_can_be_chosen(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    save_reports({"plain": report()}, tmp_path / "step.png", step=1)
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigurationError, match=r"step is 3, .*\(plain\) are: 0 to 2"):
+        save_reports({"plain": report()}, tmp_path / "step.png", step=3)
+    with pytest.raises(ConfigurationError, match=r"recorded.*are: none"):
+        save_reports({"plain": Report(title="plain DDP", ranks=((), ()))}, tmp_path / "step.png")
+
+
+# Files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["step", "step.txt", "step.json.gz"])
+def test_a_file_that_is_neither_picture_nor_trace(name: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"path is '{name}': a picture ends in .png, .svg, .pdf, a trace in .json"
+    ):
+        save_reports({"plain": report()}, name)
+
+
+def test_without_matplotlib_a_picture_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_checks, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"^matplotlib not installed: pip install '\.\[timeline\]' in a clone"):
+        save_reports({"plain": report()}, tmp_path / "step.png")
+
+
+def test_a_trace_needs_no_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = builtins.__import__
+
+    def without_matplotlib(name: str, *args: Any) -> Any:
+        assert not name.startswith("matplotlib")
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    save_reports({"plain": report()}, tmp_path / "step.json")

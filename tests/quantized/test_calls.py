@@ -1,0 +1,177 @@
+"""Calls of quantized collectives: tensors of every shape, arguments that do not fit, ranks that call other things."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness import run_ranks
+from overlap import CollectiveError, ConfigurationError, DQuantType, UnsupportedError, auto_quantize
+
+GATHER_INTO = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SCATTER_TENSOR = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+MAKE: dict[str, Callable[[int], Tensor]] = {
+    "empty": lambda value: torch.empty(0),
+    "empty, of two dimensions": lambda value: torch.empty(0, 3),
+    "empty, without columns": lambda value: torch.empty(4, 0),
+    "empty half": lambda value: torch.empty(0, dtype=torch.bfloat16),
+    "of no dimension": lambda value: torch.tensor(float(value)),
+    "one double": lambda value: torch.full((1,), float(value), dtype=torch.float64),
+    "transposed": lambda value: torch.full((6, 4), float(value)).t(),
+    "every second": lambda value: torch.full((4, 12), float(value))[:, ::2],
+    "channels_last": lambda value: torch.full((4, 2, 3, 3), float(value)).to(memory_format=torch.channels_last),
+}
+
+
+def _check(name: str, outputs: list[Tensor], values: list[float]) -> None:
+    for output, value in zip(outputs, values, strict=True):
+        assert torch.equal(output, torch.full_like(output, value)), f"{name}: {output} is not {value}"
+
+
+def _every_collective(make: Callable[[int], Tensor], kind: DQuantType, rank: int, ranks: int) -> None:
+    def quantized(collective: Any) -> Any:
+        return auto_quantize(collective, kind)
+
+    each = [float(one + 1) for one in range(ranks)]
+    mine, outputs = make(rank + 1), [make(0) for _ in range(ranks)]
+    quantized(dist.all_gather)(outputs, mine)
+    _check("all_gather", outputs, each)
+    for op, value in ((dist.ReduceOp.SUM, sum(each)), (dist.ReduceOp.AVG, 1.5)):
+        reduced = make(rank + 1)
+        quantized(dist.all_reduce)(reduced, op)
+        _check(f"all_reduce {op}", [reduced], [value])
+    scattered = make(0)
+    quantized(dist.reduce_scatter)(scattered, [make(rank + 1) for _ in range(ranks)])
+    _check("reduce_scatter", [scattered], [sum(each)])
+    sent = [make(10 * rank + peer) for peer in range(ranks)]
+    received = [make(0) for _ in range(ranks)]
+    quantized(dist.all_to_all)(received, sent)
+    _check("all_to_all", received, [10.0 * peer + rank for peer in range(ranks)])
+    gathered = torch.full((ranks * mine.numel(),), 9.0, dtype=mine.dtype)
+    quantized(GATHER_INTO)(gathered, mine)
+    _check("all_gather_into_tensor", list(gathered.view(ranks, mine.numel())), each)
+    whole = torch.full((ranks * mine.numel(),), float(rank + 1), dtype=mine.dtype)
+    quantized(SCATTER_TENSOR)(scattered.zero_(), whole)
+    _check("reduce_scatter_tensor", [scattered], [sum(each)])
+    if mine.dim() and mine.size(0) % ranks == 0:
+        single = make(0)
+        quantized(dist.all_to_all_single)(single, make(rank + 1))
+        _check("all_to_all_single", list(single.chunk(ranks)) if single.numel() else [], each if single.numel() else [])
+        nothing, everything = make(7)[:0], make(rank + 1)
+        sizes = [mine.size(0), 0] if rank == 0 else [0, 0]
+        into = everything if rank == 0 else nothing
+        quantized(dist.all_to_all_single)(into, everything if rank == 0 else nothing, sizes, sizes)
+        _check("all_to_all_single of some", [into], [float(rank + 1)])
+
+
+def _every_shape(rank: int, ranks: int) -> None:
+    for kind in DQuantType:
+        for name, make in MAKE.items():
+            try:
+                _every_collective(make, kind, rank, ranks)
+            except Exception as error:
+                error.add_note(f"{name} as {kind}")
+                raise
+
+
+def test_every_collective_takes_tensors_of_every_shape() -> None:
+    run_ranks(_every_shape, 2)
+
+
+# Refused -----------------------------------------------------------------------------------------------------
+
+
+def test_another_collective_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"barrier cannot be quantized; these can.*all_to_all_single"):
+        auto_quantize(dist.barrier, DQuantType.FP16)
+
+
+def test_another_type_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"qtype is 'fp16': give one of DQuantType\.FP16, DQuantType\.BFP16"):
+        auto_quantize(dist.all_reduce, "fp16")  # type: ignore[arg-type]
+
+
+def test_pytorchs_own_types_are_taken() -> None:
+    from torch.distributed.algorithms._quantization.quantization import DQuantType as Theirs
+
+    for kind in Theirs:
+        assert auto_quantize(dist.all_reduce, kind).__name__ == "all_reduce"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", ["0.5", True, 0.0, torch.ones(1)], ids=repr)
+def test_a_loss_that_is_not_a_number_is_refused(wrong: object) -> None:
+    with pytest.raises(ConfigurationError, match="give a number other than 0"):
+        auto_quantize(dist.all_reduce, DQuantType.FP16, wrong)  # type: ignore[arg-type]
+
+
+def _gather(*arguments: Any) -> Any:
+    return auto_quantize(dist.all_gather, DQuantType.FP16)(*arguments)
+
+
+def _all_to_all(*arguments: Any) -> Any:
+    return auto_quantize(dist.all_to_all_single, DQuantType.INT8)(*arguments)
+
+
+REFUSED: dict[str, Callable[[int], Any]] = {
+    "tensor_list is a list of 2 tensors, one for each rank, got Tensor": lambda ranks: _gather(
+        torch.ones(2), torch.ones(1)
+    ),
+    "tensor_list has 1 tensors": lambda ranks: _gather([torch.ones(1)], torch.ones(1)),
+    "a tensor of tensor_list has 2 elements, and needs 1": lambda ranks: _gather(
+        [torch.ones(2)] * ranks, torch.ones(1)
+    ),
+    "torch.int64 cannot be quantized": lambda ranks: _gather([torch.ones(1)] * ranks, torch.ones(1, dtype=torch.long)),
+    "PRODUCT cannot be quantized": lambda ranks: auto_quantize(dist.all_reduce, DQuantType.INT8)(
+        torch.ones(1), dist.ReduceOp.PRODUCT
+    ),
+    "cannot be split evenly": lambda ranks: _all_to_all(torch.ones(ranks + 1), torch.ones(ranks + 1)),
+    "output_split_sizes are": lambda ranks: _all_to_all(torch.ones(4), torch.ones(4), [1] * ranks, [2] * ranks),
+    "output_tensor is not contiguous": lambda ranks: auto_quantize(GATHER_INTO, DQuantType.INT8)(
+        torch.ones(3, ranks).t(), torch.ones(3)
+    ),
+}
+
+
+def _refuses(rank: int, ranks: int) -> None:
+    for message, call in REFUSED.items():
+        with pytest.raises((ConfigurationError, UnsupportedError), match=message):
+            call(ranks)
+
+
+def test_an_argument_that_does_not_fit_is_named() -> None:
+    run_ranks(_refuses, 2)
+
+
+def _differ(rank: int, ranks: int) -> None:
+    reduce, scatter = (auto_quantize(one, DQuantType.FP16) for one in (dist.all_reduce, dist.reduce_scatter))
+    reduce(torch.ones(8))
+    sizes = (9, 12, 9)
+    with pytest.raises(CollectiveError, match=r"SUM all_reduce with a result of (9|12) elements, as Float16"):
+        reduce(torch.ones(sizes[rank]))
+    with pytest.raises(CollectiveError, match=r"call a quantized SUM reduce_scatter"):
+        scatter(torch.empty(7), [torch.ones(7)] * ranks) if rank == 1 else reduce(torch.ones(7))
+    tensor = torch.full((6,), float(rank))
+    reduce(tensor)
+    assert tensor.tolist() == [3.0] * 6
+
+
+def test_new_calls_that_differ_are_an_error_on_every_rank_after_which_they_go_on() -> None:
+    run_ranks(_differ, 3)
+
+
+def _alone(rank: int, ranks: int) -> None:
+    reduce = auto_quantize(dist.all_reduce, DQuantType.FP16)
+    reduce(torch.ones(3))
+    if rank == 0:
+        with pytest.raises(CollectiveError, match=r"in 2 s: ranks \[1\] did not come to call a quantized"):
+            reduce(torch.ones(4))
+
+
+def test_a_rank_that_calls_none_is_named() -> None:
+    run_ranks(_alone, 2, group_timeout_s=2)
