@@ -199,7 +199,6 @@ def _race(request: Request, group: dist.ProcessGroup, agreement: Agreement, star
         compute=f"{step}, an all-reduce of them {link_ms:.2f} ms",
         parameters=sum(parameter.requires_grad for parameter in request.model.parameters()),
     )
-    # The clocks differ.
     return Plan.of_json(agreement.from_rank_0(plan.to_json()))
 
 

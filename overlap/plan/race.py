@@ -59,8 +59,7 @@ class _Lane:
         self.candidate, self.ddp = candidate, ddp
         self.optimizer: Optimizer = training.optimizer
         self.loss, self.device = training.loss, training.device
-        self.step_ms = 0.0
-        """About how long a step takes; the same on all ranks."""
+        self.step_ms = 0.0  # The same on all ranks.
 
     def step(self, batch: Sequence[Any]) -> None:
         self.optimizer.zero_grad()
@@ -124,6 +123,7 @@ class Race:
         if self._group is None:
             is_local = len(self._ranks) < dist.get_world_size()
             self._group = dist.new_group(self._ranks, timeout=_TIMEOUT, use_local_synchronization=is_local)
+            assert self._group is not None, "this rank is one of them"
         return self._group
 
     def time_baseline(self) -> float:
@@ -143,10 +143,9 @@ class Race:
         return statistics.median(samples)
 
     def run(self, entrants: Sequence[Candidate], *, end_s: float) -> Candidate | None:
-        """Race until ``end_s`` of :func:`time.monotonic` of rank 0; returns the candidate of the last heat.
+        """Race until ``end_s`` of rank 0's monotonic clock; returns the candidate of the last heat, if there was one.
 
-        Where the time is short, the first of ``entrants`` race; where it is too short for one, or all are refused,
-        the result is ``None``.
+        Where the time is short, the first of ``entrants`` race.
         """
         if not entrants:
             return None
@@ -191,7 +190,8 @@ class Race:
         baseline, lane = self._lanes[self.baseline], self._add(candidate)
         if lane is None:
             return
-        samples, ratios = self.samples[candidate], self.ratios[candidate] = [], []
+        samples = self.samples[candidate] = list[float]()
+        ratios = self.ratios[candidate] = list[float]()
         is_over = False
         while len(ratios) < least or not (is_over or len(ratios) >= _MOST_ROUNDS):
             # In turns, so that neither always comes after the other.
@@ -242,7 +242,9 @@ class Race:
 
         Raises: any error that does not refuse it; the other ranks then raise a PeerError.
         """
-        result, refusal, failure = None, None, None
+        result: Any = None
+        refusal: str | None = None
+        failure: Exception | None = None
         try:
             result = run()
         except Exception as error:
