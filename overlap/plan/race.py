@@ -196,10 +196,7 @@ class Race:
         while len(ratios) < least or not (is_over or len(ratios) >= _MOST_ROUNDS):
             # In turns, so that neither always comes after the other.
             order = [baseline, lane] if len(ratios) % 2 == 0 else [lane, baseline]
-            times = self._together(
-                candidate,
-                lambda order=order: [*(self._sample_ms(one) for one in order), time.monotonic() >= until_s],
-            )
+            times = self._together(candidate, partial(self._round, order, until_s))
             if times is None:
                 return
             is_over = times[0][-1]
@@ -208,6 +205,9 @@ class Race:
             samples.append(ms[lane])
             ratios.append(ms[lane] / ms[baseline])
         self._drop(candidate)
+
+    def _round(self, order: Sequence[_Lane], until_s: float) -> list[Any]:
+        return [*(self._sample_ms(lane) for lane in order), time.monotonic() >= until_s]
 
     def _add(self, candidate: Candidate) -> _Lane | None:
         """Build ``candidate`` on a copy, and take its first steps; ``None`` where a rank could not."""
@@ -232,9 +232,9 @@ class Race:
             times = self._together(candidate, stepped)
             if times is None:
                 return None
-            if max(times) > _LONG_MS:
+            if (step_ms := max(times)) > _LONG_MS:
                 break
-        self._lanes[candidate].step_ms = max(times)
+        self._lanes[candidate].step_ms = step_ms
         return self._lanes[candidate]
 
     def _together(self, candidate: Candidate, run: Callable[[], Any]) -> list[Any] | None:
