@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap._threads import start
-from overlap._torch.c10d import Row, Store
+from overlap._torch.c10d import Row, Store, backend_name
 
-__all__ = ["GlooChannel", "has_lost_connection"]
+__all__ = ["GlooChannel", "abandon_group", "has_lost_connection"]
 
 _LOOKING_S = 0.002
 _IDLE_S = 0.05
@@ -56,6 +56,20 @@ def _close_connections(backend: Any) -> None:
             if rank != backend.rank():
                 with contextlib.suppress(RuntimeError):
                     backend.recv([torch.empty(1)], rank, tag).wait(timedelta(milliseconds=1))
+
+
+def abandon_group(group: dist.ProcessGroup) -> None:
+    """Close the connections of ``group``, so that other ranks that wait on them raise; it is of no use afterwards.
+
+    Those of other backends are aborted on this rank; there the other ranks wait for their timeout.
+    """
+    backend: Any = (
+        group._get_backend(torch.device("cpu")) if backend_name(group, torch.device("cpu")) == "gloo" else None
+    )
+    if backend is None:
+        group.abort()
+    else:
+        _close_connections(backend)
 
 
 _is_completed: Callable[[dist.Work | _Messages], bool] = operator.methodcaller("is_completed")

@@ -93,7 +93,8 @@ class Run:
             self.registration = chain(recipe.chain).register(self.ddp)
         elif recipe.chain is not None:
             self.optimizers = [_overlapped(one) for one in self.given]
-            returned: Any = recipe.chain(*self.optimizers)
+            make: Any = recipe.chain
+            returned = make(*self.optimizers)
             made = chain(*returned) if isinstance(returned, (list, tuple)) else returned
             if not isinstance(made, Stage):
                 raise ConfigurationError(

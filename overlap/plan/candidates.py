@@ -1,8 +1,8 @@
-"""What may be chosen: chains and plain DDP, with what each may change in the result, how it is built, what it takes."""
+"""The chains to choose from: what each may change in the result, how it is built, what memory it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,19 +11,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from overlap._checks import as_list, is_one_of, told
+from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import AllReduce, Cast, Int8, PowerSGD, Quantize, Stage, chain
-from overlap.optim import OverlappedOptimizer, Step, ZeroStep
-from overlap.plan.optimizers import backward_obstacle, sharded, sharding_obstacle
+from overlap.optim import OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
+from overlap.optim.declared import check_nothing_before, check_one_eps, check_unit
+from overlap.optim.zero.optimizer import check_convertible
+from overlap.plan.measure import Computing
 
-__all__ = ["ALLOW", "CANDIDATES", "KINDS", "METHODS", "PLAIN", "Candidate", "Method", "build", "obstacles", "wrap"]
+__all__ = ["METHODS", "PLAIN", "Candidate", "Method", "allowed", "build", "obstacle", "wrap"]
 
-KINDS = ("exact", "16-bit", "8-bit", "low-rank")
-"""What a method may do to gradients; "exact": equal to plain DDP up to the order of a sum."""
-ALLOW = (*KINDS, "sharded")
-"""What may be named in ``allow``: kinds of result, and an optimizer that is another object."""
-BUCKET_SIZES_MB: tuple[float | None, ...] = (None, 2.0, 8.0, 50.0)
-Update = Literal["after backward", "in backward", "sharded", "sharded, gathered in forward"]
-_LOW_RANK = 4
+_ALLOW = ("exact", "16-bit", "8-bit", "low-rank", "sharded")
+_BUCKET_SIZES_MB: tuple[float | None, ...] = (None, 8.0)
+_RANK = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +32,14 @@ class Method:
 
     name: str
     kind: str
-    update: Update
+    """What it may do to gradients; "exact": equal to plain DDP up to the order of a sum."""
+    update: Literal["after backward", "in backward", "sharded", "sharded, gathered in forward"]
     reducer: Callable[[], Stage] | None = None
-    """Makes its reducer; ``None`` for DDP's own and for the sharded update's."""
-    extra_bytes: Callable[[int], float] = lambda gradient_bytes: 0.0
-    """What it keeps between steps besides, for so many bytes of gradients."""
-
-    @property
-    def compresses(self) -> bool:
-        return self.kind != "exact"
+    """``None`` for DDP's own and for the sharded update's."""
+    sent: float = 1.0
+    """The share of plain DDP's bytes that it sends, at least."""
+    kept: float = 0.0
+    """What it keeps between steps besides, as a share of the gradients' bytes."""
 
     @property
     def is_deferred(self) -> bool:
@@ -51,53 +50,45 @@ class Method:
     def is_sharded(self) -> bool:
         return self.update.startswith("sharded")
 
+    def memory_bytes(self, of: Computing, *, ranks: int, gradient_as_bucket_view: bool) -> int:
+        """Of parameters, gradients, buckets, buffers, the optimizer's state and the state of stages; an estimate."""
+        state = of.state_bytes / ranks if self.is_sharded else of.state_bytes
+        copies = (2 if gradient_as_bucket_view else 3) + self.kept
+        return round(copies * of.gradient_bytes + of.buffer_bytes + state)
 
-PLAIN = "ddp"
+    def least_ms(self, of: Computing, *, gradients_ms: float) -> float:
+        """No step is shorter than its computation, nor than its traffic alone. An update in backward may hide."""
+        return max(of.backward_ms + (of.update_ms if self.is_deferred else 0.0), self.sent * gradients_ms)
+
+
+_COMPRESSED = (
+    Method(
+        name="bf16", kind="16-bit", update="in backward", sent=0.5, kept=0.5,
+        reducer=lambda: Cast(torch.bfloat16, AllReduce()),
+    ),
+    Method(
+        name="fp16", kind="16-bit", update="in backward", sent=0.5, kept=0.5,
+        reducer=lambda: Cast(torch.float16, AllReduce()),
+    ),
+    Method(
+        name="int8", kind="8-bit", update="in backward", sent=0.25, kept=0.25, reducer=lambda: Quantize(Int8()),
+    ),
+    Method(
+        name=f"powersgd-{_RANK}", kind="low-rank", update="in backward", sent=0.0, kept=1.0,
+        reducer=lambda: PowerSGD(rank=_RANK),
+    ),
+)  # fmt: skip
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method(name=PLAIN, kind="exact", update="after backward"),
+        Method(name="ddp", kind="exact", update="after backward"),
         Method(name="step", kind="exact", update="in backward", reducer=AllReduce),
         Method(name="zero", kind="exact", update="sharded"),
         Method(name="zero-forward", kind="exact", update="sharded, gathered in forward"),
-        Method(
-            name="bf16",
-            kind="16-bit",
-            update="in backward",
-            reducer=lambda: Cast(torch.bfloat16, AllReduce()),
-            extra_bytes=lambda gradient_bytes: gradient_bytes / 2,
-        ),
-        Method(
-            name="fp16",
-            kind="16-bit",
-            update="in backward",
-            reducer=lambda: Cast(torch.float16, AllReduce()),
-            extra_bytes=lambda gradient_bytes: gradient_bytes / 2,
-        ),
-        Method(
-            name="int8",
-            kind="8-bit",
-            update="in backward",
-            reducer=lambda: Quantize(Int8()),
-            extra_bytes=lambda gradient_bytes: gradient_bytes / 4,
-        ),
-        Method(
-            name=f"powersgd-{_LOW_RANK}",
-            kind="low-rank",
-            update="in backward",
-            reducer=lambda: PowerSGD(rank=_LOW_RANK),
-            extra_bytes=lambda gradient_bytes: gradient_bytes,
-        ),
+        *_COMPRESSED,
+        *(replace(one, name=f"{one.name}-deferred", update="after backward") for one in _COMPRESSED),
     )
 }
-# The same reducers with an update where the loop calls step().
-METHODS.update(
-    {
-        f"{one.name}-deferred": replace(one, name=f"{one.name}-deferred", update="after backward")
-        for one in METHODS.values()
-        if one.reducer is not None and one.compresses
-    }
-)
 
 
 @dataclass(frozen=True, order=True)
@@ -110,57 +101,71 @@ class Candidate:
     def __str__(self) -> str:
         return self.method if self.bucket_cap_mb is None else f"{self.method}, {self.bucket_cap_mb:g} MB"
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is plain DDP."""
-        return self == Candidate(PLAIN)
+
+PLAIN = Candidate("ddp")
 
 
-CANDIDATES = tuple(Candidate(method, size) for method in METHODS for size in BUCKET_SIZES_MB)
+def allowed(allow: str | Iterable[str], updates: str) -> list[Candidate]:
+    """The exact ones, plain DDP first, and those that ``allow`` names; first all with DDP's own buckets.
+
+    Raises:
+        ConfigurationError: one of its words is unknown, or rules out another.
+    """
+    if not is_one_of(updates, "backward", "step"):
+        raise ConfigurationError(f"updates={told(updates)} is not 'backward' or 'step'")
+    names = [allow] if isinstance(allow, str) or (held := as_list(allow)) is None else held
+    for name in names:
+        if not is_one_of(name, *_ALLOW):
+            raise ConfigurationError(f"allow has {told(name)}; known are {', '.join(_ALLOW)}")
+    if updates == "step" and "sharded" in names:
+        raise ConfigurationError("allow has 'sharded', which updates in backward, and updates='step': leave one out")
+    methods = [
+        one
+        for one in METHODS.values()
+        if one.kind in {"exact", *names}
+        and ("sharded" in names or not one.is_sharded)
+        and (one.name == PLAIN.method or one.is_deferred == (updates == "step"))
+    ]
+    return [Candidate(method.name, size) for size in _BUCKET_SIZES_MB for method in methods]
 
 
-def obstacles(optimizer: Optimizer, *, has_sparse_gradients: bool) -> dict[str, str]:
-    """The methods that ``optimizer`` and the model rule out, and why."""
-    sparse = "gradients are sparse" if has_sparse_gradients else None
-    sharding, in_backward = sharding_obstacle(optimizer), backward_obstacle(optimizer)
-    found = {}
-    for method in METHODS.values():
-        why = sharding if method.is_sharded else in_backward if method.update == "in backward" else None
-        why = why if method.name == PLAIN else why or sparse
-        if why is not None:
-            found[method.name] = why
-    return found
+def obstacle(method: Method, optimizer: Optimizer, *, is_sparse: bool) -> str | None:
+    """Why ``method`` takes no such optimizer, or no sparse gradients."""
+    if method.name == PLAIN.method:
+        return None
+    try:
+        if not method.is_deferred:
+            check_unit(optimizer, instead="updates='step'")
+            check_nothing_before(optimizer)
+            check_one_eps(optimizer, instead="updates='step'")
+        if method.is_sharded:
+            check_convertible(optimizer)
+    except UnsupportedError as error:
+        return str(error)
+    return "gradients are sparse" if is_sparse else None
 
 
 def wrap(
-    model: torch.nn.Module,
-    candidate: Candidate,
-    *,
-    group: dist.ProcessGroup,
-    ddp_options: Mapping[str, Any],
-    **more: Any,
+    model: torch.nn.Module, candidate: Candidate, group: dist.ProcessGroup, **options: Any
 ) -> DistributedDataParallel:
     """``model`` in DDP with the buckets of ``candidate``."""
-    return DistributedDataParallel(
-        model, process_group=group, bucket_cap_mb=candidate.bucket_cap_mb, **{**ddp_options, **more}
-    )
+    return DistributedDataParallel(model, process_group=group, bucket_cap_mb=candidate.bucket_cap_mb, **options)
 
 
 def build(ddp: DistributedDataParallel, optimizer: Optimizer, candidate: Candidate) -> Optimizer:
-    """Register what ``candidate`` stands for with ``ddp``; returns the optimizer for the loop. Call it on every rank.
+    """Register the chain of ``candidate`` with ``ddp``, on every rank; returns the optimizer for the loop.
 
     Raises:
         ConfigurationError: model or optimizer cannot take it.
     """
     method = METHODS[candidate.method]
-    if method.reducer is None and not method.is_sharded:
-        return optimizer
     if method.is_sharded:
-        zero = sharded(optimizer, ddp.process_group)
-        gather = "forward" if method.update == "sharded, gathered in forward" else "backward"
+        zero = ZeroRedundancyOptimizer.from_optimizer(optimizer, process_group=ddp.process_group, overlap_with_ddp=True)
+        gather = "backward" if method.update == "sharded" else "forward"
         chain(ZeroStep(zero, gather=gather)).register(ddp)
         return zero
-    assert method.reducer is not None
+    if method.reducer is None:
+        return optimizer
     overlapped = OverlappedOptimizer(optimizer)
     chain(method.reducer(), Step(overlapped, deferred=method.is_deferred or None)).register(ddp)
     return overlapped

@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-import socket
+import inspect
+import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
-from overlap.errors import ConfigurationError
+from overlap._checks import check_group, check_number, check_whole_number, described, is_one_of, told
+from overlap._torch.compiled import uncompiled
+from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.join.board import Agreement
-from overlap.plan.candidates import Candidate, build, obstacles, wrap
-from overlap.plan.compute import forward_and_loss, fresh, measure, model_device, thread_rate
-from overlap.plan.copies import Originals, Training, generators_restored
-from overlap.plan.decision import Options, Samples
-from overlap.plan.dry import measured_costs
-from overlap.plan.given import agreed, check_alike
-from overlap.plan.link import Link
-from overlap.plan.plan import Plan
-from overlap.plan.predict import ranking
-from overlap.plan.profile import Profile
+from overlap.optim import OverlappedOptimizer, ZeroRedundancyOptimizer
+from overlap.plan.candidates import METHODS, PLAIN, Candidate, allowed, build, obstacle, wrap
+from overlap.plan.decision import MARGIN, Plan, Row, decide, quartiles
+from overlap.plan.measure import Computing, Originals, Training, computing, generators_restored, gradients_ms
 from overlap.plan.race import Race
-from overlap.plan.request import Request, check_group_exists
-from overlap.plan.tournament import tournament
-from overlap.plan.wire_times import SHARING_STEPS, measure_link, measure_sharing
 
-__all__ = ["auto"]
+__all__ = ["Request", "auto"]
 
-# Of the time for choosing, what measuring the computation takes.
-_COMPUTE_SHARE = 0.15
-# How much longer than asked choosing may take for the sake of a race.
-_GRACE = 0.4
-# After a rank has failed in a race the others wait for it as long as this, at least.
-_LEAST_TIMEOUT_S, _TIMEOUT_STEPS = 60.0, 20
+# Of `seconds`, for measuring the computation.
+_COMPUTE_SHARE = 0.1
+# A model with no more gradients has one bucket, of whatever size.
+_FIRST_BUCKET_BYTES = 2**20
+_OWN_DDP_OPTIONS = ("module", "process_group", "bucket_cap_mb", "init_sync")
 
 
 def auto(
@@ -55,34 +47,32 @@ def auto(
     memory: str | int | None = None,
     report: str | Path | None = None,
     plan: Plan | None = None,
-    seconds: float = 10.0,
+    seconds: float = 15.0,
     process_group: dist.ProcessGroup | None = None,
     ddp_options: Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> tuple[DistributedDataParallel, Optimizer]:
-    """Wrap ``model`` in DDP with the chain and the bucket size that are fastest here, found out by measuring.
+    """Wrap ``model`` in DDP with the chain and the bucket size that win a race of real steps on this link.
 
-    Call it on every rank, before the first step. It measures for some seconds what the model computes and what the
-    link costs, predicts the step of each candidate, runs the best beside plain DDP, and keeps one of them only if that
-    was faster by 2 % or more. All of that happens on copies: the model, the optimizer and all generators are left as
-    they were. Rank 0 decides for all, and prints a table and the reason. See ``docs/auto.md``.
+    Call it on every rank, before the first step. It races chains beside plain DDP for some seconds, on copies: the
+    model, the optimizer and all generators are left as they were. One of them is chosen only if it was faster by more
+    than the noise, and by 2 %. All ranks choose the same. Rank 0 prints a table and the reason. See ``docs/auto.md``.
 
     Args:
-        model: what is to be trained, on its device and not in DDP.
+        model: the model to train, on its device and not in DDP.
         optimizer: of its parameters.
         sample: a batch of this rank: the model's inputs, then the target. Not needed with ``plan``.
-        loss: of the output and the target; returns a tensor of one element. Not needed with ``plan``.
-        allow: what else than "exact" may be chosen: "16-bit", "8-bit", "low-rank"; exact methods equal plain DDP up to
-            the order of a sum. "sharded" is exact, too, but the optimizer that is returned is then a
-            :class:`ZeroRedundancyOptimizer`, made anew from the class and the groups of ``optimizer``, which is no
-            longer used: make schedulers and hooks for what is returned, and call its ``state_dict`` on every rank.
-        updates: ``"step"`` chooses among what updates in ``optim.step()``, so that the loop may clip or skip a
-            batch between backward and step, use a ``GradScaler``, or add up several backwards. With ``"backward"`` what
-            is chosen may update while backward runs, and such a loop gets an error.
+        loss: of the output and the target; returns a tensor of one element. A module, or a method of an object, is
+            copied. Not needed with ``plan``.
+        allow: the results that may be chosen besides "exact", which equals plain DDP up to the order of a sum:
+            "16-bit", "8-bit", "low-rank". "sharded" is exact, too, but then a :class:`ZeroRedundancyOptimizer` takes
+            the place of ``optimizer``: make schedulers and hooks for it, and call its ``state_dict`` on every rank.
+        updates: ``"step"`` chooses among chains that update in ``optim.step()``, for a loop that clips or skips between
+            backward and step, uses a ``GradScaler``, or adds up several backwards. With ``"backward"`` the chosen chain
+            may update while backward runs, and such a loop gets an error.
         memory: ``"small"`` chooses among methods that take less memory on each rank than plain DDP, a number among
-            those that take at most that many bytes: parameters, gradients, buckets, optimizer state and state of
-            stages. Sharding takes less, if ``allow`` names it.
-        report: draw what was measured and predicted into this file.
+            those that take at most that many bytes, by an estimate without activations.
+        report: draw the measurements into this file.
         plan: measure nothing, and follow this plan: for a run that resumes.
         seconds: about how long to measure.
         process_group: the ranks; the default group if ``None``.
@@ -90,10 +80,10 @@ def auto(
         quiet: print nothing.
 
     Returns:
-        The model in DDP and the optimizer for the loop. ``Plan.of(ddp)`` is what was decided.
+        The model in DDP and the optimizer for the loop. ``Plan.of(ddp)`` is the choice.
 
-    Issues: collectives on a group of its own, which is gone when it returns; then those of DDP's constructor and of
-    registering a chain. Ranks exchange what they measured through the group's store.
+    Communication: collectives on a group of its own, which is gone when it returns; then those of DDP's constructor and
+    of registering a chain. Ranks exchange their measurements through the group's store.
 
     Raises:
         ConfigurationError: an argument is wrong, before any collective; or the ranks have different models.
@@ -108,7 +98,12 @@ def auto(
     ...     loss_fn(ddp(x), y).backward()
     ...     optim.step()
     """
-    group = check_group_exists(process_group)
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigurationError(
+            "auto measures the link between ranks, but there is no process group: call "
+            "torch.distributed.init_process_group first"
+        )
+    group: Any = check_group("process_group", process_group) or dist.group.WORLD
     start_s = time.monotonic()
     with Agreement(group, "call overlap.auto") as agreement:
         request = Request(
@@ -124,145 +119,204 @@ def auto(
             seconds=seconds,
             ddp_options={} if ddp_options is None else ddp_options,
         )
-        check_alike(plan, agreement)
-        decided = (
-            _Chooser(request, group, agreement, start_s).choose() if plan is None else agreed(plan, model, agreement)
-        )
-        ddp = wrap(model, decided.candidate, group=group, ddp_options=request.ddp_options)
-        optim = build(ddp, optimizer, decided.candidate)
-    decided.attach(ddp)
-    if agreement.rank == 0 and plan is None and report is not None:
-        _draw(decided, report)
-    if agreement.rank == 0 and plan is None and not quiet:
-        print(decided)
+        given = agreement.agree(None if plan is None else str(plan.candidate))
+        if len(set(given)) > 1:
+            raise ConfigurationError(f"ranks were given different plans, {given}: load the same file on all")
+        if plan is None:
+            chosen = _race(request, group, agreement, start_s)
+        else:
+            chosen = plan
+            _check_plan(plan, model, ranks=agreement.size)
+        ddp = wrap(model, chosen.candidate, group, **request.ddp_options)
+        optim = build(ddp, optimizer, chosen.candidate)
+    chosen.attach(ddp)
+    if agreement.rank == 0 and plan is None:
+        if not quiet:
+            print(chosen)
+        if report is not None:
+            try:
+                chosen.draw(report)
+            except Exception as error:  # Only a picture: the run goes on.
+                words = f"report={str(report)!r} was not written ({type(error).__name__}: {error})"
+                warnings.warn(words, stacklevel=2)
     return ddp, optim
 
 
-def _draw(plan: Plan, path: str | Path) -> None:
-    """A failure is only a warning: the picture is not worth ending a run."""
-    from overlap.plan.picture import save_plan
+def _check_plan(plan: Plan, model: nn.Module, *, ranks: int) -> None:
+    """Raises: ConfigurationError: ``plan`` was made for something else."""
+    count = sum(parameter.requires_grad for parameter in model.parameters())
+    if plan.ranks != ranks or plan.parameters not in (None, count):
+        raise ConfigurationError(
+            f"plan was made for {plan.ranks} ranks and a model with {plan.parameters} trained parameters, and here are "
+            f"{ranks} and {count}: leave it out to choose anew"
+        )
 
+
+def _race(request: Request, group: dist.ProcessGroup, agreement: Agreement, start_s: float) -> Plan:
+    """The plan that a race decides. The originals are as before when it returns."""
+    assert request.sample is not None and request.loss is not None
+    originals = Originals(Training(request.model, request.optimizer, request.loss))
+    device = originals.own.device
     try:
-        save_plan(plan, path)
-    except Exception as error:
-        warnings.warn(f"report={str(path)!r} was not written ({type(error).__name__}: {error})", stacklevel=3)
-
-
-class _Chooser:
-    """One call of :func:`auto` that measures."""
-
-    def __init__(self, request: Request, group: dist.ProcessGroup, agreement: Agreement, start_s: float) -> None:
-        self._request, self._group, self._agreement, self._start_s = request, group, agreement, start_s
-        self._device = model_device(request.model)
-        assert request.sample is not None and request.loss is not None
-        self._sample = request.sample
-        self._originals = Originals(Training(request.model, request.optimizer, request.loss))
-
-    def choose(self) -> Plan:
-        try:
-            with generators_restored(self._device):
-                plan = self._chosen()
-        finally:
-            self._originals.restore()
-            self._originals.check()
-        return plan
-
-    def _chosen(self) -> Plan:
-        copied = self._originals.copied()
-        profile, skew = self._profile(copied)
-        self._originals.check()
-        with _own_group(self._group, profile) as group:
-            link = measure_link(group, self._device)
-            link = measure_sharing(link, group, self._device, self._computing(copied))
-            sparse = any(one.grad is not None and one.grad.is_sparse for one in copied.model.parameters())
-            del copied
-            ruled_out: dict[str, str] = {}
-            own = obstacles(self._request.optimizer, has_sparse_gradients=sparse)
-            for found in reversed(self._agreement.agree(own)):
-                ruled_out.update(found)
-            # One rank decides: what the others find differs in the last digits.
-            options = self._options(profile, link, ruled_out) if self._agreement.rank == 0 else None
-            order = self._agreement.from_rank_0(None if options is None else options.order())
-            samples, refused = self._raced(group, {Candidate(*name): ms for *name, ms in order})
-        plan = None
-        if options is not None:
-            plan = options.decide(
-                samples,
-                refused,
-                ranks=link.ranks,
-                compute=f"{profile.in_words()}{skew}",
-                link=f"all-reduce {link.all_reduce}; messages {link.messages}",
-                seconds=time.monotonic() - self._start_s,
-            ).to_json()
-            plan["parameters"] = len(profile.parameters)
-        return Plan.of_json(self._agreement.from_rank_0(plan))
-
-    def _options(self, profile: Profile, link: Link, ruled_out: Mapping[str, str]) -> Options:
-        as_view = bool(self._request.ddp_options.get("gradient_as_bucket_view"))
-        costs = measured_costs(link.ranks, self._device)
-        found = ranking(self._request.candidates(), profile, link, costs, gradient_as_bucket_view=as_view)
-        return Options.of(found, memory=self._request.memory, obstacles=ruled_out)
-
-    def _computing(self, training: Training) -> Callable[[], None]:
-        batches = [fresh(self._sample) for _ in range(SHARING_STEPS)]
-
-        def compute() -> None:
-            training.optimizer.zero_grad()
-            forward_and_loss(training.model, training, batches.pop()).backward()
-
-        return compute
-
-    def _profile(self, training: Training) -> tuple[Profile, str]:
-        """Of the slowest rank, and how far the ranks are apart."""
-        ranks_here = self._agreement.agree(socket.gethostname()).count(socket.gethostname())
-        own = measure(
-            training,
-            self._sample,
-            seconds=_COMPUTE_SHARE * self._request.seconds,
-            threads=thread_rate(ranks_here),
-            allows_unused=bool(self._request.ddp_options.get("find_unused_parameters")),
-            agreed=self._agreement.from_rank_0,
+        with generators_restored(device):
+            seconds, sample = request.seconds, request.sample
+            step = computing(originals.copied(), sample, seconds=_COMPUTE_SHARE * seconds, agreement=agreement)
+            originals.check()
+            candidates, notes, memory = _candidates(request, step, agreement)
+            with Race(agreement, group, originals.copied, sample, ddp_options=request.ddp_options) as race:
+                link_ms = gradients_ms(race.group, step.gradient_bytes, device=device, agreement=agreement)
+                plain_ms = race.time_baseline()
+                least_ms = {one: METHODS[one.method].least_ms(step, gradients_ms=link_ms) for one in candidates}
+                for one in candidates:
+                    is_hopeless = least_ms[one] > (1 - MARGIN) * plain_ms and PLAIN not in notes
+                    if is_hopeless and one != PLAIN:
+                        notes.setdefault(one, f"takes {least_ms[one]:.2f} ms at least")
+                entrants = [one for one in candidates if one not in notes and one != PLAIN]
+                last = race.run(sorted(entrants, key=lambda one: least_ms[one]), end_s=start_s + seconds)
+    finally:
+        originals.check()
+    notes.update(race.refused)
+    rows = [
+        Row(
+            method=one.method,
+            bucket_cap_mb=one.bucket_cap_mb,
+            measured_ms=statistics.median(race.samples[one]) if race.samples.get(one) else None,
+            ratio=quartiles(race.ratios[one]) if race.ratios.get(one) else None,
+            rounds=len(race.samples.get(one, ())),
+            memory_bytes=memory[one.method],
+            note=notes.get(one, ""),
         )
-        names = sorted((one.name, list(one.shape), one.dtype) for one in own.parameters)
-        found = [Profile.of_json({"version": 1, **one}) for one in self._agreement.agree(asdict(own))]
-        for rank, other in enumerate(found):
-            if sorted((one.name, list(one.shape), one.dtype) for one in other.parameters) != names:
+        for one in candidates
+    ]
+    needed_s = None if race.needed_s is None else time.monotonic() - start_s + race.needed_s
+    candidate, reason = decide(rows, [] if last is None else race.ratios[last], last=last, needed_s=needed_s)
+    plan = Plan(
+        method=candidate.method,
+        bucket_cap_mb=candidate.bucket_cap_mb,
+        ranks=agreement.size,
+        rows=tuple(sorted(rows, key=lambda row: (row.measured_ms is None, row.measured_ms))),
+        reason=reason,
+        compute=f"{step}, an all-reduce of them {link_ms:.2f} ms",
+        parameters=sum(parameter.requires_grad for parameter in request.model.parameters()),
+    )
+    return Plan.of_json(agreement.from_rank_0(plan.to_json()))
+
+
+def _candidates(
+    request: Request, step: Computing, agreement: Agreement
+) -> tuple[list[Candidate], dict[Candidate, str], dict[str, int]]:
+    """What rank 0 allows; which of it a rank cannot take, and why; and the memory of each method."""
+    names = agreement.from_rank_0([[one.method, one.bucket_cap_mb] for one in allowed(request.allow, request.updates)])
+    candidates = [Candidate(*name) for name in names]
+    if step.gradient_bytes <= _FIRST_BUCKET_BYTES:
+        candidates = [one for one in candidates if one.bucket_cap_mb is None]
+    view = bool(request.ddp_options.get("gradient_as_bucket_view"))
+    memory = {
+        one.method: METHODS[one.method].memory_bytes(step, ranks=agreement.size, gradient_as_bucket_view=view)
+        for one in candidates
+    }
+    own: dict[str, str] = {}
+    for method, needed in memory.items():
+        if (why := obstacle(METHODS[method], request.optimizer, is_sparse=step.is_sparse)) is not None:
+            own[method] = why
+        elif request.memory == "small" and needed >= memory[PLAIN.method]:
+            own[method] = "takes no less memory than plain DDP"
+        elif isinstance(request.memory, int) and needed > request.memory:
+            own[method] = f"takes about {needed} bytes, more than memory={request.memory}"
+    notes: dict[Candidate, str] = {}
+    for of_rank in agreement.agree(own):
+        for one in candidates:
+            if one.method in of_rank:
+                notes.setdefault(one, of_rank[one.method])
+    return candidates, notes, memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The arguments of :func:`overlap.auto`.
+
+    Raises:
+        ConfigurationError: one of them is wrong; the message names it.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    sample: Sequence[Any] | None
+    loss: Callable[..., Any] | None
+    allow: str | Iterable[str]
+    updates: str
+    memory: str | int | None
+    report: str | Path | None
+    plan: Plan | None
+    seconds: float
+    ddp_options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self._check_model()
+        self._check_optimizer()
+        allowed(self.allow, self.updates)
+        check_number("seconds", self.seconds, above=0)
+        if isinstance(self.memory, str) and self.memory != "small":
+            raise ConfigurationError(f"memory={self.memory!r} is not 'small', a number of bytes, or None")
+        if not is_one_of(self.memory, None, "small"):
+            check_whole_number("memory", self.memory, least=1)
+        if self.report is not None and not isinstance(self.report, (str, Path)):
+            raise ConfigurationError(f"report is a {described(self.report)}: give the name of a picture, 'plan.png'")
+        if not isinstance(self.ddp_options, Mapping):
+            raise ConfigurationError(
+                f"ddp_options={told(self.ddp_options)} is not a dict of DistributedDataParallel's arguments"
+            )
+        for name in _OWN_DDP_OPTIONS:
+            if name in self.ddp_options:
+                raise ConfigurationError(f"ddp_options has {name!r}, which auto gives to DDP itself: leave it out")
+        if self.plan is None:
+            self._check_sample()
+        elif not isinstance(self.plan, Plan):
+            raise ConfigurationError(f"plan is a {described(self.plan)}: give Plan.load(path), or leave it out")
+
+    def _check_model(self) -> None:
+        model = uncompiled(self.model)
+        if not isinstance(model, nn.Module) or isinstance(model, (DistributedDataParallel, DataParallel)):
+            raise ConfigurationError(
+                f"model is a {described(model)}: give the torch.nn.Module that is to be trained, such as ddp.module; "
+                "auto wraps it in DDP"
+            )
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
                 raise ConfigurationError(
-                    f"rank {self._agreement.rank} and rank {rank} have different models: give the same on all"
+                    f"model has {name!r}, which is made in the first forward: run one before the optimizer is made"
                 )
-        slowest = Profile.slowest(found)
-        least_ms = min(one.compute_ms for one in found)
-        apart = slowest.compute_ms / least_ms - 1
-        return slowest, f"; the fastest rank takes {apart:.0%} less" if apart > 0.1 else ""
+        devices = len({parameter.device for parameter in model.parameters() if parameter.requires_grad})
+        if devices != 1:
+            raise ConfigurationError(f"model has trained parameters on {devices} devices: auto chooses for one on one")
 
-    def _left_s(self) -> float:
-        """Of the time for choosing, by the clock of rank 0."""
-        spent_s = time.monotonic() - self._start_s
-        left_s: float = self._agreement.from_rank_0((1 + _GRACE) * self._request.seconds - spent_s)
-        return max(0.0, left_s)
+    def _check_optimizer(self) -> None:
+        kind = described(self.optimizer)
+        is_wrapper = isinstance(self.optimizer, (OverlappedOptimizer, ZeroRedundancyOptimizer))
+        if is_wrapper or not isinstance(self.optimizer, Optimizer):
+            raise ConfigurationError(
+                f"optimizer is a {kind}: give a plain torch.optim.Optimizer, such as "
+                "torch.optim.AdamW(model.parameters(), lr=1e-3); auto wraps it as its choice needs"
+            )
+        closure = inspect.signature(type(self.optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UnsupportedError(
+                f"optimizer is a {kind}, whose step() needs a closure, and auto measures loops that call step() alone: "
+                "use plain DDP with it"
+            )
+        own = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+        if own.isdisjoint(self.model.parameters()):
+            raise ConfigurationError("optimizer has none of the model's parameters: make it from model.parameters()")
 
-    def _raced(
-        self, group: dist.ProcessGroup, predicted_ms: Mapping[Candidate, float]
-    ) -> tuple[Samples, dict[Candidate, str]]:
-        """Samples of those for which there is time, plain DDP among them; and what could not be built."""
-        race = Race(
-            self._agreement, group, self._device, self._sample, self._originals.copied, self._request.ddp_options
-        )
-        try:
-            tournament(race, next(iter(predicted_ms)), predicted_ms, left_s=self._left_s)
-        finally:
-            race.close()
-        return race.samples, race.refused
-
-
-@contextmanager
-def _own_group(group: dist.ProcessGroup, profile: Profile) -> Iterator[dist.ProcessGroup]:
-    """A group of the same ranks whose collectives give up soon, for as long as nothing fails."""
-    timeout_s = max(_LEAST_TIMEOUT_S, _TIMEOUT_STEPS * (profile.compute_ms + profile.update_ms) / 1e3)
-    ranks = dist.get_process_group_ranks(group)
-    everyone = len(ranks) == dist.get_world_size()
-    own = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), use_local_synchronization=not everyone)
-    assert own is not None, "this rank is in the group that it was given"
-    yield own
-    # Not after an error: the others would report a closed connection in place of what went wrong here.
-    dist.destroy_process_group(own)
+    def _check_sample(self) -> None:
+        if not isinstance(self.sample, (tuple, list)) or len(self.sample) < 2:
+            got = f"{len(self.sample)} entries" if isinstance(self.sample, (tuple, list)) else described(self.sample)
+            raise ConfigurationError(
+                f"sample is {got}: give a batch of this rank as a tuple, sample=(x, y), with as many inputs as the "
+                "model takes before the target"
+            )
+        if not callable(self.loss):
+            raise ConfigurationError(
+                f"loss is a {described(self.loss)}: give a function of output and target, such as "
+                "torch.nn.functional.cross_entropy"
+            )

@@ -1,337 +1,237 @@
-"""From predictions and samples to a choice. Nothing is measured here."""
+"""The rule by which a race is decided, and the plan: what was chosen, from which measurements, and why."""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from torch.nn.parallel import DistributedDataParallel
 
 from overlap.errors import ConfigurationError
 from overlap.plan.candidates import METHODS, PLAIN, Candidate
-from overlap.plan.plan import Plan, Row
-from overlap.plan.predict import Prediction
 
-__all__ = ["ENOUGH_ROUNDS", "FEWEST_ROUNDS", "Belief", "Evidence", "Options", "Samples"]
+__all__ = ["MARGIN", "Plan", "Row", "decide", "is_surely_faster", "quartiles"]
 
-Samples = Mapping[Candidate, Sequence[float | None]]
-"""Ms a step, round by round; None where a candidate was not in the race. Plain DDP was in all."""
-
-_PLAIN = Candidate(PLAIN)
-# What is predicted to be slower than plain DDP by more than this is not raced.
-_HOPELESS = 1.3
-# By how much a candidate must be faster than plain DDP to take its place: in doubt plain DDP stays.
-_MARGIN = 0.02
-# How sure that must be, as quantiles of the normal distribution: by all that is known 99 %, by what was measured alone
-# 97.5 %, and where there was no time to race 84 %.
-_SURE, _SURE_ALONE, _SURE_UNRACED = 2.3263, 1.96, 1.0
-# A race of fewer rounds shows nothing, since another process may disturb one; of so many it is planned.
-FEWEST_ROUNDS, ENOUGH_ROUNDS = 2, 5
-# By how much the logarithm of a predicted ratio is off, and by how many ms of a step besides.
-_PREDICTED, _PREDICTED_MS = 0.1, 10.0
-# The spread of measured ones, before any is known, and how many rounds that counts as.
-_SPREAD, _SPREAD_COUNTS = 0.12, 4
-# An eighth is trimmed at each end.
-_TRIMMED = 8
-_EARLY = (
-    " It updates in backward: a loop that clips, scales or skips between backward and step, or runs several backwards "
-    "a step, needs updates='step'."
-)
+MARGIN = 0.02
+"""By how much a candidate must be faster than plain DDP to take its place."""
+# How often a candidate that is no faster may win so many rounds.
+_CHANCE = 1 / 32
+_VERSION = 2
+_HEADINGS = ("candidate", "update", "ms a step", "of plain DDP", "rounds", "memory MB", "result")
+_plans: weakref.WeakKeyDictionary[DistributedDataParallel, Plan] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class Options:
-    """What may be chosen from."""
+def is_surely_faster(ratios: Sequence[float]) -> bool:
+    """Whether steps that took these parts of plain DDP's are faster by more than the noise.
 
-    predictions: tuple[Prediction, ...]
-    """The fastest first."""
-    notes: Mapping[Candidate, str]
-    """Which may not be chosen, and why."""
+    The median must be at most 0.98, and so many rounds won that it would happen to a candidate that is no faster once
+    in 32 times (the sign test, which knows nothing of how noise is distributed): 5 of 5, 9 of 10, 21 of 30.
+
+    >>> is_surely_faster([0.9, 0.95, 0.9, 0.97, 0.96])
+    True
+    >>> is_surely_faster([0.9, 0.95, 0.9, 0.97, 1.01]), is_surely_faster([0.9, 0.9, 0.9, 0.9])
+    (False, False)
+    """
+    rounds, won = len(ratios), sum(ratio < 1 for ratio in ratios)
+    by_chance = sum(math.comb(rounds, count) for count in range(won, rounds + 1)) / 2**rounds
+    return bool(ratios) and statistics.median(ratios) <= 1 - MARGIN and by_chance <= _CHANCE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A candidate and its last heat of the race."""
+
+    method: str
+    bucket_cap_mb: float | None
+    measured_ms: float | None = None
+    """A step, by the median of the rounds; ``None`` if it was not raced."""
+    ratio: list[float] | None = None
+    """Its step as a part of plain DDP's in the same round: lower quartile, median, upper quartile."""
+    rounds: int = 0
+    memory_bytes: int
+    """An estimate, without activations."""
+    note: str = ""
+    """Why it was not raced, or may not be chosen."""
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(self.method, self.bucket_cap_mb)
+
+    @property
+    def kind(self) -> str:
+        return METHODS[self.method].kind
+
+    @property
+    def update(self) -> str:
+        return METHODS[self.method].update
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The lower quartile, the median and the upper quartile."""
+    if len(values) == 1:
+        return [*values] * 3
+    return [round(value, 4) for value in statistics.quantiles(values, method="inclusive")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A choice, with the measurements that it was made from. ``print(plan)`` shows the table and the reason.
+
+    >>> plan = Plan(method="ddp", bucket_cap_mb=None, ranks=2, rows=(), reason="plain DDP was fastest")
+    >>> plan.candidate
+    Candidate(method='ddp', bucket_cap_mb=None)
+    """
+
+    method: str
+    """A name in the table's first column."""
+    bucket_cap_mb: float | None
+    """DDP's option of that name."""
+    ranks: int
+    rows: tuple[Row, ...]
+    reason: str
+    compute: str = ""
+    """The computation of a step and the link, as text."""
+    parameters: int | None = None
+    """How many tensors are trained."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigurationError(f"method={self.method!r} is not one of {', '.join(METHODS)}")
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(self.method, self.bucket_cap_mb)
 
     @classmethod
-    def of(
-        cls, predictions: Sequence[Prediction], *, memory: str | int | None, obstacles: Mapping[str, str]
-    ) -> Options:
-        """Those that fit.
-
-        Args:
-            predictions: plain DDP's among them.
-            memory: of :func:`overlap.auto`.
-            obstacles: the methods that the optimizer rules out, and why.
+    def of(cls, ddp: DistributedDataParallel) -> Plan:
+        """The plan from which :func:`overlap.auto` made ``ddp``.
 
         Raises:
-            ConfigurationError: nothing fits into ``memory``.
+            ConfigurationError: it made no such model.
         """
-        plain = next(one for one in predictions if one.candidate.is_plain)
-        notes: dict[Candidate, str] = {}
-        for one in predictions:
-            if one.candidate.method in obstacles:
-                notes[one.candidate] = obstacles[one.candidate.method]
-            elif memory == "small" and one.memory_bytes >= plain.memory_bytes:
-                notes[one.candidate] = "takes no less memory than plain DDP"
-            elif isinstance(memory, int) and one.memory_bytes > memory:
-                notes[one.candidate] = "takes more memory than allowed"
-        if len(notes) == len(predictions):
-            least = min(predictions, key=lambda one: one.memory_bytes)
-            sharded = [one.candidate for one in predictions if METHODS[one.candidate.method].is_sharded]
-            why = "" if sharded else "; a sharded optimizer takes less, if allow names 'sharded'"
-            why = next((f" ({obstacles[one.method]})" for one in sharded if one.method in obstacles), why)
-            raise ConfigurationError(
-                f"memory={memory!r} leaves nothing to choose: {least.candidate} takes least, about "
-                f"{least.memory_bytes} bytes{why}; give more, or None"
-            )
-        return cls(tuple(predictions), notes)
+        plan = _plans.get(ddp)
+        if plan is None:
+            raise ConfigurationError("overlap.auto has not made this model: give the first that it returned")
+        return plan
 
-    def order(self) -> list[tuple[str, float | None, float]]:
-        """Method, bucket size and predicted time of plain DDP, then of what to race against it, in this order.
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        """Have :meth:`of` find it."""
+        _plans[ddp] = self
 
-        That of the ideal times: how much computing and sending slow each other down is the least certain of what was
-        measured, and a race finds out what hides most.
-        """
-        plain = self._prediction(_PLAIN)
-        limit_ms = float("inf") if _PLAIN in self.notes else _HOPELESS * plain.step_ms
-        others = [one for one in self.predictions if one.candidate not in self.notes and one.step_ms <= limit_ms]
-        return [
-            (one.candidate.method, one.candidate.bucket_cap_mb, one.step_ms)
-            for one in (plain, *sorted((one for one in others if one is not plain), key=lambda one: one.ideal_ms))
-        ]
-
-    def decide(
-        self,
-        samples: Samples,
-        refused: Mapping[Candidate, str],
-        *,
-        ranks: int,
-        compute: str,
-        link: str,
-        seconds: float,
-    ) -> Plan:
-        """The plan.
-
-        Args:
-            samples: ms a step of what was raced, round by round; plain DDP's among them, or none at all.
-            refused: what took no step, and why: other sizes of buckets will not help it.
-            ranks: how many.
-            compute: the computation in words.
-            link: the link in words.
-            seconds: how long it took.
-        """
-        of_method = {name.method: why for name, why in refused.items() if name.method != PLAIN}
-        late = {p.candidate: of_method[p.candidate.method] for p in self.predictions if p.candidate.method in of_method}
-        notes = {**self.notes, **late, **refused}
-        allowed = [one for one in self.predictions if one.candidate not in notes]
-        if not allowed:
-            words = next(iter(refused.values()))
-            raise ConfigurationError(f"nothing that may be chosen takes this model: {words}")
-        evidence = Evidence(samples, self._predicted_ms)
-        chosen = evidence.best(
-            [name for name in samples or self._predicted_ms if name not in notes], plain_is_allowed=_PLAIN not in notes
-        )
-        if chosen in notes:
-            words = next(iter(refused.values()), notes[chosen])
-            raise ConfigurationError(f"nothing that may be chosen and was raced takes this model: {words}")
-        return Plan(
-            method=chosen.method,
-            bucket_cap_mb=chosen.bucket_cap_mb,
-            ranks=ranks,
-            rows=_rows(self.predictions, samples, notes),
-            reason=self._reason(chosen, samples, notes, refused, seconds),
-            compute=compute,
-            link=link,
-            seconds=round(seconds, 2),
-        )
-
-    @property
-    def _predicted_ms(self) -> dict[Candidate, float]:
-        return {one.candidate: one.step_ms for one in self.predictions}
-
-    def _prediction(self, candidate: Candidate) -> Prediction:
-        return next(one for one in self.predictions if one.candidate == candidate)
-
-    def _reason(
-        self,
-        chosen: Candidate,
-        samples: Samples,
-        notes: Mapping[Candidate, str],
-        refused: Mapping[Candidate, str],
-        spent_s: float,
-    ) -> str:
-        others = [name for name in samples if name != _PLAIN]
-        no_race = "" if others else self._no_race(notes, spent_s)
-        if chosen == _PLAIN:
-            if not others and refused and not no_race:
-                return "Plain DDP stays: what was to race against it does not take this model."
-            evidence = Evidence(samples, self._predicted_ms)
-            if not others:
-                return (
-                    "Plain DDP stays: nothing is predicted to be faster by so much that it would be sure without a "
-                    f"race.{no_race}"
-                )
-            best = min(others, key=lambda name: evidence.belief(name).log_ratio)
-            belief, ratios = evidence.belief(best), _ratios(samples, best)
-            return (
-                f"Plain DDP stays: the best of the others, {best}, took {_ratio(samples, best):.3f} of its step and "
-                f"won {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} rounds. With the prediction that is "
-                f"{math.exp(belief.log_ratio):.3f}, and faster with {belief.probability:.0%}; at most "
-                f"{1 - _MARGIN:.2f} and 99% are asked, and 97% by what was measured alone."
-            )
-        if chosen in samples:
-            against = f"took {_ratio(samples, chosen):.3f} of plain DDP's step in the race"
-        else:
-            predicted = self._prediction(chosen).step_ms / self._prediction(_PLAIN).step_ms
-            against = f"is predicted to take {predicted:.3f} of plain DDP's step"
-        limits = f"; plain DDP {notes[_PLAIN]}" if _PLAIN in notes else ""
-        early = "" if METHODS[chosen.method].is_deferred else _EARLY
-        return f"{chosen} was chosen: it {against}{limits}.{no_race}{early}"
-
-    def _no_race(self, notes: Mapping[Candidate, str], spent_s: float) -> str:
-        """How long choosing must take for a race against one other, whose samples may take two steps; empty if all
-        others are ruled out."""
-        if all(Candidate(method, size) in notes for method, size, _ in self.order()[1:]):
-            return ""
-        race_s = 3e-3 * (ENOUGH_ROUNDS + 1) * self._prediction(_PLAIN).step_ms
-        return f" There was no time for a race of such long steps; seconds={math.ceil(spent_s + race_s)} gives it."
-
-
-class Belief(NamedTuple):
-    """What a step takes over plain DDP's: a normal distribution of the logarithm."""
-
-    log_ratio: float
-    error: float
-
-    def bound(self, quantile: float) -> float:
-        """Where the ratio's logarithm is surely below."""
-        return self.log_ratio + quantile * self.error
-
-    @property
-    def probability(self) -> float:
-        """That a step is shorter than plain DDP's."""
-        return 0.5 * (1 - math.erf(self.log_ratio / self.error / math.sqrt(2)))
-
-
-class Evidence:
-    """What predictions and a race say together, each by how exact it is.
-
-    The logarithm of a predicted ratio is off by 0.1, and by 10 ms of the step: measured for the rows of the benchmark,
-    see ``docs/auto.md``. That of a measured one has the spread of the rounds, taken from all candidates together, since
-    a few rounds of one say little of it. Before the first it is taken to be 0.12, which counts as much as four rounds.
-
-    Args:
-        samples: of what was raced, plain DDP among it; or none.
-        predicted_ms: a step of each candidate, plain DDP among them. What is not there has only been measured.
-    """
-
-    def __init__(self, samples: Samples, predicted_ms: Mapping[Candidate, float]) -> None:
-        self._predicted_ms = predicted_ms
-        self._left = {name for name, times in samples.items() if times[-1] is None}
-        self._logs = {name: _Logs.of(_ratios(samples, name)) for name in samples if name != _PLAIN}
-        squares, count = _SPREAD**2 * _SPREAD_COUNTS, _SPREAD_COUNTS
-        for logs in self._logs.values():
-            squares += logs.squares
-            count += max(logs.count - 1, 0)
-        self._spread = math.sqrt(squares / count)
-
-    def predicted(self, name: Candidate) -> Belief | None:
-        """What the prediction says."""
-        if name not in self._predicted_ms:
-            return None
-        plain_ms = self._predicted_ms[_PLAIN]
-        return Belief(math.log(self._predicted_ms[name] / plain_ms), _PREDICTED + _PREDICTED_MS / plain_ms)
-
-    def measured(self, name: Candidate) -> Belief | None:
-        """What the race says."""
-        logs = self._logs.get(name)
-        return None if logs is None or not logs.count else Belief(logs.mean, self._spread * logs.error)
-
-    def belief(self, name: Candidate) -> Belief:
-        """Both together."""
-        known = [one for one in (self.predicted(name), self.measured(name)) if one is not None]
-        weights = [1 / one.error**2 for one in known]
-        mean = sum(weight * one.log_ratio for weight, one in zip(weights, known, strict=True)) / sum(weights)
-        return Belief(mean, 1 / math.sqrt(sum(weights)))
-
-    def is_surely_faster(self, name: Candidate) -> bool:
-        """Whether it may take plain DDP's place."""
-        belief, measured = self.belief(name), self.measured(name)
-        if belief.log_ratio > math.log(1 - _MARGIN):
-            return False
-        if measured is None:
-            return belief.bound(_SURE_UNRACED) < 0
-        is_enough = self._logs[name].count >= FEWEST_ROUNDS
-        return is_enough and belief.bound(_SURE) < 0 and measured.bound(_SURE_ALONE) < 0
-
-    def best(self, names: Iterable[Candidate], *, plain_is_allowed: bool = True) -> Candidate:
-        """The fastest of ``names``: plain DDP unless another is surely faster, or it is not allowed.
-
-        What has left a race was slower than what stayed; its few rounds may have been lucky ones.
-        """
-        others = [name for name in names if name != _PLAIN and name not in self._left]
-        if plain_is_allowed:
-            others = [name for name in others if self.is_surely_faster(name)]
-        return min(others, key=lambda name: self.belief(name).log_ratio, default=_PLAIN)
-
-
-@dataclass(frozen=True)
-class _Logs:
-    """Of the logarithms of ratios, round by round.
-
-    Of eight or more the lowest and the highest eighth are left out, by the method of Tukey and McLaughlin (1963): a
-    round that another process has disturbed would hide what all the others show.
-    """
-
-    count: int
-    mean: float
-    squares: float
-    """The sum of squared differences from their mean."""
-    error: float
-    """Of :attr:`mean`, as a part of the spread."""
+    def to_json(self) -> dict[str, Any]:
+        return {"version": _VERSION, **asdict(self)}
 
     @classmethod
-    def of(cls, ratios: Sequence[float]) -> _Logs:
-        logs = sorted(math.log(ratio) for ratio in ratios)
-        count, cut = len(logs), len(logs) // _TRIMMED
-        if not count:
-            return cls(0, 0.0, 0.0, math.inf)
-        kept = logs[cut : count - cut]
-        winsorized = [kept[0]] * cut + kept + [kept[-1]] * cut
-        center = statistics.fmean(winsorized)
-        squares = sum((one - center) ** 2 for one in winsorized)
-        return cls(count, statistics.fmean(kept), squares, math.sqrt(count) / len(kept))
+    def of_json(cls, values: Mapping[str, Any]) -> Self:
+        fields = dict(values)
+        if (version := fields.pop("version", None)) != _VERSION:
+            raise ValueError(f"it is of version {version}, this is version {_VERSION}: leave plan out, and choose anew")
+        return cls(**{**fields, "rows": tuple(Row(**row) for row in fields["rows"])})
 
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, for :meth:`load`; one rank is enough, since all have the same."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
-def _ratios(samples: Samples, name: Candidate) -> list[float]:
-    """To plain DDP, of the rounds in which ``name`` was in the race."""
-    pairs = zip(samples[name], samples[_PLAIN], strict=True)
-    return [ms / plain_ms for ms, plain_ms in pairs if ms is not None and plain_ms is not None]
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file that :meth:`save` wrote.
 
+        Raises:
+            ConfigurationError: the file is not there, or holds something else.
+        """
+        try:
+            return cls.of_json(json.loads(Path(path).read_text()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"{str(path)!r} is not a plan that Plan.save wrote: {error}") from None
 
-def _ratio(samples: Samples, name: Candidate) -> float:
-    return statistics.median(_ratios(samples, name))
-
-
-def _median_ms(times: Sequence[float | None]) -> float:
-    return statistics.median(ms for ms in times if ms is not None)
-
-
-def _rows(
-    predictions: Sequence[Prediction],
-    samples: Samples,
-    notes: Mapping[Candidate, str],
-) -> tuple[Row, ...]:
-    """What was measured first, each part with the fastest first."""
-    rows = [
-        Row(
-            method=one.candidate.method,
-            bucket_cap_mb=one.candidate.bucket_cap_mb,
-            kind=METHODS[one.candidate.method].kind,
-            update=METHODS[one.candidate.method].update,
-            predicted_ms=round(one.step_ms, 4),
-            measured_ms=round(_median_ms(samples[one.candidate]), 4) if one.candidate in samples else None,
-            sent_bytes=one.sent_bytes,
-            memory_bytes=one.memory_bytes,
-            note=notes.get(one.candidate, ""),
+    def table(self) -> str:
+        """The rows as text, the chosen one marked."""
+        lines = [("", *_HEADINGS), *(self._cells(row) for row in self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+        left = {0, 1, 2, 7}
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if column in left else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
         )
-        for one in predictions
-    ]
-    return tuple(sorted(rows, key=lambda row: (row.measured_ms is None, row.measured_ms or row.predicted_ms)))
+
+    def _cells(self, row: Row) -> tuple[str, ...]:
+        return (
+            ">" if row.candidate == self.candidate else "",
+            str(row.candidate),
+            row.update,
+            "-" if row.measured_ms is None else f"{row.measured_ms:.2f}",
+            "-" if row.ratio is None else "{1:.3f} ({0:.3f} to {2:.3f})".format(*row.ratio),
+            str(row.rounds or "-"),
+            f"{row.memory_bytes / 1e6:.0f}",
+            f"{row.kind}{f' ({row.note})' if row.note else ''}",
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([self.table(), "", self.reason, *([self.compute] if self.compute else [])])
+
+    def draw(self, path: str | Path) -> None:
+        """Draw a bar for each measured step into a file, with matplotlib."""
+        # Without a window system: training runs on servers.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        rows = [row for row in self.rows if row.measured_ms is not None]
+        figure = Figure(figsize=(9.5, 1.9 + 0.34 * len(rows)), dpi=130, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes: Any = figure.subplots()
+        names = [f"{row.candidate} ({row.kind})" for row in rows]
+        colors = ["#59a75a" if row.candidate == self.candidate else "#4a90c2" for row in rows]
+        axes.bar_label(axes.barh(names, [row.measured_ms for row in rows], color=colors), fmt="%.2f")
+        axes.invert_yaxis()
+        axes.set_xlabel(f"ms a step; {self.compute}")
+        axes.set_title(f"{self.ranks} ranks: {self.reason}", fontsize=10, loc="left", wrap=True)
+        figure.savefig(path)
+
+
+def decide(
+    rows: Sequence[Row], ratios: Sequence[float], *, last: Candidate | None, needed_s: float | None
+) -> tuple[Candidate, str]:
+    """The candidate to build, and the reason.
+
+    ``rows`` are of all candidates, and those with a note may not be chosen; ``last`` was in the race's last heat, with
+    these ``ratios``; ``needed_s`` is how long choosing takes with a race, where there was no time for one.
+
+    Raises:
+        ConfigurationError: no candidate may be chosen.
+    """
+    fitting = [row.candidate for row in rows if not row.note]
+    if not fitting:
+        words = "; ".join(f"{row.candidate}: {row.note}" for row in rows)
+        raise ConfigurationError(f"no candidate takes this model: {words}")
+    more = ""
+    if needed_s is not None:
+        more = f" There was no time for a race of such long steps; seconds={math.ceil(needed_s)} gives it."
+    won, took = sum(ratio < 1 for ratio in ratios), ""
+    if ratios:
+        took = "took {1:.3f} of plain DDP's step (quartiles {0:.3f} and {2:.3f})".format(*quartiles(ratios))
+    if PLAIN in fitting and last is None:
+        return PLAIN, f"Plain DDP stays: no other candidate that may be faster was raced.{more}"
+    if PLAIN in fitting and not is_surely_faster(ratios):
+        return PLAIN, (
+            f"Plain DDP stays: the best of the others, {last}, {took} and won {won} of {len(ratios)} rounds. That is "
+            f"within the noise, or more than {1 - MARGIN:.2f}."
+        )
+    chosen = fitting[0] if last is None else last
+    reason = f"{chosen} was chosen: plain DDP may not be, and there was no race.{more}"
+    if last is not None:
+        reason = f"{chosen} was chosen: it {took} and won {won} of {len(ratios)} rounds."
+    if not METHODS[chosen.method].is_deferred:
+        reason += (
+            " It updates in backward: a loop that clips, scales or skips between backward and step, or runs several "
+            "backwards a step, needs updates='step'."
+        )
+    return chosen, reason

@@ -1,14 +1,30 @@
-"""Candidates timed against plain DDP, on copies, taking turns."""
+"""Successive halving of real steps: each candidate beside a baseline, on copies, by turns.
+
+[Note: the race]
+
+A candidate is built on a copy of the model, next to a copy with the baseline, plain DDP. In a round each of the two
+takes some steps, all ranks starting together; the ratio of the two times is one measurement, in which most of the noise
+of a shared machine cancels. All candidates have their heat of such rounds, the faster half has another one of twice the
+length, and so on, until the last one races for all the time that is left. So at most two copies exist at a time, and
+the rounds of the last heat are not those by which its candidate was selected.
+
+All ranks do the same in the same order: after each thing that can fail (building, a step, a round) they agree on how it
+went. A rank on which a candidate raises a ConfigurationError or runs out of memory closes the connections, so that the
+others do not wait for it; the candidate is refused on all, and the next one gets new connections.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -16,192 +32,286 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overlap._torch.device import current_stream, has_streams
-from overlap.errors import ConfigurationError, OverlapError
+from overlap._torch.gloo import abandon_group
+from overlap.errors import CollectiveError, ConfigurationError, OverlapError
 from overlap.hooks.engine.registration import registration_of
-from overlap.join.board import Agreement
+from overlap.join.board import Agreement, is_lost_connection
 from overlap.join.group_collectives import all_reduce
-from overlap.plan.candidates import METHODS, Candidate, build, wrap
-from overlap.plan.compute import forward_and_loss, fresh
-from overlap.plan.copies import Training
-from overlap.plan.decision import FEWEST_ROUNDS
+from overlap.plan.candidates import METHODS, PLAIN, Candidate, build, wrap
+from overlap.plan.measure import Training, fresh, loss_of
 
-__all__ = ["Lane", "Race", "round_ms", "warm_up_ms"]
+__all__ = ["FEWEST_ROUNDS", "Race"]
 
 # DDP rebuilds its buckets after the first step, and the second may allocate. Where steps are long that is a small part.
 _WARMUP_STEPS, _LONG_MS = 2, 500.0
-# After so many, noise of a fifth is one of 2 % of the mean: as little as a candidate must be faster by.
-_MOST_ROUNDS = 100
-# Before the time that is left is looked at again: a round takes longer than its steps.
-_ROUNDS_AT_ONCE = 10
-# A sample is at least this long, so that what the clock and the scheduler add is small.
-_SAMPLE_MS = 80.0
+# A sample is at least this long, so that the clock and the scheduler add little.
+_SAMPLE_MS = 40.0
+# Fewer rounds cannot show that a candidate is faster: see overlap.plan.decision. More show no more.
+FEWEST_ROUNDS, _MOST_ROUNDS = 5, 200
+# Of collectives: only of use where a rank hangs, since one that fails closes its connections.
+_TIMEOUT = timedelta(minutes=5)
 
 
-@dataclass(frozen=True)
-class Lane:
-    """A candidate that is built and ready to run."""
+class _Lane:
+    """A copy in DDP, ready to step."""
 
-    candidate: Candidate
-    ddp: DistributedDataParallel
-    optimizer: Optimizer
-    training: Training
+    def __init__(self, candidate: Candidate, ddp: DistributedDataParallel, training: Training) -> None:
+        self.candidate, self.ddp = candidate, ddp
+        self.optimizer: Optimizer = training.optimizer
+        self.loss, self.device = training.loss, training.device
+        self.step_ms = 0.0  # The same on all ranks.
 
-    def step(self, sample: Sequence[Any]) -> None:
+    def step(self, batch: Sequence[Any]) -> None:
         self.optimizer.zero_grad()
-        forward_and_loss(self.ddp, self.training, sample).backward()
+        loss_of(self.ddp, self.loss, batch).backward()
         self.optimizer.step()
 
     def finish(self) -> None:
-        """Wait for what is in flight."""
-        if hasattr(self.optimizer, "wait"):
-            self.optimizer.wait()
-
-    def close(self) -> None:
-        self.finish()
-        if (registration := registration_of(self.ddp)) is not None:
-            registration.remove()
+        """Wait for what was left to the next forward."""
+        getattr(self.optimizer, "wait", lambda: None)()
 
 
 class Race:
-    """Candidates on ``group``, whose ranks all call the same."""
+    """Candidates on copies and a sample of this rank, beside ``baseline``; see [Note: the race].
+
+    Communication: collectives on a group of the ranks of ``group``, which is gone when the block ends.
+    """
 
     def __init__(
         self,
         agreement: Agreement,
         group: dist.ProcessGroup,
-        device: torch.device,
-        sample: Sequence[Any],
         copied: Callable[[], Training],
+        sample: Sequence[Any],
+        *,
         ddp_options: Mapping[str, Any],
+        baseline: Candidate = PLAIN,
     ) -> None:
-        self._agreement, self._group, self._device = agreement, group, device
-        self._sample, self._copied, self._ddp_options = sample, copied, ddp_options
-        self._lanes: dict[Candidate, Lane] = {}
-        self.steps_ms: dict[Candidate, float] = {}
-        """Of each lane, about how long a step takes; the same on all ranks."""
-        self.samples: dict[Candidate, list[float | None]] = {}
-        """Of each that has ever run, ms a step of the slowest rank in each round; None where it was not in the race."""
+        self._agreement, self._ranks = agreement, dist.get_process_group_ranks(group)
+        self._copied, self._sample, self._ddp_options = copied, sample, ddp_options
+        self.baseline = baseline
+        self.samples: dict[Candidate, list[float]] = {baseline: []}
+        """Of each candidate, ms a step of the slowest rank in the rounds of its last heat; of the baseline, in all."""
+        self.ratios: dict[Candidate, list[float]] = {}
+        """Of each of these rounds, the step of the candidate as a part of the baseline's."""
         self.refused: dict[Candidate, str] = {}
-        """What could not be built or did not take a step, and why."""
+        """What could not be built, or did not take a step, and why."""
+        self.needed_s: float | None = None
+        """How long a race takes, where there was no time for one."""
+        self._group: dist.ProcessGroup | None = None
+        self._lanes: dict[Candidate, _Lane] = {}
+        self._add_ms = 0.0
+        """How long it takes to build a candidate, with its first steps."""
 
-    def add(self, candidate: Candidate) -> bool:
-        """Build ``candidate`` on a copy, and take its first steps; whether all ranks could."""
-        training = self._copied()
-        words = None
-        try:
-            ddp = wrap(training.model, candidate, group=self._group, ddp_options=self._ddp_options, init_sync=False)
-            optimizer = build(ddp, training.optimizer, candidate)
-        except ConfigurationError as error:
-            words = str(error)
-        if self._is_refused(candidate, words):
-            return False
-        lane = Lane(candidate, ddp, optimizer, training)
-        for _ in range(_WARMUP_STEPS):
-            ms, words = self._tried(lane)
-            if self._is_refused(candidate, words):
-                # Its last backward may still be in flight, and raise the same error again.
-                with suppress(OverlapError):
-                    lane.close()
-                return False
-            self.steps_ms[candidate] = self._agreement.from_rank_0(ms)
-            if self.steps_ms[candidate] > _LONG_MS:
-                break
-        self._lanes[candidate] = lane
-        return True
+    def __enter__(self) -> Self:
+        return self
 
-    def _tried(self, lane: Lane) -> tuple[float, str | None]:
-        try:
-            return self._sample_ms(lane, steps=1, lead_in=0), None
-        except ConfigurationError as error:
-            if lane.candidate.is_plain:
-                raise
-            return 0.0, str(error)
-
-    def _is_refused(self, candidate: Candidate, words: str | None) -> bool:
-        said = next((one for one in self._agreement.agree(words) if one is not None), None)
-        if said is not None:
-            self.refused[candidate] = said
-        return said is not None
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._abandon(error)
+            return
+        for candidate in list(self._lanes):
+            self._drop(candidate)
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
 
     @property
-    def _done(self) -> int:
-        return max(map(len, self.samples.values()), default=0)
+    def group(self) -> dist.ProcessGroup:
+        """Made where there is none; all ranks come at the same time."""
+        if self._group is None:
+            is_local = len(self._ranks) < dist.get_world_size()
+            self._group = dist.new_group(self._ranks, timeout=_TIMEOUT, use_local_synchronization=is_local)
+            assert self._group is not None, "this rank is one of them"
+        return self._group
 
-    def run(self, rounds: int) -> None:
-        """So many rounds, in which each lane is timed once; adds to :attr:`samples`."""
-        before = self._done
-        lanes = list(self._lanes.values())
-        own: list[list[float]] = [[] for _ in lanes]
-        for number in range(before, before + rounds):
-            # In reverse order every other time, so that no lane always runs after the same one.
-            places = list(range(len(lanes)))
-            for place in places if number % 2 == 0 else reversed(places):
-                candidate = lanes[place].candidate
-                steps = _steps(self.steps_ms[candidate])
-                own[place].append(self._sample_ms(lanes[place], steps=steps, lead_in=_lead_in(candidate)))
-        of_ranks = self._agreement.agree(own)
-        for place, lane in enumerate(lanes):
-            found = [max(one) for one in zip(*(of_rank[place] for of_rank in of_ranks), strict=True)]
-            self.samples.setdefault(lane.candidate, [None] * before).extend(found)
-            self.steps_ms[lane.candidate] = statistics.median(found)
-        for candidate in self.samples.keys() - self._lanes.keys():
-            self.samples[candidate] += [None] * rounds
-
-    def run_for(self, left_s: Callable[[], float]) -> None:
-        """As many rounds as fit into the time that is left and are of use; none if too few fit to compare at all."""
-        while (done := self._done) < _MOST_ROUNDS:
-            per_round_ms = sum(round_ms(name, self.steps_ms[name]) for name in self._lanes)
-            rounds = min(int(1e3 * left_s() / per_round_ms), _MOST_ROUNDS - done, _ROUNDS_AT_ONCE)
-            if rounds <= 0 or done + rounds < FEWEST_ROUNDS:
+    def time_baseline(self) -> float:
+        """Ms a step of the baseline. Raises: ConfigurationError: it does not take the model."""
+        start_s = time.monotonic()
+        lane = self._lanes.get(self.baseline)
+        if lane is None and (lane := self._add(self.baseline)) is not None:
+            self._add_ms = self._agreement.from_rank_0(1e3 * (time.monotonic() - start_s))
+        samples = self.samples[self.baseline]
+        while lane is not None and len(samples) < (1 if lane.step_ms > _LONG_MS else 3):
+            found = self._together(self.baseline, partial(self._sample_ms, lane))
+            if found is None:
                 break
-            self.run(rounds)
+            samples.append(max(found))
+        if self.baseline in self.refused:
+            raise ConfigurationError(f"{self.baseline} does not take this model: {self.refused[self.baseline]}")
+        return statistics.median(samples)
 
-    def drop(self, candidate: Candidate) -> None:
-        """Take down one lane, on every rank."""
-        self._lanes.pop(candidate).close()
+    def run(self, entrants: Sequence[Candidate], *, end_s: float) -> Candidate | None:
+        """Race until ``end_s`` of rank 0's monotonic clock; returns the candidate of the last heat, if there was one.
 
-    def close(self) -> None:
-        """Take down what was built, on every rank."""
-        for candidate in list(self._lanes):
-            self.drop(candidate)
+        Where the time is short, the first of ``entrants`` race.
+        """
+        if not entrants:
+            return None
 
-    def _sample_ms(self, lane: Lane, *, steps: int, lead_in: int) -> float:
-        lead_in_batches = [fresh(self._sample) for _ in range(lead_in)]
+        def left_ms() -> float:
+            return float(self._agreement.from_rank_0(1e3 * (end_s - time.monotonic())))
+
+        step_ms, now_left_ms = self.time_baseline(), left_ms()
+        field = [one for place, one in enumerate(entrants, 1) if self._needed_ms(place, step_ms) <= now_left_ms]
+        if not field:
+            self.needed_s = 1e-3 * self._needed_ms(1, step_ms)
+        while field:
+            heats, is_last = len(field).bit_length(), len(field) == 1
+            start_s = time.monotonic()
+            share_s = (end_s - start_s) / heats / len(field)
+            for place, one in enumerate(field, 1):
+                if not is_last and left_ms() < self._needed_ms(1, step_ms):
+                    break
+                self.compare(one, until_s=start_s + place * share_s, least=FEWEST_ROUNDS if is_last else 1)
+            field = [one for one in field if one in self.ratios and one not in self.refused]
+            if is_last:
+                return field[0] if field else None
+            field = sorted(field, key=lambda one: statistics.median(self.ratios[one]))[: max(1, len(field) // 2)]
+        return None
+
+    def _needed_ms(self, entrants: int, step_ms: float) -> float:
+        """How long a race of so many takes at least, if all are like the baseline."""
+        round_ms = 2 * max(step_ms, _SAMPLE_MS)
+        total_ms = self._add_ms + FEWEST_ROUNDS * round_ms
+        while entrants > 1:
+            total_ms += entrants * (self._add_ms + round_ms)
+            entrants //= 2
+        return total_ms
+
+    def compare(self, candidate: Candidate, *, until_s: float, least: int) -> None:
+        """Rounds of ``candidate`` and the baseline, up to a time of rank 0, but at least so many."""
+        for other, why in self.refused.items():
+            if other.method == candidate.method:
+                self.refused[candidate] = why
+                return
+        self.time_baseline()
+        baseline, lane = self._lanes[self.baseline], self._add(candidate)
+        if lane is None:
+            return
+        samples = self.samples[candidate] = list[float]()
+        ratios = self.ratios[candidate] = list[float]()
+        is_over = False
+        while len(ratios) < least or not (is_over or len(ratios) >= _MOST_ROUNDS):
+            # In turns, so that neither always comes after the other.
+            order = [baseline, lane] if len(ratios) % 2 == 0 else [lane, baseline]
+            times = self._together(candidate, partial(self._round, order, until_s))
+            if times is None:
+                return
+            is_over = times[0][-1]
+            ms = {one: max(of_rank[place] for of_rank in times) for place, one in enumerate(order)}
+            self.samples[self.baseline].append(ms[baseline])
+            samples.append(ms[lane])
+            ratios.append(ms[lane] / ms[baseline])
+        self._drop(candidate)
+
+    def _round(self, order: Sequence[_Lane], until_s: float) -> list[Any]:
+        return [*(self._sample_ms(lane) for lane in order), time.monotonic() >= until_s]
+
+    def _add(self, candidate: Candidate) -> _Lane | None:
+        """Build ``candidate`` on a copy, and take its first steps; ``None`` where a rank could not."""
+        group = self.group
+        gc.collect()  # The copies before, whose parameters and stages are in cycles.
+
+        def wrapped() -> None:
+            training = self._copied()
+            ddp = wrap(training.model, candidate, group, init_sync=False, **self._ddp_options)
+            self._lanes[candidate] = _Lane(candidate, ddp, training)
+
+        def built() -> None:
+            lane = self._lanes[candidate]
+            lane.optimizer = build(lane.ddp, lane.optimizer, candidate)
+
+        def stepped() -> float:
+            return self._sample_ms(self._lanes[candidate])
+
+        if self._together(candidate, wrapped) is None or self._together(candidate, built) is None:
+            return None
+        for _ in range(_WARMUP_STEPS):
+            times = self._together(candidate, stepped)
+            if times is None:
+                return None
+            if (step_ms := max(times)) > _LONG_MS:
+                break
+        self._lanes[candidate].step_ms = step_ms
+        return self._lanes[candidate]
+
+    def _together(self, candidate: Candidate, run: Callable[[], Any]) -> list[Any] | None:
+        """The result of ``run`` on each rank; ``None`` where ``candidate`` is refused on one.
+
+        Raises: any error that does not refuse it; the other ranks then raise a PeerError.
+        """
+        result: Any = None
+        refusal: str | None = None
+        failure: Exception | None = None
+        try:
+            result = run()
+        except Exception as error:
+            refusal = self._refusal(error)
+            self._abandon(error)
+            if refusal is None and not isinstance(error, CollectiveError) and not is_lost_connection(error):
+                raise
+            # Perhaps the effect of a refusal on another rank. Without the frames, which have the copies.
+            failure = error.with_traceback(None)
+        found = self._agreement.agree([refusal, result])
+        first = next((one for one, _ in found if one is not None), None)
+        if first is not None:
+            self.refused[candidate] = first
+            self._abandon(ConfigurationError(first))
+            return None
+        if failure is not None:
+            raise failure
+        return [value for _, value in found]
+
+    def _refusal(self, error: BaseException) -> str | None:
+        """Why ``error`` is a reason to leave out a candidate."""
+        if isinstance(error, ConfigurationError):
+            return str(error)
+        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+        return f"out of memory on rank {self._agreement.rank}" if is_memory else None
+
+    def _sample_ms(self, lane: _Lane) -> float:
+        """Ms a step on this rank; all ranks start together."""
+        steps = max(1, math.ceil(_SAMPLE_MS / lane.step_ms)) if lane.step_ms else 1
         batches = [fresh(self._sample) for _ in range(steps)]
-        # Ranks begin together. They meet before the lead-in: meanwhile what it leaves to the next forward would arrive,
-        # and the clock would see it neither here nor behind the last step.
-        all_reduce(torch.zeros(1, device=self._device), group=self._group)
+        # An untimed step before them: what it leaves to the next forward stands for what the last one leaves.
+        gathers_in_forward = METHODS[lane.candidate.method].update == "sharded, gathered in forward"
+        lead_in_batches = [fresh(self._sample)] if gathers_in_forward and lane.step_ms else []
+        # Before the lead-in: behind it, what it leaves to the next forward would arrive while ranks wait here.
+        all_reduce(torch.zeros(1, device=lane.device), group=self.group)
         for batch in lead_in_batches:
             lane.step(batch)
-        self._settle()
+        _settle(lane.device)
         start_s = time.perf_counter()
         for batch in batches:
             lane.step(batch)
-        self._settle()
+        _settle(lane.device)
         ms = 1e3 * (time.perf_counter() - start_s) / steps
         lane.finish()
         return ms
 
-    def _settle(self) -> None:
-        # Not what is on other streams: it is left to the next forward, as on the CPU.
-        if has_streams(self._device):
-            current_stream(self._device).synchronize()
+    def _drop(self, candidate: Candidate) -> None:
+        lane = self._lanes.pop(candidate)
+        lane.finish()
+        if (registration := registration_of(lane.ddp)) is not None:
+            registration.remove()
+
+    def _abandon(self, error: BaseException) -> None:
+        """Give up all lanes and close the connections, so that no rank waits for this one."""
+        for lane in self._lanes.values():
+            if (registration := registration_of(lane.ddp)) is not None:
+                with contextlib.suppress(OverlapError, RuntimeError):
+                    registration.report(error)
+                    registration.remove()
+        self._lanes.clear()
+        group, self._group = self._group, None
+        if group is not None:
+            abandon_group(group)
+            dist.destroy_process_group(group)
 
 
-def warm_up_ms(step_ms: float) -> float:
-    """What the first steps of a lane take, before it is timed."""
-    return step_ms if step_ms > _LONG_MS else _WARMUP_STEPS * step_ms
-
-
-def round_ms(candidate: Candidate, step_ms: float) -> float:
-    """What a round takes of ``candidate``, a step of which takes ``step_ms``."""
-    return step_ms * (_steps(step_ms) + _lead_in(candidate))
-
-
-def _steps(step_ms: float) -> int:
-    return max(1, math.ceil(_SAMPLE_MS / step_ms))
-
-
-def _lead_in(candidate: Candidate) -> int:
-    """Untimed steps before a sample: what they leave to the next forward takes the place of what a sample leaves."""
-    return 1 if METHODS[candidate.method].update == "sharded, gathered in forward" else 0
+def _settle(device: torch.device) -> None:
+    # Not what is on other streams: it is left to the next forward, as on the CPU.
+    if has_streams(device):
+        current_stream(device).synchronize()

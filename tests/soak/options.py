@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import overlap
 from harness import run_ranks
 from overlap import OverlapError, hooks, optim
-from overlap.plan.request import Request
+from overlap.plan.choose import Request
 
 __all__ = ["try_options"]
 

@@ -1,0 +1,201 @@
+"""Clipping by the global norm: one implementation, for the transform and for updates that clip.
+
+[Note: the order of a norm]
+
+A global norm is a sum, and its last bit depends on the order of the summands. A loop that calls
+``clip_grad_norm_(ddp.parameters(), c)`` sums in the order of the model's parameters, whatever the optimizer's groups.
+So whole gradients are clipped by PyTorch's own functions in that order, with the same bits. Where each rank has a part
+of the gradients, powers of the parts are summed in float64, first on each rank, then over ranks: the norm is the same
+up to the order of summation.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap._checks import as_number, check_flag, told
+from overlap._torch.device import hold
+from overlap._torch.foreach import norms
+from overlap.errors import ConfigurationError, TrainingLoopError
+from overlap.hooks.bucket import Bucket
+from overlap.hooks.collectives import all_reduce
+from overlap.hooks.stage import StageContext
+from overlap.hooks.transforms.transform import Place, WholePassTransform
+
+__all__ = ["ClipGradNorm", "Clipping", "ShardedNorm", "check_norm_type", "in_model_order"]
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """Scale gradients so that their global norm is at most ``max_norm``; messages call that ``argument``."""
+
+    max_norm: float
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = False
+    argument: str = "clip_grad_norm"
+
+    def __post_init__(self) -> None:
+        _check_positive(self.argument, self.max_norm)
+        check_norm_type(self.norm_type)
+        check_flag("error_if_nonfinite", self.error_if_nonfinite)
+
+    def clip_(self, gradients: Sequence[Tensor], *, foreach: bool | None = None) -> Tensor:
+        """Clip whole gradients in place, as ``torch.nn.utils.clip_grad_norm_`` clips those of parameters in this order.
+
+        Returns: their global norm before, a 0-dimensional tensor.
+
+        Raises: TrainingLoopError: the norm is not finite, with ``error_if_nonfinite``.
+        """
+        total = torch.nn.utils.get_total_norm(gradients, self.norm_type, foreach=foreach)
+        self.scale_(gradients, total, foreach=foreach)
+        return total
+
+    def scale_(self, gradients: Sequence[Tensor], total: Tensor, *, foreach: bool | None = None) -> None:
+        """Clip ``gradients``, or parts of them, in place, given the global norm of all. Raises: as :meth:`clip_`."""
+        if self.error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise TrainingLoopError(
+                f"the norm of order {self.norm_type:g} of the gradients is {float(total)}, so they cannot be clipped: "
+                "to clip them all the same leave out error_if_nonfinite=True"
+            )
+        holders = [SimpleNamespace(grad=gradient) for gradient in gradients]
+        torch.nn.utils.clip_grads_with_norm_(holders, self.max_norm, total, foreach)  # type: ignore[arg-type]
+
+
+def in_model_order(parameters: Iterable[Tensor], *models: Iterable[Tensor]) -> list[Tensor]:
+    """``parameters`` in the order of the ``models``' parameters; those of no model last, in the order given."""
+    places = {one: place for place, one in enumerate(dict.fromkeys(itertools.chain.from_iterable(models)))}
+    return sorted(parameters, key=lambda parameter: places.get(parameter, len(places)))
+
+
+def check_norm_type(norm_type: float) -> float:
+    """``norm_type`` itself. Raises: ConfigurationError: it is not a positive number."""
+    _check_positive("norm_type", norm_type, hint=" (float('inf') for the maximum)")
+    return norm_type
+
+
+def _check_positive(name: str, value: object, *, hint: str = "") -> None:
+    number = as_number(value)
+    if number is None:
+        raise ConfigurationError(f"{name} is a number, got {told(value)}")
+    if not number > 0:
+        raise ConfigurationError(f"{name} must be positive{hint}, got {told(value)}")
+
+
+class ShardedNorm:
+    """Clips by the global norm of gradients of which each rank has a part: local powers, a sum over ranks, a root.
+
+    The norm has the dtype that ``torch.nn.utils.clip_grad_norm_`` gives it: the promoted dtype of all ``parameters`` of
+    the model, also where this rank has parts of some of them only.
+    """
+
+    def __init__(
+        self, clipping: Clipping, gradients: Sequence[Tensor], parameters: Iterable[Tensor], device: torch.device
+    ) -> None:
+        self._clipping = clipping
+        dtypes = {parameter.dtype for parameter in parameters}
+        self._dtype = functools.reduce(torch.promote_types, dtypes).to_real() if dtypes else torch.float32
+        # An empty part has no maximum.
+        self._gradients = [gradient for gradient in gradients if gradient.numel()]
+        self._is_max = clipping.norm_type == float("inf")
+        each = [norm.double() for norm in norms(self._gradients, clipping.norm_type)] if self._gradients else []
+        stacked = torch.stack(each) if each else torch.zeros(1, dtype=torch.float64, device=device)
+        self.partial = stacked.max() if self._is_max else stacked.pow(clipping.norm_type).sum()
+        """This rank's part, which the caller all-reduces in place with :attr:`op`."""
+
+    @property
+    def op(self) -> dist.ReduceOp.RedOpType:
+        return dist.ReduceOp.MAX if self._is_max else dist.ReduceOp.SUM
+
+    @property
+    def total(self) -> Tensor:
+        """The global norm, after :attr:`partial` was all-reduced."""
+        return (self.partial if self._is_max else self.partial.pow(1 / self._clipping.norm_type)).to(self._dtype)
+
+    def clip_(self, gradients: Sequence[Tensor] | None = None) -> Tensor:
+        """Scale the gradients (or other parts of them) in place, after :attr:`partial` was all-reduced.
+
+        Returns and raises: as :meth:`Clipping.clip_`.
+        """
+        total = self.total
+        self._clipping.scale_(self._gradients if gradients is None else gradients, total)
+        return total
+
+
+class ClipGradNorm(WholePassTransform):
+    """Scales the gradients of the whole model so that their norm is at most ``max_norm``.
+
+    After the reducer this is ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)`` between backward and
+    ``step()``, bit for bit, whatever the optimizer's groups; before it, each rank clips its own gradient by its own
+    norm. It waits for all buckets, so updates after it run when backward has computed everything; they may be of any
+    form. The norm is the same only up to the order of summation after a reduce-scatter, with parameters that no rank
+    used, whose zeros are counted, and in a hook registered with ``ddp.register_comm_hook``, which does not know the
+    model's order. The largest element is always the same.
+
+    With ``GradScaler`` gradients in backward are scaled, so ``step()`` refuses: use
+    ``Step(optimizer, clip_grad_norm=...)``, which clips in ``step()``.
+
+    Args:
+        max_norm: a positive number.
+        norm_type: order of the norm; ``float("inf")`` for the largest element.
+
+    Communication: none; after a reduce-scatter, one all-reduce of a number. Changes: ``bucket.buffer``.
+
+    Raises:
+        ConfigurationError: an argument is out of range; or, at registration, it stands after an update, or before a
+            communication hook.
+
+    >>> ClipGradNorm(1.0)
+    ClipGradNorm(1)
+    """
+
+    def __init__(self, max_norm: float, norm_type: float = 2.0) -> None:
+        super().__init__()
+        self.clipping = Clipping(max_norm, norm_type, argument="max_norm")
+        self._norm: Tensor | None = None
+
+    @property
+    def norm(self) -> Tensor | None:
+        """The norm before clipping of the last pass, a 0-dimensional tensor on the model's device; ``None`` before it.
+
+        Reading it does not make the host wait for an accelerator; printing it does.
+        """
+        return None if self._norm is None else hold(self._norm)
+
+    @property
+    def needs_mean(self) -> bool:
+        return True
+
+    @property
+    def commutes_with_scaling(self) -> bool:
+        return False
+
+    def attach(self, context: StageContext) -> None:
+        if self.place is Place.UPDATED:
+            raise ConfigurationError(
+                f"{self!r} acts on gradients, and stands after an update: put it before the update; a function of a "
+                "bucket can change bucket.parameters there"
+            )
+        super().attach(context)
+
+    async def act(self, buckets: Sequence[Bucket]) -> None:
+        gradients = [gradient for _, gradient in self.in_order(buckets)]
+        if all(bucket.owned is None for bucket in buckets):
+            self._norm = self.clipping.clip_(gradients)
+            return
+        counted = [part for bucket in buckets for part in self.counted(bucket)]
+        parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+        sharded = ShardedNorm(self.clipping, counted, parameters, buckets[0].buffer.device)
+        await all_reduce(sharded.partial, op=sharded.op, group=buckets[0].group)
+        self._norm = sharded.clip_([gradient for gradient in gradients if gradient.numel()])
+
+    def __repr__(self) -> str:
+        norm_type = self.clipping.norm_type
+        return f"ClipGradNorm({self.clipping.max_norm:g}{'' if norm_type == 2 else f', norm_type={norm_type:g}'})"

@@ -248,7 +248,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         zero = cls.__new__(cls)
         zero.process_group = _checked_group(process_group)
         with Agreement(zero.process_group, "convert an optimizer to a ZeroRedundancyOptimizer") as agreement:
-            plain = _check_convertible(optimizer)
+            plain = check_convertible(optimizer)
             make = partial(_twin, plain)
             zero._set_up(plain.param_groups, type(plain), make, agreement, overlap_with_ddp, partition, master_dtype)
         if plain.state:
@@ -872,7 +872,7 @@ def _in_buckets(shards: Sequence[Shard]) -> list[list[Tensor]]:
     return [*full, *open_ones.values()]
 
 
-def _check_convertible(optimizer: object) -> Optimizer:
+def check_convertible(optimizer: object) -> Optimizer:
     """``optimizer`` itself, or the one that Accelerate or Lightning have wrapped.
 
     Raises:

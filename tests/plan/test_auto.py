@@ -1,0 +1,583 @@
+"""`overlap.auto` on ranks: its result, the objects that it leaves alone, and failures on one rank.
+
+Each world of ranks runs many cases, one after another; a failed one is reported by its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import random
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import overlap
+from harness import run_ranks
+from overlap import ConfigurationError, PeerError, Plan, UnsupportedError
+from overlap._torch.c10d import issued
+from overlap.plan import choose, race
+from overlap.plan.candidates import METHODS, PLAIN, Candidate, Method
+
+WIDTH, CLASSES, BATCH = 16, 4, 8
+CROSS_ENTROPY = nn.functional.cross_entropy
+# The time is for a busy machine: the rounds end long before.
+OPTIONS: dict[str, Any] = {"loss": CROSS_ENTROPY, "seconds": 30.0, "quiet": True}
+
+
+@contextlib.contextmanager
+def _quick(*, fast: str | None = None, rounds: int = 5) -> Iterator[None]:
+    """Within a rank: a few rounds, to which all come; steps of the method ``fast`` seem to take next to nothing."""
+    real = race.Race._sample_ms
+
+    def sample_ms(self: Any, lane: Any) -> float:
+        ms = real(self, lane)
+        return 1e-3 * ms if lane.candidate.method == fast else ms
+
+    with (
+        mock.patch.object(race, "_MOST_ROUNDS", rounds),
+        mock.patch.object(race, "_SAMPLE_MS", 1e-3),
+        mock.patch.object(choose, "_COMPUTE_SHARE", 1e-4),
+        mock.patch.object(Method, "least_ms", return_value=0.0),
+        mock.patch.object(race.Race, "_sample_ms", sample_ms),
+    ):
+        yield
+
+
+def _model(*, dropout: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.5 if dropout else 0.0)]
+    return nn.Sequential(*layers, nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+
+
+def _sample(rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(BATCH, WIDTH, generator=generator), torch.randint(CLASSES, (BATCH,), generator=generator)
+
+
+def _adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _chosen(rank: int, *, fast: str | None = None, model: nn.Module | None = None, **options: Any) -> Plan:
+    model = _model() if model is None else model
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.01)
+    with _quick(fast=fast):
+        ddp, _ = overlap.auto(model, optimizer, **{"sample": _sample(rank), **OPTIONS, **options})
+    return Plan.of(ddp)
+
+
+def _trained(ddp: Any, optimizer: Any, rank: int) -> dict[str, Any]:
+    x, y = _sample(rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        CROSS_ENTROPY(ddp(x), y).backward()
+        optimizer.step()
+    getattr(optimizer, "wait", lambda: None)()
+    return {name: value.clone() for name, value in ddp.module.state_dict().items()}
+
+
+def _plan(method: str, bucket_cap_mb: float | None = None, **fields: Any) -> Plan:
+    fields = {"ranks": 2, "rows": (), "reason": "by hand", **fields}
+    return Plan(method=method, bucket_cap_mb=bucket_cap_mb, **fields)
+
+
+def _each(cases: dict[str, Callable[[int], None]], rank: int, world_size: int) -> None:
+    for name, case in cases.items():
+        try:
+            case(rank)
+        except BaseException as error:
+            error.add_note(f"in the case {name!r}")
+            raise
+
+
+# Its result ----------------------------------------------------------------------------------------------------------
+
+
+def _end_to_end(rank: int, world_size: int, folder: Path) -> Any:
+    def slower_on_one(output: Tensor, target: Tensor) -> Tensor:
+        time.sleep(0.004 * rank)
+        return CROSS_ENTROPY(output, target)
+
+    model = _model()
+    with _quick():
+        ddp, optim = overlap.auto(model, _adamw(model), sample=_sample(rank), **{**OPTIONS, "loss": slower_on_one})
+    plan = Plan.of(ddp)
+    plan.save(folder / f"plan{rank}.json")
+    assert ddp.module is model
+    result = _trained(ddp, optim, rank)
+    plain = DistributedDataParallel(_model(), bucket_cap_mb=plan.bucket_cap_mb)
+    return plan, result, _trained(plain, _adamw(plain), rank)
+
+
+def test_ranks_that_differ_get_the_same_plan_and_train_as_plain_ddp_does(tmp_path: Path) -> None:
+    (first, result, expected), (second, *_) = run_ranks(_end_to_end, 2, tmp_path)
+    assert first == second == Plan.load(tmp_path / "plan0.json") == Plan.load(tmp_path / "plan1.json")
+    assert first.ranks == 2 and first.parameters == 8
+    assert {row.kind for row in first.rows} == {"exact"}
+    measured = {row.candidate: row for row in first.rows if row.measured_ms is not None}
+    assert set(measured) == {PLAIN, Candidate("step")}
+    assert all(row.measured_ms > 4 for row in measured.values()), "the slower rank counts"
+    assert measured[Candidate("step")].rounds == 5
+    for name, value in expected.items():
+        assert torch.equal(result[name], value), name
+
+
+def _each_method(rank: int, world_size: int) -> dict[str, Any]:
+    plain = DistributedDataParallel(_model(), bucket_cap_mb=0.01)
+    found = {"plain": _trained(plain, _adamw(plain), rank)}
+    for method in METHODS:
+        model = _model()
+        ddp, optim = overlap.auto(model, _adamw(model), plan=_plan(method, 0.01))
+        found[method] = _trained(ddp, optim, rank)
+        assert Plan.of(ddp).method == method
+    return found
+
+
+def test_a_plan_builds_its_method_and_exact_ones_are_plain_ddp_bit_for_bit() -> None:
+    found, _ = run_ranks(_each_method, 2)
+    for method in METHODS:
+        same = all(torch.equal(found[method][name], value) for name, value in found["plain"].items())
+        assert same == (METHODS[method].kind == "exact"), method
+
+
+def _winners(rank: int, world_size: int) -> list[tuple[str, str]]:
+    found = []
+    for method, options in (
+        ("zero-forward", {"allow": "sharded"}),
+        ("step", {"allow": ("sharded", "8-bit", "low-rank")}),
+        ("bf16-deferred", {"allow": "16-bit", "updates": "step"}),
+        ("zero", {"allow": "sharded", "memory": "small"}),
+    ):
+        model = _model()
+        with _quick(fast=method):
+            ddp, optim = overlap.auto(model, _adamw(model), sample=_sample(rank), **{**OPTIONS, **options})
+        _trained(ddp, optim, rank)
+        found.append((Plan.of(ddp).method, Plan.of(ddp).reason))
+    return found
+
+
+def test_the_winner_of_the_race_is_built() -> None:
+    found, other = run_ranks(_winners, 2)
+    assert [method for method, _ in found] == ["zero-forward", "step", "bf16-deferred", "zero"]
+    assert all("was chosen: it took" in reason for _, reason in found)
+    assert other == found
+
+
+def _clipped(rank: int) -> None:
+    model, (x, y) = _model(), _sample(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"sample": (x, y), **OPTIONS, "allow": "16-bit", "updates": "step"}
+    with _quick(fast="bf16-deferred"):
+        ddp, optim = overlap.auto(model, optimizer, **options)
+    for batch in range(3):
+        optim.zero_grad()
+        CROSS_ENTROPY(ddp(x), y).backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+        before = [p.detach().clone() for p in model.parameters()]
+        if batch == 1:
+            optim.zero_grad()
+            continue
+        optim.step()
+        moved = torch.stack([(p - q).norm() for p, q in zip(model.parameters(), before, strict=True)]).norm()
+        assert 0 < moved.item() <= 1.01e-4
+
+
+class _InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(x.sub_(0.5).div_(0.7))
+        return output
+
+
+def _changes_its_input(rank: int) -> None:
+    x, y = _sample(rank)
+    before = x.clone()
+    _chosen(rank, model=_InPlace(), sample=(x, y))
+    assert torch.equal(x, before)
+
+
+def _sparse(rank: int) -> None:
+    model = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True))
+    plan = _chosen(rank, model=model, sample=(torch.arange(24).reshape(8, 3) % 10, _sample(rank)[1]))
+    assert plan.method == "ddp"
+    assert [row.note for row in plan.rows if row.method == "step"] == ["gradients are sparse"]
+
+
+def _hooked_on_one(rank: int) -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if rank == 1:
+        optimizer.register_step_pre_hook(lambda *_: None)
+    plan = _chosen(rank, model=model, optimizer=optimizer, fast="step")
+    assert plan.method == "ddp"
+    assert all("pre-hook" in row.note for row in plan.rows if row.update == "in backward")
+
+
+def _less_memory_on_one(rank: int) -> None:
+    model = _model()
+    memory = None if rank == 0 else "small"
+    plan = _chosen(rank, model=model, optimizer=_adamw(model), fast="step", allow="sharded", memory=memory)
+    assert plan.method.startswith("zero"), plan.method
+    assert all("no less memory" in row.note for row in plan.rows if not METHODS[row.method].is_sharded)
+
+
+def _has_state(rank: int) -> None:
+    model, (x, y) = _model(), _sample(0)
+    optimizer = _adamw(model)
+    CROSS_ENTROPY(model(x), y).backward()
+    optimizer.step()
+    assert _chosen(rank, model=model, optimizer=optimizer, fast="zero", allow="sharded").method == "zero"
+
+
+def _has_collectives(rank: int) -> None:
+    """By its own clock rank 1 would take fewer steps: each takes longer."""
+    calls = 0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.01 + 0.02 * rank)
+        total = output.detach().sum()
+        dist.all_reduce(total)
+        return CROSS_ENTROPY(output, target) + total
+
+    with mock.patch.object(race, "_SAMPLE_MS", 100.0):
+        _chosen(rank, loss=loss, seconds=2.0)
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, calls)
+    assert of_ranks[0] == of_ranks[1]
+
+
+def _does_not_diverge(rank: int) -> None:
+    model = _model()
+    seen: list[float] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        value = (output - 1).square().mean()
+        seen.append(value.item())
+        return value
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
+    _chosen(rank, model=model, optimizer=optimizer, loss=loss)
+    assert optimizer.param_groups[0]["lr"] == 1e6
+    assert max(seen) < 1e3
+
+
+def _cannot_draw(rank: int, report: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _chosen(rank, report=report)
+    found = [str(one.message) for one in caught if "report=" in str(one.message)]
+    assert len(found) == (rank == 0)
+    assert rank or "was not written (FileNotFoundError" in found[0]
+
+
+def test_unusual_models_losses_and_options(tmp_path: Path) -> None:
+    cases: dict[str, Callable[[int], None]] = {
+        "updates in step: the loop clips and skips": _clipped,
+        "a model that changes its input": _changes_its_input,
+        "sparse gradients": _sparse,
+        "a pre-hook on one rank": _hooked_on_one,
+        "less memory on one rank": _less_memory_on_one,
+        "an optimizer with state, sharded": _has_state,
+        "a loss with collectives": _has_collectives,
+        "a high learning rate": _does_not_diverge,
+        "a report that cannot be written": functools.partial(_cannot_draw, report=str(tmp_path / "no" / "plan.png")),
+    }
+    run_ranks(functools.partial(_each, cases), 2)
+
+
+def test_a_report_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+
+    def draw(rank: int, world_size: int) -> None:
+        _chosen(rank, report=tmp_path / "plan.png")
+
+    run_ranks(draw, 2)
+    assert (tmp_path / "plan.png").stat().st_size > 1000
+
+
+# Untouched -----------------------------------------------------------------------------------------------------------
+
+
+def _left_alone(rank: int, world_size: int) -> None:
+    model = _model(dropout=True)
+    model[0].bias.requires_grad_(False)
+    calls: list[int] = []
+    model[4].register_forward_hook(lambda *_: None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    x, y = _sample(rank)
+    CROSS_ENTROPY(model(x), y).backward()
+    optimizer.step()
+    scheduler.step()
+    CROSS_ENTROPY(model(x), y).backward()  # Leaves gradients.
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    before = copy.deepcopy([model.state_dict(), optimizer.state_dict(), scheduler.state_dict()])
+    gradients = [None if p.grad is None else (p.grad, p.grad.clone()) for p in model.parameters()]
+    versions = [p._version for p in model.parameters()]
+    generators = torch.get_rng_state(), random.getstate()
+    modes = [module.training for module in model.modules()]
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    step = optimizer.step
+
+    # Up to where the chosen one is built: DDP's constructor broadcasts rank 0's values, as it always does.
+    class Stop(Exception):
+        pass
+
+    with _quick(), mock.patch.object(choose, "wrap", side_effect=Stop), pytest.raises(Stop):
+        overlap.auto(model, optimizer, sample=(x, y), **{**OPTIONS, "allow": ("sharded", "low-rank")})
+
+    after = [model.state_dict(), optimizer.state_dict(), scheduler.state_dict()]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    for parameter, kept in zip(model.parameters(), gradients, strict=True):
+        assert (parameter.grad is None) == (kept is None)
+        assert kept is None or (parameter.grad is kept[0] and torch.equal(*kept))
+    assert [p._version for p in model.parameters()] == versions
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1]
+    assert [module.training for module in model.modules()] == modes
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert [p.requires_grad for p in model.parameters()][:3] == [True, False, True]
+    assert optimizer.step == step
+    assert calls == []
+
+
+def test_a_race_leaves_every_bit_as_it_was() -> None:
+    run_ranks(_left_alone, 2)
+
+
+def test_the_check_notices_a_race_on_the_model_itself() -> None:
+    def raced_in_place(rank: int, world_size: int) -> None:
+        on_itself = mock.patch.object(choose.Originals, "copied", lambda self: self.own)
+        with on_itself, pytest.raises((UnsupportedError, PeerError), match="has changed"):
+            _chosen(rank)
+
+    run_ranks(raced_in_place, 2)
+
+
+class _Head(nn.Module):
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(CLASSES))
+        self.scale = nn.Linear(CLASSES, CLASSES)
+
+    def of(self, output: Tensor, target: Tensor) -> Tensor:
+        self.center.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        return CROSS_ENTROPY(self.scale(output) - self.center, target)
+
+
+def _loss_with_state(rank: int, kind: str) -> None:
+    model, head = _model(), _Head()
+    head.scale.weight.grad = torch.ones(CLASSES, CLASSES)
+    before = copy.deepcopy([head.state_dict(), head.scale.weight.grad])
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+
+    def closure(output: Tensor, target: Tensor) -> Tensor:
+        return head.of(output, target)
+
+    loss = {"method": head.of, "partial": functools.partial(_Head.of, head), "closure": closure}[kind]
+    if kind == "closure":
+        with pytest.raises((UnsupportedError, PeerError), match="a gradient of 'a parameter of the optimizer'"):
+            _chosen(rank, model=model, optimizer=optimizer, loss=loss)
+    else:
+        _chosen(rank, model=model, optimizer=optimizer, loss=loss)
+        torch.testing.assert_close([head.state_dict(), head.scale.weight.grad], before, rtol=0, atol=0)
+    assert head.scale.bias.grad is None
+
+
+def _refused(rank: int, kind: str, words: str) -> None:
+    model = _model()
+    loss: Callable[..., Tensor] = CROSS_ENTROPY
+    if kind == "reaches":
+        loss = lambda out, y: CROSS_ENTROPY(out, y) + model[0].weight.square().sum()  # noqa: E731
+    elif kind == "uncopyable":
+        model.lock = __import__("threading").Lock()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises((UnsupportedError, PeerError), match=words) as raised:
+        _chosen(rank, model=model, loss=loss)
+    assert "Plan.load(path)" in str(raised.value)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+
+
+def test_a_loss_is_copied_and_anything_else_that_is_reached_is_refused() -> None:
+    cases: dict[str, Callable[[int], None]] = {
+        kind: functools.partial(_loss_with_state, kind=kind) for kind in ("method", "partial", "closure")
+    }
+    for kind, words in (
+        ("reaches", "a gradient of '0.weight' in the model itself"),
+        ("uncopyable", "cannot be copied"),
+    ):
+        cases[kind] = functools.partial(_refused, kind=kind, words=words)
+    run_ranks(functools.partial(_each, cases), 2)
+
+
+# Wrong arguments, and failures on one rank ---------------------------------------------------------------------------
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "sample of one": ({"sample": (torch.ones(2),)}, r"sample is 1 entries: give .* sample=\(x, y\)"),
+    "no sample": ({"sample": None}, "sample is NoneType: give"),
+    "no loss": ({"loss": None}, "loss is a NoneType: give"),
+    "loss without a scalar": ({"loss": lambda out, y: out}, r"loss returned shape \(8, 4\): give"),
+    "loss without a gradient": ({"loss": lambda out, y: out.detach().sum()}, "loss returned .* without a gradient"),
+    "loss of another type": ({"loss": lambda out, y: 1.0}, "loss returned float: give"),
+    "unknown kind": ({"allow": ("exact", "4-bit")}, "allow has '4-bit'; known are exact, 16-bit, 8-bit, low-rank"),
+    "allow of another type": ({"allow": 8}, "allow has 8; known are"),
+    "memory": ({"memory": "tiny"}, "memory='tiny' is not 'small'"),
+    "memory of nothing": ({"memory": 0}, "memory must be a whole number of at least 1"),
+    "too little memory": ({"memory": 100}, r"no candidate takes this model: ddp: takes about \d+ bytes, more than"),
+    "seconds": ({"seconds": -1}, "seconds must be greater than 0"),
+    "report": ({"report": 3}, "report is a int: give the name"),
+    "plan": ({"plan": "plan.json"}, r"plan is a str: give Plan.load\(path\)"),
+    "options": ({"ddp_options": {"bucket_cap_mb": 5}}, "ddp_options has 'bucket_cap_mb'"),
+    "ranks of a plan": ({"plan": _plan("ddp", ranks=3)}, "plan was made for 3 ranks and .* here are 2"),
+    "parameters of a plan": (
+        {"plan": _plan("ddp", parameters=5)},
+        "made for .* a model with 5 trained .* here are 2 and 8: leave",
+    ),
+}
+
+
+def _bad_input(rank: int, world_size: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    model = _model()
+    wrapped = DistributedDataParallel(_model())
+    lazy = nn.Sequential(nn.LazyLinear(4))
+    cases: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+        name: (model, _adamw(model), *case) for name, case in BAD.items()
+    }
+    cases |= {
+        "in DDP": (wrapped, _adamw(model), {}, "DistributedDataParallel: give the torch.nn.Module"),
+        "no module": (model.parameters(), _adamw(model), {}, "model is a generator"),
+        "nothing trained": (nn.Flatten(), _adamw(model), {}, "model has trained parameters on 0 devices"),
+        "lazy": (lazy, torch.optim.SGD(lazy.parameters(), lr=0.1), {}, "model has '0.weight', which is made in"),
+        "no optimizer": (model, "adamw", {}, "optimizer is a str"),
+        "overlapped": (model, overlap.OverlappedOptimizer(_adamw(model)), {}, "optimizer is a OverlappedOptimizer"),
+        "another's": (_model(), _adamw(model), {}, "none of the model's parameters"),
+        "closure": (model, torch.optim.LBFGS(model.parameters()), {}, r"LBFGS, whose step\(\) needs a closure"),
+    }
+    before = issued(group)
+    for name, (one, other, options, words) in cases.items():
+        with _quick(), pytest.raises(ConfigurationError) as raised:
+            overlap.auto(one, other, **{"sample": _sample(rank), **OPTIONS, **options})
+        assert re.search(words, str(raised.value)), (name, str(raised.value))
+    assert issued(group) == before, "a collective on the user's group"
+
+
+def test_bad_input_is_refused_by_name_before_any_collective() -> None:
+    run_ranks(_bad_input, 2)
+    model = _model()
+    with pytest.raises(ConfigurationError, match="init_process_group first"):
+        overlap.auto(model, _adamw(model), sample=_sample(0), loss=CROSS_ENTROPY)
+    with pytest.raises(ConfigurationError, match=r"overlap\.auto has not made this model"):
+        Plan.of(nn.Flatten())  # type: ignore[arg-type]
+
+
+def _bad_on_one(rank: int) -> None:
+    words = "rank 1: ConfigurationError: allow has 'nonsense'" if rank == 0 else "^allow has 'nonsense'"
+    with pytest.raises(PeerError if rank == 0 else ConfigurationError, match=words):
+        _chosen(rank, allow="exact" if rank == 0 else "nonsense")
+
+
+def _differ(rank: int, words: str, **options: Any) -> None:
+    model = nn.Linear(WIDTH, CLASSES + rank) if "models" in words else _model()
+    with pytest.raises((PeerError, ConfigurationError), match=words):
+        _chosen(rank, model=model, **{name: value[rank] for name, value in options.items()})
+
+
+def _fails(rank: int, at_call: int) -> None:
+    """Rank 1's loss raises, before the race or in the middle of it."""
+    calls = 0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == at_call:
+            raise ZeroDivisionError("no such class")
+        return CROSS_ENTROPY(output, target)
+
+    start_s = time.monotonic()
+    words = "another rank failed where all call overlap.auto: rank 1: ZeroDivisionError: no such class"
+    with pytest.raises(PeerError if rank == 0 else ZeroDivisionError, match=words if rank == 0 else "no such class"):
+        _chosen(rank, loss=loss, allow="sharded")
+    assert time.monotonic() - start_s < 15
+    # The user's own group is as good as before.
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2
+
+
+def test_an_error_or_a_difference_on_one_rank_is_an_error_on_all() -> None:
+    cases: dict[str, Callable[[int], None]] = {
+        "one has bad input": _bad_on_one,
+        "models": functools.partial(_differ, words="have different models"),
+        "plans": functools.partial(
+            _differ, words=r"different plans, \['ddp', 'step'\]", plan=[_plan("ddp"), _plan("step")]
+        ),
+        "plan on one": functools.partial(_differ, words=r"different plans, \['ddp', None\]", plan=[_plan("ddp"), None]),
+        "fails before the race": functools.partial(_fails, at_call=2),
+        "fails with plain DDP": functools.partial(_fails, at_call=4),
+        "fails in the race": functools.partial(_fails, at_call=30),
+    }
+    run_ranks(functools.partial(_each, cases), 2)
+
+
+def _out_of_memory(rank: int, method: str, where: str) -> None:
+    """Rank 1 has no memory for one method, and nothing waits for a timeout."""
+    real_attach, real_step = overlap.AllReduce.attach, race._Lane.step
+
+    def attach(self: Any, context: Any) -> None:
+        if rank == 1 and where == "registration":
+            raise torch.OutOfMemoryError("no memory")
+        real_attach(self, context)
+
+    def step(self: Any, batch: Any) -> None:
+        if rank == 1 and where == "forward" and self.candidate.method == method:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        real_step(self, batch)
+        if rank == 1 and where == "update" and self.candidate.method == method:
+            raise MemoryError
+
+    start_s = time.monotonic()
+    with mock.patch.object(overlap.AllReduce, "attach", attach), mock.patch.object(race._Lane, "step", step):
+        if method == "ddp":
+            with pytest.raises((ConfigurationError, PeerError), match="ddp does not take this model: out of memory on"):
+                _chosen(rank)
+            return
+        plan = _chosen(rank, fast=method, allow="sharded")
+    assert time.monotonic() - start_s < 15
+    assert plan.method != method
+    rows = {row.method: row for row in plan.rows}
+    assert rows[method].note == "out of memory on rank 1"
+    raced = {name for name, row in rows.items() if row.measured_ms is not None}
+    assert raced == {"ddp", "step", "zero", "zero-forward"} - {method}
+
+
+def test_a_candidate_that_does_not_fit_into_the_memory_of_one_rank_is_dropped_on_all() -> None:
+    cases: dict[str, Callable[[int], None]] = {
+        f"{method} in {where}": functools.partial(_out_of_memory, method=method, where=where)
+        for method, where in (
+            ("step", "registration"), ("step", "forward"), ("zero", "forward"), ("zero-forward", "update"),
+            ("ddp", "forward"),
+        )
+    }  # fmt: skip
+    run_ranks(functools.partial(_each, cases), 2)

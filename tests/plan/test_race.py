@@ -1,0 +1,243 @@
+"""The race and its decision, on a clock that only the steps move: which candidates meet, and which one is chosen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from overlap import ConfigurationError, Plan
+from overlap.plan import race as race_module
+from overlap.plan.candidates import METHODS, PLAIN, Candidate, allowed, obstacle
+from overlap.plan.decision import Row, decide, is_surely_faster, quartiles
+from overlap.plan.measure import Computing
+from overlap.plan.race import FEWEST_ROUNDS, Race
+
+STEP, ZERO, FORWARD = Candidate("step"), Candidate("zero"), Candidate("zero-forward")
+STEP_8, BF16 = Candidate("step", 8.0), Candidate("bf16")
+ADD_MS = 5.0
+
+
+class _OneRank:
+    rank, size = 0, 1
+
+    def agree(self, value: Any = None) -> list[Any]:
+        return [value]
+
+    def from_rank_0(self, value: Any) -> Any:
+        return value
+
+
+class _Lane:
+    def __init__(self, candidate: Candidate, step_ms: float) -> None:
+        self.candidate, self.step_ms = candidate, step_ms
+
+
+class _Race(Race):
+    """Steps of these lengths, with noise."""
+
+    def __init__(self, true_ms: dict[Candidate, float], *, refused: Sequence[Candidate] = (), noise: float = 0.01):
+        self.true_ms, self.refuses, self.noise, self.draw = true_ms, refused, noise, random.Random(0)
+        self.now_s = 0.0
+        self.heats: list[Candidate] = []
+        one, none = cast(Any, _OneRank()), cast(Any, None)
+        super().__init__(one, none, none, (), ddp_options={})
+
+    def _add(self, candidate: Candidate) -> Any:
+        self.now_s += 1e-3 * ADD_MS
+        if candidate in self.refuses:
+            self.refused[candidate] = "sparse"
+            self._lanes.clear()
+            return None
+        self.heats.append(candidate)
+        lane = self._lanes[candidate] = cast(Any, _Lane(candidate, self.true_ms[candidate]))
+        assert len(self._lanes) <= 2, "more than two copies"
+        return lane
+
+    def _sample_ms(self, lane: Any) -> float:
+        ms = self.true_ms[lane.candidate] * self.draw.lognormvariate(0, self.noise)
+        self.now_s += 1e-3 * ms
+        return ms
+
+    def _drop(self, candidate: Candidate) -> None:
+        del self._lanes[candidate]
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race_module.dist, "get_process_group_ranks", lambda group: [0])
+
+
+def _run(race: _Race, entrants: Sequence[Candidate], seconds: float, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(race_module.time, "monotonic", lambda: race.now_s)
+    return race.run(entrants, end_s=seconds)
+
+
+def test_the_faster_half_stays_and_the_last_one_has_the_rest_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    race = _Race({PLAIN: 100, STEP: 99, ZERO: 70, FORWARD: 95, STEP_8: 80})
+    assert _run(race, [STEP, ZERO, FORWARD, STEP_8], 60.0, monkeypatch) == ZERO
+    assert race.heats == [PLAIN, STEP, ZERO, FORWARD, STEP_8, ZERO, STEP_8, ZERO]
+    assert len(race.ratios[ZERO]) > 2 * len(race.ratios[STEP_8]) > 2 * len(race.ratios[STEP])
+    assert 55 < race.now_s < 63
+    assert is_surely_faster(race.ratios[ZERO])
+
+
+def test_the_time_decides_how_many_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    for step_ms, seconds, raced in ((100, 60.0, 3), (500, 9.0, 2), (500, 7.0, 1), (3000, 9.0, 0)):
+        race = _Race(dict.fromkeys([PLAIN, STEP, ZERO, FORWARD], step_ms))
+        last = _run(race, [STEP, ZERO, FORWARD], seconds, monkeypatch)
+        assert len(race.ratios) == raced, (step_ms, seconds)
+        assert race.now_s < 1.2 * seconds
+        assert (race.needed_s is None) == (last is not None) == (raced > 0)
+        assert last is None or len(race.ratios[last]) >= FEWEST_ROUNDS
+
+
+def test_a_method_that_is_refused_is_not_tried_again_and_plain_ddp_is_built_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    race = _Race({PLAIN: 100, STEP: 1, STEP_8: 1, ZERO: 80}, refused=[STEP])
+    assert _run(race, [STEP, STEP_8, ZERO], 30.0, monkeypatch) == ZERO
+    assert race.heats == [PLAIN, PLAIN, ZERO, ZERO]
+    assert race.refused == {STEP: "sparse", STEP_8: "sparse"}
+    assert _run(_Race({PLAIN: 100}, refused=[STEP]), [STEP], 30.0, monkeypatch) is None
+    with pytest.raises(ConfigurationError, match="ddp does not take this model: sparse"):
+        _run(_Race({PLAIN: 100}, refused=[PLAIN]), [STEP], 30.0, monkeypatch)
+
+
+def test_in_doubt_plain_ddp_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slower by 3 %, with noise of 3, 5 and 10 %: hardly ever chosen. Faster by 15 %: nearly always."""
+    for noise, seconds in ((0.03, 5.0), (0.05, 5.0), (0.1, 10.0)):
+        chosen = {0.85: 0, 1.0: 0, 1.03: 0}
+        for ratio in chosen:
+            for seed in range(100):
+                race = _Race({PLAIN: 50, STEP: 50 * ratio, ZERO: 50 * ratio}, noise=noise)
+                race.draw.seed(seed)
+                last = _run(race, [STEP, ZERO], seconds, monkeypatch)
+                chosen[ratio] += is_surely_faster(race.ratios[last])
+        assert chosen[0.85] >= 95 and chosen[1.0] <= 5 and chosen[1.03] <= 2, (noise, chosen)
+
+
+def test_a_round_that_was_disturbed_decides_nothing() -> None:
+    assert is_surely_faster([0.9] * 9 + [3.0])
+    assert not is_surely_faster([1.01] * 9 + [0.1])
+    assert not is_surely_faster([0.99] * 50)
+    assert not is_surely_faster([])
+
+
+# What may be chosen ------------------------------------------------------------------------------------------------
+
+OF = Computing(
+    backward_ms=10.0, update_ms=4.0, gradient_bytes=4000, buffer_bytes=8, state_bytes=8000, is_sparse=False
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "link_ms", "least_ms"),
+    [("ddp", 5.0, 14.0), ("step", 5.0, 10.0), ("zero", 30.0, 30.0), ("bf16", 30.0, 15.0), ("powersgd-4", 1e3, 10.0)],
+)
+def test_no_step_is_shorter_than_its_computation_or_its_traffic(method: str, link_ms: float, least_ms: float) -> None:
+    assert METHODS[method].least_ms(OF, gradients_ms=link_ms) == least_ms
+
+
+def test_memory_is_of_parameters_gradients_buckets_state_and_stages() -> None:
+    def of(method: str, *, view: bool = False) -> int:
+        return METHODS[method].memory_bytes(OF, ranks=4, gradient_as_bucket_view=view)
+
+    assert of("ddp") == 3 * 4000 + 8 + 8000
+    assert of("ddp", view=True) == 2 * 4000 + 8 + 8000
+    assert of("zero") == 3 * 4000 + 8 + 2000
+    assert of("bf16") == of("ddp") + 2000
+
+
+def test_allow_and_updates_name_the_candidates() -> None:
+    assert {one.method for one in allowed("exact", "backward")} == {"ddp", "step"}
+    assert {one.method for one in allowed(["sharded"], "backward")} == {"ddp", "step", "zero", "zero-forward"}
+    assert {one.method for one in allowed("16-bit", "step")} == {"ddp", "bf16-deferred", "fp16-deferred"}
+    assert allowed("exact", "backward")[0] == PLAIN
+    for allow, updates, words in (
+        ("4-bit", "backward", "allow has '4-bit'; known are"),
+        ("sharded", "step", "allow has 'sharded', which"),
+        ("exact", "late", "updates='late' is not"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            allowed(allow, updates)
+
+
+class _Unknown(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+
+def test_an_optimizer_rules_methods_out() -> None:
+    def ruled_out(optimizer: torch.optim.Optimizer) -> set[str]:
+        return {one.name for one in METHODS.values() if obstacle(one, optimizer, is_sparse=False) is not None}
+
+    weight = [nn.Parameter(torch.ones(2))]
+    assert ruled_out(torch.optim.SGD(weight, lr=0.1)) == set()
+    deferred = {one.name for one in METHODS.values() if one.is_deferred}
+    assert ruled_out(_Unknown(weight)) == METHODS.keys() - deferred
+    scheduled = torch.optim.SGD(weight, lr=0.1)
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    assert ruled_out(scheduled) == {"zero", "zero-forward"}
+    assert obstacle(METHODS["bf16-deferred"], torch.optim.SGD(weight, lr=0.1), is_sparse=True) == "gradients are sparse"
+
+
+# The plan ----------------------------------------------------------------------------------------------------------
+
+
+def _row(candidate: Candidate, ratios: Sequence[float] = (), note: str = "") -> Row:
+    return Row(
+        method=candidate.method,
+        bucket_cap_mb=candidate.bucket_cap_mb,
+        measured_ms=10 * quartiles(ratios)[1] if ratios else None,
+        ratio=quartiles(ratios) if ratios else None,
+        rounds=len(ratios),
+        memory_bytes=10**6,
+        note=note,
+    )
+
+
+def test_the_reason_says_why() -> None:
+    faster, slower = [0.8] * 6, [0.97, 1.0, 1.1, 0.96, 1.2]
+    rows = [_row(PLAIN), _row(STEP, faster), _row(ZERO)]
+    chosen, reason = decide(rows, faster, last=STEP, needed_s=None)
+    assert chosen == STEP
+    assert "it took 0.800 of plain DDP's step (quartiles 0.800 and 0.800) and won 6 of 6 rounds." in reason
+    assert "needs updates='step'" in reason
+    chosen, reason = decide(rows, slower, last=STEP, needed_s=None)
+    assert chosen == PLAIN and "the best of the others, step, took 1.000" in reason and "won 2 of 5 rounds" in reason
+    chosen, reason = decide(rows, [], last=None, needed_s=41.2)
+    assert chosen == PLAIN and "seconds=42 gives it" in reason
+    deferred = [_row(PLAIN), _row(Candidate("bf16-deferred"), faster)]
+    assert "updates='step'" not in decide(deferred, faster, last=deferred[1].candidate, needed_s=None)[1]
+
+
+def test_where_plain_ddp_takes_too_much_memory_another_is_chosen_even_if_it_is_slower() -> None:
+    rows = [_row(PLAIN, note="takes too much"), _row(ZERO, [1.2] * 5), _row(STEP)]
+    assert decide(rows, [1.2] * 5, last=ZERO, needed_s=None)[0] == ZERO
+    chosen, reason = decide(rows, [], last=None, needed_s=10.0)
+    assert chosen == ZERO and "plain DDP may not be" in reason
+    with pytest.raises(ConfigurationError, match="ddp: too much; zero: refused"):
+        decide([_row(PLAIN, note="too much"), _row(ZERO, note="refused")], [], last=None, needed_s=None)
+
+
+def test_a_plan_is_printed_and_saved(tmp_path: Any) -> None:
+    rows = (_row(STEP, [0.8, 0.7, 0.9]), _row(PLAIN), _row(BF16, note="sparse"))
+    plan = Plan(method="step", bucket_cap_mb=None, ranks=2, rows=rows, reason="It was fast.", compute="slow")
+    lines = [" ".join(line.split()) for line in str(plan).splitlines()]
+    assert lines[1] == "> step in backward 8.00 0.800 (0.750 to 0.850) 3 1 exact"
+    assert lines[3].endswith("16-bit (sparse)")
+    assert lines[-2:] == ["It was fast.", "slow"]
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    with pytest.raises(ConfigurationError, match=r"is not a plan that Plan.save wrote"):
+        Plan.load(tmp_path / "nowhere.json")
+    (tmp_path / "old.json").write_text('{"version": 1, "method": "ddp", "rows": []}')
+    with pytest.raises(ConfigurationError, match=r"version 1, this is version 2: leave plan out"):
+        Plan.load(tmp_path / "old.json")
+    with pytest.raises(ConfigurationError, match="method='none' is not one of ddp, step"):
+        Plan(method="none", bucket_cap_mb=None, ranks=2, rows=(), reason="")
