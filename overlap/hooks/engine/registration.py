@@ -225,6 +225,12 @@ def _register(
             "first call .remove() on what register returned, or make one chain of both"
         )
     named, alive = data_parallel_parameters(ddp), weakref.ref(ddp)
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in named):
+        raise RegistrationError(
+            "_apply_optimizer_in_backward has put optimizers on this model's parameters, for which DDP needs its hook: "
+            "leave it out, and use chain(AllReduce(), Step(OverlappedOptimizer(torch.optim.SGD("
+            "ddp.parameters(), lr=0.1)))).register(ddp)"
+        )
     dtypes = sorted({str(parameter.dtype) for parameter in named if parameter.requires_grad})
     if ddp.static_graph and len(dtypes) > 1:
         # DDP's first backward then has one bucket for each dtype, and all of them have the number 0.

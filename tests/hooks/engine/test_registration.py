@@ -46,6 +46,10 @@ def _refusals(rank: int, world_size: int) -> None:
     with_hook.register_comm_hook(None, default_hooks.allreduce_hook)
     with_builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     chain(AllReduce()).register(registered)
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    in_backward = _model()
+    _apply_optimizer_in_backward(torch.optim.SGD, in_backward.parameters(), {"lr": 0.1})
     named = r"of torch\.float32 and torch\.float64: with static_graph"
     refused: list[tuple[Any, Any, type[Exception], str]] = [
         (nn.Linear(2, 2), None, RegistrationError, "Linear is not a DistributedDataParallel model"),
@@ -53,6 +57,7 @@ def _refusals(rank: int, world_size: int) -> None:
         (_model(), 1, ConfigurationError, "keeps its own state"),
         (with_hook, None, RegistrationError, "has the communication hook allreduce_hook already"),
         (with_builtin, None, RegistrationError, "communication hook"),
+        (in_backward, None, RegistrationError, r"_apply_optimizer_in_backward.*leave it out, and use chain"),
         (wrap(_OfTwoDtypes(), static_graph=True), None, UnsupportedError, named),
     ]
     for model, state, error, message in refused:
