@@ -11,14 +11,13 @@ or copied. State is kept by parameter name, so the length of segments never reac
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from overlap._torch.device import has_streams
 
-__all__ = ["ALIGNMENT", "can_be_sent", "cut_segments", "room_for", "round_up", "segment_multiple"]
+__all__ = ["ALIGNMENT", "can_be_sent", "round_up", "segment_multiple"]
 
 ALIGNMENT = 16
 
@@ -35,19 +34,6 @@ def round_up(number: int, multiple: int = ALIGNMENT) -> int:
 def segment_multiple(device: torch.device) -> int:
     """What the lengths of segments on ``device`` are multiples of, in elements."""
     return ALIGNMENT if has_streams(device) else 1
-
-
-def room_for(numels: Sequence[int], device: torch.device) -> int:
-    """The elements of a buffer on ``device`` with a segment for each of ``numels`` elements."""
-    return sum(map(round_up, numels)) if has_streams(device) else sum(numels)
-
-
-def cut_segments(flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
-    """Views of a buffer with :func:`room_for` so many elements, of just these lengths."""
-    if not has_streams(flat.device):
-        return list(flat.split_with_sizes(list(numels)))
-    rooms = flat.split_with_sizes(list(map(round_up, numels)))
-    return [room[:numel] for room, numel in zip(rooms, numels, strict=True)]
 
 
 def can_be_sent(flat: Tensor) -> bool:

@@ -201,11 +201,6 @@ class Board:
 
         return self.read(keys, late=late)
 
-    def is_gathering(self, what: str) -> bool:
-        """Whether a rank has come to :meth:`gather` ``what``."""
-        with self._reached():
-            return any(self._store.check([f"{what}/{rank}"]) for rank in range(self.size))
-
     @contextlib.contextmanager
     def _reached(self) -> Iterator[None]:
         try:

@@ -32,7 +32,7 @@ from overlap import (
 )
 from overlap._torch.c10d import GroupChannel
 from overlap._torch.device import streams_replaced
-from overlap.hooks.segments import can_be_sent, cut_segments, room_for
+from overlap.hooks.segments import can_be_sent, round_up, segment_multiple
 
 from .one_stream import OneStream
 
@@ -161,14 +161,10 @@ def test_where_there_are_streams_all_that_is_sent_begins_at_16_bytes(world_size:
     run_ranks(_aligned, world_size, dtype, timeout_s=120)
 
 
-def test_segments_are_cut_at_multiples_of_16_where_there_are_streams_alone() -> None:
-    numels = [0, 5, 16, 33]
+def test_segments_are_multiples_of_16_where_there_are_streams_alone() -> None:
     device = torch.device("cpu")
-    assert room_for(numels, device) == 54
-    assert [one.storage_offset() for one in cut_segments(torch.empty(54), numels)] == [0, 0, 5, 21]
+    assert [round_up(numel, segment_multiple(device)) for numel in (0, 5, 16, 33)] == [0, 5, 16, 33]
     assert can_be_sent(torch.empty(8)[1:])
     with streams_replaced(OneStream()):
-        assert room_for(numels, device) == 80
-        cut = cut_segments(torch.empty(80), numels)
-        assert [one.storage_offset() for one in cut] == [0, 0, 16, 32] and [len(one) for one in cut] == numels
+        assert [round_up(numel, segment_multiple(device)) for numel in (0, 5, 16, 33)] == [0, 16, 16, 48]
         assert not can_be_sent(torch.empty(8)[1:]) and can_be_sent(torch.empty(8)[4:])

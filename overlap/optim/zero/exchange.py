@@ -42,7 +42,7 @@ from overlap.hooks import Bucket, all_gather, all_reduce, reduce_scatter, send_r
 from overlap.hooks.collectives import add_messages
 from overlap.hooks.engine.background import Item
 from overlap.hooks.finite import all_finite
-from overlap.hooks.segments import room_for
+from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.wires import ErrorFeedback, Wire
 from overlap.hooks.wires.blocks import codecs_in_runs
 from overlap.hooks.wires.exchange import sum_in_order, swap
@@ -295,7 +295,8 @@ class _Messages:
         """The pieces of each rank."""
         self.packed_numels = [sum(own.small_numels) for own in self.of]
         """The elements of the small pieces of each rank, packed."""
-        rooms = [room_for([numel], shards.parameter_pieces[0].device) for numel in self.packed_numels]
+        multiple = segment_multiple(shards.parameter_pieces[0].device)
+        rooms = [round_up(numel, multiple) for numel in self.packed_numels]
         self.room_numel = sum(rooms)
         starts = [0, *accumulate(rooms)]
         self.boxes = [slice(start, start + numel) for start, numel in zip(starts, self.packed_numels, strict=False)]
