@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -24,14 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 import overlap
 from overlap import AllReduce, OverlappedOptimizer, Step, chain
 from overlap._torch.autograd import issue_without_saved_context
-from overlap._torch.needs import NEEDS, missing_names, samples
 
 __all__ = ["add_arguments", "compare_with_plain", "other_distributions", "other_places", "run"]
 
 _DISTRIBUTION = "ddp-overlap"
 _LEAST_TORCH = (2, 11)
 _PACKAGES = ("numpy", "tqdm", "torchvision", "scikit-learn", "matplotlib", "lightning", "accelerate", "transformers")
-_EXTRAS = {"demo": ("torchvision", "sklearn", "matplotlib"), "timeline": ("matplotlib",)}
 _VARIABLES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
 _PREFIXES = ("NCCL_", "TORCH_NCCL_")
 _STEPS = 4
@@ -47,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Prints what is there and what is missing; returns 1 if the library cannot work as it is."""
     problems = [*_versions(), *_places(), *_machine(), *_works()]
-    _head("In short")
     for problem in problems:
         print(f"PROBLEM: {problem}")
     if not problems:
@@ -56,16 +52,10 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _versions() -> Iterator[str]:
-    _head("Versions")
     _line("overlap", f"{overlap.__version__} ({_DISTRIBUTION} {_version(_DISTRIBUTION) or 'not installed'})")
     _line("python", f"{platform.python_version()} on {platform.platform()}")
     _line("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
-    for name in _PACKAGES:
-        if found := _version(name):
-            _line(name, found)
-    for extra, modules in _EXTRAS.items():
-        missing = ", ".join(name for name in modules if find_spec(name) is None)
-        _line(f"extra {extra}", f"{missing} missing: pip install '{_DISTRIBUTION}[{extra}]'" if missing else "complete")
+    _line("packages", ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name))))
     numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if numbers < _LEAST_TORCH:
         yield f"torch {torch.__version__} is too old: install {'.'.join(map(str, _LEAST_TORCH))} or later"
@@ -79,9 +69,8 @@ def _version(name: str) -> str | None:
 
 
 def _places() -> Iterator[str]:
-    _head("Where it is imported from")
-    _line("overlap", str(Path(overlap.__file__).parent))
-    _line("torch", str(Path(torch.__file__).parent))
+    _line("overlap is in", str(Path(overlap.__file__).parent))
+    _line("torch is in", str(Path(torch.__file__).parent))
     _line("executable", sys.executable)
     for place in other_places():
         _line("another overlap", f"{place}, which is not imported here, but may be from another folder")
@@ -110,7 +99,6 @@ def other_places() -> list[Path]:
 
 
 def _machine() -> Iterator[str]:
-    _head("Machine")
     _line("processor", f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores")
     if not dist.is_available():
         yield "this build of torch comes without torch.distributed"
@@ -129,36 +117,17 @@ def _machine() -> Iterator[str]:
 
 
 def _works() -> Iterator[str]:
-    """The private parts that are missing, and a chain on one rank; nothing of a build without Gloo."""
+    """A chain on one rank; nothing of a build without Gloo."""
     if not (dist.is_available() and dist.is_gloo_available()):
         return
-    _head(f"Private parts of torch {torch.__version__} that are used")
     try:
         with _own_group():
-            yield from _needs()
-            _head("A chain beside plain DDP, one rank on Gloo")
             differing = compare_with_plain()
-            _line("AllReduce, Step of AdamW", "equal in every bit" if not differing else "NOT EQUAL")
+            _line("a chain beside plain DDP", "equal in every bit" if not differing else "NOT EQUAL")
             if differing:
                 yield f"{differing} parameters differ between a chain and plain DDP: please report it with this output"
     except Exception as error:
-        _line("failed", f"{type(error).__name__}: {error}")
         yield f"a process group and a model in it do not work here: {type(error).__name__}: {error}"
-
-
-def _needs() -> Iterator[str]:
-    ddp = _ddp(_model())
-    objects = samples(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
-    for need in NEEDS:
-        missing, optional = (", ".join(missing_names(names, objects)) for names in (need.names, need.optional))
-        if missing:
-            _line(need.purpose, f"MISSING {missing}")
-            yield (
-                f"torch {torch.__version__} lacks {missing}, without which there is no {need.purpose}: take a version "
-                "that is tested (README.md, Limits)"
-            )
-        else:
-            _line(need.purpose, f"ok, does without {optional}" if optional else "ok")
 
 
 @contextmanager
@@ -216,9 +185,5 @@ def _ddp(model: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(model, bucket_cap_mb=_BUCKET_CAP_MB)
 
 
-def _head(text: str) -> None:
-    print(f"\n{text}")
-
-
 def _line(name: str, text: str) -> None:
-    print(f"  {name:<34} {text}")
+    print(f"{name:<26}{text}")

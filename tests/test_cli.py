@@ -113,8 +113,7 @@ def test_the_version_is_that_of_the_package() -> None:
     assert shown.stdout == f"overlap {overlap.__version__}\n"
 
 
-def test_every_hint_at_an_extra_names_the_distribution() -> None:
-    """And an extra that there is."""
+def test_every_hint_at_an_extra_names_one_that_there_is() -> None:
     root = Path(__file__).parent.parent
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     hints = [
@@ -122,11 +121,11 @@ def test_every_hint_at_an_extra_names_the_distribution() -> None:
         for folder in ("overlap", "docs", "README.md")
         for path in [root / folder, *(root / folder).rglob("*.*")]
         if path.suffix in (".py", ".md")
-        for hint in re.findall(r"pip install '?([\w-]+)\[([^\]{}]+)\]", path.read_text())
+        for hint in re.findall(r"pip install '?([\w.-]+)\[([^\]{}]+)\]", path.read_text())
     ]
     assert hints
     for name, chosen in hints:
-        assert name == "ddp-overlap" and set(chosen.split(",")) <= set(extras), (name, chosen)
+        assert name == "." and set(chosen.split(",")) <= set(extras), (name, chosen)
 
 
 def test_help_describes_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,18 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import overlap
 from overlap import doctor
-from overlap._torch.needs import Need
 from overlap.cli import main
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Without a process group: what that finds is in the tests' hands."""
-    monkeypatch.setattr(doctor, "NEEDS", ())
     monkeypatch.setattr(doctor, "compare_with_plain", lambda: 0)
     monkeypatch.setattr(doctor, "other_distributions", list)
     return monkeypatch
@@ -30,32 +27,9 @@ def test_this_installation_works_and_a_report_has_what_is_needed() -> None:
     done = subprocess.run([sys.executable, "-m", "overlap", "doctor"], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "No problem found."
-    for words in (
-        overlap.__version__,
-        torch.__version__,
-        "gloo",
-        "GPUs",
-        "registration with DDP",
-        "equal in every bit",
-    ):
+    for words in (overlap.__version__, torch.__version__, "gloo", "GPUs", "equal in every bit"):
         assert words in done.stdout
-    assert "MISSING" not in done.stdout
-
-
-def test_a_name_that_torch_lacks_is_a_problem(quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    need = Need("counting", ("ddp._gone",))
-    quick.setattr(doctor, "NEEDS", (need,))
-    assert main(["doctor"]) == 1
-    shown = capsys.readouterr().out
-    assert "MISSING ddp._gone" in shown
-    assert f"PROBLEM: torch {torch.__version__} lacks ddp._gone, without which there is no {need.purpose}" in shown
-    assert not dist.is_initialized()
-
-
-def test_one_that_it_can_do_without_is_none(quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    quick.setattr(doctor, "NEEDS", (Need("counting", (), ("ddp._flag",)),))
-    assert main(["doctor"]) == 0
-    assert "ok, does without ddp._flag" in capsys.readouterr().out
+    assert len(done.stdout.splitlines()) <= 24, "it is to fit one screen"
 
 
 def test_a_result_that_differs_and_a_failure_are_problems(
