@@ -524,7 +524,10 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         if self._stage is not None:
             torch.autograd.graph.increment_version(list(self._stage.lifecycle.gradients.reduced.values()))
             self._stage.gather()
-            return
+        else:
+            self._gather(parameters)
+
+    def _gather(self, parameters: Sequence[Tensor]) -> None:
         torch.autograd.graph.increment_version([shard.parameter for shard in self.shards.values()])
         # As after a backward, in buckets of all trainable parameters, and of others that had a gradient.
         stepped = set(map(id, parameters))
@@ -535,6 +538,44 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         gathers = [Gather(index=place, shards=bucket) for place, bucket in enumerate(self._buckets)]
         executor = executor_for(self.process_group, self.join_device)
         run_now(gathers, lambda gather: self.exchange.gather(gather.shards, self.process_group), executor)
+
+    # Methods of the optimizer's class.
+
+    def __getattr__(self, name: str) -> Any:
+        """A method of the optimizer's class, called with this rank's part of the parameters and the state.
+
+        ``train()`` and ``eval()``, with which some optimizers switch between two sets of parameters, are followed by a
+        gather, so every rank calls them.
+
+        Raises:
+            TrainingLoopError: when called, another method has changed parameters, of which ranks have parts.
+        """
+        optim = self.__dict__.get("optim")
+        if optim is None or not callable(getattr(type(optim), name, None)):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return partial(self._call, name)
+
+    @torch.no_grad()
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.wait()
+        copy_options(self.param_groups, self.optim.param_groups)
+        own = [shard.own for shard in self.shards.values() if shard.own is not None]
+        versions = [one._version for one in own]
+        result = getattr(self.optim, name)(*args, **kwargs)
+        copy_options(self.optim.param_groups, self.param_groups)
+        if name in ("train", "eval"):
+            self._consolidated.clear()
+            for shard in self.shards.values():
+                if shard.has_master:
+                    shard.publish()
+            self._gather([])
+        elif versions != [one._version for one in own]:
+            raise TrainingLoopError(
+                f"{type(self.optim).__name__}.{name}() has changed parameters, of which this rank has a part: with a "
+                "sharded optimizer only train() and eval() may; use chain(AllReduce(), "
+                "Step(OverlappedOptimizer(optimizer), deferred=True))"
+            )
+        return result
 
     def _finish_backward(self, pending: list[Tensor]) -> None:
         self.finish()
