@@ -166,8 +166,9 @@ def _first_step_and_sums(rank: int) -> None:
         optimizer.step()
     mean_squared_error(ddp, bad).backward()
     optimizer.zero_grad()
-    for parameter in ddp.parameters():
-        parameter.grad = torch.ones_like(parameter)
+    ddp(*MLP.batch(2, rank).inputs)
+    parameters = list(ddp.parameters())
+    torch.autograd.backward(parameters, [torch.ones_like(parameter) for parameter in parameters])
     optimizer.step()
     assert plain.state and not torch.equal(ddp.module.state_dict()["0.weight"], before["0.weight"])
 
