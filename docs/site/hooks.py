@@ -32,27 +32,6 @@ ORIGIN = {page: f"{origin}" for origin, page in FROM_ROOT.items()}
 LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>[^)]*\))")
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Names the pages of ``folder/*`` in the navigation, so that a new page of such a folder needs no entry."""
-    config.nav = _expanded(config.nav, Path(config.docs_dir))
-    return config
-
-
-def _expanded(entry: Any, docs: Path) -> Any:
-    if isinstance(entry, dict):
-        return {title: _expanded(inside, docs) for title, inside in entry.items()}
-    if not isinstance(entry, list):
-        return entry
-    pages: list[Any] = []
-    for inner in entry:
-        if isinstance(inner, str) and inner.endswith("/*"):
-            found = sorted(path.relative_to(docs).as_posix() for path in docs.glob(f"{inner}.md"))
-            pages += [page for page in found if not page.endswith("README.md")]
-        else:
-            pages.append(_expanded(inner, docs))
-    return pages
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages whose files are outside of docs/, and those that show source files."""
     for origin, uri in FROM_ROOT.items():
