@@ -20,6 +20,10 @@ FROM_ROOT = {"index.md", "contributing.md", "security.md", "changelog.md"}
 """Pages of the site that are files of the root, under other names."""
 
 
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
 def test_the_navigation_names_every_page_but_reports() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
     named = re.findall(r"[\w/.-]+\.md\b", nav)
@@ -67,7 +71,7 @@ def _links(page: Path) -> Iterator[str]:
     yield from (target for target in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in target)
 
 
-@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("design/*.md")], ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md"), *(ROOT / "design").glob("*.md")], ids=_name)
 def test_links_lead_to_files(page: Path) -> None:
     assert [target for target in _links(page) if not (page.parent / target).exists()] == []
 
@@ -85,7 +89,7 @@ def test_what_is_shown_runs(page: Path) -> None:
 PLAIN = re.compile(r"\brid(?:e|es|ing)\b|second face|straight-line async|with nothing new", re.IGNORECASE)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=_name)
 def test_words_are_plain(page: Path) -> None:
     assert not PLAIN.search(page.read_text())
 

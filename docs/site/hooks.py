@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from mkdocs.config.defaults import MkDocsConfig

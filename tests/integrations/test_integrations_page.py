@@ -1,4 +1,4 @@
-"""docs/reports/integrations.md shows what the tests play, and says how to install what is missing. Needs no framework."""
+"""docs/reports/integrations.md shows what the tests play; a missing package is named with its extra. Needs none."""
 
 from __future__ import annotations
 
