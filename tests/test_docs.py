@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from test_public_names import NAMES
 
+from harness import run_ranks
 from harness.documented import examples_on_one_rank
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-SHOWN = [ROOT / "README.md", *sorted((DOCS / "guides").glob("*.md"))]
+SHOWN = [ROOT / "README.md", *PAGES]
+BLOCK = re.compile(r"(<!-- fragment -->\n)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FROM_ROOT = {"index.md", "contributing.md", "security.md", "changelog.md"}
 """Pages of the site that are files of the root, under other names."""
 
@@ -76,14 +81,45 @@ def test_links_lead_to_files(page: Path) -> None:
     assert [target for target in _links(page) if not (page.parent / target).exists()] == []
 
 
-@pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.name)
-def test_what_is_shown_runs(page: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    for block in blocks:
-        with examples_on_one_rank() as namespace:
-            if "dist.init_process_group" in block:
-                continue  # A program of its own; tests/test_examples.py runs it.
-            exec(compile(block, str(page), "exec"), namespace)
+def _blocks(page: Path) -> list[str]:
+    """The Python blocks of a page that can run: all but those after a line ``<!-- fragment -->``."""
+    return [block for fragment, block in BLOCK.findall(page.read_text()) if not fragment]
+
+
+def _is_program(block: str) -> bool:
+    return "init_process_group" in block
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@pytest.mark.parametrize("page", SHOWN, ids=_name)
+def test_what_is_shown_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block in _blocks(page):
+        if not _is_program(block):
+            with examples_on_one_rank() as namespace:
+                exec(compile(block, str(page), "exec"), namespace)
+
+
+def _play(rank: int, ranks: int, programs: list[tuple[str, str, int]]) -> None:
+    for page, program, port in programs:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+        exec(compile(program, page, "exec"), {"__name__": "__main__"})
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_programs_that_are_shown_run_on_two_ranks() -> None:
+    programs = {program: _name(page) for page in SHOWN for program in _blocks(page) if _is_program(program)}
+    once = {program.partition("import ")[2]: program for program in programs}  # The same under another comment.
+    assert once
+    played = [(programs[program], program, _free_port()) for program in once.values()]
+    run_ranks(_play, 2, played, backend=None)
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
 
 
 PLAIN = re.compile(r"\brid(?:e|es|ing)\b|second face|straight-line async|with nothing new", re.IGNORECASE)

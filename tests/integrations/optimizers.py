@@ -155,6 +155,7 @@ for it. An entry is there because the class passes an experiment and its source 
 options. All third-party ones are known by parameter: ZeRO gives a rank whole parameters. Others are refused by name
 before any collective, unless you declare them:
 
+<!-- fragment -->
 ```python
 overlap.declare(MyOptimizer, "parameter")
 ```
