@@ -21,8 +21,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 SHOWN = [ROOT / "README.md", *PAGES]
 BLOCK = re.compile(r"(<!-- fragment -->\n)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-FROM_ROOT = {"index.md", "contributing.md", "security.md", "changelog.md"}
-"""Pages of the site that are files of the root, under other names."""
+FRONT = "index.md"
+"""README.md, on the site."""
 
 
 def _name(page: Path) -> str:
@@ -33,7 +33,7 @@ def test_the_navigation_names_every_page_but_reports() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
     named = re.findall(r"[\w/.-]+\.md\b", nav)
     assert sorted(named) == sorted(
-        {page.relative_to(DOCS).as_posix() for page in PAGES if page.parent.name != "reports"} | FROM_ROOT
+        {page.relative_to(DOCS).as_posix() for page in PAGES if page.parent.name != "reports"} | {FRONT}
     )
 
 

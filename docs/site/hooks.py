@@ -19,12 +19,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-FROM_ROOT = {
-    "README.md": "index.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "SECURITY.md": "security.md",
-    "CHANGELOG.md": "changelog.md",
-}
+FROM_ROOT = {"README.md": "index.md"}
 """Files of the repository's root that are pages, and where."""
 ORIGIN = {page: f"{origin}" for origin, page in FROM_ROOT.items()}
 
