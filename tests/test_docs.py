@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -71,14 +72,36 @@ def test_the_reference_names_things_where_they_are_imported_from() -> None:
         assert package == "overlap" or name not in NAMES["overlap"]
 
 
-def _links(page: Path) -> Iterator[str]:
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    yield from (target for target in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in target)
+def _prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def _links(page: Path) -> Iterator[tuple[Path, str]]:
+    """The files that a page's relative links lead to, and the anchors in them."""
+    for target in re.findall(r"\]\(([^)\s]+)", _prose(page)):
+        if "://" not in target:
+            path, _, anchor = target.partition("#")
+            yield page.parent / path if path else page, anchor
+
+
+@cache
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, and of the names that its reference shows."""
+    headings = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
+    words = [re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "", heading)).strip().lower() for heading in headings]
+    names = re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", heading) for heading in words} | set(names)
 
 
 @pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md"), *(ROOT / "design").glob("*.md")], ids=_name)
-def test_links_lead_to_files(page: Path) -> None:
-    assert [target for target in _links(page) if not (page.parent / target).exists()] == []
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    links = list(_links(page))
+    assert [path for path, _ in links if not path.exists()] == []
+    assert [
+        f"{path.name}#{anchor}"
+        for path, anchor in links
+        if anchor and path.suffix == ".md" and anchor not in _anchors(path.resolve())
+    ] == []
 
 
 def _blocks(page: Path) -> list[str]:
