@@ -19,8 +19,13 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-FROM_ROOT = {"README.md": "index.md"}
-"""Files of the repository's root that are pages, and where."""
+FROM_ROOT = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changelog.md",
+}
+"""Files of the repository's root that are pages, and where; the navigation has the first."""
 ORIGIN = {page: f"{origin}" for origin, page in FROM_ROOT.items()}
 
 LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>[^)]*\))")
@@ -29,7 +34,8 @@ LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages whose files are outside of docs/, and those that show source files."""
     for origin, uri in FROM_ROOT.items():
-        files.append(File.generated(config, uri, content=(ROOT / origin).read_text()))
+        inclusion = InclusionLevel.UNDEFINED if uri == "index.md" else InclusionLevel.NOT_IN_NAV
+        files.append(File.generated(config, uri, content=(ROOT / origin).read_text(), inclusion=inclusion))
     shown = {path for file in files.documentation_pages() for path in _source_files(file)}
     for path in sorted(shown):
         page = File.generated(config, _source_page(path), content=_as_page(path), inclusion=InclusionLevel.NOT_IN_NAV)
