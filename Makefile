@@ -104,7 +104,7 @@ $(docs_installed): $(installed)
 
 # The frameworks in an environment of their own. torch comes first and alone here, too, so that none of them chooses
 # another; none brings a CUDA wheel. Without torchvision, which some of them would import where it is. The optimizers of
-# docs/optimizers.md come without what they ask for: they need torch and numpy alone.
+# docs/reports/optimizers.md come without what they ask for: they need torch and numpy alone.
 $(with_frameworks)/.installed: pip := $(with_frameworks)/bin/python -m pip --disable-pip-version-check
 $(with_frameworks)/.installed: install = $(pip) install -qq --retries 10 --constraint constraints-integrations.txt
 $(with_frameworks)/.installed: pyproject.toml constraints-integrations.txt

@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import socket
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from test_public_names import NAMES
 
+from harness import run_ranks
 from harness.documented import examples_on_one_rank
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-SHOWN = [ROOT / "README.md", *sorted((DOCS / "guides").glob("*.md"))]
-FROM_ROOT = {"index.md", "contributing.md", "security.md", "changelog.md"}
-"""Pages of the site that are files of the root, under other names."""
+SHOWN = [ROOT / "README.md", *PAGES]
+BLOCK = re.compile(r"(<!-- fragment -->\n)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FRONT = "index.md"
+"""README.md, on the site."""
 
 
-def _navigation() -> list[str]:
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def test_the_navigation_names_every_page_but_reports() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
-    return re.findall(r"[\w/.-]+\.md\b|[\w/-]+/\*", nav)
-
-
-def test_the_navigation_names_every_page() -> None:
-    named = {
-        page
-        for entry in _navigation()
-        for page in (
-            [path.relative_to(DOCS).as_posix() for path in DOCS.glob(f"{entry}.md")] if "*" in entry else [entry]
-        )
-    }
-    assert named == {page.relative_to(DOCS).as_posix() for page in PAGES} | FROM_ROOT
+    named = re.findall(r"[\w/.-]+\.md\b", nav)
+    assert sorted(named) == sorted(
+        {page.relative_to(DOCS).as_posix() for page in PAGES if page.parent.name != "reports"} | {FRONT}
+    )
 
 
 def _reference() -> list[str]:
@@ -70,30 +72,83 @@ def test_the_reference_names_things_where_they_are_imported_from() -> None:
         assert package == "overlap" or name not in NAMES["overlap"]
 
 
-def _links(page: Path) -> Iterator[str]:
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    yield from (target for target in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in target)
+def _prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md")], ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_to_files(page: Path) -> None:
-    assert [target for target in _links(page) if not (page.parent / target).exists()] == []
+def _links(page: Path) -> Iterator[tuple[Path, str]]:
+    """The files that a page's relative links lead to, and the anchors in them."""
+    for target in re.findall(r"\]\(([^)\s]+)", _prose(page)):
+        if "://" not in target:
+            path, _, anchor = target.partition("#")
+            yield page.parent / path if path else page, anchor
 
 
-@pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.name)
-def test_what_is_shown_runs(page: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    for block in blocks:
-        with examples_on_one_rank() as namespace:
-            if "dist.init_process_group" in block:
-                continue  # A program of its own; tests/test_examples.py runs it.
-            exec(compile(block, str(page), "exec"), namespace)
+@cache
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, and of the names that its reference shows."""
+    headings = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
+    words = [re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "", heading)).strip().lower() for heading in headings]
+    names = re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", heading) for heading in words} | set(names)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md"), *(ROOT / "design").glob("*.md")], ids=_name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    links = list(_links(page))
+    assert [path for path, _ in links if not path.exists()] == []
+    assert [
+        f"{path.name}#{anchor}"
+        for path, anchor in links
+        if anchor and path.suffix == ".md" and anchor not in _anchors(path.resolve())
+    ] == []
+
+
+def _blocks(page: Path) -> list[str]:
+    """The Python blocks of a page that can run: all but those after a line ``<!-- fragment -->``."""
+    return [block for fragment, block in BLOCK.findall(page.read_text()) if not fragment]
+
+
+def _is_program(block: str) -> bool:
+    return "init_process_group" in block
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@pytest.mark.parametrize("page", SHOWN, ids=_name)
+def test_what_is_shown_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block in _blocks(page):
+        if not _is_program(block):
+            with examples_on_one_rank() as namespace:
+                exec(compile(block, str(page), "exec"), namespace)
+
+
+def _play(rank: int, ranks: int, programs: list[tuple[str, str, int]]) -> None:
+    for page, program, port in programs:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+        exec(compile(program, page, "exec"), {"__name__": "__main__"})
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_programs_that_are_shown_run_on_two_ranks() -> None:
+    programs = {program: _name(page) for page in SHOWN for program in _blocks(page) if _is_program(program)}
+    once = {program.partition("import ")[2]: program for program in programs}  # The same under another comment.
+    assert once
+    played = [(programs[program], program, _free_port()) for program in once.values()]
+    run_ranks(_play, 2, played, backend=None)
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
 
 
 PLAIN = re.compile(r"\brid(?:e|es|ing)\b|second face|straight-line async|with nothing new", re.IGNORECASE)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=_name)
 def test_words_are_plain(page: Path) -> None:
     assert not PLAIN.search(page.read_text())
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -26,37 +25,17 @@ FROM_ROOT = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
 }
-"""Files of the repository's root that are pages, and where."""
+"""Files of the repository's root that are pages, and where; the navigation has the first."""
 ORIGIN = {page: f"{origin}" for origin, page in FROM_ROOT.items()}
 
 LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>[^)]*\))")
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Names the pages of ``folder/*`` in the navigation, so that a new page of such a folder needs no entry."""
-    config.nav = _expanded(config.nav, Path(config.docs_dir))
-    return config
-
-
-def _expanded(entry: Any, docs: Path) -> Any:
-    if isinstance(entry, dict):
-        return {title: _expanded(inside, docs) for title, inside in entry.items()}
-    if not isinstance(entry, list):
-        return entry
-    pages: list[Any] = []
-    for inner in entry:
-        if isinstance(inner, str) and inner.endswith("/*"):
-            found = sorted(path.relative_to(docs).as_posix() for path in docs.glob(f"{inner}.md"))
-            pages += [page for page in found if not page.endswith("README.md")]
-        else:
-            pages.append(_expanded(inner, docs))
-    return pages
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages whose files are outside of docs/, and those that show source files."""
     for origin, uri in FROM_ROOT.items():
-        files.append(File.generated(config, uri, content=(ROOT / origin).read_text()))
+        inclusion = InclusionLevel.UNDEFINED if uri == "index.md" else InclusionLevel.NOT_IN_NAV
+        files.append(File.generated(config, uri, content=(ROOT / origin).read_text(), inclusion=inclusion))
     shown = {path for file in files.documentation_pages() for path in _source_files(file)}
     for path in sorted(shown):
         page = File.generated(config, _source_page(path), content=_as_page(path), inclusion=InclusionLevel.NOT_IN_NAV)

@@ -4,7 +4,7 @@
 
 A wrapped module is an object of a subclass of the module's class that shares the module's ``__dict__``, and so its
 parameters, buffers, hooks, children and mode; only ``forward`` differs. A module around the module would be noticed:
-names of parameters would grow a prefix, ``isinstance`` would fail. See docs/notes/shared-module.md.
+names of parameters would grow a prefix, ``isinstance`` would fail. See design/shared-module.md.
 
 [Note: a forward that runs twice]
 

@@ -53,7 +53,7 @@ _DARKEST = 16
 _EXACT_RANKS = 2
 _ACCURACY_SLACK = 0.01
 # The part of a gradient that PowerSGD leaves out comes some steps later, and momentum multiplies it then: see
-# docs/notes/powersgd-early-loss.md. Without momentum a step is a tenth as long at the same rate.
+# design/powersgd-early-loss.md. Without momentum a step is a tenth as long at the same rate.
 _WITHOUT_MOMENTUM = {"lr": 0.1, "momentum": 0.0}
 _WIRES: dict[str, Wire] = {
     "fp16": Float16(), "bf16": BFloat16(), "fp8": Float8(), "int8": Int8(), "int4": Int4(), "topk": TopK(0.01),

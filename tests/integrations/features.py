@@ -1,4 +1,4 @@
-"""What each integration is said to do: the table of docs/integrations.md, and the tests that it is made of.
+"""What each integration is said to do: the table of docs/reports/integrations.md, and the tests that it is made of.
 
 ``python tests/integrations/features.py`` prints the tables. A test plays each row with all forms beside the framework
 without us, and fails where a cell is not what is declared here.

@@ -1,6 +1,6 @@
 """Optimizers of other packages, beside plain DDP on two ranks.
 
-``PYTHONPATH=tests python tests/integrations/optimizers.py`` writes docs/optimizers.md. Names behind it, like
+``PYTHONPATH=tests python tests/integrations/optimizers.py`` writes docs/reports/optimizers.md. Names behind it, like
 ``pytorch_optimizer.Lion`` or ``timm``, play those alone and print their rows. With ``--options`` it makes the
 experiment in one process instead, with each option of each known optimizer turned (minutes).
 """
@@ -33,7 +33,7 @@ from overlap.optim.declared import KNOWN
 
 __all__ = ["LEFT_OUT", "PAGE", "REASONS", "arguments", "classes", "differences", "known_here", "play", "turned"]
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reports" / "optimizers.md"
 
 PACKAGES = {
     "pytorch_optimizer": "pytorch_optimizer",
@@ -155,6 +155,7 @@ for it. An entry is there because the class passes an experiment and its source 
 options. All third-party ones are known by parameter: ZeRO gives a rank whole parameters. Others are refused by name
 before any collective, unless you declare them:
 
+<!-- fragment -->
 ```python
 overlap.declare(MyOptimizer, "parameter")
 ```

@@ -1,4 +1,4 @@
-"""docs/integrations.md shows what the tests play, and says how to install what is missing. Needs no framework."""
+"""docs/reports/integrations.md shows what the tests play; a missing package is named with its extra. Needs none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from features import FORMS, FRAMEWORKS, Refused, table
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "integrations.md").read_text()
+PAGE = (ROOT / "docs" / "reports" / "integrations.md").read_text()
 TESTS = {"Lightning": "test_lightning.py", "Accelerate": "test_accelerate.py", "HF Trainer": "test_transformers.py"}
 
 

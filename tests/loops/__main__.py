@@ -1,4 +1,4 @@
-"""``python tests/loops`` writes docs/loops.md; with ``--play`` it plays loops or topics and reports."""
+"""``python tests/loops`` writes docs/reports/loops.md; with ``--play`` it plays loops or topics and reports."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from .forms import FORMS, forms_of
 
 __all__ = ["PAGE", "main", "page"]
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "loops.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reports" / "loops.md"
 
 _TOP = """# Ordinary training loops
 
@@ -37,11 +37,11 @@ The forms, for an optimizer `o` or, where its state is divided among the ranks, 
 - Those of *automatic* and *hook* have no `step()`: backward makes the update.
 - With *released* and *zero released* DDP has `gradient_as_bucket_view=True`.
 - With *zero forward* parameters arrive during the next forward. Loops that read them elsewhere call `zero.wait()`
-  first, as [zero.md](zero.md) asks.
+  first, as [zero.md](../zero.md) asks.
 
 `python -m pytest tests/loops` plays all, and fails where a cell is not what it is declared to be.
 `python tests/loops --play "step(closure)"` plays one loop or topic; `python tests/loops` writes this page. A new loop
-takes about five lines, see [tests/loops/corpus.py](../tests/loops/corpus.py).
+takes about five lines, see [tests/loops/corpus.py](../../tests/loops/corpus.py).
 """
 
 

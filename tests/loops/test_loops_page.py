@@ -1,4 +1,4 @@
-"""docs/loops.md shows what the loops declare."""
+"""docs/reports/loops.md shows what the loops declare."""
 
 from __future__ import annotations
 

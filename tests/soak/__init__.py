@@ -2,5 +2,5 @@
 
 `make soak MINUTES=10`, or `PYTHONPATH=tests python -m soak --minutes 10`. A trial is a fresh group of two to four
 processes on Gloo, a form of training (`forms.py`) and one fault at a random moment (`faults.py`). `trial.py` has what
-must hold then, and `docs/reliability.md` says it in words.
+must hold then, and `docs/reports/reliability.md` says it in words.
 """

@@ -1,4 +1,4 @@
-"""``python tests/streams`` plays all scenarios and mutants and writes docs/streams.md; ``--play WORD`` plays some."""
+"""``python tests/streams`` plays all scenarios and mutants for docs/reports/streams.md; ``--play WORD`` plays some."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from .scenarios import SCENARIOS, TOPICS
 
 __all__ = ["PAGE", "main", "named"]
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "streams.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reports" / "streams.md"
 _BEGIN = "<!-- below: written by `python tests/streams` -->\n"
 
 

@@ -1,4 +1,4 @@
-"""docs/streams.md was written from a run of what is here now."""
+"""docs/reports/streams.md was written from a run of what is here now."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class StreamExecutor:
     All that runs for a model runs on one stream, in the order in which it is called, so pieces wait for each other
     without events. Nothing is late by that: collectives of one group run in the order of their launch, and the
     scheduler waits for each only when the next one has been launched. What a stage allocates belongs to the stream, and
-    a work keeps its tensors alive until it is waited for. More in ``docs/notes/streams.md``.
+    a work keeps its tensors alive until it is waited for. More in ``design/streams.md``.
 
     [Note: the first pass]
 

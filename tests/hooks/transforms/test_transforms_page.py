@@ -28,15 +28,13 @@ def _examples(rank: int, world_size: int, page: str) -> None:
             "torch": torch,
             "overlap": overlap,
             "ddp": ddp,
-            "batches": [(*batch.inputs, batch.target) for batch in MLP.batches(rank, steps=4)],
+            "loader": [(*batch.inputs, batch.target) for batch in MLP.batches(rank, steps=4)],
             "loss_fn": nn.functional.mse_loss,
-            "norms": [],
-            "reports": [],
         }
         exec(example, names)
         assert all(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
-        assert len(names["norms"]) == (4 if "clip.norm" in example else 0)
-        assert [step for step, _ in names["reports"]] == ([0, 2] if "Log" in example else [])
+        assert len(names.get("norms", [])) == (4 if "clip.norm" in example else 0)
+        assert [step for step, _ in names.get("reports", [])] == ([0, 2] if "Log" in example else [])
         for parameter in ddp.parameters():
             everyone = [torch.empty_like(parameter) for _ in range(world_size)]
             torch.distributed.all_gather(everyone, parameter.detach())
