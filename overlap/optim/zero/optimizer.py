@@ -111,6 +111,9 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
     ...     loss_fn(ddp(x), y).backward()
     ...     zero.step()
     ...     scheduler.step()
+    >>> built = torch.optim.AdamW([{"params": list(ddp.parameters()), "weight_decay": 0.1}], lr=1e-3)
+    >>> ZeroRedundancyOptimizer.from_optimizer(built).param_groups[0]["weight_decay"]
+    0.1
     """
 
     updates: list[ZeroStep]  # type: ignore[assignment]
@@ -240,10 +243,6 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             ConfigurationError: ``optimizer`` is not a plain optimizer, or the ranks have different parameters.
             UnsupportedError: as at construction; or it has hooks, a scheduler, a ``step()`` of its own or tensors in
                 attributes, which would be lost; or its state cannot be divided.
-
-        >>> built = torch.optim.AdamW([{"params": list(ddp.parameters()), "weight_decay": 0.1}], lr=1e-3)
-        >>> ZeroRedundancyOptimizer.from_optimizer(built).param_groups[0]["weight_decay"]
-        0.1
         """
         zero = cls.__new__(cls)
         zero.process_group = _checked_group(process_group)

@@ -51,7 +51,12 @@ def hook_with_zero_step_interleaved(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
 ) -> StageHook:
-    """As :func:`hook_with_zero_step`, with each bucket updated and gathered as soon as it is reduced."""
+    """As :func:`hook_with_zero_step`, with each bucket updated and gathered as soon as it is reduced.
+
+    >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    >>> ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
+    >>> loss_fn(ddp(x), y).backward()
+    """
     return _hook(hook, ddp, zero, deferred=False, name="hook_with_zero_step_interleaved")
 
 

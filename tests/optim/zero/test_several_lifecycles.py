@@ -45,7 +45,7 @@ def _registered(rank: int, world_size: int) -> None:
     others = OverlappedOptimizer(torch.optim.AdamW([*biases[1:], weights[2]], **ADAMW))
     with pytest.raises(ConfigurationError, match=r"4.weight is a parameter of both Step\(SGD, .*\) and Step\(AdamW, "):
         chain(AllReduce(), Step(some), Step(others)).register(ddp)
-    with pytest.raises(ConfigurationError, match="0.weight is a parameter of both"):
+    with pytest.raises(ConfigurationError, match=r"0.weight is a parameter of both"):
         chain(AllReduce(), Step(some), Step(FunctionalSGD([], lr=0.1))).register(ddp)
     zero = ZeroRedundancyOptimizer(weights[1:], torch.optim.AdamW, **ADAMW)
     with pytest.raises(ConfigurationError, match=r"2.weight is a parameter of both ZeroStep\(AdamW, .* and Step"):
