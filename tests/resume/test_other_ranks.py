@@ -208,7 +208,7 @@ def _check_local(now: Any, olds: Sequence[Any], rank: int, ranks: int) -> None:
     old = olds[rank % len(olds)]["state"]
     own, was = dict(now["state"]["local_sgd"]), dict(old["local_sgd"])
     wire, before = own.pop("wire"), was.pop("wire")
-    assert was["step"] >= STEPS and was["rounds"] > 0 and was["outer"]["optimizer"]["state"]
+    assert was["step"] >= STEPS and was["rounds"] > 0 and was["outer"]["state"]
     assert_parity(own, was, what="the round and the outer optimizer")
     for what in ("state", "param_groups"):
         assert_parity(now["state"][what], old[what], what=f"the inner optimizer's {what}")
