@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._checks import check_flag, check_group, check_whole_number, described
+from overlap._checks import check_flag, check_group, check_number, check_whole_number, described
 from overlap._torch import classes
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
@@ -75,7 +75,7 @@ class PowerSGDState(classes.PowerSGDState):
         self.min_compression_rate = min_compression_rate
         self.use_error_feedback = use_error_feedback
         self.warm_start = warm_start
-        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.orthogonalization_epsilon = check_number("orthogonalization_epsilon", orthogonalization_epsilon)
         self.random_seed = random_seed
         frequency = check_whole_number(
             "compression_stats_logging_frequency", compression_stats_logging_frequency, least=0
