@@ -6,6 +6,7 @@ BENCH ?=
 GPU ?=
 MINUTES ?= 10
 SOAK ?=
+MUTANTS ?=
 STEPS ?=
 DEVICE ?= cuda
 OUT ?= .
@@ -25,7 +26,7 @@ install := $(pip) install -qq --retries 10 --constraint constraints.txt
 with_frameworks := .venv-integrations
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-integrations soak coverage check fmt docs bench gpu clean
+.PHONY: help demo test test-integrations soak mutants coverage check fmt docs bench gpu clean
 
 help:
 	@echo "make demo      train ResNet-18 twice on two ranks, plainly and overlapped, and compare"
@@ -41,6 +42,7 @@ help:
 	@echo "               DEVICE=cpu is the dry run; PYTHON=python3 names the Python that has torch; it installs nothing"
 	@echo "make soak      faults at random moments for MINUTES=10, and exact resumes; SOAK=... for more: SOAK='--seed 1'"
 	@echo "               STEPS=20000 adds so many steps of every form, in which nothing may grow"
+	@echo "make mutants   put 60 faults into copies of the package, one at a time: the tests must find them; MUTANTS='--jobs 4'"
 	@echo "make clean     remove what these made"
 
 demo: $(installed)
@@ -78,6 +80,9 @@ coverage: $(installed)
 soak: $(installed)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(bin)/python -m soak --minutes $(MINUTES) $(SOAK)
 	$(if $(STEPS),OMP_NUM_THREADS=1 PYTHONPATH=tests $(bin)/python -m soak.slopes --steps $(STEPS))
+
+mutants: $(installed)
+	PYTHONPATH=tests $(bin)/python -m mutants $(MUTANTS)
 
 fmt: $(installed)
 	$(bin)/ruff check --fix .

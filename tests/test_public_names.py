@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import overlap
+from overlap._lazy import REMOVED
 
 NAMES = {
     "overlap": [
@@ -205,6 +207,14 @@ def test_dir_shows_the_names_and_the_packages_and_no_helpers() -> None:
     shown = {name for name in dir(overlap) if not name.startswith("__")}
     packages = {name.partition(".")[2] for name in NAMES} - {""}
     assert shown == {*overlap.__all__, *packages, "compose", "timeline"}
+
+
+def test_a_removed_name_says_what_takes_its_place() -> None:
+    for name, instead in REMOVED.items():
+        with pytest.raises(AttributeError, match=re.escape(f"overlap.{name} has been removed: {instead}")):
+            getattr(overlap, name)
+        with pytest.raises(ImportError, match=re.escape(instead)):
+            exec(f"from overlap import {name}")
 
 
 @pytest.mark.parametrize("package", ["hooks", "join", "optim"])

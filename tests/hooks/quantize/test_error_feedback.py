@@ -21,7 +21,7 @@ SIZES = [3, 500, 1300]
 
 
 def _trained(rank: int, world_size: int, *, steps: int = 2) -> tuple[Quantize, Any]:
-    stage = Quantize(bits=4, error_feedback=True)
+    stage = Quantize(bits=4, rounding="stochastic", error_feedback=True)
     ddp = given(SIZES, stage)
     for step in range(steps):
         reduced(ddp, of_ranks(world_size, SIZES, step)[rank])
@@ -31,7 +31,7 @@ def _trained(rank: int, world_size: int, *, steps: int = 2) -> tuple[Quantize, A
 def _loaded(rank: int, world_size: int) -> None:
     stage, ddp = _trained(rank, world_size)
     saved = pickle.loads(pickle.dumps(stage.state_dict()))
-    again = Quantize(bits=4, error_feedback=True)
+    again = Quantize(bits=4, rounding="stochastic", error_feedback=True)
     other = given(SIZES, again)
     again.load_state_dict(saved)
     gradients = of_ranks(world_size, SIZES, 20)[rank]

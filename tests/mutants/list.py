@@ -1,0 +1,332 @@
+"""The faults, and for each the tests that find it.
+
+A mutant is a piece of a module's text, which is there once, and the piece in its place. Where the piece is no longer
+there, give the mutant the line that does the same now; where its tests have moved, the selection that finds it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["MUTANTS", "Mutant"]
+
+
+class Mutant(NamedTuple):
+    """One fault; its name says which promise it breaks."""
+
+    file: str
+    """In ``overlap/``."""
+    before: str
+    after: str
+    tests: str
+    """The narrowest selection that fails: arguments of pytest, paths in ``tests/``."""
+
+
+_STEP, _ZERO, _CODECS = "optim/test_step_parity.py", "optim/zero/test_zero_parity.py", "hooks/wires/test_codecs.py"
+_FEEDBACK = "hooks/quantize/test_error_feedback.py"
+_POWERSGD = "hooks/powersgd/test_algorithm.py"
+_AVERAGES = "optim/local_sgd/test_local_sgd_averages.py"
+
+MUTANTS: dict[str, Mutant] = {
+    # The engine.
+    "the sum is divided by another number": Mutant(
+        "hooks/engine/runtime.py",
+        "divisor=gradient_divisor(self._context.group),",
+        "divisor=gradient_divisor(self._context.group) + 1,",
+        "hooks/test_reducers.py::test_all_reduce_equals_plain_ddp_bit_for_bit",
+    ),
+    "a collective is not waited for": Mutant(
+        "hooks/engine/executors.py", "work.wait(_POLL_INTERVAL)", "pass", "hooks/engine/test_order.py"
+    ),
+    "collectives are in another order": Mutant(
+        "hooks/engine/wavefront.py",
+        "moving = [task, *filterfalse(_awaits_whole_pass, self._active)]",
+        "moving = [*filterfalse(_awaits_whole_pass, self._active), task]",
+        "hooks/engine/test_wavefront.py",
+    ),
+    "an exception on one rank is not reported": Mutant(
+        "hooks/engine/wavefront.py",
+        "self.executor.channels.fail(error)",
+        "self.executor.channels.abort()",
+        "hooks/engine/test_failure.py::test_a_rank_that_raises_alone_is_named_on_the_others",
+    ),
+    "a rank that waits does not poll": Mutant(
+        "hooks/engine/executors.py", "board.poll()", "pass", "hooks/engine/test_host_executor.py"
+    ),
+    "hyperparameters are not compared at registration": Mutant(
+        "hooks/engine/runtime.py",
+        "settings = {name: value for each in sequence for name, value in each.settings.items()}",
+        "settings = {}",
+        "optim/test_step_registered.py -k other_hyperparameters",
+    ),
+    "an abandoned backward is not noticed": Mutant(
+        "hooks/engine/runtime.py",
+        "if_abandoned(partial(self._abandon, current))",
+        "if_abandoned(lambda: None)",
+        "optim/test_step_abandoned.py",
+    ),
+    # Reducers and transforms.
+    "a cast is not cast back": Mutant(
+        "hooks/cast.py", "bucket.buffer.copy_(compressed.buffer)", "pass", "hooks/test_reducers.py -k cast_to_bfloat16"
+    ),
+    "nothing is reduced between machines": Mutant(
+        "hooks/hierarchical.py",
+        "await self.outer(replace(bucket, buffer=own_part, raw=None, views=parts, group=between, divisor=1))",
+        "pass",
+        "hooks/test_hierarchical.py -k by_hand",
+    ),
+    "the last rule decides": Mutant(
+        "hooks/route.py",
+        "self.reducers.index(self.rules[found[0]])",
+        "self.reducers.index(self.rules[found[-1]])",
+        "hooks/test_route.py",
+    ),
+    "clipping by the norm of an earlier pass": Mutant(
+        "hooks/transforms/clip.py",
+        "self._norm = self.clipping.clip_(gradients)",
+        "self._norm = self.clipping.scale_(gradients, self._norm) or self._norm if self._norm else "
+        "self.clipping.clip_(gradients)",
+        "hooks/transforms/test_transforms_parity.py -k norm_can_be_read",
+    ),
+    "the norm is summed in the optimizer's order": Mutant(
+        "hooks/transforms/clip.py",
+        "return sorted(parameters, key=lambda parameter: places.get(parameter, len(places)))",
+        "return list(parameters)",
+        "optim/test_clipping.py -k models_order",
+    ),
+    # Wires.
+    "errors are dropped": Mutant("hooks/wires/feedback.py", "self.errors.update(self._held)", "pass", _FEEDBACK),
+    "errors are added twice": Mutant(
+        "hooks/wires/feedback.py", "add_all(changed, errors)", "[add_all(changed, errors) for _ in range(2)]", _FEEDBACK
+    ),
+    "each new rank has the errors of one old rank": Mutant(
+        "hooks/wires/feedback.py",
+        'errors = summed_errors(states, "error", rank=rank, ranks=ranks)',
+        'errors = dict(states[rank % len(states)].get("error", {}))',
+        "resume/test_other_ranks.py",
+    ),
+    "the generator of rounding is not saved": Mutant(
+        "hooks/wires/feedback.py",
+        "return self._state if self._generator is None else self._generator.get_state()",
+        "return self._state",
+        _FEEDBACK,
+    ),
+    "integers are off by half a step": Mutant(
+        "hooks/wires/numbers.py", "out.copy_(payload)", "out.copy_(payload).add_(0.5)", _CODECS
+    ),
+    "values are scaled to half of the range": Mutant(
+        "hooks/wires/numbers.py", "factor = (self.top / peak)", "factor = (self.top / (2 * peak))", _CODECS
+    ),
+    "values are rounded down": Mutant(
+        "hooks/wires/numbers.py", "return values.round_()", "return values.floor_()", _CODECS
+    ),
+    "one value fewer is sent": Mutant(
+        "hooks/wires/sparse.py",
+        "max(1, round(self.density * chunk_numel))",
+        "max(1, round(self.density * chunk_numel) - 1)",
+        _CODECS,
+    ),
+    # PowerSGD.
+    "the basis is not orthogonal": Mutant(
+        "hooks/powersgd/algorithm.py",
+        "rows.copy_(orthonormalize(rows, functools.partial(self._random, *rows.shape[1:])))",
+        "pass",
+        _POWERSGD,
+    ),
+    "every step starts from random directions": Mutant(
+        "hooks/powersgd/algorithm.py",
+        "found = before.get(self.keys[place]) if self.cold_step is None else None",
+        "found = None",
+        "hooks/powersgd/test_torch_parity.py -k outputs",
+    ),
+    "the residual is not added": Mutant(
+        "hooks/powersgd/layout.py", "add_all(self._gradients, self._residuals)", "pass", _POWERSGD
+    ),
+    "factors are not averaged": Mutant(
+        "hooks/powersgd/algorithm.py",
+        "await all_reduce(sent, group=self.bucket.group)",
+        "await all_reduce(sent[numel:], group=self.bucket.group)",
+        f"{_POWERSGD} -k suffices",
+    ),
+    "small matrices are compressed": Mutant(
+        "hooks/powersgd/layout.py",
+        "(rows + cols) * rank * min_compression_rate < rows * cols",
+        "(rows + cols) * min_compression_rate < rows * cols",
+        "hooks/powersgd/test_layout.py",
+    ),
+    "residuals are not scaled to another number of ranks": Mutant(
+        "hooks/powersgd/memory.py",
+        "times=ranks / max(1, len(states))",
+        "times=1.0",
+        "hooks/powersgd/test_checkpoint.py -k another_number_of_ranks",
+    ),
+    # The update in backward.
+    "only one parameter of a bucket is stepped": Mutant(
+        "optim/subset.py",
+        "members.setdefault(self._places[id(parameter)], []).append(parameter)",
+        "members.setdefault(self._places[id(parameter)], [parameter])",
+        _STEP,
+    ),
+    "the learning rate of an earlier step": Mutant(
+        "optim/subset.py",
+        'return {"params": parameters}',
+        'return {**group, "params": parameters}',
+        "loops/test_loops.py -k LambdaLR",
+    ),
+    "unused parameters are updated": Mutant(
+        "optim/step.py", "if used is not None:", "if used == []:", f"{_STEP} -k kind_of_model"
+    ),
+    "a deferred update can be made twice": Mutant(
+        "optim/lifecycle.py",
+        "note_applied([p for p in updated if id(p) in reduced] if updated else ())",
+        "note_applied(())",
+        "loops/test_loops.py -k 'two and step and for and one'",
+    ),
+    "skip_update() is ignored": Mutant(
+        "optim/update.py",
+        "is_skipped = bool(self.optimizer.blocks) and not is_replay",
+        "is_skipped = False",
+        "optim/test_step_skip_update.py",
+    ),
+    "found_inf is ignored": Mutant(
+        "optim/scaler.py",
+        "self.verdict_for(optimizer) is None and bool(self.found_inf.item())",
+        "self.verdict_for(optimizer) is None and False",
+        "optim/test_step_grad_scaler.py",
+    ),
+    "an applied gradient can be written to": Mutant(
+        "_torch/read_only.py",
+        "written[0].terms.refuse(written[0], Attempt.ACCUMULATE if in_backward() else Attempt.WRITE)",
+        "written[0].terms.refuse(written[0], Attempt.ACCUMULATE) if in_backward() else None",
+        "optim/test_applied_gradients.py -k every_write",
+    ),
+    "a second backward is accepted": Mutant(
+        "optim/phases.py",
+        "Phase.APPLIED: SECOND_BACKWARD,",
+        "Phase.APPLIED: Phase.BACKWARD,",
+        "optim/test_step_loop_errors.py -k second_backward",
+    ),
+    "gradients of no_sync() are applied": Mutant(
+        "optim/lifecycle.py",
+        "local = [p for p in pending if p in self.names and id(p) not in reduced]",
+        "local = []",
+        "optim/test_step_loop_errors.py -k not_reduced",
+    ),
+    "released gradients stay in memory": Mutant(
+        "optim/release.py", "resize_storage(self._storage, 0)", "pass", "optim/test_release_memory.py"
+    ),
+    # ZeRO.
+    "a shard begins one element late": Mutant(
+        "optim/zero/partition.py", "start = end", "start = end + 1", "optim/zero/test_zero_partition.py"
+    ),
+    "the owner of a parameter has the most work": Mutant(
+        "optim/zero/partition.py",
+        "owner = min(self._ranks",
+        "owner = max(self._ranks",
+        "optim/zero/test_zero_partition.py",
+    ),
+    "new parameters are not gathered": Mutant(
+        "optim/zero/exchange.py",
+        'await send_recv(sends, receives, group=group, label="all_gather")',
+        "pass",
+        f"{_ZERO} -k 'every_form and 2'",
+    ),
+    "a shard is read at another offset": Mutant(
+        "optim/zero/checkpoint.py",
+        "slice(one - first, other - first)",
+        "slice(0, other - one)",
+        "optim/zero/test_zero_checkpoint.py -k 4_ranks",
+    ),
+    # Local SGD.
+    "averages are a step late": Mutant(
+        "optim/local_sgd/schedule.py", "if self.step != self.round_end:", "if self.step <= self.round_end:", _AVERAGES
+    ),
+    "the length of another round": Mutant(
+        "optim/local_sgd/schedule.py", "length = self._period(self.step)", "length = self._period(0)", _AVERAGES
+    ),
+    "the shortest period of a hierarchy counts": Mutant(
+        "optim/local_sgd/schedule.py",
+        "for period in reversed(list(periods)) if",
+        "for period in periods if",
+        f"{_AVERAGES} -k hierarchies",
+    ),
+    "the outer optimizer makes no step": Mutant(
+        "optim/local_sgd/outer.py", "step_whole(self.optimizer)", "copy_all(anchors, gradients)", _AVERAGES
+    ),
+    "changes are taken from an earlier average": Mutant(
+        "optim/local_sgd/outer.py",
+        "copy_all(anchors, gradients)\n            return moved",
+        "return dict(means)",
+        "optim/local_sgd/test_local_sgd_wires.py",
+    ),
+    # Join.
+    "the sum is divided by all ranks, not by those with inputs": Mutant(
+        "join/participation.py",
+        "return max(1, sum(1 for rank in ranks if samples[rank]))",
+        "return len(ranks)",
+        "join/test_join_parity.py -k chains",
+    ),
+    "a rank without inputs leaves out a step": Mutant(
+        "join/participation.py",
+        "yield from ((adapter, call, None) for adapter, call in self._regular)",
+        "yield from ((adapter, call, None) for adapter, call in self._regular[:-1])",
+        "join/test_join_parity.py -k other_optimizers",
+    ),
+    "a loop that is not regular is accepted": Mutant(
+        "join/participation.py",
+        "if self._made == len(self._regular) or self._regular[self._made] != (adapter, call):",
+        "if self._made == len(self._regular):",
+        "join/test_join_regular.py -k first_iteration",
+    ),
+    "purposes are not compared": Mutant(
+        "join/board.py", "if purpose != self._purpose:", "if not purpose:", "join/test_agreement.py -k purposes"
+    ),
+    # States.
+    "the state of stages is not saved": Mutant(
+        "resume/rank_state.py", '"state": stage.state_dict()}', '"state": {}}', "resume/test_train_state.py -k snapshot"
+    ),
+    "the state of another rank is loaded": Mutant(
+        "resume/rank_state.py",
+        'if (state["rank"], state["ranks"]) != (group.rank(), group.size()):',
+        'if state["ranks"] != group.size():',
+        "resume/test_train_state.py -k does_not_fit",
+    ),
+    # Everything else.
+    "the slower half of a race stays": Mutant(
+        "plan/race.py",
+        "field = sorted(field, key=lambda one: statistics.median(self.ratios[one]))",
+        "field = sorted(field, key=lambda one: -statistics.median(self.ratios[one]))",
+        "plan/test_race.py -k faster_half",
+    ),
+    "a race draws random numbers": Mutant(
+        "plan/measure.py", "torch.set_rng_state(on_cpu)", "pass", "plan/test_auto.py -k leaves_every_bit"
+    ),
+    "a timeline counts half of the bytes": Mutant(
+        "hooks/collectives.py",
+        "sent=lambda size: 2 * tensor.nbytes * (size - 1) / size",
+        "sent=lambda size: tensor.nbytes * (size - 1) / size",
+        "timeline/test_recording.py",
+    ),
+    "a checkpointed forward draws other random numbers": Mutant(
+        "activations/wrappers.py",
+        "**dict(self._checkpointed))",
+        '**{**dict(self._checkpointed), "preserve_rng_state": False})',
+        "activations/test_gradients.py -k every_step",
+    ),
+    "an offloaded tensor is lost": Mutant(
+        "activations/offload.py",
+        "return _Stored(tensor.clone())",
+        "return _Stored(torch.zeros_like(tensor))",
+        "activations/test_offload.py -k comes_back",
+    ),
+    "BFP16 is sent as FP16": Mutant(
+        "quantized/auto.py", "DQuantType.BFP16: BFloat16()", "DQuantType.BFP16: Float16()", "quantized/test_results.py"
+    ),
+    "a removed name gives no hint": Mutant("_lazy.py", "if name in REMOVED:", "if not name:", "test_public_names.py"),
+    "a link can be imported": Mutant(
+        "_lazy.py", "if module != package:", "if not module:", "test_public_names.py -k links"
+    ),
+    "an error lacks the remedy": Mutant(
+        "hooks/chain.py", "Write chain({remedy}); a function", "A function", "hooks/test_chain.py -k names_one"
+    ),
+}
