@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import runpy
 import socket
 import sys
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from comparing import prepare_rank
 
@@ -52,7 +54,12 @@ def test_a_script_in_the_manner_of_torchvisions_references(tmp_path: Path) -> No
     for plain, ours, whole, first, rest in _printed("torchvision_reference.py", *runs):
         assert len(plain) == 3 and plain == ours
         assert whole != ours
-        assert first + rest == whole
+        # The first pass after a resume runs in other buckets, in which PowerSGD rounds in other places.
+        assert _numbers(first + rest) == pytest.approx(_numbers(whole), rel=1e-5)
+
+
+def _numbers(lines: list[str]) -> list[float]:
+    return [float(number) for line in lines for number in re.findall(r"\d+\.\d+", line)]
 
 
 def test_the_trainer_of_ignite() -> None:
