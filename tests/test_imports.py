@@ -1,4 +1,4 @@
-"""The package has no import cycles, imports inside functions included. Annotations may name a type of a later module."""
+"""The package has no import cycles, imports inside functions included; annotations may name a later type."""
 
 from __future__ import annotations
 
