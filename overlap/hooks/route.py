@@ -59,6 +59,11 @@ class Route(StageOfOneModel):
         for parameter, name in context.names.items():
             self._expected[self._place_of[name]] += parameter.requires_grad
 
+    def detach(self) -> None:
+        super().detach()
+        if not any(reducer.state_dict() for reducer in self.reducers):
+            self.place = None  # Without state it fits any model.
+
     def place_in(self, context: StageContext) -> dict[str, list[str]]:
         """The names of each reducer's parameters, by its place."""
         named: dict[str, list[str]] = {str(place): [] for place in range(len(self.reducers))}

@@ -85,7 +85,10 @@ def join_uneven_inputs(
     ::
 
         with join_uneven_inputs(accelerator, [model, optimizer, scheduler]) as join:
-            for x, y in join.iterate(loader): ...
+            for x, y in join.iterate(iter(loader)): ...
+
+    ``iter(...)`` hides the loader's length: Accelerate steps a scheduler once for each process in an iteration, which
+    known lengths do not allow.
 
     Args:
         accelerator: that prepared the loaders.

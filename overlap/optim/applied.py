@@ -324,7 +324,9 @@ class UsedValues:
                     f"had been made in backward: use {deferred}, or take them out before the backward or after {step}"
                 )
             if (values := _values(group)) != before:
-                key = next(key for key in before if key not in values or values[key] != before[key])
+                key = next((key for key in before if key not in values or values[key] != before[key]), None)
+                if key is None:
+                    continue  # A key was added, such as the initial_lr of a scheduler that is made now.
                 raise TrainingLoopError(
                     f"{key!r} of parameter group {place} was changed from {_shown(before[key])} to "
                     f"{_shown(values.get(key))} between backward and {step}, but the update had been made in backward "

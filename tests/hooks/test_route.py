@@ -299,3 +299,14 @@ def _state(rank: int, world_size: int, case: Case = MLP) -> None:
 
 def test_state_is_kept_by_reducer_and_fits_the_same_rules_only() -> None:
     run_ranks(_state, 2)
+
+
+def _moved(rank: int, world_size: int) -> None:
+    stage = route({"*.bias": AllReduce(), "*": AllReduce()})
+    register(wrap(MLP.model(), **MLP.ddp_options()), stage).remove()
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    register(wrap(other), stage).remove()
+
+
+def test_without_state_it_can_move_to_another_model() -> None:
+    run_ranks(_moved, 2)

@@ -55,8 +55,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "hyperparameters are not compared at registration": Mutant(
         "hooks/engine/runtime.py",
-        "settings = {name: value for each in sequence for name, value in each.settings.items()}",
-        "settings = {}",
+        "settings = [dict(each.settings) for each in sequence]",
+        "settings = [{} for _ in sequence]",
         "optim/test_step_registered.py -k other_hyperparameters",
     ),
     "an abandoned backward is not noticed": Mutant(

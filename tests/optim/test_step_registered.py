@@ -159,7 +159,9 @@ def _other_hyperparameters(rank: int, world_size: int) -> list[str]:
         ddp = wrap(MLP.model(), **MLP.ddp_options())
         optimizer = make(list(ddp.parameters()))
         is_sharded = isinstance(optimizer, ZeroRedundancyOptimizer)
-        stages = [ZeroStep(optimizer)] if is_sharded else [AllReduce(), Step(OverlappedOptimizer(optimizer))]
+        several = optimizer if isinstance(optimizer, list) else [optimizer]
+        updates = [Step(OverlappedOptimizer(each)) for each in several if not is_sharded]
+        stages = [ZeroStep(optimizer)] if is_sharded else [AllReduce(), *updates]
         with pytest.raises(CollectiveError) as raised:
             chain(*stages).register(ddp)
         return str(raised.value)
@@ -173,12 +175,19 @@ def _other_hyperparameters(rank: int, world_size: int) -> list[str]:
         refused(lambda parameters: torch.optim.AdamW(parameters, lr=0.1, betas=(0.9, 0.99 - 0.04 * rank))),
         refused(grouped),
         refused(lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1 * (1 + rank))),
+        refused(
+            lambda parameters: [
+                torch.optim.AdamW(parameters[:2], lr=0.1 * (1 + rank)),
+                torch.optim.AdamW(parameters[2:], lr=0.1),
+            ]
+        ),
     ]
 
 
 def test_ranks_with_other_hyperparameters_or_groups_are_refused_with_both_values() -> None:
-    for rate, betas, groups, sharded in run_ranks(_other_hyperparameters, 2):
+    for rate, betas, groups, sharded, first_of_two in run_ranks(_other_hyperparameters, 2):
         assert "lr of group 0 of AdamW is 0.2 on rank 1, but 0.1 on rank 0" in rate
         assert "betas of group 0 of AdamW is (0.9, 0.95) on rank 1, but (0.9, 0.99) on rank 0" in betas
         assert "the list of parameters of group 0 of AdamW is 0.weight, 0.bias" in groups
         assert "lr of group 0 of SGD is 0.2 on rank 1, but 0.1 on rank 0" in sharded
+        assert "lr of group 0 of AdamW is 0.2 on rank 1, but 0.1 on rank 0" in first_of_two

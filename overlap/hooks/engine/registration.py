@@ -218,12 +218,6 @@ def _register(
     made = as_stage(stage, state)
     if not made.reduces and not any(child.reduces for child in made.children):
         raise ConfigurationError(f"{made!r} has no reducer; register chain(AllReduce(), {made!r})")
-    dispatcher = _dispatcher_of(ddp)
-    if dispatcher.registration is not None:
-        raise RegistrationError(
-            f"this model has {dispatcher.registration.stage!r} registered already; "
-            "first call .remove() on what register returned, or make one chain of both"
-        )
     named, alive = data_parallel_parameters(ddp), weakref.ref(ddp)
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in named):
         raise RegistrationError(
@@ -235,6 +229,12 @@ def _register(
     if ddp.static_graph and len(dtypes) > 1:
         # DDP's first backward then has one bucket for each dtype, and all of them have the number 0.
         raise UnsupportedError(f"the model has parameters of {' and '.join(dtypes)}: {NO_LAST_BUCKET}")
+    dispatcher = _dispatcher_of(ddp)
+    if dispatcher.registration is not None:
+        raise RegistrationError(
+            f"this model has {dispatcher.registration.stage!r} registered already; "
+            "first call .remove() on what register returned, or make one chain of both"
+        )
     context = StageContext(
         group=ddp.process_group,
         device=next(iter(named)).device,

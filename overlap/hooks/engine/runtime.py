@@ -139,7 +139,7 @@ class Runtime:
         self.divided, digest = _divided(sequence, names)
         if agreement is not None:
             signature = f"{self.stage.signature} for {self._context.model_in_words}{self.divided}{digest}"
-            settings = {name: value for each in sequence for name, value in each.settings.items()}
+            settings = [dict(each.settings) for each in sequence]
             described = agreement.agree([signature, fingerprint(names or ()), settings])
             if (reason := _difference(described, self._context)) is not None:
                 raise CollectiveError(reason)
@@ -469,7 +469,7 @@ def _difference(described: Sequence[tuple[str, str, dict[str, str]]], context: S
     only where a rank registers the model that rank 0 registered at another place.
 
     Args:
-        described: of each rank the signature, a fingerprint of the parameters, and settings by name.
+        described: of each rank the signature, a fingerprint of the parameters, and each stage's settings.
         context: of this registration.
     """
     signatures, fingerprints, settings = zip(*described, strict=True)
@@ -479,12 +479,13 @@ def _difference(described: Sequence[tuple[str, str, dict[str, str]]], context: S
                 f"rank {rank} registers {signature}, but rank 0 registers {signatures[0]}; "
                 "every rank must run the same stages for the same model"
             )
-    for rank, values in enumerate(settings):
-        for name in (name for name in {**settings[0], **values} if settings[0].get(name) != values.get(name)):
-            return (
-                f"{name} is {values.get(name)} on rank {rank}, but {settings[0].get(name)} on rank 0, so the ranks' "
-                "parameters would part: make the optimizer with the same arguments on every rank"
-            )
+    for rank, of_stages in enumerate(settings):
+        for first, values in zip(settings[0], of_stages, strict=True):
+            for name in (name for name in {**first, **values} if first.get(name) != values.get(name)):
+                return (
+                    f"{name} is {values.get(name)} on rank {rank}, but {first.get(name)} on rank 0, so the ranks' "
+                    "parameters would part: make the optimizer with the same arguments on every rank"
+                )
     if not context.names:
         return None
     layout, past = context.model_in_words, _registered.setdefault(context.group, [])

@@ -243,6 +243,12 @@ class Averager:
         if (state["outer"] is None) != (self.outer is None):
             saved, here = ("with an", "none") if self.outer is None else ("without an", "one")
             raise ConfigurationError(f"the state was saved {saved} outer optimizer, and this one has {here}")
+        flight = state["flight"]
+        if (self.anchors is not None and "anchors" not in state) or (flight is not None and "fragment" not in flight):
+            raise ConfigurationError(
+                "the state was saved by an earlier version of overlap in another layout: load it there, call "
+                "local.synchronize(), and save the model and local.optimizer alone"
+            )
         wire = state["wire"] or {}
         if self.wire is not None:
             self.wire.memory.load_state_dict(wire)
@@ -257,7 +263,7 @@ class Averager:
             self.anchors.load(state["anchors"])
         if self.outer is not None:
             self.outer.load_state_dict(state["outer"])
-        if (flight := state["flight"]) is not None:
+        if flight is not None:
             tensors = self._tensors_of(flight["fragment"])
             if flight["snapshots"].keys() != tensors.keys():
                 raise ConfigurationError("the pending average that was saved is of a model with other parameters")

@@ -248,7 +248,7 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
         zero.process_group = _checked_group(process_group)
         with Agreement(zero.process_group, "convert an optimizer to a ZeroRedundancyOptimizer") as agreement:
             plain = check_convertible(optimizer)
-            make = partial(_twin, plain)
+            make = partial(_twin, _twin(plain, []))  # And not of plain, whose whole state would live on.
             zero._set_up(plain.param_groups, type(plain), make, agreement, overlap_with_ddp, partition, master_dtype)
         if plain.state:
             zero.prepare_to_load()

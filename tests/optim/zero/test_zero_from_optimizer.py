@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -180,3 +182,19 @@ def _refused(rank: int, world_size: int) -> None:
 
 def test_what_cannot_be_taken_over_is_refused() -> None:
     run_ranks(_refused, 2)
+
+
+def _freed(rank: int, world_size: int) -> None:
+    ddp = wrap(MLP.model(), **MLP.ddp_options())
+    plain = torch.optim.AdamW(ddp.parameters())
+    mean_squared_error(ddp, MLP.batch(0, rank)).backward()
+    plain.step()
+    kept = [weakref.ref(plain), weakref.ref(plain.state[next(ddp.parameters())]["exp_avg"])]
+    zero = ZeroRedundancyOptimizer.from_optimizer(plain)
+    del plain
+    gc.collect()
+    assert [one() for one in kept] == [None, None] and zero.state
+
+
+def test_the_whole_state_of_an_optimizer_that_is_dropped_is_freed() -> None:
+    run_ranks(_freed, 2)
