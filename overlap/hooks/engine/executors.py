@@ -180,10 +180,6 @@ class HostExecutor:
                 if is_over:
                     raise explained(error, f"failed after {time.monotonic() - start_s:.1f} s", board) from error
                 board.poll()
-                self.look()
-
-    def look(self) -> None:
-        """Called about once a second while a collective is not done; raises where it will not be."""
 
     def leave(self, operation: Operation) -> None:
         """Make what follows in the scope wait for an operation in flight that was given up; not here, where another

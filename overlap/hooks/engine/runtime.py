@@ -93,7 +93,7 @@ class Runtime:
             context,
             background=self.background,
             tell=self.tell,
-            note_unfinished=lambda: self._note_end(_Phase.UNFINISHED),
+            note_unfinished=self._note_unfinished,
             watch=self._watchers.append,
         )
         self._pass: BackwardPass | None = None
@@ -378,9 +378,9 @@ class Runtime:
                 self._phase = _Phase.UNFINISHED
         return error
 
-    def _note_end(self, phase: _Phase) -> None:
+    def _note_unfinished(self) -> None:
         if self._phase is not _Phase.NEW:
-            self._phase = phase
+            self._phase = _Phase.UNFINISHED
 
     def _abandon(self, abandoned: BackwardPass) -> None:
         """Called where autograd gives up a pass: the other ranks wait for collectives that this one will not launch."""
@@ -399,7 +399,7 @@ class Runtime:
         self.executor.submit(end)
         is_over.wait()
         self._conclude(abandoned)
-        self._note_end(_Phase.UNFINISHED)
+        self._note_unfinished()
 
 
 def _that_override(method: str, stages: Sequence[Stage]) -> list[Stage]:
