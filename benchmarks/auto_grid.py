@@ -32,11 +32,11 @@ import overlap
 from benchmarks.models import WORKLOADS
 from benchmarks.pages import in_markdown, write_between
 from benchmarks.ranks import World, open_network, run_on_ranks
-from overlap.join.board import Agreement
 from overlap.plan.candidates import PLAIN, Candidate, allowed
 from overlap.plan.decision import quartiles
 from overlap.plan.measure import Training
 from overlap.plan.race import FEWEST_ROUNDS, Race
+from overlap.ranks.board import Agreement
 
 RESULTS = Path(__file__).resolve().with_suffix(".json")
 BEGIN, END = "<!-- grid: written by benchmarks/auto_grid.py -->", "<!-- end of grid -->"

@@ -24,8 +24,8 @@ from overlap.hooks.adapters import StageHook, stage_from
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket, on_group
 from overlap.hooks.stage import Stage, StageContext, redistributed
-from overlap.join.group_collectives import of_all_ranks
 from overlap.join.participation import refuse_sample_weights
+from overlap.ranks.collectives import of_all_ranks
 
 __all__ = [
     "PostLocal",

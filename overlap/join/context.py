@@ -28,9 +28,9 @@ from overlap.errors import (
     UnsupportedError,
 )
 from overlap.join.adapters import Hyperparameters, JoinableAdapter, JoinHookAdapter, OptimizerAdapter, SchedulerAdapter
-from overlap.join.board import Agreement, Board, explained
 from overlap.join.ddp import DDPAdapter
 from overlap.join.participation import JoinSession, active_join, sessions
+from overlap.ranks.board import Agreement, Board, explained
 
 __all__ = ["Join"]
 

@@ -39,8 +39,8 @@ from overlap._checks import refuse_capture
 from overlap._torch.device import has_streams, on_stream, recorded_event, stream_of, to_device, to_host
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
 from overlap.join.adapters import Call, Hyperparameters, JoinableAdapter
-from overlap.join.board import Board
 from overlap.join.ddp import ReplayedGradients
+from overlap.ranks.board import Board
 
 __all__ = [
     "SKEW_TO_WARN_OF",

@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 from overlap._checks import check_group, check_number, check_whole_number, described, is_one_of, told
 from overlap._torch.compiled import uncompiled
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.join.board import Agreement
 from overlap.optim import OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.plan.candidates import METHODS, PLAIN, Candidate, allowed, build, obstacle, wrap
 from overlap.plan.decision import MARGIN, Plan, Row, decide, quartiles
 from overlap.plan.measure import Computing, Originals, Training, computing, generators_restored, gradients_ms
 from overlap.plan.race import Race
+from overlap.ranks.board import Agreement
 
 __all__ = ["Request", "auto"]
 

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from overlap._torch.device import has_streams, synchronize
 from overlap._torch.optimizer import drop_hooks
 from overlap.errors import ConfigurationError, UnsupportedError
-from overlap.join.board import Agreement
-from overlap.join.group_collectives import all_reduce
+from overlap.ranks.board import Agreement
+from overlap.ranks.collectives import all_reduce
 
 __all__ = ["Computing", "Originals", "Training", "computing", "fresh", "generators_restored", "gradients_ms", "loss_of"]
 

@@ -35,10 +35,10 @@ from overlap._torch.device import current_stream, has_streams
 from overlap._torch.gloo import abandon_group
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError
 from overlap.hooks.engine.registration import registration_of
-from overlap.join.board import Agreement, is_lost_connection
-from overlap.join.group_collectives import all_reduce
 from overlap.plan.candidates import METHODS, PLAIN, Candidate, build, wrap
 from overlap.plan.measure import Training, fresh, loss_of
+from overlap.ranks.board import Agreement, is_lost_connection
+from overlap.ranks.collectives import all_reduce
 
 __all__ = ["FEWEST_ROUNDS", "Race"]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from overlap._checks import as_number, described, told
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.wires import BFloat16, Float16, Int8, RoundingGenerator, Wire
-from overlap.join.board import agree
 from overlap.quantized.collectives import Collective, Exchange, QuantizedWork
+from overlap.ranks.board import agree
 
 __all__ = ["DQuantType", "auto_quantize"]
 

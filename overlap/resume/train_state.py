@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._checks import as_list, check_ddp, check_whole_number, is_one_of, told
 from overlap.errors import ConfigurationError
 from overlap.hooks.stage import walk
-from overlap.join.board import agree
-from overlap.join.group_collectives import of_all_ranks, on_rank
+from overlap.ranks.board import agree
+from overlap.ranks.collectives import of_all_ranks, on_rank
 from overlap.resume.rank_state import Optim, load_state_dict, rank_parts, stage_of, state_of_rank
 
 __all__ = ["TrainState", "remembers"]

@@ -31,7 +31,7 @@ from overlap.hooks.engine.background import BETWEEN_PASSES
 from overlap.hooks.engine.executors import Subject
 from overlap.hooks.engine.registration import registration_of
 from overlap.hooks.stage import walk
-from overlap.join.group_collectives import of_all_ranks
+from overlap.ranks.collectives import of_all_ranks
 from overlap.timeline.pictures import check_path, save_reports
 from overlap.timeline.report import Activity, BucketReport, Kind, Phase, Report, StepReport
 

@@ -279,7 +279,7 @@ MUTANTS: dict[str, Mutant] = {
         "join/test_join_regular.py -k first_iteration",
     ),
     "purposes are not compared": Mutant(
-        "join/board.py", "if purpose != self._purpose:", "if not purpose:", "join/test_agreement.py -k purposes"
+        "ranks/board.py", "if purpose != self._purpose:", "if not purpose:", "ranks/test_agreement.py -k purposes"
     ),
     # States.
     "the state of stages is not saved": Mutant(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from overlap._torch.c10d import Channel, GroupChannel, backend_name, group_name
 from overlap._torch.gloo import GlooChannel
 from overlap.errors import CollectiveError, ConfigurationError
-from overlap.join.board import Board, explained
+from overlap.ranks.board import Board, explained
 
 __all__ = ["GroupChannels", "PrivateChannels"]
 

@@ -34,8 +34,8 @@ from overlap.errors import CollectiveError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
-from overlap.join.board import explained
-from overlap.join.group_collectives import failures_explained
+from overlap.ranks.board import explained
+from overlap.ranks.collectives import failures_explained
 
 __all__ = [
     "BucketFuture",

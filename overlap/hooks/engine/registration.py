@@ -23,7 +23,7 @@ from overlap.hooks.adapters import as_stage
 from overlap.hooks.engine.executors import BucketFuture, Observer
 from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
 from overlap.hooks.stage import Stage, StageContext
-from overlap.join.board import Agreement, explain
+from overlap.ranks.board import Agreement, explain
 
 __all__ = ["Registration", "register", "registration_of"]
 

@@ -33,7 +33,7 @@ from overlap.hooks.engine.executors import BucketFuture, Executor, StreamExecuto
 from overlap.hooks.engine.wavefront import AbandonedBackwardError, BackwardPass, Part
 from overlap.hooks.stage import BucketWatcher, Role, Stage, StageContext, check_pass, check_places, with_contexts
 from overlap.join import gradient_divisor
-from overlap.join.board import Agreement, is_reported
+from overlap.ranks.board import Agreement, is_reported
 
 __all__ = ["NO_LAST_BUCKET", "Runtime"]
 

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.join import Join
-from overlap.join.group_collectives import of_all_ranks
+from overlap.ranks.collectives import of_all_ranks
 
 __all__ = ["ClosureFirst", "UnevenInputs"]
 

@@ -23,11 +23,11 @@ from overlap._torch.ddp import data_parallel_parameters
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import StageContext
 from overlap.hooks.wires import Wire
-from overlap.join.group_collectives import all_reduce
 from overlap.optim.local_sgd.averages import Running, Weight, WiredMean, average, wider
 from overlap.optim.local_sgd.given import SeveralOptimizers
 from overlap.optim.local_sgd.outer import Anchors, MakeOptimizer
 from overlap.optim.local_sgd.schedule import Period, Schedule
+from overlap.ranks.collectives import all_reduce
 
 __all__ = ["Averager", "into_fragments"]
 

@@ -33,8 +33,6 @@ from overlap.hooks.engine.background import run_now
 from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.transforms.clip import Clipping, ShardedNorm, in_model_order
 from overlap.join import Joinable
-from overlap.join.board import Agreement
-from overlap.join.group_collectives import all_reduce, broadcast
 from overlap.join.participation import active_join, refuse_once_joined
 from overlap.optim.declared import check_one_eps, check_unit
 from overlap.optim.optimizer import OptimizerProxy
@@ -58,6 +56,8 @@ from overlap.optim.zero.partition import (
 )
 from overlap.optim.zero.shards import BucketShards, Shard, flatten, is_narrower, shards_of_bucket
 from overlap.optim.zero.state import ShardedState, StateView, check_new_state, packed
+from overlap.ranks.board import Agreement
+from overlap.ranks.collectives import all_reduce, broadcast
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from harness import run_ranks
 from overlap._torch.gloo import GlooChannel
-from overlap.join.board import Board
+from overlap.ranks.board import Board
 
 _TIMEOUT_S = 30
 _LIMIT_S = 5

@@ -10,7 +10,7 @@ import pytest
 
 from overlap import CollectiveError, PeerError
 from overlap.hooks.engine.executors import HostExecutor
-from overlap.join.board import Board
+from overlap.ranks.board import Board
 
 
 class _Work:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from overlap._torch.gloo import has_lost_connection
 from overlap.errors import CollectiveError
-from overlap.join.board import explained
+from overlap.ranks.board import explained
 
 __all__ = ["all_reduce", "broadcast", "failures_explained", "of_all_ranks", "on_rank"]
 

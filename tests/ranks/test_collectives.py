@@ -92,7 +92,7 @@ def test_a_lost_rank_is_a_clear_error(name: str) -> None:
 
 # Elsewhere in the library Gloo's bare errors would reach the user.
 _ISSUE = {
-    "join/group_collectives.py",
+    "ranks/collectives.py",
     "_torch/c10d.py",  # What executors launch; they wait for it.
     "_torch/joined_ddp.py",  # In the block of a Join, which explains what comes out of it.
     "join/participation.py",

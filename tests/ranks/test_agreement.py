@@ -29,7 +29,7 @@ from overlap import (
     chain,
     register,
 )
-from overlap.join.board import Agreement
+from overlap.ranks.board import Agreement
 
 _TIMEOUT_S = 12
 

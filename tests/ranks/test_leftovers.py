@@ -25,7 +25,7 @@ from overlap import (
     ZeroRedundancyOptimizer,
     chain,
 )
-from overlap.join.board import agree
+from overlap.ranks.board import agree
 
 _ROUNDS = 6
 _TIMEOUT_S = 20

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from overlap import CollectiveError, PeerError
 from overlap._torch import stores
-from overlap.join.board import Board, explain, explained, is_reported
+from overlap.ranks.board import Board, explain, explained, is_reported
 
 _LOST = RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:553] Timed out")
 
