@@ -2,7 +2,7 @@
 
     python -m benchmarks.wire_accuracy [--ranks 2] [--seeds 3] [--epochs 5] [--image-size 32] [--markdown table.md]
 
-Each row trains once per seed with the demo's own loop, data and schedule; `python -m overlap demo` with the options in
+Each row trains once per seed with the demo's own loop, data and schedule; `python -m overlap demo` with the option in
 the second column trains the same beside plain DDP. Accuracy is that of rank 0's model on the 360 images that were held
 out.
 """
@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.pages import in_markdown
 from benchmarks.ranks import World, open_network, run_on_ranks
+from overlap.demo.command import Settings
 from overlap.demo.experiment import (
     Digits,
     accuracy,
@@ -29,30 +30,26 @@ from overlap.demo.experiment import (
     start_run,
     train,
 )  # fmt: skip
-from overlap.demo.settings import Settings
 
-ROWS: dict[str, tuple[str, Settings]] = {
-    "plain DDP": ("", Settings()),
-    "int8": ("--wire int8", Settings(wire="int8")),
-    "int4, error feedback": ("--wire int4", Settings(wire="int4")),
-    "top-k 1 %, error feedback": ("--wire topk", Settings(wire="topk")),
-    "PowerSGD 2": ("--powersgd 2", Settings(powersgd=2)),
-    "ZeRO": ("--zero", Settings(zero=True)),
-    "ZeRO int8 / int8": ("--zero --wire int8", Settings(zero=True, wire="int8")),
-    "ZeRO int4 / int8, error feedback": ("--zero --wire int4", Settings(zero=True, wire="int4")),
-    "DiLoCo, every 8 steps": ("--local-sgd 8 --diloco", Settings(local_sgd=8, diloco=True)),
-    "DiLoCo int4, error feedback": (
-        "--local-sgd 8 --diloco --wire int4",
-        Settings(local_sgd=8, diloco=True, wire="int4"),
-    ),
+# By name: the demo's chain.
+ROWS: dict[str, str | None] = {
+    "plain DDP": None,
+    "int8": "int8",
+    "int4, error feedback": "int4",
+    "top-k 1 %, error feedback": "topk",
+    "PowerSGD 2": "powersgd",
+    "ZeRO": "zero",
+    "ZeRO int8 / int8": "zero-int8",
+    "ZeRO int4 / int8, error feedback": "zero-int4",
+    "DiLoCo, every 8 steps": "diloco",
+    "DiLoCo int4, error feedback": "diloco-int4",
 }
 
 
-def percent(settings: Settings, digits: Digits) -> float:
+def percent(settings: Settings, digits: Digits, *, is_plain: bool) -> float:
     """Held-out accuracy after one training."""
     torch.manual_seed(settings.seed)
     model = load_torchvision().models.resnet18(num_classes=10)
-    is_plain = settings == replace(Settings(), seed=settings.seed, epochs=settings.epochs)
     run = start_run("run", copy.deepcopy(model), plain if is_plain else overlapped, settings, torch.device("cpu"))
     train([run], digits, settings)
     found = 100 * accuracy(run, digits)
@@ -60,10 +57,11 @@ def percent(settings: Settings, digits: Digits) -> float:
     return found
 
 
-def accuracies(world: World, settings: Settings, seeds: int, image_size: int) -> list[float]:
+def accuracies(world: World, chain: str | None, epochs: int, seeds: int, image_size: int) -> list[float]:
     """Of one row, by seed."""
+    settings = Settings(chain=chain or "step", epochs=epochs)
     digits = load_digits(image_size=image_size, images=settings.images, device=world.device)
-    found = [percent(replace(settings, seed=seed), digits) for seed in range(seeds)]
+    found = [percent(replace(settings, seed=seed), digits, is_plain=chain is None) for seed in range(seeds)]
     world.meet()
     return found
 
@@ -79,14 +77,14 @@ def main() -> None:
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     options = parser.parse_args()
-    rows = [["gradients, update", "demo's options", "accuracy", "of each seed"]]
+    rows = [["gradients, update", "chain of `overlap demo`", "accuracy", "of each seed"]]
     with open_network(options.ranks) as network:
         for name in options.rows or ROWS:
-            words, settings = ROWS[name]
-            arguments = replace(settings, epochs=options.epochs), options.seeds, options.image_size
+            chain = ROWS[name]
+            arguments = chain, options.epochs, options.seeds, options.image_size
             found: list[float] = run_on_ranks(network, accuracies, *arguments)[0]
             each = ", ".join(f"{one:.1f}" for one in found)
-            rows.append([name, f"`{words}`" if words else "-", f"{statistics.mean(found):.1f} %", each])
+            rows.append([name, f"`--chain {chain}`" if chain else "-", f"{statistics.mean(found):.1f} %", each])
             print(" | ".join(rows[-1]), flush=True)
     if options.markdown is not None:
         options.markdown.write_text(in_markdown(rows, left=(0, 1)) + "\n")

@@ -28,7 +28,7 @@ from overlap.cli import COMMANDS, main
         ("demo --batch-size -3", "from 2 to 1437"),
         ("demo --image-size 4", "from 8 to 224"),
         ("demo --device tpu", "auto, cpu, cuda"),
-        ("demo --rank 2", "--ranks, --optimizer"),
+        ("demo --rank 2", "--ranks, --chain"),
         ("demo --batch-size 1000", "give --batch-size 2 to 718"),
         ("demo --images 3 --ranks 4", "give --images 8 or more"),
     ],

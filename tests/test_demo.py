@@ -14,43 +14,34 @@ import pytest
 import torch
 
 from harness import run_ranks
+from overlap.demo.command import CHAINS, TRAIN_IMAGES, Settings
 from overlap.demo.experiment import (
-    Outcome,
-    Parity,
-    Report,
     largest_difference,
     load_digits,
     load_torchvision,
     present,
     shard,
+    start_runs,
     train_and_compare,
-)  # fmt: skip
-from overlap.demo.settings import TRAIN_IMAGES, Settings
-from overlap.errors import ConfigurationError
+)
 
 # As little as it takes to have a second step, with the buckets that DDP rebuilds after the first.
 TINY = ["--images", "48", "--epochs", "1", "--batch-size", "8", "--image-size", "16"]
 SMALL = {"images": 32, "epochs": 1, "batch_size": 8, "image_size": 16}
-# By name: the options, and the chain that is registered for them.
-EXACT = {
-    "uneven": (Settings(uneven=True, **SMALL | {"epochs": 2}), "chain(AllReduce(), Step(SGD, interleaved))"),
-    "uneven zero": (Settings(uneven=True, zero=True, **SMALL), "chain(ZeroStep(SGD, interleaved))"),
-    "zero adamw": (Settings(zero=True, optimizer="adamw", **SMALL), "chain(ZeroStep(AdamW, interleaved))"),
-}
-ROUNDED = {
-    "bf16 adamw": (
-        Settings(bf16_gradients=True, optimizer="adamw", **SMALL),
-        "chain(Cast(bfloat16, AllReduce()), Step(AdamW, interleaved))",
-    ),
-    "powersgd zero": (
-        Settings(powersgd=2, zero=True, **SMALL),
-        "chain(PowerSGD(rank=2), ZeroStep(SGD, interleaved)), without momentum, learning rate 0.1",
-    ),
-    "quantize": (Settings(wire="int8", **SMALL), "chain(Quantize(Int8()), Step(SGD, interleaved))"),
-    "uneven local sgd": (
-        Settings(uneven=True, local_sgd=2, **SMALL | {"epochs": 2}),
-        "LocalSGD(SGD, period 2 from step 2)",
-    ),
+# By chain: what is registered for it.
+REGISTERED = {
+    "step": "chain(AllReduce(), Step(SGD, interleaved))",
+    "zero": "chain(ZeroStep(SGD, interleaved))",
+    "bf16": "chain(Cast(bfloat16, AllReduce()), Step(SGD, interleaved))",
+    "int8": "chain(Quantize(Int8()), Step(SGD, interleaved))",
+    "int4": "chain(Quantize(Int4(), error_feedback=True), Step(SGD, interleaved))",
+    "topk": "chain(Quantize(TopK(0.01), error_feedback=True), Step(SGD, interleaved))",
+    "powersgd": "chain(PowerSGD(rank=2), Step(SGD, interleaved)), without momentum, learning rate 0.1",
+    "zero-int8": "ZeroStep",
+    "zero-int4": "ZeroStep",
+    "local-sgd": "LocalSGD(SGD, period 8 from step 2",
+    "diloco": "LocalSGD(SGD, period 8 from step 2",
+    "diloco-int4": "LocalSGD(SGD, period 8 from step 2",
 }
 
 
@@ -72,85 +63,73 @@ def test_two_ranks_end_up_equal(command: Any) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Equal: parameters, optimizer state and buffers are the same in every bit." in done.stdout
     assert "step/s" in done.stderr
-    assert results["parity_max_abs_diff"] == 0 and results["must_be_equal"] and results["passed"]
-    assert len(results["loss_plain"]) == 3 and results["loss_plain"] == results["loss_overlapped"]
-    assert results["accuracy_plain"] == results["accuracy_overlapped"]
+    assert not any(results["largest_differences"].values()) and results["must_be_equal"] and results["passed"]
+    assert len(results["plain"]["losses"]) == 3
+    same = ("losses", "accuracy")
+    assert [results["plain"][name] for name in same] == [results["overlapped"][name] for name in same]
+    assert results["plain"]["step_ms"] > 0 and results["overlapped"]["step_ms"] > 0
+    assert results["settings"]["seed"] == 3 and results["machine"]["ranks"] == 2
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_json_has_what_ran_and_how_long_a_step_took(command: Any) -> None:
-    _, results, _ = command
-    assert results["plan_overlapped"] == "chain(AllReduce(), Step(SGD, interleaved))"
-    assert results["step_ms_plain"] > 0 and results["step_ms_overlapped"] > 0
-    assert results["settings"]["seed"] == 3
-    assert results["machine"]["ranks"] == 2
-    assert set(results) == {
-        "passed", "verdict", "must_be_equal", "parity_max_abs_diff", "parity_parameters_max_abs_diff",
-        "parity_optimizer_state_max_abs_diff", "parity_buffers_max_abs_diff", "accuracy_plain", "accuracy_overlapped",
-        "step_ms_plain", "step_ms_overlapped", "step_ratio", "loss_plain", "loss_overlapped", "plan_plain",
-        "plan_overlapped", "settings", "machine",
-    }  # fmt: skip
-
-
-def _train(rank: int, world_size: int, asked: dict[str, Settings]) -> dict[str, Report]:
-    return {name: train_and_compare(settings, torch.device("cpu")) for name, settings in asked.items()}
+def _train(rank: int, world_size: int, asked: dict[str, Settings]) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    device = torch.device("cpu")
+    registered = {name: start_runs(Settings(chain=name, **SMALL), device)[1].recipe.description for name in REGISTERED}
+    return registered, {name: train_and_compare(settings, device) for name, settings in asked.items()}
 
 
 def test_the_options_decide_what_is_registered_and_exact_ones_end_up_equal() -> None:
-    asked = {name: settings for name, (settings, _) in (EXACT | ROUNDED).items()}
-    reports: dict[str, Report] = run_ranks(_train, 2, asked, timeout_s=150)[0]
-    assert {name: one.overlapped.description for name, one in reports.items()} == {
-        name: description for name, (_, description) in (EXACT | ROUNDED).items()
+    exact = {
+        "uneven": Settings(uneven=True, **SMALL | {"epochs": 2}),
+        "uneven zero": Settings(uneven=True, chain="zero", optimizer="adamw", **SMALL),
     }
-    for name in EXACT:
-        report = reports[name]
-        assert report.must_be_equal and report.passed and report.parity.largest == 0
-        assert report.plain.losses == report.overlapped.losses
-    for name in ROUNDED:
-        assert not reports[name].must_be_equal and 0 < reports[name].parity.parameters < 1
-    assert "these gradients are compressed" in reports["quantize"].verdict()
+    rounded = {
+        "zero-int8": Settings(chain="zero-int8", **SMALL),
+        "uneven diloco": Settings(chain="diloco", uneven=True, **SMALL | {"epochs": 2}),
+    }
+    registered, found = run_ranks(_train, 2, exact | rounded, timeout_s=150)[0]
+    assert set(REGISTERED) == set(CHAINS)
+    for name, words in REGISTERED.items():
+        assert words in registered[name], name
+    for name in exact:
+        results = found[name]
+        assert results["must_be_equal"] and results["passed"] and not any(results["largest_differences"].values())
+        assert results["plain"]["losses"] == results["overlapped"]["losses"]
+    for name in rounded:
+        assert not found[name]["must_be_equal"] and 0 < found[name]["largest_differences"]["parameters"] < 1, name
+
+
+def _results(difference: float, *, accuracy: float = 0.97, chain: str = "step") -> dict[str, Any]:
+    run = {"chain": "a chain", "accuracy": 0.97, "step_ms": 10.0, "losses": [2.0, 1.0]}
+    is_exact = chain == "step"
+    return {
+        "plain": run,
+        "overlapped": run | {"accuracy": accuracy},
+        "largest_differences": {"parameters": 0.0, "optimizer state": difference, "buffers": 0.0},
+        "must_be_equal": is_exact,
+        "passed": not difference if is_exact else accuracy > 0.96,
+        "settings": {"chain": chain, "optimizer": "sgd"},
+        "machine": {"ranks": 2},
+    }
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("results", "code", "verdict"),
     [
-        ({"bf16_gradients": True, "powersgd": 2}, "--bf16-gradients and --powersgd are ways"),
-        ({"zero": True, "local_sgd": 2}, "--zero shares out"),
-        ({"diloco": True}, "give --local-sgd PERIOD"),
+        (_results(0.0), 0, "Equal: "),
+        (_results(1e-9), 1, "NOT EQUAL: the largest difference is 1e-09"),
+        (_results(math.inf), 1, "NOT EQUAL: the largest difference is inf"),
+        (_results(0.1, chain="int8"), 0, "Compared by accuracy (these gradients are compressed"),
+        (_results(0.1, chain="diloco"), 0, "Compared by accuracy (parameters are averaged"),
+        (_results(0.1, chain="int8", accuracy=0.9), 1, "LESS ACCURATE"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        Settings(**options)
-
-
-def _report(parity: Parity, folder: Path) -> Report:
-    outcome = Outcome(description="a chain", accuracy=0.97, step_ms=10.0, losses=[2.0, 1.0])
-    return Report(
-        settings=Settings(output=folder, json=folder / "out.json"),
-        ranks=2,
-        device=torch.device("cpu"),
-        plain=outcome,
-        overlapped=outcome,
-        parity=parity,
-        exact=True,
-    )
-
-
-@pytest.mark.parametrize("difference", [1e-9, math.inf])
-def test_runs_that_differ_fail(difference: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert present(_report(Parity(0.0, difference, 0.0), tmp_path)) == 1
-    assert "NOT EQUAL" in capsys.readouterr().out
-    saved = json.loads((tmp_path / "out.json").read_text())
-    assert saved["parity_max_abs_diff"] == (difference if math.isfinite(difference) else None)
-    assert not saved["passed"]
-
-
-def test_rounded_runs_pass_or_fail_by_accuracy(tmp_path: Path) -> None:
-    rounded = dataclasses.replace(_report(Parity(0.1, 0.1, 0.1), tmp_path), exact=False)
-    assert rounded.passed
-    worse = dataclasses.replace(rounded, overlapped=dataclasses.replace(rounded.overlapped, accuracy=0.9))
-    assert not worse.passed and worse.verdict().startswith("LESS ACCURATE")
+def test_the_verdict_and_the_exit_code(
+    results: dict[str, Any], code: int, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert present(results, Settings(output=tmp_path, json=tmp_path / "out.json")) == code
+    assert verdict in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text()) == results
 
 
 @pytest.mark.parametrize(

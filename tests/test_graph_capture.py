@@ -159,7 +159,7 @@ def _others(rank: int, world_size: int) -> None:
             _refused(graphs, lambda: ddp(*batch.inputs))
             mean_squared_error(ddp, batch).backward()
 
-        module = offload_wrapper(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), min_bytes=0)
+        module = offload_wrapper(nn.Sequential(nn.Linear(64, 64), nn.ReLU()))
         x = torch.ones(64, 64)
         _refused(graphs, lambda: module(x))
         with torch.no_grad(), graphs.capture():

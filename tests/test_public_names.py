@@ -145,7 +145,6 @@ NAMES = {
         "apply_activation_checkpointing",
         "checkpoint_wrapper",
         "offload_wrapper",
-        "offloaded_bytes",
     ],
     "overlap.errors": [
         "ArgumentTypeError",

@@ -7,18 +7,107 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from overlap._checks import require_extra
-from overlap.demo.settings import OPTIMIZERS, POWERSGD_ADAMW_EPOCHS, RANKS, TRAIN_IMAGES, WIRES, Settings
 from overlap.errors import ConfigurationError
 
-__all__ = ["add_arguments", "run", "whole_number"]
+__all__ = ["CHAINS", "TRAIN_IMAGES", "Settings", "add_arguments", "run"]
+
+OPTIMIZERS = ("sgd", "adamw")
+CHAINS = {
+    "step": "the update in backward",
+    "zero": "the sharded update in backward",
+    "bf16": "gradients travel in bfloat16",
+    "int8": "gradients travel in 8 bits",
+    "int4": "gradients travel in 4 bits, with error feedback",
+    "topk": "1 % of the gradients travels, with error feedback",
+    "powersgd": "gradients travel as factors of rank 2",
+    "zero-int8": "the sharded update, gradients and parameters in 8 bits",
+    "zero-int4": "the sharded update, gradients in 4 bits and parameters in 8",
+    "local-sgd": "after the first epoch parameters are averaged every 8 steps",
+    "diloco": "the same, and an outer optimizer steps with the change",
+    "diloco-int4": "the same, and changes travel in 4 bits",
+}
+# Four fifths of the 1,797 digits.
+TRAIN_IMAGES = 1437
+_RANKS = 2
+# BatchNorm has nothing to normalize with less.
+_LEAST_BATCH = 2
 
 
-def whole_number(least: int, most: int) -> Callable[[str], int]:
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options of one run, as given."""
+
+    optimizer: str = "sgd"
+    # One of CHAINS.
+    chain: str = "step"
+    epochs: int = 5
+    # On each rank.
+    batch_size: int = 32
+    # Of the model's weights and of the order of the images.
+    seed: int = 0
+    # How many of the training images to use.
+    images: int = TRAIN_IMAGES
+    # Side of a square image, in pixels; the digits have 8.
+    image_size: int = 32
+    # Ranks get different numbers of batches, and both runs train under Join.
+    uneven: bool = False
+    device: str = "auto"
+    output: Path = Path("overlap-demo")
+    json: Path | None = None
+
+    def steps_per_epoch(self, ranks: int) -> int:
+        """How many batches every rank gets; images that do not fill a batch on each are left out.
+
+        Raises:
+            ConfigurationError: there is not one batch for every rank.
+        """
+        if self.images < _LEAST_BATCH * ranks:
+            raise ConfigurationError(
+                f"{self.images} images are too few for {ranks} ranks: give --images {_LEAST_BATCH * ranks} or more"
+            )
+        if self.images < self.batch_size * ranks:
+            raise ConfigurationError(
+                f"--batch-size {self.batch_size} on {ranks} ranks is more than the {self.images} images: "
+                f"give --batch-size {_LEAST_BATCH} to {self.images // ranks}"
+            )
+        return self.images // (self.batch_size * ranks)
+
+    def steps_of_rank(self, rank: int, ranks: int) -> int:
+        """How many batches one rank gets: where they are ``uneven``, each rank fewer than the one before."""
+        steps = self.steps_per_epoch(ranks)
+        fewer = max(1, steps // (2 * ranks)) if self.uneven else 0
+        return max(0, steps - rank * fewer)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `overlap demo`."""
+    default, suppress = Settings(), argparse.SUPPRESS
+    chains = "; ".join(f"{name}: {words}" for name, words in CHAINS.items()).replace("%", "%%")
+    add = parser.add_argument
+    # No default that argparse knows: under torchrun the ranks are those that it started.
+    add("--ranks", type=_whole_number(1, 64), default=suppress,
+        help=f"processes to start (default: {_RANKS}, or torchrun's)")  # fmt: skip
+    add("--chain", choices=tuple(CHAINS), default=default.chain, help=chains)
+    add("--optimizer", choices=OPTIMIZERS, default=default.optimizer, help="sgd is with momentum, adamw fused")
+    add("--epochs", type=_whole_number(1, 1000), default=default.epochs,
+        help="passes over the training images; powersgd with adamw needs 10, since gradients arrive late")  # fmt: skip
+    add("--batch-size", type=_whole_number(2, TRAIN_IMAGES), default=default.batch_size, help="images on each rank")
+    add("--seed", type=_whole_number(0, 2**31), default=default.seed, help="of the weights and the images' order")
+    add("--uneven", action="store_true", help="ranks get different numbers of batches, under Join")
+    add("--images", type=_whole_number(2, TRAIN_IMAGES), default=default.images, help="training images to use")
+    add("--image-size", type=_whole_number(8, 224), default=default.image_size, help="side in pixels")
+    add("--device", choices=("auto", "cpu", "cuda"), default=default.device, help="auto: GPUs if there are enough")
+    add("--output", type=Path, default=default.output, metavar="DIR", help="where loss.png is saved")
+    add("--json", type=Path, default=suppress, metavar="FILE", help="also save the results as JSON")
+
+
+def _whole_number(least: int, most: int) -> Callable[[str], int]:
     """An argparse type: a whole number from `least` to `most`."""
 
     def parse(text: str) -> int:
@@ -29,49 +118,16 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `overlap demo`."""
-    default, suppress = Settings(), argparse.SUPPRESS
-    add = parser.add_argument
-    # No default that argparse knows: under torchrun the ranks are those that it started.
-    add("--ranks", type=whole_number(1, 64), default=suppress,
-        help=f"processes to start (default: {RANKS}, or torchrun's)")  # fmt: skip
-    add("--optimizer", choices=OPTIMIZERS, default=default.optimizer, help="sgd is with momentum, adamw fused")
-    add("--epochs", type=whole_number(1, 1000), default=suppress,
-        help=f"passes over the training images (default: {default.epochs}; {POWERSGD_ADAMW_EPOCHS} with --powersgd "
-        "and adamw, since gradients arrive late)")  # fmt: skip
-    add("--batch-size", type=whole_number(2, TRAIN_IMAGES), default=default.batch_size, help="images on each rank")
-    add("--seed", type=whole_number(0, 2**31), default=default.seed, help="of the weights and the images' order")
-    add("--bf16-gradients", action="store_true", help="gradients travel in bfloat16; compared by accuracy")
-    add("--zero", action="store_true", help="the optimizer's state and the update are shared out among the ranks")
-    add("--powersgd", type=whole_number(1, 64), default=default.powersgd, metavar="RANK",
-        help="gradients travel as factors of this rank, from the first step on, and sgd is without momentum, at a "
-        "learning rate of 0.1; compared by accuracy")  # fmt: skip
-    add("--wire", choices=WIRES,
-        help="how gradients travel; with --zero also the parameters, with --local-sgd only the averages")  # fmt: skip
-    add("--local-sgd", type=whole_number(1, 1000), default=default.local_sgd, metavar="PERIOD",
-        help="after the first epoch average parameters every PERIOD steps; compared by accuracy")  # fmt: skip
-    add("--diloco", action="store_true", help="with --local-sgd: an outer optimizer steps with each round's change")
-    add("--uneven", action="store_true", help="ranks get different numbers of batches, under Join")
-    add("--images", type=whole_number(2, TRAIN_IMAGES), default=default.images, help="training images to use")
-    add("--image-size", type=whole_number(8, 224), default=default.image_size, help="side in pixels")
-    add("--device", choices=("auto", "cpu", "cuda"), default=default.device, help="auto: GPUs if there are enough")
-    add("--output", type=Path, default=default.output, metavar="DIR", help="where loss.png is saved")
-    add("--json", type=Path, default=suppress, metavar="FILE", help="also save the results as JSON")
-
-
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Starts the ranks, or is one of them: returns 0 if the two runs agree as far as they must."""
     values = vars(options).copy()
     asked = values.pop("ranks", None)
-    if values["powersgd"] is not None and values["optimizer"] == "adamw":
-        values.setdefault("epochs", POWERSGD_ADAMW_EPOCHS)
     settings = Settings(**values)
     require_extra("demo", "torchvision", "sklearn", "matplotlib")
     launched = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
     if launched and asked not in (None, launched):
         raise ConfigurationError(f"--ranks is {asked}, but the launcher started {launched}: leave it out")
-    ranks = launched or asked or RANKS
+    ranks = launched or asked or _RANKS
     settings.steps_per_epoch(ranks)  # Raises where there are too few images.
     if launched:
         # Imported by the ranks alone: the process that starts them needs no model.
@@ -84,6 +140,7 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _start(argv: Sequence[str], ranks: int) -> int:
     """Runs `python -m overlap *argv` once per rank, as torchrun does; returns the exit code of the first that fails."""
+    print(f"Starting {ranks} ranks on this machine; the first step comes some seconds later.", flush=True)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

@@ -25,7 +25,7 @@ from overlap.activations import (
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "checkpoint": checkpoint_wrapper,
     "checkpoint, arguments offloaded": functools.partial(checkpoint_wrapper, offload_to_cpu=True),
-    "offload": functools.partial(offload_wrapper, min_bytes=0),
+    "offload": offload_wrapper,
 }
 Pair = tuple[nn.Sequential, nn.Sequential]
 
@@ -127,8 +127,6 @@ def test_a_model_with_ddp_in_it_is_refused() -> None:
 
 
 def test_bad_options_are_named() -> None:
-    with pytest.raises(ConfigurationError, match="min_bytes must be a whole number of at least 0, got -1"):
-        offload_wrapper(nn.ReLU(), min_bytes=-1)
     with pytest.raises(ConfigurationError, match="offload_to_cpu is True or False, got 'yes'"):
         checkpoint_wrapper(nn.ReLU(), offload_to_cpu="yes")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="no option 'use_reentrant': give one of context_fn, debug"):

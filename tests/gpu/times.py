@@ -6,10 +6,9 @@ import time
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.simulated import SimulatedGroup, SimulatedLink
-from overlap import Timeline, offload_wrapper
+from overlap import Timeline
 
 from .chains import CHAINS
 from .check import Check
@@ -56,28 +55,8 @@ def _simulated_link(rank: int, world_size: int, device: torch.device) -> dict[st
     return {"launched_s": launched_s, "elapsed_s": elapsed_s}
 
 
-def _copies_beside_kernels(rank: int, world_size: int, device: torch.device) -> dict[str, int]:
-    """Activations go to the CPU and come back while the GPU computes."""
-    from torch.profiler import ProfilerActivity, profile
-
-    block = offload_wrapper(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).to(device))
-    x = torch.randn(8192, 2048, device=device)
-    block(x).sum().backward()
-    torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        block(x).sum().backward()
-        torch.cuda.synchronize(device)
-    events = [event for event in profiler.events() or [] if event.device_type.name == "CUDA"]
-    copies = [event.time_range for event in events if "Memcpy" in event.name]
-    kernels = [event.time_range for event in events if "Memcpy" not in event.name]
-    beside = sum(any(k.start < copy.end and copy.start < k.end for k in kernels) for copy in copies)
-    assert beside >= 4, f"{beside} of {len(copies)} copies beside one of {len(kernels)} kernels"
-    return {"copies": len(copies), "beside_kernels": beside}
-
-
 def time_checks() -> list[Check]:
     return [
         Check(name="times: a timeline", topic="times", run=_timeline),
         Check(name="times: a simulated link", topic="times", run=_simulated_link, ranks=1),
-        Check(name="times: offloaded copies", topic="times", run=_copies_beside_kernels, ranks=1, devices=("cuda",)),
     ]

@@ -39,7 +39,7 @@ class Offloading(Net):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            *(offload_wrapper(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()), min_bytes=0) for _ in range(3)),
+            *(offload_wrapper(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh())) for _ in range(3)),
             checkpoint_wrapper(nn.Linear(_WIDTH, _WIDTH)),
         )
 

@@ -151,7 +151,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # Quantized collectives.
     "what a quantized collective reads is not kept": _without(
-        "quantized.collectives:QuantizedWork.__init__", "self._used = used", "quantized collectives", _FREED
+        "quantized:_Work.__init__", "self._used = used", "quantized collectives", _FREED
     ),
     # Offloading.
     "a copy out does not wait": _without("activations.offload:_Copies.store", _COPIES_WAIT, "offload"),

@@ -1,4 +1,4 @@
-"""Modules that keep less for backward.
+"""Modules that keep less between forward and backward: activations computed again, or kept on the CPU.
 
 [Note: a shared module]
 
@@ -25,13 +25,13 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from overlap._checks import check_flag, check_whole_number, described, told
+from overlap._checks import check_flag, described, refuse_capture, told
 from overlap._torch.autograd import version
-from overlap.activations.offload import LEAST_BYTES, offloading
 from overlap.errors import ConfigurationError, UnsupportedError
 
 __all__ = ["Checkpointed", "Offloaded", "apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"]
@@ -39,6 +39,8 @@ __all__ = ["Checkpointed", "Offloaded", "apply_activation_checkpointing", "check
 _Module = TypeVar("_Module", bound=nn.Module)
 
 _SMALL_BYTES = 2**20
+# A smaller tensor stays on its device: the copy would cost more than it saves.
+_LEAST_OFFLOADED_BYTES = 1024
 _CHECKPOINT_OPTIONS = ("context_fn", "debug", "determinism_check", "early_stop", "preserve_rng_state")
 _NOT_TRACED = "what overlap offloads to the CPU goes through hooks on saved tensors, which are not traced"
 
@@ -89,15 +91,29 @@ class Offloaded(_SharedModule):
     True
     """
 
-    _offloaded: ClassVar[int]
-
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; tensors that autograd saves for backward are moved to the CPU."""
         plain: Callable[..., Any] = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         given = (value for value in (*args, *kwargs.values()) if isinstance(value, nn.Parameter))
-        with offloading((*self.parameters(), *self.buffers(), *given), min_bytes=self._offloaded):
+        # Hooks are given detached aliases, so parameters are recognized by their memory.
+        resident = {one.untyped_storage().data_ptr() for one in (*self.parameters(), *self.buffers(), *given)}
+
+        def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+            if not _is_dense(tensor) or tensor.untyped_storage().data_ptr() in resident:
+                return tensor
+            refuse_capture("offload_wrapper", "capture the module without it", tensor.device)
+            host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+            return tensor.device, host.copy_(tensor)
+
+        def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            device, host = packed
+            return host.to(device, non_blocking=True)
+
+        with saved_tensors_hooks(pack, unpack):
             return plain(*args, **kwargs)
 
 
@@ -137,25 +153,34 @@ def checkpoint_wrapper(
     return offload_wrapper(wrapped) if offload_to_cpu else wrapped
 
 
-def offload_wrapper(module: _Module, *, min_bytes: int = LEAST_BYTES) -> _Module:
-    """``module`` with the tensors that autograd saves for backward kept on the CPU, except for parameters and buffers.
+def offload_wrapper(module: _Module) -> _Module:
+    """``module`` with the tensors that autograd saves for backward kept on the CPU, as by
+    ``torch.autograd.graph.save_on_cpu(pin_memory=True)``, except for parameters, buffers and tensors below 1 KiB.
 
-    On CUDA, copies use pinned memory and a stream of their own, and backward prefetches. On the CPU they save nothing.
-    A saved tensor must not be changed in place before backward: autograd does not see it, and uses the values that were
-    saved. The returned module shares everything with ``module``, as that of :func:`checkpoint_wrapper` does.
+    The host waits for each copy to the CPU; a copy back does not wait. On the CPU it saves nothing. A saved tensor must
+    not be changed in place before backward: autograd does not see it, and uses the values that were saved. The returned
+    module shares everything with ``module``, as that of :func:`checkpoint_wrapper` does.
 
     Args:
         module: takes and returns anything; wrapped before DDP. Under ``torch.compile`` it runs as it is, uncompiled.
-        min_bytes: smaller tensors stay on their device.
 
     Raises:
         ConfigurationError, UnsupportedError: as :func:`checkpoint_wrapper`.
-        TrainingLoopError: in backward, a tensor was changed in place while it was copied from an accelerator.
 
     >>> isinstance(offload_wrapper(torch.nn.Linear(2, 2)), torch.nn.Linear)
     True
     """
-    return _shared_module(module, Offloaded, check_whole_number("min_bytes", min_bytes, least=0))
+    return _shared_module(module, Offloaded, ())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a copy of the elements makes up the tensor, and takes no more memory than it does (an expanded one)."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and _LEAST_OFFLOADED_BYTES <= tensor.nbytes <= tensor.untyped_storage().nbytes()
+    )
 
 
 def apply_activation_checkpointing(

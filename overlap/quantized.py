@@ -1,4 +1,8 @@
-"""Collectives of ``torch.distributed`` by their own signatures, quantized."""
+"""Collectives of ``torch.distributed``, by their own signatures, whose tensors travel in fewer bits.
+
+Sums are taken in fp32 of the values that were sent. A rank's own values take part unrounded, except in an all-to-all
+and an all-gather, whose results are the same on every rank.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,29 @@ import enum
 import functools
 import inspect
 import math
+import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from overlap._checks import as_number, described, told
+from overlap._torch.device import future_for
 from overlap.errors import ConfigurationError, UnsupportedError
+from overlap.hooks.collectives import Operation, all_gather
+from overlap.hooks.engine.executors import executor_for
 from overlap.hooks.wires import BFloat16, Float16, Int8, RoundingGenerator, Wire
-from overlap.quantized.collectives import Collective, Exchange, QuantizedWork
+from overlap.hooks.wires.exchange import QuantizedSum, sum_in_order, swap
 from overlap.ranks.board import agree
 
 __all__ = ["DQuantType", "auto_quantize"]
 
-_Made = tuple[Collective, list[Tensor]]
+_Made = tuple[Coroutine[Operation, Any, None], list[Tensor]]
 
 # The calls that the ranks of a group have compared. Messages of another size than expected end the process inside of
 # Gloo, so a call is compared the first time that it is made.
@@ -108,7 +119,7 @@ def auto_quantize(
         if not isinstance(group, dist.ProcessGroup):
             raise ConfigurationError(f"{name}: this rank is not in the group, or there is no process group yet")
         rounding = generators.setdefault(group, RoundingGenerator(wire))
-        exchange = Exchange(group=group, wire=wire, rounding=rounding, loss=number)
+        exchange = _Exchange(group=group, wire=wire, rounding=rounding, loss=number)
         used = tuple(bound.arguments.values())
         coroutine, outputs = make(exchange, *used)
         try:
@@ -117,7 +128,7 @@ def auto_quantize(
             if outputs[0].device.type == "cpu" and call not in known:
                 agree(group, f"call a quantized {call}")
                 known.add(call)
-            work = QuantizedWork(coroutine, exchange, outputs, name, used)
+            work = _Work(coroutine, exchange, outputs, name, used)
         finally:
             coroutine.close()
         if async_op:
@@ -165,13 +176,13 @@ def _known() -> dict[Any, Callable[..., _Made]]:
     return {getattr(dist, name): make for name, make in by_name.items() if hasattr(dist, name)}
 
 
-def _all_gather(exchange: Exchange, tensor_list: Sequence[Tensor], tensor: Tensor) -> _Made:
+def _all_gather(exchange: _Exchange, tensor_list: Sequence[Tensor], tensor: Tensor) -> _Made:
     _check_list(exchange, "tensor_list", tensor_list, numel=tensor.numel())
     _check(tensor, *tensor_list)
     return exchange.all_gather(tensor_list, tensor), list(tensor_list)
 
 
-def _all_gather_into_tensor(exchange: Exchange, output_tensor: Tensor, input_tensor: Tensor) -> _Made:
+def _all_gather_into_tensor(exchange: _Exchange, output_tensor: Tensor, input_tensor: Tensor) -> _Made:
     ranks = exchange.group.size()
     _check_numel("output_tensor", output_tensor, ranks * input_tensor.numel())
     _check(output_tensor, input_tensor)
@@ -182,7 +193,9 @@ def _all_gather_into_tensor(exchange: Exchange, output_tensor: Tensor, input_ten
     return exchange.all_gather(output_tensor.view(ranks, input_tensor.numel()).unbind(), input_tensor), [output_tensor]
 
 
-def _all_to_all(exchange: Exchange, output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor]) -> _Made:
+def _all_to_all(
+    exchange: _Exchange, output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor]
+) -> _Made:
     _check_list(exchange, "output_tensor_list", output_tensor_list)
     _check_list(exchange, "input_tensor_list", input_tensor_list)
     _check(*output_tensor_list, *input_tensor_list)
@@ -190,7 +203,7 @@ def _all_to_all(exchange: Exchange, output_tensor_list: Sequence[Tensor], input_
 
 
 def _all_to_all_single(
-    exchange: Exchange,
+    exchange: _Exchange,
     output: Tensor,
     input: Tensor,
     output_split_sizes: Sequence[int] | None = None,
@@ -202,14 +215,14 @@ def _all_to_all_single(
     return exchange.all_to_all(outputs, inputs), [output]
 
 
-def _all_reduce(exchange: Exchange, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> _Made:
+def _all_reduce(exchange: _Exchange, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> _Made:
     _check(tensor)
     _check_op(op)
     return exchange.all_reduce(tensor, op), [tensor]
 
 
 def _reduce_scatter(
-    exchange: Exchange, output: Tensor, input_list: Sequence[Tensor], op: Any = dist.ReduceOp.SUM
+    exchange: _Exchange, output: Tensor, input_list: Sequence[Tensor], op: Any = dist.ReduceOp.SUM
 ) -> _Made:
     _check_list(exchange, "input_list", input_list, numel=output.numel())
     _check(output, *input_list)
@@ -217,7 +230,7 @@ def _reduce_scatter(
     return exchange.reduce_scatter(output, input_list, op), [output]
 
 
-def _reduce_scatter_tensor(exchange: Exchange, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM) -> _Made:
+def _reduce_scatter_tensor(exchange: _Exchange, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM) -> _Made:
     ranks = exchange.group.size()
     _check_numel("input", input, ranks * output.numel())
     _check(output, input)
@@ -225,7 +238,7 @@ def _reduce_scatter_tensor(exchange: Exchange, output: Tensor, input: Tensor, op
     return exchange.reduce_scatter(output, input.reshape(ranks, output.numel()).unbind(), op), [output]
 
 
-def _split(exchange: Exchange, name: str, tensor: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
+def _split(exchange: _Exchange, name: str, tensor: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
     """By rank, along the first dimension."""
     ranks, rows = exchange.group.size(), tensor.size(0) if tensor.dim() else 0
     if not sizes:
@@ -252,7 +265,7 @@ def _check(*tensors: Tensor) -> None:
             raise ConfigurationError(f"tensors lie on {tensors[0].device} and {tensor.device}: put them on one device")
 
 
-def _check_list(exchange: Exchange, name: str, tensors: Sequence[Tensor], *, numel: int | None = None) -> None:
+def _check_list(exchange: _Exchange, name: str, tensors: Sequence[Tensor], *, numel: int | None = None) -> None:
     ranks = exchange.group.size()
     if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
         raise ConfigurationError(f"{name} is a list of {ranks} tensors, one for each rank, got {described(tensors)}")
@@ -270,3 +283,168 @@ def _check_numel(name: str, tensor: Tensor, numel: int | None) -> None:
 def _check_op(op: Any) -> None:
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise UnsupportedError(f"{op} cannot be quantized: give SUM or AVG")
+
+
+# The exchange of messages, and the work that it is for the caller
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Exchange:
+    """One call of a collective."""
+
+    group: dist.ProcessGroup
+    wire: Wire
+    rounding: RoundingGenerator
+    loss: float | None
+    """Results are divided by it."""
+    saturated: list[Tensor] = field(default_factory=list)
+    """Whether values were saturated, a ``bool`` of shape ``()`` for each encoding."""
+
+    async def all_gather(self, outputs: Sequence[Tensor], input: Tensor) -> None:
+        """Each rank's ``input`` into ``outputs``, by rank."""
+        (message,) = self._messages([input])
+        gathered = message.new_empty(self.group.size(), message.numel())
+        await all_gather(gathered.view(-1), message, group=self.group)
+        for row, output in zip(gathered, outputs, strict=True):
+            self._read(row, output)
+
+    async def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """``inputs[r]`` of this rank into ``outputs[this rank]`` of rank ``r``."""
+        messages = self._messages(inputs)
+        received = [messages[0].new_empty(self._message_bytes(output.numel())) for output in outputs]
+        received[self.group.rank()] = messages[self.group.rank()]
+        await swap(messages, received, group=self.group)
+        for message, output in zip(received, outputs, strict=True):
+            self._read(message, output)
+
+    async def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Any) -> None:
+        """The sum or mean over ranks of their ``inputs[r]`` into ``output`` of rank ``r``."""
+        if not output.numel():
+            return
+        rank, codec = self.group.rank(), self.wire.codec(output.numel())
+        own = inputs[rank].detach().reshape(-1).to(torch.float32, copy=True)
+        messages = self._messages(inputs)
+        received = messages[rank].new_empty(self.group.size(), codec.message_bytes)
+        await swap(messages, received, group=self.group)
+        self._write(sum_in_order(codec, own, received, rank), output, op)
+
+    async def all_reduce(self, tensor: Tensor, op: Any) -> None:
+        """The sum or mean over ranks of ``tensor``, in place."""
+        if not tensor.numel():
+            return
+        total = self._fitting(tensor.detach().reshape(-1)).to(torch.float32, copy=True)
+        generator = self.rounding.of(self.group.rank(), tensor.device)
+        summed = QuantizedSum.of(total.numel(), wire=self.wire, generator=generator, group=self.group)
+        await summed(total, out=total)
+        self._write(total, tensor, op)
+
+    def _messages(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """A message for each tensor; if all have one length, by a fixed number of operators."""
+        numels = {tensor.numel() for tensor in tensors}
+        if len(numels) > 1:
+            return [self._messages([tensor])[0] for tensor in tensors]
+        (numel,) = numels
+        device = tensors[0].device
+        messages = torch.empty(len(tensors), self._message_bytes(numel), dtype=torch.uint8, device=device)
+        if numel:
+            rows = self._fitting(torch.stack([tensor.detach().reshape(-1) for tensor in tensors]))
+            generator = self.rounding.of(self.group.rank(), device)
+            self.wire.codec(numel).encode_rows(rows.float(), messages, generator)
+        return list(messages)
+
+    def _message_bytes(self, numel: int) -> int:
+        return self.wire.codec(numel).message_bytes if numel else 0
+
+    def _fitting(self, values: Tensor) -> Tensor:
+        """``values`` without finite ones that the wire does not hold; infinities stay."""
+        largest = self.wire.largest
+        if largest >= torch.finfo(values.dtype).max:
+            return values
+        # Half precision does not hold the largest number of every wire.
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
+        fitting = torch.where(wide.isinf(), wide, wide.clamp(-largest, largest))
+        self.saturated.append(((fitting != wide) & ~wide.isnan()).any())
+        return fitting
+
+    def _read(self, message: Tensor, output: Tensor) -> None:
+        if output.numel():
+            values = torch.empty(1, output.numel(), dtype=torch.float32, device=output.device)
+            self.wire.codec(output.numel()).decode_rows(message[None], values)
+            self._write(values, output)
+
+    def _write(self, values: Tensor, output: Tensor, op: Any = None) -> None:
+        if op == dist.ReduceOp.AVG:
+            values = values / self.group.size()
+        if self.loss is not None:
+            values = values / self.loss
+        output.detach().copy_(values.view(output.shape))
+
+
+class _Work:
+    """A collective in progress, as ``async_op=True`` returns it. On CPU tensors it is done.
+
+    On CUDA tensors the calls on a group run on one side stream, in their order.
+
+    Args:
+        collective: is run here.
+        exchange: the call that it is of.
+        outputs: the tensors that it fills.
+        name: of the collective, for warnings.
+        used: tensors that must keep their memory until it is done; a caller may drop them at once.
+
+    Raises:
+        CollectiveError: a rank is lost.
+    """
+
+    def __init__(
+        self,
+        collective: Coroutine[Operation, Any, None],
+        exchange: _Exchange,
+        outputs: Sequence[Tensor],
+        name: str,
+        used: object,
+    ) -> None:
+        device = outputs[0].device
+        self._name, self._saturated = name, exchange.saturated
+        self._used = used
+        self._future: torch.futures.Future[list[Tensor]] = future_for(device)
+        executor = executor_for(exchange.group, device)
+        executor.begin()
+        with executor.scope(), torch.no_grad():
+            _drive(collective, executor)
+            self._future.set_result(list(outputs))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the results are there; on CUDA, when the current stream will wait for them.
+
+        Warns:
+            RuntimeWarning: this rank saturated a value; to find that out, the host waits for a CUDA device.
+        """
+        self._future.wait()
+        self._used = ()
+        saturated, self._saturated = self._saturated, []
+        if any(bool(flag) for flag in saturated):
+            message = f"{self._name}: values too large for the type that is sent were saturated"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has been issued: a collective that fails raises where it is called."""
+        return self._future.done()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future of the output tensors."""
+        return self._future
+
+
+def _drive(collective: Coroutine[Operation, Any, None], executor: Any) -> None:
+    try:
+        value = None
+        while True:
+            operation = collective.send(value)
+            executor.launch(operation)
+            value = operation.finish(executor.wait)
+    except StopIteration:
+        return
+    finally:
+        collective.close()
