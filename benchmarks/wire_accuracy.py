@@ -19,7 +19,6 @@ import torch
 
 from benchmarks.pages import in_markdown
 from benchmarks.ranks import World, open_network, run_on_ranks
-from overlap.demo.command import Settings
 from overlap.demo.experiment import (
     Digits,
     accuracy,
@@ -30,6 +29,7 @@ from overlap.demo.experiment import (
     start_run,
     train,
 )  # fmt: skip
+from overlap.demo.settings import Settings
 
 # By name: the demo's chain.
 ROWS: dict[str, str | None] = {

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from harness import run_ranks
-from overlap.demo.command import CHAINS, TRAIN_IMAGES, Settings
 from overlap.demo.experiment import (
     largest_difference,
     load_digits,
@@ -24,6 +23,7 @@ from overlap.demo.experiment import (
     start_runs,
     train_and_compare,
 )
+from overlap.demo.settings import CHAINS, TRAIN_IMAGES, Settings
 
 # As little as it takes to have a second step, with the buckets that DDP rebuilds after the first.
 TINY = ["--images", "48", "--epochs", "1", "--batch-size", "8", "--image-size", "16"]

@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.models import GPT, ResNet
 from benchmarks.recipes import Maker
-from overlap.demo.command import TRAIN_IMAGES
 from overlap.demo.experiment import load_digits, shard
+from overlap.demo.settings import TRAIN_IMAGES
 
 # Of the Transformer.
 _LAYERS, _TOKENS = 2, 32

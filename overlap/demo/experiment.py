@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from tqdm import tqdm
 
 from overlap import Join, chain
-from overlap.demo.command import Settings
+from overlap.demo.settings import Settings
 from overlap.hooks import AllReduce, Cast, PowerSGD, Quantize, Stage
 from overlap.hooks.wires import Int4, Int8, TopK
 from overlap.optim import LocalSGD, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep
