@@ -29,8 +29,16 @@ __all__ = ["add_arguments", "compare_with_plain", "other_distributions", "other_
 _DISTRIBUTION = "ddp-overlap"
 _LEAST_TORCH = (2, 11)
 _PACKAGES = ("numpy", "tqdm", "torchvision", "scikit-learn", "matplotlib", "lightning", "accelerate", "transformers")
-_VARIABLES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
+_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "GLOO_SOCKET_IFNAME",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "TORCH_DISTRIBUTED_DEBUG",
+)
 _PREFIXES = ("NCCL_", "TORCH_NCCL_")
+_ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
+_VARIABLES = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG", _ONE_QUEUE)
 _STEPS = 4
 # A bucket a layer.
 _BUCKET_CAP_MB = 0.001
@@ -112,6 +120,8 @@ def _machine() -> Iterator[str]:
     for name, value in sorted(os.environ.items()):
         if name in _VARIABLES or name.startswith(_PREFIXES):
             _line(name, value)
+    if os.environ.get(_ONE_QUEUE) == "1":
+        yield f"{_ONE_QUEUE}=1 puts all streams of a GPU into one queue, so nothing overlaps: unset {_ONE_QUEUE}"
     if not there["gloo"] and not there["nccl"]:
         yield "this build of torch has neither Gloo nor NCCL"
 

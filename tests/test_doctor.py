@@ -52,10 +52,12 @@ def test_an_old_torch_and_another_distribution_are_problems(
 ) -> None:
     quick.setattr(torch, "__version__", "2.9.1+cu128")
     quick.setattr(doctor, "other_distributions", lambda: ["overlap"])
+    quick.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert "PROBLEM: torch 2.9.1+cu128 is too old: install 2.11 or later" in shown
     assert "PROBLEM: overlap installs a package called overlap, too, over this one: run pip uninstall overlap" in shown
+    assert "PROBLEM: CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams of a GPU into one queue" in shown
 
 
 def test_other_packages_of_the_name_on_the_path_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

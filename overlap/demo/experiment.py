@@ -96,6 +96,8 @@ def _join_group(device: str) -> torch.device:
         return torch.device("cpu")
     chosen = torch.device("cuda", local_rank)
     torch.cuda.set_device(chosen)
+    # Sums in NVLink switches differ from call to call, between two plain runs, too.
+    os.environ.setdefault("NCCL_ALGO", "^NVLS")
     dist.init_process_group("nccl", device_id=chosen)
     return chosen
 
