@@ -1,4 +1,4 @@
-"""Options that DistributedDataParallel has since torch 2.13: every form trains as plain DDP does with the same option."""
+"""Options of DistributedDataParallel since torch 2.13: every form trains as plain DDP does with the same option."""
 
 from __future__ import annotations
 
