@@ -18,7 +18,14 @@ from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
 from overlap._torch.device import has_streams
 from overlap._torch.join import is_joining, torch_join_divides_by_count
-from overlap.errors import CollectiveError, ConfigurationError, RegistrationError, UnsupportedError
+from overlap.errors import (
+    CollectiveError,
+    ConfigurationError,
+    OverlapError,
+    RegistrationError,
+    UnsupportedError,
+    hide_internal_frames,
+)
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.engine.executors import BucketFuture, Observer
 from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
@@ -205,8 +212,12 @@ def register(
     >>> registration.remove()
     """
     ddp = check_ddp(ddp, error=RegistrationError)
-    with Agreement(ddp.process_group, "register a chain") as agreement:
-        return _register(ddp, stage, state, agreement)
+    try:
+        with Agreement(ddp.process_group, "register a chain") as agreement:
+            return _register(ddp, stage, state, agreement)
+    except OverlapError as error:
+        hide_internal_frames(error)
+        raise
 
 
 def _register(
@@ -217,7 +228,7 @@ def _register(
 ) -> Registration:
     made = as_stage(stage, state)
     if not made.reduces and not any(child.reduces for child in made.children):
-        raise ConfigurationError(f"{made!r} has no reducer; register chain(AllReduce(), {made!r})")
+        raise ConfigurationError(f"{made!r} has no reducer; register chain(AllReduce(), {made.as_code})")
     named, alive = data_parallel_parameters(ddp), weakref.ref(ddp)
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in named):
         raise RegistrationError(
