@@ -373,6 +373,17 @@ class Update(Stage, Generic[L]):
     # Registration.
 
     @property
+    def as_code(self) -> str:
+        options = {
+            "deferred": self.is_deferred and self.clipping is None,
+            "clip_grad_norm": self.clipping and self.clipping.max_norm,
+            "norm_type": self.clipping and self.clipping.norm_type != 2 and self.clipping.norm_type,
+            "release_gradients": self.releases_gradients,
+        }
+        given = [f"{name}={value!r}" for name, value in options.items() if value]
+        return f"{type(self).__name__}({', '.join(['zero' if self.is_sharded else 'optimizer', *given])})"
+
+    @property
     def settings(self) -> Mapping[str, str]:
         """The hyperparameters of each group, and which of the model's parameters it has."""
         settings, names = {}, self.lifecycle.names
