@@ -261,7 +261,7 @@ class Update(Stage, Generic[L]):
                     "not told whether that is meant; register with overlap.register(ddp, hook)"
                 )
             return None
-        flags = to_device(torch.tensor(local, dtype=torch.uint8), bucket.buffer.device)
+        flags = to_device(torch.tensor(local, dtype=torch.uint8, device="cpu"), bucket.buffer.device)
         await all_reduce(flags, op=dist.ReduceOp.MAX, group=bucket.group)
         if is_left and join is not None:
             return None  # Only ranks that replay have asked, and the host need not wait.

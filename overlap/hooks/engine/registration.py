@@ -236,6 +236,11 @@ def _register(
             "leave it out, and use chain(AllReduce(), Step(OverlappedOptimizer(torch.optim.SGD("
             "ddp.parameters(), lr=0.1)))).register(ddp)"
         )
+    if meta := [name for parameter, name in named.items() if parameter.is_meta]:
+        raise UnsupportedError(
+            f"{', '.join(meta[:3])}{', ...' if len(meta) > 3 else ''}: on the meta device, without values; call "
+            'model.to_empty(device="cpu") and model.load_state_dict(state) before DistributedDataParallel(model)'
+        )
     dtypes = sorted({str(parameter.dtype) for parameter in named if parameter.requires_grad})
     if ddp.static_graph and len(dtypes) > 1:
         # DDP's first backward then has one bucket for each dtype, and all of them have the number 0.
