@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import sys
+from types import TracebackType
 
 __all__ = [
     "ArgumentTypeError",
@@ -122,6 +123,25 @@ class PeerError(CollectiveError):
     ...     print(error)
     rank 1 failed
     """
+
+
+def hide_internal_frames(error: BaseException) -> None:
+    """Take the frames of this library out of the traceback of ``error``, if it is raised by this library on purpose.
+
+    Called where it leaves a call of the loop's: its message says all that they do. Frames of the loop, of PyTorch and
+    of a stage of the user's stay.
+    """
+    if not isinstance(error, OverlapError):
+        return
+    places, place = [], error.__traceback__
+    while place is not None:
+        places.append(place)
+        place = place.tb_next
+    kept: TracebackType | None = None
+    for each in reversed(places):
+        if each.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in ("overlap", "contextlib"):
+            kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    error.__traceback__ = kept
 
 
 def _check_package() -> None:

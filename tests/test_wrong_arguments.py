@@ -15,8 +15,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from harness import assert_parity, run_ranks
+from harness.third_party import Lookahead
 from overlap import (
     AllReduce,
+    Cast,
+    ClipGradNorm,
     ConfigurationError,
     Int8,
     Join,
@@ -26,9 +29,12 @@ from overlap import (
     OverlappedOptimizer,
     PowerSGD,
     PowerSGDState,
+    ReduceScatter,
     RegistrationError,
+    SkipNonFinite,
     Step,
     ZeroRedundancyOptimizer,
+    ZeroStep,
     allreduce_hook,
     apply_activation_checkpointing,
     as_hook,
@@ -79,6 +85,10 @@ IN_A_CHAIN: dict[str, tuple[Call, str]] = {
         lambda of: torch.nn.utils.clip_grad_norm_,
         r"clip_grad_norm_ is not a stage: write ClipGradNorm\(max_norm\)",
     ),
+    "a clip of the norm with its arguments": (
+        lambda of: partial(torch.nn.utils.clip_grad_norm_, max_norm=1.0),
+        r"write ClipGradNorm\(max_norm\)",
+    ),
     "a clip of values": (lambda of: torch.nn.utils.clip_grad_value_, r"bucket\.buffer\.clamp_\(-value, value\)"),
     "a scheduler": (lambda of: torch.optim.lr_scheduler.StepLR(of.sgd, 1), "StepLR is not a stage: a stage is"),
     "a module": (lambda of: of.model, "Sequential is not a stage: a stage is"),
@@ -91,6 +101,32 @@ IN_A_CHAIN: dict[str, tuple[Call, str]] = {
     "a function of two buckets": (lambda of: lambda one, two, three: None, "a stage is a function of one bucket"),
     "a name": (lambda of: "allreduce", "'allreduce' is not a stage: a stage is an overlap.Stage"),
     "nothing": (lambda of: None, "None is not a stage"),
+}
+
+# A remedy is Python, and keeps the other stages.
+ORDERS: dict[str, tuple[Call, str]] = {
+    "no reducer": (lambda of: chain(Step(of.sgd)), r"Write chain\(AllReduce\(\), Step\(optimizer\)\)"),
+    "no reducer, other stages": (
+        lambda of: chain(ClipGradNorm(1.0), SkipNonFinite(), Step(of.sgd, deferred=True)),
+        r"Write chain\(AllReduce\(\), ClipGradNorm\(1\), SkipNonFinite\(\), Step\(optimizer, deferred=True\)\)",
+    ),
+    "no reducer, options": (
+        lambda of: chain(lambda bucket: None, Step(of.sgd, clip_grad_norm=2.0, norm_type=1.0)),
+        r"Write chain\(AllReduce\(\), your_function, Step\(optimizer, clip_grad_norm=2.0, norm_type=1.0\)\)",
+    ),
+    "no reducer, an update alone": (
+        lambda of: register(of.ddp, Step(of.sgd, release_gradients=True)),
+        r"register chain\(AllReduce\(\), Step\(optimizer, release_gradients=True\)\)",
+    ),
+    "the reducer last": (
+        lambda of: chain(ClipGradNorm(1.0), Step(of.sgd), AllReduce()),
+        r"write chain\(ClipGradNorm\(1\), AllReduce\(\), Step\(optimizer\)\)",
+    ),
+    "the sharded reducer last": (
+        lambda of: chain(ZeroStep(of.zero), ReduceScatter(of.zero)),
+        r"write chain\(ReduceScatter\(zero\), ZeroStep\(zero\)\)",
+    ),
+    "two reducers": (lambda of: chain(AllReduce(), PowerSGD(), Step(of.sgd)), "leave one of the two out"),
 }
 
 NOT_DDP = "is not a DistributedDataParallel model; "
@@ -154,6 +190,40 @@ ELSEWHERE: dict[str, tuple[Call, str]] = {
     "Join, a module": (lambda of: Join([of.model]), NOT_DDP),
     "Join, a model twice": (lambda of: Join([of.ddp, of.ddp]), "is given twice"),
     "Join, samples by name": (lambda of: Join([of.ddp], weight_by_samples="x"), "weight_by_samples is True, False, or"),
+    "Step, the sharded optimizer": (lambda of: Step(of.zero), r"use ZeroStep\(zero\)"),
+    "ZeroStep, a plain optimizer": (lambda of: ZeroStep(of.sgd), r"use chain\(AllReduce\(\), Step\(optimizer\)\)"),
+    "Cast, a short name": (lambda of: Cast("bf16"), r"write Cast\(torch\.bfloat16\)"),
+    "Cast, a name": (lambda of: Cast("torch.float16"), r"write Cast\(torch\.float16\)"),
+    "Cast, an integer": (lambda of: Cast("int8"), "a floating-point torch.dtype such as torch.bfloat16, got 'int8'"),
+    "PowerSGD, PyTorch's names": (
+        lambda of: PowerSGD(matrix_approximation_rank=4, start_powerSGD_iter=10, use_error_feedback=True),
+        r"write PowerSGD\(rank=4, start_step=10, error_feedback=True\), or .*powerSGD_hook with .*PowerSGDState\(None,",
+    ),
+    "PowerSGD, an option that only PyTorch's has": (
+        lambda of: PowerSGD(rank=2, process_group=None, batch_tensors_with_same_shape=True),
+        r"process_group and batch_tensors_with_same_shape are .*PowerSGDState\(None, batch_tensors_with_same_shape=T",
+    ),
+    "PowerSGD, an option that nobody has": (lambda of: PowerSGD(ranks=2), "PowerSGD has no argument ranks"),
+    "OverlappedOptimizer, a class and options": (
+        lambda of: OverlappedOptimizer(torch.optim.AdamW, lr=1e-3),
+        r"write OverlappedOptimizer\(torch\.optim\.AdamW\(ddp\.parameters\(\), lr=0\.001\)\)",
+    ),
+    "OverlappedOptimizer, as ZeRO": (
+        lambda of: OverlappedOptimizer(of.model.parameters(), Lookahead),
+        r"write OverlappedOptimizer\(Lookahead\(ddp\.parameters\(\)\)\)",
+    ),
+    "sharded, a class that wraps": (
+        lambda of: ZeroRedundancyOptimizer(of.model.parameters(), Lookahead, k=2),
+        r"write Lookahead\(zero\), with ZeroStep\(zero, deferred=True\)",
+    ),
+    "sharded, an optimizer": (
+        lambda of: ZeroRedundancyOptimizer(of.model.parameters(), of.sgd),
+        r"ZeroRedundancyOptimizer\.from_optimizer\(optimizer\)",
+    ),
+    "register, twice": (
+        lambda of: [register(of.ddp, AllReduce()) for _ in range(2)],
+        r"first call \.remove\(\) on what register returned, or make one chain of both",
+    ),
     "Step, a class": (lambda of: Step(torch.optim.SGD), r"got the class SGD; make one, as in torch\.optim\.SGD\(ddp"),
     "Step, a module": (lambda of: Step(of.model), r"expected a torch\.optim\.Optimizer, got Sequential; make one"),
     "Step, clipping by a name": (lambda of: Step(of.sgd, clip_grad_norm="1"), "clip_grad_norm is a number, got '1'"),
@@ -183,7 +253,7 @@ def _refused(rank: int, world_size: int) -> None:
     of = _things(rank)
     calls = {f"chain, {name}": (partial(_chain, make), said) for name, (make, said) in IN_A_CHAIN.items()}
     wrong = []
-    for name, (call, said) in (calls | ELSEWHERE).items():
+    for name, (call, said) in (calls | ORDERS | ELSEWHERE).items():
         try:
             with pytest.raises(OverlapError, match=said):
                 call(of)

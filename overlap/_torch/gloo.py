@@ -55,7 +55,7 @@ def _close_connections(backend: Any) -> None:
         for rank in range(backend.size()):
             if rank != backend.rank():
                 with contextlib.suppress(RuntimeError):
-                    backend.recv([torch.empty(1)], rank, tag).wait(timedelta(milliseconds=1))
+                    backend.recv([torch.empty(1, device="cpu")], rank, tag).wait(timedelta(milliseconds=1))
 
 
 def abandon_group(group: dist.ProcessGroup) -> None:
@@ -165,7 +165,7 @@ class _Boxes:
     """Memory for two rows of messages from each of the other ranks. See [Note: rows of a sum]."""
 
     def __init__(self) -> None:
-        self._places = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._places = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
 
     def take(self, place: int, row: Sequence[Tensor], others: int) -> list[Tensor]:
         """Boxes from ``others`` ranks for what is added to ``row``, at the first or the second place."""
@@ -173,7 +173,7 @@ class _Boxes:
         numel = sum([target.numel() for target in row])
         nbytes = others * numel * like.element_size()
         if self._places[place].numel() < nbytes:
-            self._places[place] = torch.empty(nbytes, dtype=torch.uint8)
+            self._places[place] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return list(self._places[place][:nbytes].view(like.dtype).view(others, numel))
 
     @property

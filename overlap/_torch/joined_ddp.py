@@ -67,7 +67,7 @@ class _Count(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result([torch.tensor([self._count()])])
+        future.set_result([torch.tensor([self._count()], device="cpu")])
         return future
 
 
@@ -184,7 +184,7 @@ class JoinedDDP:
             return None
         used = ddp.reducer._get_local_used_map()
         # It still holds what the last pass found.
-        used.copy_(torch.tensor([each in own for each in self._trained]))
+        used.copy_(torch.tensor([each in own for each in self._trained], device="cpu"))
         dist.all_reduce(used, group=ddp.process_group)
         return {each for each, count in zip(self._trained, used.tolist(), strict=True) if count}
 

@@ -158,13 +158,19 @@ _CLIPS = {
 }
 
 
+def _unbound(thing: object) -> Any:
+    """The function that ``thing`` is, perhaps with some arguments given already by ``functools.partial``."""
+    function = getattr(thing, "func", thing)
+    return function if inspect.isfunction(function) else None
+
+
 def _is_optimizer(thing: object) -> bool:
     return isinstance(getattr(thing, "__self__", thing), Optimizer)  # Its step() is often given, too.
 
 
 def _is_never_a_hook(thing: object) -> bool:
     """Whether ``thing`` can be called with two arguments and is yet known to be something else."""
-    return isinstance(thing, nn.Module | type) or _is_optimizer(thing) or any(thing is clip for clip in _CLIPS)
+    return isinstance(thing, nn.Module | type) or _is_optimizer(thing) or _unbound(thing) in _CLIPS
 
 
 def _remedy(thing: Any) -> str:
@@ -179,8 +185,8 @@ def _remedy(thing: Any) -> str:
         return "write chain(AllReduce(), Step(optimizer))"
     if isinstance(thing, list | tuple):
         return "give stages one by one, as in chain(*stages)"
-    if callable(thing) and any(thing is clip for clip in _CLIPS):
-        return _CLIPS[thing]
+    if _unbound(thing) in _CLIPS:
+        return _CLIPS[_unbound(thing)]
     return (
         "a stage is an overlap.Stage or a function of one bucket; a DDP communication hook becomes one with "
         "overlap.hooks.as_stage(hook, state)"
@@ -207,6 +213,10 @@ class _FunctionStage(Stage):
     @property
     def signature(self) -> str:
         return getattr(self._function, "__name__", None) or type(self._function).__name__
+
+    @property
+    def as_code(self) -> str:
+        return self.signature if self.signature.isidentifier() else "your_function"
 
     def __repr__(self) -> str:
         return self.signature

@@ -80,6 +80,9 @@ class Cast(Stage):
         return f"Cast({str(self.dtype).removeprefix('torch.')}, {self.inner!r})"
 
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
 def _dtype(dtype: object) -> torch.dtype:
     if isinstance(dtype, CastWire) and not dtype.is_stochastic:
         return dtype.dtype
@@ -88,6 +91,9 @@ def _dtype(dtype: object) -> torch.dtype:
             f"Cast sums in a floating-point dtype and rounds to nearest, got {dtype!r}: use Quantize({dtype!r}), which "
             "sums in fp32"
         )
+    named = getattr(torch, _SHORT.get(dtype, dtype).removeprefix("torch."), None) if isinstance(dtype, str) else None
+    if isinstance(named, torch.dtype) and named.is_floating_point:
+        raise ConfigurationError(f"Cast needs a torch.dtype, got {dtype!r}: write Cast({named})")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigurationError(f"Cast needs a floating-point torch.dtype such as torch.bfloat16, got {told(dtype)}")
     return dtype

@@ -124,19 +124,17 @@ def _check_order(acting: Sequence[Stage], whole: Sequence[Stage]) -> None:
     """Raises: ConfigurationError: stages that are no transforms are out of order, or there is no reducer."""
     for before, after in itertools.pairwise(acting):
         if before.role > after.role or before.role is after.role is not Role.UPDATE:
+            in_order = iter(sorted(acting, key=lambda stage: stage.role))
+            ordered = ", ".join((stage if stage.role is Role.TRANSFORM else next(in_order)).as_code for stage in whole)
+            remedy = "leave one of the two out" if before.role is after.role else f"write chain({ordered})"
             raise ConfigurationError(
                 f"{after!r} ({after.role.name.lower()}) cannot follow {before!r} ({before.role.name.lower()}): a chain "
-                "is one reducer, then updates, then at most one averager, with transforms anywhere"
+                f"is one reducer, then updates, then at most one averager, with transforms anywhere; {remedy}"
             )
     if not acting or not acting[0].reduces:
-        remedy = ", ".join(["AllReduce()", *map(_as_code, whole)])
+        remedy = ", ".join(["AllReduce()", *(stage.as_code for stage in whole)])
         missing = f"{acting[0]!r} needs a reducer before it" if acting else f"{whole[0]!r}: no stage here reduces"
         raise ConfigurationError(
             f"{missing}, so every rank would use its own gradients. Write chain({remedy}); a function that reduces is "
             "marked with @overlap.reducer"
         )
-
-
-def _as_code(stage: Stage) -> str:
-    """``stage`` as a user types it."""
-    return f"{type(stage).__name__}(optimizer)" if stage.role is Role.UPDATE else repr(stage)

@@ -226,6 +226,11 @@ class Stage(ABC):
         return (self,)
 
     @property
+    def as_code(self) -> str:
+        """This stage in a message, as a user types it."""
+        return repr(self)
+
+    @property
     def signature(self) -> str:
         """What must be the same on every rank, as text; ranks compare it at registration, so it has no addresses."""
         return f"{type(self).__name__}({', '.join(child.signature for child in self.children)})"

@@ -21,9 +21,8 @@ of a failure):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overlap._torch.ddp import backward_may_synchronize
 from overlap._torch.read_only import Attempt
-from overlap.errors import TrainingLoopError
+from overlap.errors import TrainingLoopError, hide_internal_frames
 from overlap.optim.applied import PassGradients, UsedValues, and_others
 from overlap.optim.phases import (
     ADDED_TO_APPLIED,
@@ -57,15 +56,19 @@ __all__ = ["UpdateLifecycle", "refusals_told"]
 _OF_PARTS = (Attempt.READ, Attempt.WRITE, Attempt.SEND)
 
 
-@contextmanager
-def refusals_told(lifecycles: Iterable[UpdateLifecycle]) -> Iterator[None]:
+@dataclass(frozen=True)
+class refusals_told:  # noqa: N801 (used as a function)
     """Report a refusal inside the block to the other ranks, which would wait for this one."""
-    try:
-        yield
-    except TrainingLoopError as error:
-        for lifecycle in lifecycles:
-            lifecycle.tell(error)
-        raise
+
+    lifecycles: Iterable[UpdateLifecycle]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, TrainingLoopError):
+            for lifecycle in self.lifecycles:
+                lifecycle.tell(error)
+            hide_internal_frames(error)
 
 
 class UpdateLifecycle:
@@ -267,7 +270,10 @@ class UpdateLifecycle:
         elif self.sees_forwards and not self._has_forward:
             cause = "they came of no forward of the DistributedDataParallel: call ddp(x), not model(x) or ddp.module(x)"
         elif (ddp := self.ddp()) is not None and backward_may_synchronize(ddp):
-            cause = "no backward has followed the forward of the DistributedDataParallel"
+            cause = (
+                "no backward that reaches all parameters, as one with inputs=... does not, has followed the forward of "
+                "the DistributedDataParallel"
+            )
         else:
             cause = "they came under ddp.no_sync(): run the last forward and backward of a step outside of it"
         names = self.names[local[0]] + and_others(local)
@@ -328,7 +334,8 @@ class UpdateLifecycle:
         listed = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         cause, remedy = self._unwanted_sync or ONE_STEP_A_BACKWARD
         if form.adds_up:
-            remedy = f"use {form.edits}, whose backwards add up as in plain DDP; or {remedy}"
+            adds_up = f"use {form.edits}, whose backwards add up as in plain DDP"
+            remedy = f"{remedy}; or {adds_up}" if cause else f"{adds_up}; or {remedy}"
         self.phase = refusal.then or self.phase
         words = {"step": form.step, "deferred": form.deferred, "skip": form.skip, "missing": listed, "cause": cause}
         raise TrainingLoopError(refusal.message.format(remedy=remedy.format(step=form.step), **words))

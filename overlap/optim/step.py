@@ -17,6 +17,7 @@ from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopEr
 from overlap.hooks import Bucket, StageContext
 from overlap.hooks.transforms.clip import in_model_order
 from overlap.join.participation import active_join
+from overlap.optim.applied import and_others
 from overlap.optim.declared import check_nothing_before, check_one_eps, check_unit
 from overlap.optim.functional import FunctionalOptimizer
 from overlap.optim.optimizer import OverlappedOptimizer
@@ -330,7 +331,7 @@ def _check_one_model(optimizer: Optimizer, context: StageContext) -> None:
         shared = [parameter for parameter in other.context.names or {} if parameter in names]
         if shared and guard.is_alive():
             raise RegistrationError(
-                f"{names[shared[0]]} (and {len(shared) - 1} other parameters) are updated by {other!r} already, of "
+                f"{names[shared[0]]}{and_others(shared, 'other parameter')} is updated by {other!r} already, of "
                 "another DistributedDataParallel of the same module: first call .remove() on what register returned "
                 "for that"
             )

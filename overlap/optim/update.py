@@ -261,7 +261,7 @@ class Update(Stage, Generic[L]):
                     "not told whether that is meant; register with overlap.register(ddp, hook)"
                 )
             return None
-        flags = to_device(torch.tensor(local, dtype=torch.uint8), bucket.buffer.device)
+        flags = to_device(torch.tensor(local, dtype=torch.uint8, device="cpu"), bucket.buffer.device)
         await all_reduce(flags, op=dist.ReduceOp.MAX, group=bucket.group)
         if is_left and join is not None:
             return None  # Only ranks that replay have asked, and the host need not wait.
@@ -371,6 +371,17 @@ class Update(Stage, Generic[L]):
         self.lifecycle.veto.found_inf = found_inf
 
     # Registration.
+
+    @property
+    def as_code(self) -> str:
+        options = {
+            "deferred": self.is_deferred and self.clipping is None,
+            "clip_grad_norm": self.clipping and self.clipping.max_norm,
+            "norm_type": self.clipping and self.clipping.norm_type != 2 and self.clipping.norm_type,
+            "release_gradients": self.releases_gradients,
+        }
+        given = [f"{name}={value!r}" for name, value in options.items() if value]
+        return f"{type(self).__name__}({', '.join(['zero' if self.is_sharded else 'optimizer', *given])})"
 
     @property
     def settings(self) -> Mapping[str, str]:

@@ -18,7 +18,14 @@ from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
 from overlap._torch.device import has_streams
 from overlap._torch.join import is_joining, torch_join_divides_by_count
-from overlap.errors import CollectiveError, ConfigurationError, RegistrationError, UnsupportedError
+from overlap.errors import (
+    CollectiveError,
+    ConfigurationError,
+    OverlapError,
+    RegistrationError,
+    UnsupportedError,
+    hide_internal_frames,
+)
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.engine.executors import BucketFuture, Observer
 from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
@@ -205,8 +212,12 @@ def register(
     >>> registration.remove()
     """
     ddp = check_ddp(ddp, error=RegistrationError)
-    with Agreement(ddp.process_group, "register a chain") as agreement:
-        return _register(ddp, stage, state, agreement)
+    try:
+        with Agreement(ddp.process_group, "register a chain") as agreement:
+            return _register(ddp, stage, state, agreement)
+    except OverlapError as error:
+        hide_internal_frames(error)
+        raise
 
 
 def _register(
@@ -217,13 +228,18 @@ def _register(
 ) -> Registration:
     made = as_stage(stage, state)
     if not made.reduces and not any(child.reduces for child in made.children):
-        raise ConfigurationError(f"{made!r} has no reducer; register chain(AllReduce(), {made!r})")
+        raise ConfigurationError(f"{made!r} has no reducer; register chain(AllReduce(), {made.as_code})")
     named, alive = data_parallel_parameters(ddp), weakref.ref(ddp)
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in named):
         raise RegistrationError(
             "_apply_optimizer_in_backward has put optimizers on this model's parameters, for which DDP needs its hook: "
             "leave it out, and use chain(AllReduce(), Step(OverlappedOptimizer(torch.optim.SGD("
             "ddp.parameters(), lr=0.1)))).register(ddp)"
+        )
+    if meta := [name for parameter, name in named.items() if parameter.is_meta]:
+        raise UnsupportedError(
+            f"{', '.join(meta[:3])}{', ...' if len(meta) > 3 else ''}: on the meta device, without values; call "
+            'model.to_empty(device="cpu") and model.load_state_dict(state) before DistributedDataParallel(model)'
         )
     dtypes = sorted({str(parameter.dtype) for parameter in named if parameter.requires_grad})
     if ddp.static_graph and len(dtypes) > 1:

@@ -24,7 +24,13 @@ from overlap._torch.c10d import GradBucket, stride_of
 from overlap._torch.ddp import forget_unfinished_backward, is_to_rebuild
 from overlap._torch.device import is_capturing
 from overlap._torch.fingerprint import fingerprint
-from overlap.errors import CollectiveError, ConfigurationError, TrainingLoopError, UnsupportedError
+from overlap.errors import (
+    CollectiveError,
+    ConfigurationError,
+    TrainingLoopError,
+    UnsupportedError,
+    hide_internal_frames,
+)
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.engine.background import Item, run_and_wait, run_items
@@ -202,6 +208,7 @@ class Runtime:
                 stage.before_forward()
         except TrainingLoopError as error:
             self.tell(error)
+            hide_internal_frames(error)
             raise
         if self._steps == 1:
             self._meet_before_rebuilding()
@@ -216,7 +223,7 @@ class Runtime:
         if has_own_channels and model is not None and is_to_rebuild(model) and not self._context.is_joining():
 
             async def meet(item: Item) -> None:
-                await all_reduce(torch.zeros(1), group=self._context.group)
+                await all_reduce(torch.zeros(1, device="cpu"), group=self._context.group)
 
             run_and_wait(self.background, [Item(index=0)], meet, self._context.device)
 
@@ -350,6 +357,7 @@ class Runtime:
     def _finish(self, finished: BackwardPass) -> None:
         """Called on the training thread when DDP has set the gradients; raises the error of a failed pass."""
         if (error := self._conclude(finished)) is not None:
+            hide_internal_frames(error)
             raise error
 
     def _finish_unheard(self, finished: BackwardPass) -> None:

@@ -30,6 +30,12 @@ _OF_TORCH = {
     "random_seed": "seed",
 }
 """Options by their names in ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``."""
+_WITHOUT_COUNTERPART = (
+    "process_group",
+    "orthogonalization_epsilon",
+    "compression_stats_logging_frequency",
+    "batch_tensors_with_same_shape",
+)
 
 
 class PowerSGD(Stage):
@@ -85,8 +91,8 @@ class PowerSGD(Stage):
         seed: int = 0,
         **unknown: Never,
     ) -> None:
-        for name in unknown:
-            raise ArgumentTypeError(_unexpected(name))
+        if unknown:
+            raise ArgumentTypeError(_unexpected(unknown))
         self.rank = _check_rank(rank)
         self.start_step = check_whole_number("start_step", start_step, least=0)
         self.min_compression_rate = min_compression_rate
@@ -227,12 +233,15 @@ class PowerSGD(Stage):
         return f"PowerSGD({', '.join(parts)})"
 
 
-def _unexpected(name: str) -> str:
-    if name not in _OF_TORCH:
-        return f"PowerSGD has no argument {name}"
+def _unexpected(unknown: Mapping[str, Any]) -> str:
+    known = [name for name in unknown if name in _OF_TORCH or name in _WITHOUT_COUNTERPART]
+    if not known:
+        return f"PowerSGD has no argument {next(iter(unknown))}"
+    written = [f"{_OF_TORCH[name]}={told(unknown[name])}" for name in known if name in _OF_TORCH]
+    given = ", ".join(["None", *(f"{name}={told(unknown[name])}" for name in known if name != "process_group")])
     return (
-        f"{name} is PyTorch's name: write PowerSGD({_OF_TORCH[name]}=...), or register overlap.powerSGD_hook with "
-        f"overlap.PowerSGDState(None, {name}=...)"
+        f"{' and '.join(known)} {'is' if len(known) == 1 else 'are'} of PyTorch's PowerSGDState: write "
+        f"PowerSGD({', '.join(written)}), or register overlap.powerSGD_hook with overlap.PowerSGDState({given})"
     )
 
 

@@ -109,7 +109,8 @@ class Codec(ABC):
             elif has_streams(total.device):
                 block[0].add_(decoded.mul_(alpha).sum(dim=0))
             else:  # One after another, by one operator.
-                block[0][None].index_add_(0, torch.zeros(len(decoded), dtype=torch.int64), decoded, alpha=alpha)
+                first = torch.zeros(len(decoded), dtype=torch.int64, device=total.device)
+                block[0][None].index_add_(0, first, decoded, alpha=alpha)
 
     def _blocks(
         self, values: Tensor, messages: Tensor, *, changes: bool = False

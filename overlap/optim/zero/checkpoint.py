@@ -101,7 +101,7 @@ def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
         raise ConfigurationError(
             f"{checkpoint} has no {prefix + _MANIFEST!r}: no sharded_state_dict() was saved under key={key!r}"
         )
-    found: dict[str, Any] = {prefix + _MANIFEST: torch.empty(place.size, dtype=torch.uint8)}
+    found: dict[str, Any] = {prefix + _MANIFEST: torch.empty(place.size, dtype=torch.uint8, device="cpu")}
     load(found, storage_reader=reader, process_group=sharded.process_group)
     manifest = _from_tensor(found[prefix + _MANIFEST])
     _check_sizes(sharded, manifest)
@@ -117,7 +117,7 @@ def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
             continue
         index, key = int(match["index"]), match["key"]
         is_tensor = isinstance(metadata, TensorStorageMetadata)
-        target = torch.empty(metadata.size, dtype=metadata.properties.dtype) if is_tensor else None
+        target = torch.empty(metadata.size, dtype=metadata.properties.dtype, device="cpu") if is_tensor else None
         values = state.setdefault(index, {})
         if match["start"] is None:
             wanted[name], values[key] = target, match
@@ -126,7 +126,7 @@ def load_pieces(sharded: ShardedState, checkpoint: Any, key: str) -> None:
         is_all = shard.is_whole or tuple(manifest["strides"][index]) != shard.parameter.stride()
         start, end = (0, shard.parameter.numel()) if is_all else shard.range
         if (index, key) not in joined:
-            joined[index, key] = torch.empty(end - start, dtype=metadata.properties.dtype)
+            joined[index, key] = torch.empty(end - start, dtype=metadata.properties.dtype, device="cpu")
         first, last = int(match["start"]), int(match["end"])
         one, other = max(start, first), min(end, last)
         if one < other:

@@ -363,7 +363,7 @@ class Workspace:
         self._keeps = not has_streams(like.device)
         # The smallest that is large enough; or else a larger one replaces the largest, so there are never more than
         # were in use at once.
-        found, taken = torch.empty(0, dtype=like.dtype), -1
+        found, taken = torch.empty(0, dtype=like.dtype, device=like.device), -1
         for place, kept in enumerate(self._free):
             is_better = found.numel() < kept.numel() if found.numel() < numel else numel <= kept.numel() < found.numel()
             if kept.dtype == like.dtype and is_better:

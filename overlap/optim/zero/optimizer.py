@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -141,7 +142,8 @@ class ZeroRedundancyOptimizer(LoopOptimizer):
             if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
                 raise ConfigurationError(
                     "optimizer_class is a subclass of torch.optim.Optimizer such as torch.optim.AdamW, with its "
-                    f"arguments as keywords, got {described(optimizer_class)}"
+                    f"arguments as keywords, got {described(optimizer_class)}; an optimizer that exists is sharded by "
+                    "ZeroRedundancyOptimizer.from_optimizer(optimizer)"
                 )
             make = partial(_made, optimizer_class, defaults)
             self._set_up(params, optimizer_class, make, agreement, overlap_with_ddp, partition, master_dtype)
@@ -821,7 +823,10 @@ def _made(cls: type[Optimizer], defaults: Mapping[str, Any], groups: list[dict[s
     except OverlapError:
         raise
     except Exception as error:
-        raise ConfigurationError(f"{cls.__name__}: {error}") from error
+        message = f"{cls.__name__}: {error}"
+        if next(iter(inspect.signature(cls).parameters), "") in ("optimizer", "base_optimizer"):
+            message += f"; it wraps an optimizer, so write {cls.__name__}(zero), with ZeroStep(zero, deferred=True)"
+        raise ConfigurationError(message) from error
 
 
 def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

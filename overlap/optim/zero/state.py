@@ -359,7 +359,7 @@ def assemble(
     whole: dict[str, Any] = dict(held[0][0]) if held else {}
     for key, first in whole.items() if is_cut else ():
         if is_per_element(first, (held[0][2] - held[0][1],)):
-            whole[key] = torch.empty_strided(size, tuple(strides), dtype=first.dtype)
+            whole[key] = torch.empty_strided(size, tuple(strides), dtype=first.dtype, device="cpu")
             flat = flatten(whole[key])
             for part, start, end in held:
                 flat[start:end] = part[key]

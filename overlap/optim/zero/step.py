@@ -85,6 +85,10 @@ class ReduceScatter(Stage):
         self._found: dict[int, tuple[object, object, BucketShards | None]] = {}
 
     @property
+    def as_code(self) -> str:
+        return "ReduceScatter(zero)"
+
+    @property
     def signature(self) -> str:
         return f"ReduceScatter({', '.join(f'{type(zero.optim).__name__} by {zero.partition}' for zero in self.zeros)})"
 

@@ -1,0 +1,164 @@
+"""``torch.set_default_device``: whatever it is, the library's own tensors and generators are where gradients are."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import overlap
+from harness import assert_parity, run_ranks
+from overlap import (
+    AllGather,
+    AllReduce,
+    Cast,
+    ClipGradNorm,
+    Hierarchical,
+    Int4,
+    Int8,
+    Join,
+    LocalSGD,
+    OverlappedOptimizer,
+    PowerSGD,
+    Quantize,
+    SkipNonFinite,
+    Step,
+    TopK,
+    ZeroRedundancyOptimizer,
+    ZeroStep,
+    chain,
+    route,
+)
+from overlap.errors import UnsupportedError
+from overlap.hooks.engine.executors import limit_replaced
+
+PACKAGE = Path(overlap.__file__).parent
+FACTORIES = {
+    *(
+        "arange",
+        "as_tensor",
+        "asarray",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "Generator",
+        "linspace",
+        "ones",
+        "rand",
+    ),
+    *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+}
+# Programs that leave the default device to the user.
+_PROGRAMS = ("demo",)
+
+
+def _made_by_default() -> Iterator[str]:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if file.relative_to(PACKAGE).parts[0] in _PROGRAMS:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            is_factory = ast.unparse(node.func.value) == "torch" and node.func.attr in FACTORIES
+            is_on_a_device = any(each.arg == "device" for each in node.keywords)
+            if is_factory and not is_on_a_device and not (node.func.attr == "Generator" and node.args):
+                yield f"{file.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_every_tensor_and_generator_of_the_package_names_its_device() -> None:
+    assert list(_made_by_default()) == []
+
+
+def _replicated(*stages: Any, **options: Any) -> Callable[[Any], Any]:
+    def register(ddp: Any) -> Any:
+        optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
+        chain(*stages, Step(optimizer, **options)).register(ddp)
+        return optimizer
+
+    return register
+
+
+def _sharded(*stages: Any, **options: Any) -> Callable[[Any], Any]:
+    def register(ddp: Any) -> Any:
+        zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        chain(*stages, ZeroStep(zero, **options)).register(ddp)
+        return zero
+
+    return register
+
+
+def _local(ddp: Any) -> Any:
+    return LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=2, start_step=1, wire=Int8())
+
+
+# By name: what makes the chain, with new stages each time.
+FORMS: dict[str, Callable[[], Callable[[Any], Any]]] = {
+    "AllReduce": lambda: _replicated(AllReduce()),
+    "AllGather, clipped": lambda: _replicated(AllGather(), ClipGradNorm(0.1), SkipNonFinite()),
+    "deferred, clipped": lambda: _replicated(AllReduce(), clip_grad_norm=0.1),
+    "Cast": lambda: _replicated(Cast(torch.bfloat16)),
+    "Int8": lambda: _replicated(Quantize(Int8())),
+    "Int4, error feedback": lambda: _replicated(Quantize(Int4(), error_feedback=True)),
+    "TopK": lambda: _replicated(Quantize(TopK(0.1), error_feedback=True)),
+    "PowerSGD": lambda: _replicated(PowerSGD(rank=2)),
+    "route": lambda: _replicated(route({"*.weight": PowerSGD(rank=1), "*": AllReduce()})),
+    "Hierarchical": lambda: _replicated(Hierarchical(outer=Quantize(Int8()), machine_size=1)),
+    "ZeroStep": _sharded,
+    "ZeroStep in forward": lambda: _sharded(gather="forward"),
+    "ZeroStep with wires": lambda: _sharded(reduce_wire=Int8(), gather_wire=Int8(), error_feedback=True),
+    "ZeroStep deferred, clipped": lambda: _sharded(deferred=True, clip_grad_norm=0.1),
+    "LocalSGD": lambda: _local,
+}
+
+
+def _train(make: Callable[[], Callable[[Any], Any]], default: str, rank: int, *, inline: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)]), bucket_cap_mb=1e-3)
+    batches = [torch.randn(4, 16, generator=torch.Generator().manual_seed(9 * place + rank)) for place in range(4)]
+    torch.set_default_device(default)
+    try:
+        with limit_replaced(2**20) if inline else nullcontext():
+            optimizer = make()(ddp)
+            # Uneven: rank 0 has a batch less.
+            with Join([ddp, optimizer]) as join:
+                for batch in join.iterate(batches[rank == 0 :]):
+                    optimizer.zero_grad()
+                    ddp(batch).square().mean().backward()
+                    optimizer.step()
+            overlap.state_dict(ddp, optimizer) if hasattr(optimizer, "shards") else optimizer.state_dict()
+    finally:
+        torch.set_default_device("cpu")
+    return [parameter.detach().clone() for parameter in ddp.parameters()]
+
+
+def _under_another_default(rank: int, world_size: int) -> None:
+    for name, make in FORMS.items():
+        for inline in (False, True):
+            reference = _train(make, "cpu", rank, inline=inline)
+            assert_parity(_train(make, "meta", rank, inline=inline), reference, what=f"{name}, inline={inline}")
+
+
+def test_every_form_trains_alike_under_another_default_device() -> None:
+    run_ranks(_under_another_default, 2, timeout_s=150)
+
+
+def _of_meta(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.to("meta")
+    ddp = DistributedDataParallel(model, init_sync=False)
+    with pytest.raises(
+        UnsupportedError, match=r"^0\.weight, 0\.bias, 1\.weight, \.\.\.: on the meta device.*model\.to_empty\(device="
+    ):
+        chain(AllReduce()).register(ddp)
+
+
+def test_a_model_without_values_is_refused_by_its_parameters_names() -> None:
+    run_ranks(_of_meta, 1)

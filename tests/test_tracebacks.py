@@ -1,0 +1,106 @@
+"""An error of the library's shows the loop's line and the remedy, and none of the library's own frames beyond one."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import run_ranks
+from overlap import AllReduce, ConfigurationError, OverlappedOptimizer, Step, ZeroRedundancyOptimizer, ZeroStep, chain
+
+Touch = Callable[[Any], Any]
+
+
+def _loop(form: str) -> SimpleNamespace:
+    ddp: Any = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+    optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    if form == "plain":
+        return SimpleNamespace(ddp=ddp, optimizer=optimizer)
+    if form == "Step":
+        optimizer = OverlappedOptimizer(optimizer)
+        registration = chain(AllReduce(), Step(optimizer)).register(ddp)
+    else:
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+        registration = chain(ZeroStep(optimizer)).register(ddp)
+    return SimpleNamespace(ddp=ddp, optimizer=optimizer, registration=registration)
+
+
+def _backward(of: Any) -> None:
+    of.ddp(torch.ones(2, 4)).sum().backward()
+
+
+def _several(*calls: Touch) -> Touch:
+    return lambda of: [call(of) for call in calls]
+
+
+def _of_module(of: Any) -> None:
+    of.ddp.module(torch.ones(2, 4)).sum().backward()
+
+
+# The wrong loop, and how many frames of the library's it may show.
+WRONG: dict[str, tuple[Touch, int]] = {
+    "two backwards": (_several(_backward, _backward), 2),
+    "zero_grad() before step()": (_several(_backward, lambda of: of.optimizer.zero_grad()), 1),
+    "step() twice": (_several(_backward, lambda of: of.optimizer.step(), lambda of: of.optimizer.step()), 1),
+    "a clip": (_several(_backward, lambda of: nn.utils.clip_grad_norm_(of.ddp.parameters(), 0.1)), 2),
+    "model(x)": (
+        _several(_of_module, lambda of: of.optimizer.step()),
+        1,
+    ),
+    "registered twice": (lambda of: chain(AllReduce()).register(of.ddp), 2),
+}
+
+
+def _frames(error: BaseException, package: str = "/overlap/") -> list[str]:
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__) if package in frame.filename]
+
+
+def _raised(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for form in ("Step", "ZeroStep"):
+        for name, (play, most) in WRONG.items():
+            try:
+                play(_loop(form))
+            except Exception as error:
+                ours = _frames(error)
+                lines = len(traceback.format_exception(error))
+                found[f"{form}, {name}"] = (type(error).__name__, len(ours) <= most, ours, lines)
+    return found
+
+
+def test_a_wrong_loop_shows_its_own_frames() -> None:
+    for found in run_ranks(_raised, 2):
+        assert len(found) == 2 * len(WRONG)
+        assert [cell for cell in found.items() if not cell[1][1]] == []
+
+
+def _mine(bucket: Any) -> None:
+    raise ConfigurationError("of the user's stage")
+
+
+def _fails(bucket: Any) -> None:
+    raise IndexError("of the user's stage")
+
+
+def _in_stage(rank: int, world_size: int) -> list[tuple[str, bool, bool]]:
+    found = []
+    for function in (_mine, _fails):
+        of = _loop("plain")
+        chain(AllReduce(), function).register(of.ddp)
+        try:
+            _backward(of)
+        except Exception as error:
+            shown = "".join(traceback.format_exception(error))
+            found.append((type(error).__name__, f"in {function.__name__}" in shown, "wavefront.py" in shown))
+    return found
+
+
+def test_an_error_of_the_users_stage_keeps_the_users_frames_and_a_foreign_error_keeps_all() -> None:
+    expected = [("ConfigurationError", True, False), ("IndexError", True, True)]
+    assert run_ranks(_in_stage, 2) == [expected, expected]
