@@ -37,6 +37,43 @@ def leftover(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         yield loss
 
 
+@loop("accumulation by ddp.require_backward_grad_sync", steps=4)
+def grad_sync(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for place, (x, y) in enumerate(run.batches()):
+        ddp.require_backward_grad_sync = place % 2 == 1
+        loss = mse_loss(ddp(x), y) / 2
+        loss.backward()
+        if place % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        yield loss
+
+
+@loop("accumulation where no_sync() holds the backward alone", SECOND_BACKWARD, steps=4)
+def forward_outside(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for place, (x, y) in enumerate(run.batches()):
+        loss = mse_loss(ddp(x), y) / 2
+        with nullcontext() if place % 2 == 1 else ddp.no_sync():
+            loss.backward()
+        if place % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        yield loss
+
+
+@loop("accumulation under no_sync() after an evaluation forward with grad", SECOND_BACKWARD, steps=4)
+def stray_forward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for place, (x, y) in enumerate(run.batches()):
+        seen = ddp(-x).mean() if place % 2 == 0 else None
+        with nullcontext() if place % 2 == 1 else ddp.no_sync():
+            loss = mse_loss(ddp(x), y) / 2
+            loss.backward()
+        if place % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        yield loss, seen
+
+
 @loop("accumulation without no_sync()", SECOND_BACKWARD, steps=6)
 def accumulation(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):

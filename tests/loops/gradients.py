@@ -15,7 +15,7 @@ from harness.third_party import clip_gradients
 
 from .corpus import loop, refused, variant
 from .declared import ALREADY_UPDATED, EDITED, MOVED, OWN_CLIP, READ, REPLACED
-from .forms import STEPPED
+from .forms import IN_BACKWARD, STEPPED
 from .run import Run
 
 _ADAMW = partial(optim.AdamW, lr=0.01)
@@ -47,6 +47,16 @@ def _clip_quietly(ddp: Any, optimizer: Any) -> None:
 def _scale_data(ddp: Any, optimizer: Any) -> None:
     for parameter in ddp.parameters():
         parameter.grad.data.mul_(0.5)
+
+
+def _clip_each(ddp: Any, optimizer: Any) -> Any:
+    norms = []
+    for parameter in ddp.parameters():
+        norms.append(parameter.grad.data.norm(2))
+        scale = 0.05 / (norms[-1] + 1e-6)
+        if scale < 1:
+            parameter.grad.data.mul_(scale)
+    return norms
 
 
 def _replace(ddp: Any, optimizer: Any) -> None:
@@ -96,6 +106,11 @@ variant(after_backward(_clip_quietly), "clip_grad_norm_ that does not bind", EDI
 variant(after_backward(lambda ddp, optimizer: clip_gradients(list(ddp.parameters()), 0.05)), "a clip by hand", EDITED)
 variant(after_backward(lambda ddp, optimizer: clip_grad_value_(ddp.parameters(), 0.01)), "clip_grad_value_", EDITED)
 variant(after_backward(_scale_data), "p.grad.data.mul_()", EDITED)
+variant(
+    after_backward(_clip_each),
+    "each gradient clipped by its own norm",
+    refused([*IN_BACKWARD, "zero deferred"], "the gradient of "),
+)
 variant(after_backward(_replace), "p.grad = p.grad * 0.5", REPLACED)
 variant(after_backward(_add_noise), "gradient noise", EDITED)
 variant(after_backward(_decay_by_hand), "weight decay by hand, between backward and step()", MOVED)

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss, normalize
 from torch.utils.checkpoint import checkpoint
 
 from overlap import checkpoint_wrapper
@@ -137,6 +138,45 @@ class Unused(nn.Module):
         return (self.left if self.calls % self.every == 1 else self.right)(self.first(x))
 
 
+class Momentum(nn.Module):
+    """MoCo: forward writes the encoder of keys through ``.data``, and gathers keys of all ranks into a queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = mlp(), mlp()
+        self.key.load_state_dict(self.query.state_dict())
+        self.key.requires_grad_(False)
+        self.register_buffer("queue", normalize(torch.randn(16, 16), dim=0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = normalize(self.query(x), dim=1)
+        with torch.no_grad():
+            for trained, parameter in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                parameter.data = parameter.data * 0.9 + trained.data * 0.1
+            keys = normalize(self.key(x), dim=1)
+        positive, negative = (query * keys).sum(dim=1, keepdim=True), query @ self.queue.clone()
+        gathered = [torch.empty_like(keys) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, keys)
+        self.queue.copy_(torch.cat([*(each.T for each in gathered), self.queue[:, : -sum(map(len, gathered))]], dim=1))
+        return torch.cat([positive, negative], dim=1)
+
+
+class Gathered(torch.autograd.Function):
+    """The tensors of all ranks; the gradient of this rank's is summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor) -> tuple[Tensor, ...]:
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, own.contiguous())
+        return tuple(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        every = torch.stack(gradients)
+        dist.all_reduce(every)
+        return every[dist.get_rank()]
+
+
 STILL_NEEDED = limit(
     IN_BACKWARD, "the update may come while backward needs the weight: autograd's error, on every rank", is_a_race=True
 )
@@ -211,6 +251,28 @@ def now_and_then_from_zeros(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]
     for x, y in run.batches():
         ddp.zero_grad(set_to_none=False)
         loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("MoCo: a momentum encoder written by .data in the forward, with keys of all ranks", model=Momentum)
+def momentum_encoder(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, _ in run.batches():
+        loss = cross_entropy(ddp(x) / 0.2, torch.zeros(len(x), dtype=torch.int64))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+@loop("a contrastive loss over the embeddings of all ranks, gathered with gradients")
+def contrastive(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, _ in run.batches():
+        optimizer.zero_grad()
+        own, other = (normalize(ddp(each), dim=1) for each in (x, x.flip(1)))
+        gathered = torch.cat(Gathered.apply(other))
+        loss = cross_entropy(own @ gathered.T / 0.1, torch.arange(len(x)) + run.rank * len(x))
         loss.backward()
         optimizer.step()
         yield loss

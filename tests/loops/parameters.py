@@ -26,6 +26,28 @@ def _per_layer(ddp: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [parameter], "lr": 0.01 * 2**place} for place, parameter in enumerate(ddp.parameters())]
 
 
+def _layer_decay(ddp: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(ddp.parameters())
+    return [
+        {
+            "params": [parameter],
+            "lr_scale": 0.8 ** (len(parameters) - place),
+            "weight_decay": 0.1 * (parameter.ndim > 1),
+        }
+        for place, parameter in enumerate(parameters)
+    ]
+
+
+def _by_factory(ddp: nn.Module) -> list[dict[str, Any]]:
+    """As ``configure_optimizers`` of minGPT builds them: by kind of parameter, and in each group sorted by name."""
+    named = dict(ddp.named_parameters())
+    decayed = sorted(name for name in named if name.endswith("weight"))
+    return [
+        {"params": [named[name] for name in decayed], "weight_decay": 0.1},
+        {"params": [named[name] for name in sorted(named.keys() - set(decayed), reverse=True)], "weight_decay": 0.0},
+    ]
+
+
 def _named(ddp: nn.Module) -> Any:
     return list(ddp.named_parameters())
 
@@ -59,6 +81,19 @@ SECOND_MODEL = [
 variant(usual, "groups: no decay for biases", groups=decay_groups)
 variant(usual, "a group per parameter, layer-wise rates", groups=_per_layer, optimizer=_ADAMW)
 variant(usual, "named_parameters()", groups=_named)
+variant(usual, "groups of a factory, sorted by name", groups=_by_factory, optimizer=_ADAMW)
+
+
+@loop("layer-wise decay: lr_scale in the groups, the rate set in each step", groups=_layer_decay, optimizer=_ADAMW)
+def layer_decay(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for place, (x, y) in enumerate(run.batches()):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (place + 1) * group["lr_scale"]
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss
 
 
 TEMPERATURE = nn.Parameter(torch.ones(1))

@@ -119,6 +119,31 @@ def evaluation(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
             yield loss, ddp(x), ddp.module(x)
 
 
+@loop("an evaluation forward with grad, without a backward")
+def evaluation_with_grad(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        ddp.eval()
+        seen = mse_loss(ddp(-x), y)
+        ddp.train()
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss, seen
+
+
+@loop("mixup, drawn in the loop")
+def mixup(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    for x, y in run.batches():
+        part, order = torch.distributions.Beta(0.8, 0.8).sample(), torch.randperm(len(x))
+        optimizer.zero_grad()
+        out = ddp(part * x + (1 - part) * x[order])
+        loss = part * mse_loss(out, y) + (1 - part) * mse_loss(out, y[order])
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
 @loop("a skipped batch: continue before backward")
 def skips_forward(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     for place, (x, y) in enumerate(run.batches()):

@@ -122,3 +122,16 @@ def scaled_by_hand(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
             parameter.grad.div_(1024)
         optimizer.step()
         yield loss
+
+
+@loop("a GradScaler that is off")
+def scaler_off(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        yield loss, scaler.get_scale()

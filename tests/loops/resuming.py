@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -36,6 +38,24 @@ def resumed(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
     ddp = run.rewrap(ddp)
     for value in ddp.parameters():
         torch.nn.init.zeros_(value)
+    ddp.module.load_state_dict(saved["model"])
+    optimizer = run.optimizer(ddp)
+    run.load(optimizer, saved["optimizer"])
+    yield from usual(ddp, optimizer, run)
+
+
+@loop("resumed from the file that rank 0 of the script wrote", model=batch_norm, optimizer=_ADAMW)
+def resumed_from_file(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    yield from usual(ddp, optimizer, run)
+    state = {"model": ddp.module.state_dict(), "optimizer": run.state_of(optimizer), "step": 3}
+    with TemporaryDirectory() as folder:
+        file = Path(_shared(folder)) / "ckpt.pt"
+        if run.rank == 0:
+            torch.save(state, file)
+        dist.barrier()
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        dist.barrier()
+    ddp = run.rewrap(ddp)
     ddp.module.load_state_dict(saved["model"])
     optimizer = run.optimizer(ddp)
     run.load(optimizer, saved["optimizer"])

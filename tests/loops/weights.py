@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
@@ -119,6 +120,39 @@ def ema_hook(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
         loss.backward()
         optimizer.step()
         yield loss, average
+
+
+@loop("EMA of the model after step(), with its buffers", model=batch_norm)
+def ema_of_model(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    average = copy.deepcopy(ddp.module).eval()
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+        run.settle(optimizer)
+        with torch.no_grad():
+            for mean, value in zip(average.state_dict().values(), ddp.module.state_dict().values(), strict=True):
+                mean.copy_(0.9 * mean + 0.1 * value)
+            yield loss, average(x)
+
+
+@loop("a teacher written by .data after step(), its center summed over ranks")
+def distilled(ddp: Any, optimizer: Any, run: Run) -> Iterator[Any]:
+    teacher, center = copy.deepcopy(ddp.module).requires_grad_(False), torch.zeros(16)
+    for x, _ in run.batches():
+        optimizer.zero_grad()
+        target = teacher(x)
+        loss = cross_entropy(ddp(x), (target - center).softmax(dim=1))
+        batch = target.mean(dim=0)
+        dist.all_reduce(batch)
+        center = 0.9 * center + 0.1 * batch / dist.get_world_size()
+        loss.backward()
+        optimizer.step()
+        run.settle(optimizer)
+        for student, parameter in zip(ddp.module.parameters(), teacher.parameters(), strict=True):
+            parameter.data.mul_(0.9).add_(0.1 * student.detach().data)
+        yield loss, center, list(teacher.parameters())
 
 
 @loop("weights edited before the forward, through .data")

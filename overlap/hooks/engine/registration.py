@@ -29,8 +29,13 @@ from overlap.errors import (
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.engine.executors import BucketFuture, Observer
 from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
-from overlap.hooks.stage import Stage, StageContext
+from overlap.hooks.stage import Role, Stage, StageContext, walk
 from overlap.ranks.board import Agreement, explain
+
+_ONE_BACKWARD = (
+    "The chain updates parameters in backward, in place, so a graph serves one backward. For a second one through it "
+    "leave the update to step(): Step(optimizer, deferred=True), or ZeroStep(zero, deferred=True)"
+)
 
 __all__ = ["Registration", "register", "registration_of"]
 
@@ -176,6 +181,10 @@ class Registration:
     ) -> None:
         if error is not None and not isinstance(error, CollectiveError):
             self.report(error)
+        if error is not None and "modified by an inplace operation" in str(error):
+            updates = [stage for stage in walk(self.stage) if stage.role is Role.UPDATE]
+            if not all(update.updates_after_backward for update in updates):
+                error.add_note(_ONE_BACKWARD)
         self.remove()
 
     def __repr__(self) -> str:

@@ -186,7 +186,7 @@ class ParameterPrefetch:
 def _is_compiled(name: str) -> UnsupportedError:
     return UnsupportedError(
         f"gather='forward' cannot hook into a compiled module, and {name or 'the model'} is compiled; compile the "
-        "DistributedDataParallel model, or use gather='backward'"
+        "DistributedDataParallel model, torch.compile(ddp), or use gather='backward'"
     )
 
 
