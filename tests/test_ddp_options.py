@@ -61,9 +61,7 @@ def _trained(rank: int, world_size: int) -> None:
         for form, make in {"plain": _plain, **FORMS}.items():
             ddp = wrap(case.model(), **{**case.ddp_options(), **options})
             optimizer, step = make(ddp)
-            losses = [
-                step(ddp, optimizer, batch, mean_squared_error).detach() for batch in case.batches(rank, steps=4)
-            ]
+            losses = [step(ddp, optimizer, batch, mean_squared_error).detach() for batch in case.batches(rank, steps=4)]
             records[form] = losses, list(ddp.parameters()), list(ddp.buffers())
         for form in FORMS:
             assert_parity(records[form], records["plain"], what=f"{name}, {form}")
