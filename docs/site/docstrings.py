@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from griffe import Attribute, Docstring, Extension, Module, Object
+from griffe import Alias, Attribute, Docstring, Extension, Module, Object
 
 PAGES = Path(__file__).parents[1] / "api"
 ROLE = re.compile(r":(?P<role>class|func|meth|attr|mod|exc|data):`~?(?P<name>[^`]+)`")
@@ -35,6 +35,15 @@ class Docstrings(Extension):
             obj.docstring = Docstring(value.__doc__ or "", parent=obj, parser="google")
         if obj.docstring is not None:
             obj.docstring.value = self.markdown(obj.docstring.value)
+
+    def on_package(self, *, pkg: Module, **_: Any) -> None:
+        """Names that ``overlap`` finds in its packages when they are used: griffe does not run ``__getattr__``."""
+        if pkg.path != "overlap":
+            return
+        for part in import_module("overlap")._PACKAGES:
+            for name in import_module(f"overlap.{part}").__all__:
+                if name not in pkg.members:
+                    pkg.set_member(name, Alias(name, f"overlap.{part}.{name}"))
 
     def markdown(self, text: str) -> str:
         """``text``, reStructuredText as far as these docstrings use it, as Markdown."""
