@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import torch
 
 from overlap._checks import told
@@ -12,7 +9,7 @@ from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.stage import Role, Stage, redistributed
+from overlap.hooks.stage import Role, Stage
 from overlap.hooks.wires import Wire
 from overlap.hooks.wires.numbers import CastWire, cast
 
@@ -45,10 +42,7 @@ class Cast(Stage):
         self.inner = AllReduce() if inner is None else as_stage(inner)
         if self.inner.role is not Role.REDUCER:
             raise ConfigurationError(f"Cast wraps a reducer such as AllReduce(), got {self.inner!r}")
-
-    @property
-    def children(self) -> tuple[Stage, ...]:
-        return (self.inner,)
+        self.children = (self.inner,)
 
     @property
     def signature(self) -> str:
@@ -63,18 +57,6 @@ class Cast(Stage):
         compressed = bucket.with_buffer(cast(bucket.buffer, torch.empty_like(bucket.buffer, dtype=self.dtype)))
         await self.inner(compressed)
         bucket.buffer.copy_(compressed.buffer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of ``inner``."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        self.inner.load_state_dict(state_dict)
-
-    def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
-        """That of ``inner``."""
-        return redistributed(self.inner, states, rank=rank, ranks=ranks)
 
     def __repr__(self) -> str:
         return f"Cast({str(self.dtype).removeprefix('torch.')}, {self.inner!r})"

@@ -34,7 +34,6 @@ from overlap.hooks.stage import Role, Stage, StageContext, StageOfOneModel, walk
 
 __all__ = ["Hierarchical"]
 
-_PLACE = "place"
 _Views = tuple[BucketView, ...]
 
 
@@ -83,16 +82,13 @@ class Hierarchical(StageOfOneModel):
         self.machine_size = None if machine_size is None else check_whole_number("machine_size", machine_size, least=1)
         self._dtype = _dtype_of(self.inner)
         _check_outer(self.outer)
+        self.children = (self.inner, self.outer)
         self._machines: list[list[int]] = []
         """The ranks of each machine."""
         self._inside: dist.ProcessGroup | None = None
         """The ranks of this machine; ``None`` before the first pass, and on one machine."""
         self._between: dist.ProcessGroup | None = None
         """The ranks in the same place on every machine."""
-
-    @property
-    def children(self) -> tuple[Stage, ...]:
-        return self.inner, self.outer
 
     def attach(self, context: StageContext) -> None:
         machines = self._machines if self.context is not None else _machines_of(context.group, size=self.machine_size)
@@ -109,11 +105,6 @@ class Hierarchical(StageOfOneModel):
             numel = parameter.numel() * (2 if parameter.is_complex() else 1)
             parts[torch.empty(_part_numel(numel, self._rows), device="meta")] = name
         return replace(context, names=parts)
-
-    def detach(self) -> None:
-        super().detach()
-        if not self.outer.state_dict():
-            self.place = None
 
     def before_backward(self, *, is_replay: bool) -> None:
         # Here and not at registration, where ranks have not been found to have the same stages yet.
@@ -156,32 +147,15 @@ class Hierarchical(StageOfOneModel):
         for stage in walk(self.outer):
             stage.note_result(buffer)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What ``outer`` remembers, and the ``place`` that its parts of parameters are for."""
-        outer = self.outer.state_dict()
-        place = self.place
-        return {} if not outer else {"outer": outer} if place is None else {"outer": outer, _PLACE: place}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned on this rank, before or after registering.
-
-        Raises:
-            ConfigurationError: it is another rank's, of other machines, or of another reducer; also when registering.
-        """
-        if unknown := sorted(set(state_dict) - {"outer", _PLACE}):
-            raise ConfigurationError(f"{self!r} has no state {unknown}")
-        self.place = state_dict.get(_PLACE)
-        self.outer.load_state_dict(state_dict.get("outer", {}))
-
     def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
-        """Raises: ConfigurationError: always, since the memory is of parts that belong to places on machines."""
+        """Raises: ConfigurationError: always, since the memory is of parts that belong to ranks of a machine."""
         raise ConfigurationError(
-            f"{self!r} remembers parts of parameters by the place of a rank on its machine, and has no rule for "
+            f"{self!r} remembers the parts of parameters of a rank on its machine, and has no rule for "
             f'others: resume with {len(states)} ranks, or set state["stages"]["state"] = {{}} in every state, and all '
             "stages begin anew"
         )
 
-    def place_in(self, context: StageContext) -> dict[str, Any]:
+    def origin_in(self, context: StageContext) -> dict[str, Any]:
         """Says which elements this rank's parts are."""
         unusual = {
             name: list(parameter.stride())
@@ -191,13 +165,12 @@ class Hierarchical(StageOfOneModel):
         rank, ranks = context.group.rank(), context.group.size()
         return {"rank": rank, "ranks": ranks, "machine_size": self._rows, "strides": unusual}
 
-    def check_place(self, saved_at: Mapping[str, Any], context: StageContext) -> None:
-        here = self.place_in(context)
-        if dict(saved_at) == here:
+    def check_origin(self, origin: Mapping[str, Any], context: StageContext) -> None:
+        here = self.origin_in(context)
+        if dict(origin) == here:
             return
         was, now = (
-            f"rank {place['rank']} of {place['ranks']}, {place['machine_size']} on each machine"
-            for place in (saved_at, here)
+            f"rank {one['rank']} of {one['ranks']}, {one['machine_size']} on each machine" for one in (origin, here)
         )
         if was == now:
             raise ConfigurationError(

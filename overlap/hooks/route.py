@@ -23,7 +23,6 @@ from overlap.hooks.stage import Role, Stage, StageContext, StageOfOneModel, walk
 __all__ = ["Route", "Rule", "by_ndim", "route"]
 
 _REST = "*"
-_PARAMETERS = "parameters"
 
 Rule = str | Callable[[str, Tensor], bool]
 """A pattern of names, or a function of a parameter's name and the parameter."""
@@ -35,16 +34,12 @@ class Route(StageOfOneModel):
     def __init__(self, rules: Mapping[Rule, Stage]) -> None:
         self.rules = dict(rules)
         # Rules may share a reducer.
-        self.reducers = tuple(dict.fromkeys(self.rules.values()))
-        self._place_of: dict[str, int] = {}
-        """The reducer of each parameter, by name."""
-        self._expected = [0] * len(self.reducers)
+        self.children = tuple(dict.fromkeys(self.rules.values()))
+        self._reducer_of: dict[str, int] = {}
+        """Of each parameter, by name, the position of its reducer in ``children``."""
+        self._expected = [0] * len(self.children)
         """How many parameters each reducer gets in a pass."""
-        self._seen = [0] * len(self.reducers)
-
-    @property
-    def children(self) -> tuple[Stage, ...]:
-        return self.reducers
+        self._seen = [0] * len(self.children)
 
     def attach(self, context: StageContext) -> None:
         if context.names is None:
@@ -52,44 +47,42 @@ class Route(StageOfOneModel):
                 f"{self!r} needs the parameters' names, which a hook registered with ddp.register_comm_hook does not "
                 "know; register it with overlap.register(ddp, ...)"
             )
-        place_of = self._assigned(context.names)
+        reducer_of = self._assigned(context.names)
         super().attach(context)
-        self._place_of = place_of
-        self._expected = [0] * len(self.reducers)
+        self._reducer_of = reducer_of
+        self._expected = [0] * len(self.children)
         for parameter, name in context.names.items():
-            self._expected[self._place_of[name]] += parameter.requires_grad
-
-    def detach(self) -> None:
-        super().detach()
-        if not any(reducer.state_dict() for reducer in self.reducers):
-            self.place = None  # Without state it fits any model.
-
-    def place_in(self, context: StageContext) -> dict[str, list[str]]:
-        """The names of each reducer's parameters, by its place."""
-        named: dict[str, list[str]] = {str(place): [] for place in range(len(self.reducers))}
-        for name, place in self._assigned(context.names or {}).items():
-            named[str(place)].append(name)
-        return named
-
-    def check_place(self, saved_at: Mapping[str, Sequence[str]], context: StageContext) -> None:
-        here = self.place_in(context)
-        for place, saved in saved_at.items():
-            if other := sorted(set(saved) ^ set(here[place])):
-                raise ConfigurationError(
-                    f"the state of {self.reducers[int(place)]!r} was saved with other rules or of another model: "
-                    f"{other[0]} {'was' if other[0] in saved else 'was not'} one of its parameters; use the rules of "
-                    "the run that was saved"
-                )
+            self._expected[reducer_of[name]] += parameter.requires_grad
 
     def context_of(self, child: Stage, context: StageContext) -> StageContext:
         """With the names of the parameters that ``child`` reduces."""
         assert context.names is not None, "attach refuses models without names"
-        own = self.reducers.index(child)
-        names = {parameter: name for parameter, name in context.names.items() if self._place_of[name] == own}
+        own = self.children.index(child)
+        names = {parameter: name for parameter, name in context.names.items() if self._reducer_of[name] == own}
         return replace(context, names=names)
 
+    def origin_in(self, context: StageContext) -> dict[str, list[str]]:
+        """The names of the parameters of each reducer that has state, by its position."""
+        with_state = {place for place, reducer in enumerate(self.children) if reducer.state_dict()}
+        named: dict[str, list[str]] = {str(place): [] for place in with_state}
+        for name, place in self._reducer_of.items():
+            if place in with_state:
+                named[str(place)].append(name)
+        return named
+
+    def check_origin(self, origin: Mapping[str, Sequence[str]], context: StageContext) -> None:
+        here = self._assigned(context.names or {})
+        for key, saved in origin.items():
+            own = {name for name, place in here.items() if str(place) == key}
+            if other := sorted(own.symmetric_difference(saved)):
+                raise ConfigurationError(
+                    f"the state of {self.children[int(key)]!r} was saved with other rules or of another model: "
+                    f"{other[0]} {'was' if other[0] in saved else 'was not'} one of its parameters; use the rules of "
+                    "the run that was saved"
+                )
+
     def before_backward(self, *, is_replay: bool) -> None:
-        self._seen = [0] * len(self.reducers)
+        self._seen = [0] * len(self.children)
 
     def after_backward(self, *, failed: bool) -> str | None:
         if not failed and any(self._seen):
@@ -100,9 +93,9 @@ class Route(StageOfOneModel):
     async def __call__(self, bucket: Bucket) -> None:
         places: dict[int, list[int]] = {}
         for place, name in enumerate(bucket.names):
-            if name not in self._place_of:
+            if name not in self._reducer_of:
                 raise ConfigurationError(f"{self!r} does not know the parameter {name}, which is new in the model")
-            places.setdefault(self._place_of[name], []).append(place)
+            places.setdefault(self._reducer_of[name], []).append(place)
         for own in sorted(places):
             part, runs = (bucket, ()) if len(places) == 1 else _part_of(bucket, places[own])
             await self._reduce(own, part)
@@ -113,22 +106,22 @@ class Route(StageOfOneModel):
         # Counted where the reducer begins: its other buckets of this pass have all begun before its last one.
         self._seen[own] += len(bucket.parameters)
         is_last = self._seen[own] == self._expected[own]
-        reducer = self.reducers[own]
+        reducer = self.children[own]
         try:
             await reducer(bucket if bucket.is_last == is_last else replace(bucket, is_last=is_last))
         except Exception as error:
             error.add_note(f"raised in stage {reducer!r}, {bucket.describe()}")
             raise
-        for other in self.reducers:
+        for other in self.children:
             if other is not reducer:
                 for stage in walk(other):
                     stage.note_result(bucket.buffer)
 
     def _assigned(self, names: Mapping[Tensor, str]) -> dict[str, int]:
         """The reducer of each parameter. Raises: ConfigurationError: one has none, or a rule has no parameter."""
-        place_of: dict[str, int] = {}
+        reducer_of: dict[str, int] = {}
         matched: dict[Rule, int] = dict.fromkeys(self.rules, 0)
-        used: set[Rule] = set()
+        used: set[Rule] = {_REST}
         for parameter, name in names.items():
             found = [rule for rule in self.rules if _matches(rule, name, parameter)]
             if not found:
@@ -139,56 +132,27 @@ class Route(StageOfOneModel):
             for rule in found:
                 matched[rule] += 1
             used.add(found[0])
-            place_of[name] = self.reducers.index(self.rules[found[0]])
-        for rule, count in matched.items():
-            if rule in used or rule == _REST:
-                continue
-            what = f"the rule {_shown_rule(rule)} of {self!r}"
+            reducer_of[name] = self.children.index(self.rules[found[0]])
+        for rule in (rule for rule in self.rules if rule not in used):
+            where, count = f"the rule {_shown_rule(rule)} of {self!r}", matched[rule]
             if count:
                 raise ConfigurationError(
-                    f"{what} matches {count} parameters, and rules before it take all of them: the first rule that "
+                    f"{where} matches {count} parameters, and rules before it take all of them: the first rule that "
                     "matches decides, so put it further to the front"
                 )
             some = ", ".join([*list(names.values())[:5], *(["..."] if len(names) > 5 else [])])
-            raise ConfigurationError(f"{what} matches no parameter of the model; its parameters are {some}")
-        return place_of
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of each reducer on this rank, by its place, and the ``parameters`` that it is for."""
-        states = {str(place): reducer.state_dict() for place, reducer in enumerate(self.reducers)}
-        kept: dict[str, Any] = {place: state for place, state in states.items() if state}
-        named = self.place or {}
-        return {**kept, _PARAMETERS: {place: list(named.get(place, ())) for place in kept}} if kept else {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned on this rank, before or after registering.
-
-        Raises:
-            ConfigurationError: it is of other reducers, or of other parameters of theirs; also when registering.
-        """
-        states = {place: state for place, state in state_dict.items() if place != _PARAMETERS}
-        if unknown := sorted(set(states) - {str(place) for place in range(len(self.reducers))}):
-            raise ConfigurationError(f"state of reducers {unknown} for the {len(self.reducers)} of {self!r}")
-        self.place = state_dict.get(_PARAMETERS)
-        for place, reducer in enumerate(self.reducers):
-            reducer.load_state_dict(states.get(str(place), {}))
-
-    @property
-    def state_parts(self) -> Mapping[str, Stage]:
-        return {str(place): reducer for place, reducer in enumerate(self.reducers)}
+            raise ConfigurationError(f"{where} matches no parameter of the model; its parameters are {some}")
+        return reducer_of
 
     @property
     def signature(self) -> str:
-        """The rules; once registered, each reducer with its parameters."""
-        rules = ", ".join(
-            f"{_shown_rule(rule)}: {self.reducers.index(reducer)}" for rule, reducer in self.rules.items()
-        )
-        named = self.place or {}
-        lines = [
-            f"{place}: {reducer.signature} for {', '.join(named.get(str(place), ())) or 'no parameter'}"
-            for place, reducer in enumerate(self.reducers)
-        ]
-        return "\n".join([f"route({rules})", *lines])
+        """The rules, and each reducer with its parameters."""
+        rules = (f"{_shown_rule(rule)}: {self.children.index(reducer)}" for rule, reducer in self.rules.items())
+        lines = [f"route({', '.join(rules)})"]
+        for place, reducer in enumerate(self.children):
+            own = [name for name, position in self._reducer_of.items() if position == place]
+            lines.append(f"{place}: {reducer.signature} for {', '.join(own) or 'no parameter'}")
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"route({{{', '.join(f'{_shown_rule(rule)}: {reducer!r}' for rule, reducer in self.rules.items())}}})"

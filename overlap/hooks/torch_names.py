@@ -40,11 +40,8 @@ class _OnGroup(Stage):
 
     def __init__(self, inner: Stage, group: dist.ProcessGroup) -> None:
         self._inner = inner
+        self.children = (inner,)
         self._group = group
-
-    @property
-    def children(self) -> tuple[Stage, ...]:
-        return (self._inner,)
 
     async def __call__(self, bucket: Bucket) -> None:
         await self._inner(on_group(bucket, self._group))

@@ -58,7 +58,7 @@ def test_a_cast_takes_a_wire_of_a_dtype() -> None:
 
 
 def test_a_stage_without_state_refuses_to_load_one() -> None:
-    with pytest.raises(ConfigurationError, match="no state to load"):
+    with pytest.raises(ConfigurationError, match=r"has no state \['a'\]"):
         AllReduce().load_state_dict({"a": 1})
 
 
@@ -100,7 +100,7 @@ def test_memory_is_kept_by_parameter_name_however_often_buckets_are_rebuilt() ->
 
 
 def test_a_chain_refuses_the_state_of_a_stage_that_it_lacks() -> None:
-    with pytest.raises(ConfigurationError, match=r"\['7'\] for a chain of 1 stages"):
+    with pytest.raises(ConfigurationError, match=r"has no state \['7'\]"):
         chain(_Memory()).load_state_dict({"7": {}})
 
 
@@ -121,7 +121,7 @@ def _state_behind_a_cast(rank: int, world_size: int) -> None:
     stages.register(ddp)
     ddp(*MLP.batch(0, rank).inputs).sum().backward()
     state = stages.state_dict()
-    assert state["0"].keys() == inner.state_dict().keys() and state["0"]
+    assert state["0"]["0"].keys() == inner.state_dict().keys()
     chain(Cast(torch.float32, PowerSGD(rank=1))).load_state_dict(state)
 
 

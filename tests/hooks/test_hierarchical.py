@@ -157,7 +157,7 @@ def _feedback(rank: int, world_size: int) -> None:
         for (name, parameter), own in zip(ddp.module.named_parameters(), alone.parameters(), strict=True):
             delivered[name] = delivered[name] + parameter.grad.double()
             given[name] = given[name] + own.grad.double() / world_size
-    errors = stage.state_dict()["outer"]["error"]
+    errors = stage.state_dict()["1"]["error"]
     assert set(errors) == names
     for name, parameter in ddp.module.named_parameters():
         assert errors[name].shape == (-(-parameter.numel() // 2),), "a part of each parameter"
@@ -170,11 +170,11 @@ def _feedback(rank: int, world_size: int) -> None:
         torch.testing.assert_close(delivered[name] + kept, given[name], rtol=1e-5, atol=1e-6)
         assert kept.abs().sum() > 0
     # A part that is not finite on some ranks changes the memory on none.
-    before = stage.state_dict()["outer"]["error"]
+    before = stage.state_dict()["1"]["error"]
     handle = ddp.module.last.bias.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([0]), torch.inf))
     ddp(*ODD.batch(7, rank).inputs).sum().backward()
     handle.remove()
-    assert_parity(stage.state_dict()["outer"]["error"], before, what="the memory after a pass that is not finite")
+    assert_parity(stage.state_dict()["1"]["error"], before, what="the memory after a pass that is not finite")
     # Saved and loaded, before registering and after, with the shapes of parts.
     state = overlap.state_dict(ddp)
     other = wrap(ODD.model())
@@ -184,7 +184,7 @@ def _feedback(rank: int, world_size: int) -> None:
     early = make()
     early.load_state_dict(stage.state_dict())
     register(ddp, early)
-    assert_parity(early.state_dict()["outer"]["error"], before, what="the memory that was loaded before registering")
+    assert_parity(early.state_dict()["1"]["error"], before, what="the memory that was loaded before registering")
     wrong = Hierarchical(outer=Quantize(bits=4, error_feedback=True), machine_size=1)
     wrong.load_state_dict(stage.state_dict())
     with pytest.raises(ConfigurationError, match=r"by rank \d of 4, 2 on each machine, but this is .* 4, 1 on each"):

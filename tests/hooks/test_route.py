@@ -282,7 +282,7 @@ def _state(rank: int, world_size: int, case: Case = MLP) -> None:
     for step in range(3):
         mean_squared_error(ddp, case.batch(step, rank)).backward()
     state = overlap.state_dict(ddp)
-    assert set(state["stages"]["state"]) == {"0", "parameters"}
+    assert set(state["stages"]["state"]) == {"0", "origin"}
     again, other = made()
     overlap.load_state_dict(again, None, state)
     assert_parity(other.state_dict()["0"]["error"], stage.state_dict()["0"]["error"], what="the loaded memory")
@@ -293,7 +293,7 @@ def _state(rank: int, world_size: int, case: Case = MLP) -> None:
     early.load_state_dict(stage.state_dict())
     with pytest.raises(ConfigurationError, match="other rules"):
         register(wrap(case.model()), early)
-    with pytest.raises(ConfigurationError, match=r"state of reducers \['7'\]"):
+    with pytest.raises(ConfigurationError, match=r"has no state \['7'\]"):
         stage.load_state_dict({"7": {}})
 
 

@@ -62,7 +62,7 @@ FEEDBACK: dict[str, tuple[Any, Any]] = {
     ),
     "Hierarchical": (
         lambda: Hierarchical(outer=Quantize(bits=4, error_feedback=True), machine_size=1),
-        lambda stage: {name: 2 * error for name, error in stage.state_dict()["outer"]["error"].items()},
+        lambda stage: {name: 2 * error for name, error in stage.state_dict()["1"]["error"].items()},
     ),
 }
 

@@ -55,8 +55,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "hyperparameters are not compared at registration": Mutant(
         "hooks/engine/runtime.py",
-        "settings = [dict(each.settings) for each in sequence]",
-        "settings = [{} for _ in sequence]",
+        "settings = [dict(each.settings) for each in updates_of(sequence)]",
+        "settings = [{} for _ in updates_of(sequence)]",
         "optim/test_step_registered.py -k other_hyperparameters",
     ),
     "an abandoned backward is not noticed": Mutant(
@@ -77,8 +77,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the last rule decides": Mutant(
         "hooks/route.py",
-        "self.reducers.index(self.rules[found[0]])",
-        "self.reducers.index(self.rules[found[-1]])",
+        "self.children.index(self.rules[found[0]])",
+        "self.children.index(self.rules[found[-1]])",
         "hooks/test_route.py",
     ),
     "clipping by the norm of an earlier pass": Mutant(

@@ -37,7 +37,16 @@ from overlap.hooks.engine.background import Item, run_and_wait, run_items
 from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.executors import BucketFuture, Executor, StreamExecutor, Subject, model_executor
 from overlap.hooks.engine.wavefront import AbandonedBackwardError, BackwardPass, Part
-from overlap.hooks.stage import BucketWatcher, Role, Stage, StageContext, check_pass, check_places, with_contexts
+from overlap.hooks.stage import (
+    BucketWatcher,
+    Role,
+    Stage,
+    StageContext,
+    check_order,
+    check_pass,
+    updates_of,
+    with_contexts,
+)
 from overlap.join import gradient_divisor
 from overlap.ranks.board import Agreement, is_reported
 
@@ -128,7 +137,7 @@ class Runtime:
             CollectiveError: another rank did not come in time, or registers something else.
         """
         sequence = self.stage.sequence
-        check_places(sequence)
+        check_order(sequence)
         for stage, context in with_contexts(self.stage, self._context):
             stage.attach(context)
             self._attached.append(stage)
@@ -138,14 +147,14 @@ class Runtime:
         self._before_backward = _that_override("before_backward", self._attached)
         self._after_backward = _that_override("after_backward", self._attached)
         self._parts[:] = [Part(repr(stage), stage, _passed(stage)) for stage in sequence]
-        self._has_several_updates = len([stage for stage in sequence if stage.role is Role.UPDATE]) > 1
+        self._has_several_updates = len(updates_of(sequence)) > 1
         # Without a thread of their own, stages start there anyhow.
         self._starts_on_autograd_thread = self.executor.worker is not None and self.stage.starts_on_autograd_thread
         names = self._context.names
         self.divided, digest = _divided(sequence, names)
         if agreement is not None:
-            signature = f"{self.stage.signature} for {self._context.model_in_words}{self.divided}{digest}"
-            settings = [dict(each.settings) for each in sequence]
+            signature = f"{self.stage.signature} for {_model_in_words(self._context)}{self.divided}{digest}"
+            settings = [dict(each.settings) for each in updates_of(sequence)]
             described = agreement.agree([signature, fingerprint(names or ()), settings])
             if (reason := _difference(described, self._context)) is not None:
                 raise CollectiveError(reason)
@@ -433,7 +442,7 @@ def _sparse(bucket: Bucket) -> UnsupportedError:
 def _divided(stages: Sequence[Stage], names: Mapping[Tensor, str] | None) -> tuple[str, str]:
     """How the updates among ``stages`` divide the parameters of a model, in words, and a digest of the names; empty
     where one update has all. Raises: ConfigurationError: two updates have a parameter in common."""
-    updates = [stage for stage in stages if stage.role is Role.UPDATE]
+    updates = updates_of(stages)
     holders: dict[int, Stage] = {}
     shares = []
     for update in updates:
@@ -452,6 +461,15 @@ def _divided(stages: Sequence[Stage], names: Mapping[Tensor, str] | None) -> tup
     words = [f"; {update} updates {_listed(named)}" for update, named in shares]
     words += [f"; no update has {_listed(rest)}"] if rest else []
     return "".join(words), f" ({hashlib.sha256(repr((shares, rest)).encode()).hexdigest()[:8]})"
+
+
+def _model_in_words(context: StageContext) -> str:
+    """The same text on every rank, if the model's parameters are the same."""
+    if context.names is None:
+        return "a model"
+    layout = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in context.names.items()]
+    digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
+    return f"a model of {len(layout)} parameters (names, shapes and dtypes: {digest})"
 
 
 def _by_shape(parameter: Tensor) -> str:
@@ -496,7 +514,7 @@ def _difference(described: Sequence[tuple[str, str, dict[str, str]]], context: S
                 )
     if not context.names:
         return None
-    layout, past = context.model_in_words, _registered.setdefault(context.group, [])
+    layout, past = _model_in_words(context), _registered.setdefault(context.group, [])
     past.append((layout, fingerprints))
     alike = [each for model, each in past if model == layout]
     for rank, own in enumerate(fingerprints):
