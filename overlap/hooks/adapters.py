@@ -34,7 +34,6 @@ __all__ = [
     "is_hook",
     "reducer",
     "shown",
-    "stage_from",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -84,9 +83,6 @@ def as_stage(hook: CommHook | Callable[..., Any] | Stage, state: Any = None) -> 
     except ValueError:
         pass  # A builtin may have no signature to look at.
     return HookStage(hook, state)
-
-
-stage_from: Callable[..., Stage] = as_stage  # As functions that take stages call it.
 
 
 def reducer(function: Function) -> Function:

@@ -54,9 +54,9 @@ MUTANTS: dict[str, Mutant] = {
         "hooks/engine/executors.py", "board.poll()", "pass", "hooks/engine/test_host_executor.py"
     ),
     "hyperparameters are not compared at registration": Mutant(
-        "hooks/engine/runtime.py",
-        "settings = [dict(each.settings) for each in updates_of(sequence)]",
-        "settings = [{} for _ in updates_of(sequence)]",
+        "hooks/engine/registration.py",
+        'digest {_digest(named)}", **update.settings}',
+        'digest {_digest(named)}"}',
         "optim/test_step_registered.py -k other_hyperparameters",
     ),
     "an abandoned backward is not noticed": Mutant(

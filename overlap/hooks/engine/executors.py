@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from overlap._torch.ddp import has_one_bucket, trained_parameters
 from overlap._torch.device import current_stream, future_for, has_streams, on_stream, stream_of
 from overlap._torch.gloo import has_lost_connection
 from overlap.errors import CollectiveError
-from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
 from overlap.ranks.board import explained
@@ -41,12 +40,9 @@ __all__ = [
     "BucketFuture",
     "Executor",
     "HostExecutor",
-    "Observer",
     "StreamExecutor",
-    "Subject",
     "Worker",
     "executor_for",
-    "is_small",
     "limit_replaced",
     "model_executor",
     "runs_inline",
@@ -76,44 +72,10 @@ def limit_replaced(limit_bytes: int) -> Iterator[None]:
         _small_bytes = before
 
 
-def is_small(trained_bytes: int, *, has_one_bucket: bool) -> bool:
-    """Whether a model with so many bytes of trainable parameters is small. See [Note: small models]."""
-    return _small_bytes > 0 and (has_one_bucket or trained_bytes <= _small_bytes)
-
-
 def runs_inline(ddp: DistributedDataParallel) -> bool:
-    """Whether stages of this model on CPU tensors run on autograd's thread."""
-    return is_small(sum(parameter.nbytes for parameter in trained_parameters(ddp)), has_one_bucket=has_one_bucket(ddp))
-
-
-class Subject(Protocol):
-    """What a task works on: a bucket of a backward pass, or an item of background work."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def step(self) -> int: ...
-
-    def describe(self) -> str: ...
-
-
-class Observer(Protocol):
-    """Is notified when a bucket arrives, before and after a stage's code runs up to its next operation, when an
-    operation is launched, before the wait for it, and after that unless it failed: on the thread where it happens and,
-    on accelerators, with its stream current. ``label`` is the stage's ``repr``."""
-
-    def arrived(self, bucket: Bucket) -> None: ...
-
-    def running(self, subject: Subject, label: str) -> None: ...
-
-    def ran(self, subject: Subject, label: str) -> None: ...
-
-    def launched(self, subject: Subject, label: str, operation: Operation) -> None: ...
-
-    def waiting(self, subject: Subject, operation: Operation) -> None: ...
-
-    def finished(self, subject: Subject, operation: Operation) -> None: ...
+    """Whether stages of this model on CPU tensors run on autograd's thread. See [Note: small models]."""
+    trained_bytes = sum(parameter.nbytes for parameter in trained_parameters(ddp))
+    return _small_bytes > 0 and (has_one_bucket(ddp) or trained_bytes <= _small_bytes)
 
 
 class HostExecutor:
@@ -124,8 +86,8 @@ class HostExecutor:
         worker: the thread that runs what is submitted; the caller's thread does where ``None``.
     """
 
-    observer: Observer | None = None
-    """Is notified of everything that runs, if set."""
+    observer: Any = None
+    """See :attr:`Registration.observer`."""
     new_future = BucketFuture
     """A future for DDP: to wait for it is to wait for what runs in the scope."""
     scope = nullcontext
@@ -208,7 +170,7 @@ class StreamExecutor:
         owner: whose side stream it is; this executor's own where ``None``. It is made on first use.
     """
 
-    observer: Observer | None = None
+    observer: Any = None
     worker = None
 
     def __init__(self, channels: GroupChannels, device: torch.device, *, owner: object | None = None) -> None:
