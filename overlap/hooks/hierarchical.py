@@ -22,12 +22,11 @@ from overlap._torch.c10d import group_timeout
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import HookStage, as_stage
-from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket, BucketView
-from overlap.hooks.cast import Cast
 from overlap.hooks.collectives import all_gather, reduce_scatter
 from overlap.hooks.post_local_sgd import PostLocal, check_is_whole_job, own_subgroup, ranks_by_machine
 from overlap.hooks.powersgd import PowerSGD
+from overlap.hooks.reducers import AllReduce, Cast
 from overlap.hooks.route import Route
 from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.stage import Role, Stage, StageContext, StageOfOneModel, walk
@@ -103,7 +102,7 @@ class Hierarchical(StageOfOneModel):
         parts = {}
         for parameter, name in context.names.items():
             numel = parameter.numel() * (2 if parameter.is_complex() else 1)
-            parts[torch.empty(_part_numel(numel, self._rows), device="meta")] = name
+            parts[torch.empty(-(-numel // self._rows), device="meta")] = name
         return replace(context, names=parts)
 
     def before_backward(self, *, is_replay: bool) -> None:
@@ -214,33 +213,18 @@ def _check_outer(outer: Stage) -> None:
     if outer.role is not Role.REDUCER:
         raise ConfigurationError(f"outer reduces between machines, and {outer!r} is not a reducer")
     for stage in walk(outer):
-        if isinstance(stage, Route):
+        if stage.role is Role.TRANSFORM or isinstance(stage, Route | PowerSGD | PostLocal | HookStage | Hierarchical):
             raise ConfigurationError(
-                f"{stage!r} would see the parts of parameters, whose shapes are others: put Hierarchical(...) into "
-                "route({...})"
+                f"{stage!r} cannot work on the flat parts of parameters that a rank has between machines; use a "
+                "reducer such as Quantize(...), Cast(...) or AllReduce() as outer, and route({...}) around Hierarchical"
             )
-        if isinstance(stage, PowerSGD):
-            raise ConfigurationError(
-                f"{stage!r} compresses matrices, and between machines a rank has flat parts of them: use "
-                "Quantize(...) or Cast(...), or PowerSGD alone"
-            )
-        if stage.role is Role.TRANSFORM or isinstance(stage, PostLocal | HookStage | Hierarchical):
-            raise ConfigurationError(
-                f"{stage!r} cannot work on the parts of parameters that a rank has between machines; use a reducer "
-                "such as Quantize(...), Cast(...) or AllReduce() as outer"
-            )
-
-
-def _part_numel(numel: int, rows: int) -> int:
-    """How many of ``numel`` elements are in each of ``rows`` rows."""
-    return -(-numel // rows)
 
 
 def _parts_of(whole: _Views, rows: int) -> tuple[_Views, int]:
     """Where the part of each parameter is in a row, given where the parameter is in the bucket; and their elements."""
     parts, end = [], 0
     for size, _, _ in whole:
-        part = _part_numel(size.numel(), rows)
+        part = -(-size.numel() // rows)
         parts.append((torch.Size([part]), (1,), end))
         end += part
     return tuple(parts), end

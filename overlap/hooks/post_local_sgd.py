@@ -21,8 +21,8 @@ from overlap._torch import classes
 from overlap._torch.c10d import GradBucket, group_timeout
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import StageHook, as_stage
-from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket, on_group
+from overlap.hooks.reducers import AllReduce
 from overlap.hooks.stage import Stage, StageContext
 from overlap.join.participation import refuse_sample_weights
 from overlap.ranks.collectives import of_all_ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -204,16 +203,14 @@ def _check_reducer(rule: Rule, reducer: Stage) -> None:
             "after route({...}) in the chain"
         )
     for stage in walk(reducer):
-        if isinstance(stage, Route):
-            raise ConfigurationError(f"{where} has rules of its own; put them into one route({{...}})")
         if stage.role is Role.TRANSFORM:
             raise ConfigurationError(
                 f"{where} has the transform {stage!r}, which would see some of the parameters only; put it before or "
                 "after route({...}) in the chain"
             )
-        if isinstance(stage, PostLocal):
+        if isinstance(stage, Route | PostLocal):
             raise ConfigurationError(
-                f"{where} decides for the whole model whether it reduces; put it around: PostLocal(state, route(...))"
+                f"{where} decides for all of the model; write one route({{...}}), and PostLocal(state, route(...))"
             )
         if isinstance(stage, HookStage):
             raise ConfigurationError(
@@ -223,30 +220,26 @@ def _check_reducer(rule: Rule, reducer: Stage) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ByNdim:
-    least: int
-    most: int | None
-
-    def __call__(self, name: str, parameter: Tensor) -> bool:
-        return self.least <= parameter.ndim <= (math.inf if self.most is None else self.most)
-
-    def __repr__(self) -> str:
-        return f"by_ndim(least={self.least}{'' if self.most is None else f', most={self.most}'})"
-
-
-def by_ndim(*, least: int = 0, most: int | None = None) -> Callable[[str, Tensor], bool]:
+class by_ndim:  # noqa: N801 (called as a function is)
     """A rule of :func:`route`: parameters of ``least`` to ``most`` dimensions; of any number where ``most`` is None.
 
     Raises:
         ConfigurationError: ``least`` or ``most`` is not a whole number, or ``most`` is below ``least``.
 
     >>> by_ndim(least=2)
-    by_ndim(least=2)
+    by_ndim(least=2, most=None)
     """
-    check_whole_number("least", least, least=0)
-    if most is not None:
-        check_whole_number("most", most, least=least)
-    return _ByNdim(least=least, most=most)
+
+    least: int = 0
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        check_whole_number("least", self.least, least=0)
+        if self.most is not None:
+            check_whole_number("most", self.most, least=self.least)
+
+    def __call__(self, name: str, parameter: Tensor) -> bool:
+        return self.least <= parameter.ndim and (self.most is None or parameter.ndim <= self.most)
 
 
 def _matches(rule: Rule, name: str, parameter: Tensor) -> bool:
@@ -258,7 +251,7 @@ def _matches(rule: Rule, name: str, parameter: Tensor) -> bool:
 
 def _shown_rule(rule: Rule) -> str:
     """The same text on every rank."""
-    if isinstance(rule, str | _ByNdim):
+    if isinstance(rule, str | by_ndim):
         return repr(rule)
     name: str = getattr(rule, "__name__", None) or type(rule).__name__
     return name

@@ -16,10 +16,9 @@ import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import CommHook, StageHook, as_stage, check_hook, hook_name
-from overlap.hooks.allreduce import AllGather, AllReduce, NoReduction
 from overlap.hooks.bucket import Bucket, on_group
-from overlap.hooks.cast import Cast
 from overlap.hooks.quantize import GatherQuantized
+from overlap.hooks.reducers import AllGather, AllReduce, Cast, NoReduction
 from overlap.hooks.stage import Stage
 
 __all__ = [

@@ -86,19 +86,6 @@ class _Memory(Stage):
         self.seen = dict(state_dict)
 
 
-def _memory_by_name(rank: int, world_size: int) -> None:
-    stages = chain(_Memory(), Step(SGD((ddp := wrap(MLP.model(), **MLP.ddp_options())).parameters())))
-    stages.register(ddp)
-    for step in range(3):
-        ddp(*MLP.batch(step, rank).inputs).sum().backward()
-    names = [name for name, _ in MLP.model().named_parameters()]
-    assert stages.state_dict() == {"0": dict.fromkeys(names, 3)}
-
-
-def test_memory_is_kept_by_parameter_name_however_often_buckets_are_rebuilt() -> None:
-    run_ranks(_memory_by_name, 2)
-
-
 def test_a_chain_refuses_the_state_of_a_stage_that_it_lacks() -> None:
     with pytest.raises(ConfigurationError, match=r"has no state \['7'\]"):
         chain(_Memory()).load_state_dict({"7": {}})

@@ -67,7 +67,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # Reducers and transforms.
     "a cast is not cast back": Mutant(
-        "hooks/cast.py", "bucket.buffer.copy_(compressed.buffer)", "pass", "hooks/test_reducers.py -k cast_to_bfloat16"
+        "hooks/reducers.py",
+        "bucket.buffer.copy_(compressed.buffer)",
+        "pass",
+        "hooks/test_reducers.py -k cast_to_bfloat16",
     ),
     "nothing is reduced between machines": Mutant(
         "hooks/hierarchical.py",

@@ -65,7 +65,7 @@ def _powersgd() -> PowerSGD:
 
 
 def _feedback() -> Quantize:
-    return Quantize(bits=4, error_feedback=True)
+    return Quantize(Int4(), error_feedback=True)
 
 
 def _routed() -> Any:

@@ -9,7 +9,6 @@ import time
 import weakref
 from typing import Any
 
-import pytest
 import torch
 
 from harness import assert_parity, overlapped_step, run_ranks, train, wrap
@@ -39,15 +38,14 @@ def _equals_plain_ddp(rank: int, world_size: int) -> None:
             assert_parity(candidate, reference, what=f"{case}, {ddp_options}, {deferred=}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_options_of_ddp(world_size: int) -> None:
-    run_ranks(_equals_plain_ddp, world_size, timeout_s=120)
+def test_the_options_of_ddp() -> None:
+    run_ranks(_equals_plain_ddp, 2, timeout_s=120)
 
 
-def _two_models(rank: int, world_size: int, shared: bool) -> None:
+def _two_models(rank: int, world_size: int) -> None:
     """Two models, one loss and one backward, then an optimizer for each or one for both."""
 
-    def run(overlapped: bool) -> list[Any]:
+    def run(overlapped: bool, shared: bool) -> list[Any]:
         first, second = (wrap(MLP.model(seed=seed), **MLP.ddp_options()) for seed in (0, 1))
         parameters = [list(first.parameters()), list(second.parameters())]
         optimizers: list[Any] = [SGD([*parameters[0], *parameters[1]])] if shared else [SGD(p) for p in parameters]
@@ -66,12 +64,12 @@ def _two_models(rank: int, world_size: int, shared: bool) -> None:
             states.append([p.detach().clone() for group in parameters for p in group])
         return states
 
-    assert_parity(run(True), run(False), what=f"two models, {shared=}")
+    for shared in (False, True):
+        assert_parity(run(True, shared), run(False, shared), what=f"two models, {shared=}")
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["an optimizer for each", "one optimizer"])
-def test_two_models_in_one_process_and_one_backward(shared: bool) -> None:
-    run_ranks(_two_models, 2, shared)
+def test_two_models_in_one_process_and_one_backward() -> None:
+    run_ranks(_two_models, 2)
 
 
 def _leaves_nothing(rank: int, world_size: int) -> None:

@@ -80,17 +80,6 @@ def test_a_rank_that_does_not_come_is_an_error_when_the_groups_timeout_is_over()
     run_ranks(_hangs, 2, group_timeout_s=4)
 
 
-def _other_stages(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    stage = AllReduce() if rank == 0 else Flaky(0, 0, after=True)
-    with pytest.raises(CollectiveError, match=r"rank 1 registers .*Flaky.*rank 0 registers .*AllReduce"):
-        chain(stage).register(ddp)
-
-
-def test_ranks_that_register_different_stages_are_told() -> None:
-    run_ranks(_other_stages, 2)
-
-
 def _does_not_come(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     if rank == 0:
@@ -103,38 +92,24 @@ def test_a_rank_that_does_not_register_is_named() -> None:
 
 
 class _Fails(AllReduce):
-    """Fails on the ranks where it is enabled: in steps 1, 2 and 4, as each subclass says."""
+    """Fails in steps 1, 2 and 4: before the first bucket, in it, or after a collective of the second."""
 
-    def __init__(self, *, enabled: bool) -> None:
-        self.enabled, self.step = enabled, -1
+    def __init__(self, where: str, *, enabled: bool) -> None:
+        self.where, self.enabled = where, enabled
+        self.step = -1
+
+    def fail(self, where: str) -> None:
+        if self.enabled and self.step in (1, 2, 4) and where == self.where:
+            raise ValueError("the dog ate it")
 
     def before_backward(self, *, is_replay: bool) -> None:
         self.step += 1
+        self.fail("before")
 
-    @property
-    def is_due(self) -> bool:
-        return self.enabled and self.step in (1, 2, 4)
-
-
-class _FailsBefore(_Fails):
-    def before_backward(self, *, is_replay: bool) -> None:
-        super().before_backward(is_replay=is_replay)
-        if self.is_due:
-            raise ValueError("the dog ate it")
-
-
-class _FailsIn(_Fails):
     async def __call__(self, bucket: Bucket) -> None:
-        if self.is_due and bucket.index == 0:
-            raise ValueError("the dog ate it")
+        self.fail(f"in {bucket.index}")
         await super().__call__(bucket)
-
-
-class _FailsAfterACollective(_Fails):
-    async def __call__(self, bucket: Bucket) -> None:
-        await super().__call__(bucket)
-        if self.is_due and bucket.index == 1:
-            raise ValueError("the dog ate it")
+        self.fail(f"after {bucket.index}")
 
 
 class _Counts(Stage):
@@ -151,9 +126,9 @@ class _Counts(Stage):
 
 
 def _fails_repeatedly(rank: int, world_size: int, is_everywhere: bool) -> None:
-    for kind in (_FailsBefore, _FailsIn, _FailsAfterACollective):
+    for where in ("before", "in 0", "after 1"):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
-        stage, counts = kind(enabled=is_everywhere or rank == 0), _Counts()
+        stage, counts = _Fails(where, enabled=is_everywhere or rank == 0), _Counts()
         chain(stage, counts).register(ddp)
         for step in range(6):
             if step not in (1, 2, 4):
@@ -162,7 +137,7 @@ def _fails_repeatedly(rank: int, world_size: int, is_everywhere: bool) -> None:
             with pytest.raises(ValueError if stage.enabled else PeerError, match="the dog ate it") as caught:
                 backward(ddp, step, rank)
             if stage.enabled:
-                assert kind.__name__ in caught.value.__notes__[0]
+                assert "_Fails()" in caught.value.__notes__[0]
         assert counts.count == 6, "every stage is notified that backward is over"
 
 

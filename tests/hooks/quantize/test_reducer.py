@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.measuring import socket_bytes
 from harness import run_ranks
-from overlap import AllReduce
+from overlap import AllReduce, Int4, Int8
 from overlap.hooks import Quantize
 
 from .given import assert_equal_on_all_ranks, given, of_ranks, reduced
@@ -30,7 +30,7 @@ def _bounded(rank: int, world_size: int) -> None:
     gradients = of_ranks(world_size, SIZES)
     means = [torch.stack(each).mean(0) for each in zip(*gradients, strict=True)]
     for bits, (rounding, steps) in itertools.product(TOPS, (("nearest", 0.5), ("stochastic", 1.0))):
-        top, ddp = TOPS[bits], given(SIZES, Quantize(bits=bits, rounding=rounding))
+        top, ddp = TOPS[bits], given(SIZES, Quantize((Int8 if bits == 8 else Int4)(rounding=rounding)))
         for step in range(3):
             got = reduced(ddp, gradients[rank])
             assert_equal_on_all_ranks(got)
@@ -89,8 +89,8 @@ def _bytes(rank: int, world_size: int) -> dict[str, float]:
     all_reduce = _bytes_of_a_step(AllReduce(), sizes)
     assert all_reduce == pytest.approx(2 * 4 * sum(sizes) * (world_size - 1) / world_size, rel=0.02)
     return {
-        "8": _bytes_of_a_step(Quantize(bits=8), sizes) / all_reduce,
-        "4": _bytes_of_a_step(Quantize(bits=4, error_feedback=True), sizes) / all_reduce,
+        "8": _bytes_of_a_step(Quantize(Int8()), sizes) / all_reduce,
+        "4": _bytes_of_a_step(Quantize(Int4(), error_feedback=True), sizes) / all_reduce,
     }
 
 
