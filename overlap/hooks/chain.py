@@ -86,10 +86,10 @@ def chain(*stages: Stage | Callable[..., Any]) -> Chain:
 
 def _with_reducer(stages: list[Stage]) -> list[Stage]:
     """``stages`` with the reduction of an update that reduces by itself before the first that needs the mean."""
-    first = next((place for place, stage in enumerate(stages) if stage.role is not Role.TRANSFORM), len(stages))
+    first = next((position for position, stage in enumerate(stages) if stage.role is not Role.TRANSFORM), len(stages))
     updates = updates_of(stages)
     transforms = enumerate(stages[:first])
-    needing = next((place for place, one in transforms if isinstance(one, Transform) and one.needs_mean), first)
+    needing = next((position for position, one in transforms if isinstance(one, Transform) and one.needs_mean), first)
     is_first_alone = len(updates) == 1 and needing == first
     if not updates or stages[first].role is not Role.UPDATE or is_first_alone:
         return stages

@@ -40,7 +40,7 @@ class Hierarchical(StageOfOneModel):
     """The mean of the gradients over ranks, in two levels: exact within a machine, by ``outer`` between machines.
 
     Of ``L`` ranks on each of ``M`` machines, every rank gets the sum over its machine of one part of each gradient,
-    ``1/L`` of it (reduce-scatter); ``outer`` reduces that part over the ranks in the same place on the other machines;
+    ``1/L`` of it (reduce-scatter); ``outer`` reduces that part over the ranks of that part on the other machines;
     and the parts are gathered within each machine::
 
         machine 0   rank 0  part 0 --+      +-- all parts
@@ -87,7 +87,7 @@ class Hierarchical(StageOfOneModel):
         self._inside: dist.ProcessGroup | None = None
         """The ranks of this machine; ``None`` before the first pass, and on one machine."""
         self._between: dist.ProcessGroup | None = None
-        """The ranks in the same place on every machine."""
+        """The ranks that have the same part, one on every machine."""
 
     def attach(self, context: StageContext) -> None:
         machines = self._machines if self.context is not None else _machines_of(context.group, size=self.machine_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -34,11 +35,11 @@ class Route(StageOfOneModel):
         self.rules = dict(rules)
         # Rules may share a reducer.
         self.children = tuple(dict.fromkeys(self.rules.values()))
-        self._reducer_of: dict[str, int] = {}
-        """Of each parameter, by name, the position of its reducer in ``children``."""
-        self._expected = [0] * len(self.children)
+        self._reducer_of: dict[str, Stage] = {}
+        """The reducer of each parameter, by name."""
+        self._expected: Counter[Stage] = Counter()
         """How many parameters each reducer gets in a pass."""
-        self._seen = [0] * len(self.children)
+        self._seen: Counter[Stage] = Counter()
 
     def attach(self, context: StageContext) -> None:
         if context.names is None:
@@ -49,63 +50,62 @@ class Route(StageOfOneModel):
         reducer_of = self._assigned(context.names)
         super().attach(context)
         self._reducer_of = reducer_of
-        self._expected = [0] * len(self.children)
-        for parameter, name in context.names.items():
-            self._expected[reducer_of[name]] += parameter.requires_grad
+        trained = (name for parameter, name in context.names.items() if parameter.requires_grad)
+        self._expected = Counter(reducer_of[name] for name in trained)
 
     def context_of(self, child: Stage, context: StageContext) -> StageContext:
         """With the names of the parameters that ``child`` reduces."""
         assert context.names is not None, "attach refuses models without names"
-        own = self.children.index(child)
-        names = {parameter: name for parameter, name in context.names.items() if self._reducer_of[name] == own}
+        names = {parameter: name for parameter, name in context.names.items() if self._reducer_of[name] is child}
         return replace(context, names=names)
 
     def origin_in(self, context: StageContext) -> dict[str, list[str]]:
         """The names of the parameters of each reducer that has state, by its position."""
-        with_state = {place for place, reducer in enumerate(self.children) if reducer.state_dict()}
-        named: dict[str, list[str]] = {str(place): [] for place in with_state}
-        for name, place in self._reducer_of.items():
-            if place in with_state:
-                named[str(place)].append(name)
-        return named
+        return {
+            str(position): [name for name, one in self._reducer_of.items() if one is reducer]
+            for position, reducer in enumerate(self.children)
+            if reducer.state_dict()
+        }
 
     def check_origin(self, origin: Mapping[str, Sequence[str]], context: StageContext) -> None:
         here = self._assigned(context.names or {})
-        for key, saved in origin.items():
-            own = {name for name, place in here.items() if str(place) == key}
+        for position, saved in origin.items():
+            reducer = self.children[int(position)]
+            own = {name for name, one in here.items() if one is reducer}
             if other := sorted(own.symmetric_difference(saved)):
                 raise ConfigurationError(
-                    f"the state of {self.children[int(key)]!r} was saved with other rules or of another model: "
-                    f"{other[0]} {'was' if other[0] in saved else 'was not'} one of its parameters; use the rules of "
-                    "the run that was saved"
+                    f"the state of {reducer!r} was saved with other rules or of another model: {other[0]} "
+                    f"{'was' if other[0] in saved else 'was not'} one of its parameters; use the rules of the run that "
+                    "was saved"
                 )
 
     def before_backward(self, *, is_replay: bool) -> None:
-        self._seen = [0] * len(self.children)
+        self._seen = Counter()
 
     def after_backward(self, *, failed: bool) -> str | None:
-        if not failed and any(self._seen):
+        if not failed and self._seen:
             # Parameters that were frozen when DDP was made are in no bucket, and it alone knows which those are.
             self._expected = self._seen
         return None
 
     async def __call__(self, bucket: Bucket) -> None:
-        places: dict[int, list[int]] = {}
-        for place, name in enumerate(bucket.names):
+        members: dict[Stage, list[int]] = {}
+        for position, name in enumerate(bucket.names):
             if name not in self._reducer_of:
                 raise ConfigurationError(f"{self!r} does not know the parameter {name}, which is new in the model")
-            places.setdefault(self._reducer_of[name], []).append(place)
-        for own in sorted(places):
-            part, runs = (bucket, ()) if len(places) == 1 else _part_of(bucket, places[own])
-            await self._reduce(own, part)
+            members.setdefault(self._reducer_of[name], []).append(position)
+        for reducer in self.children:
+            if reducer not in members:
+                continue
+            part, runs = (bucket, ()) if len(members) == 1 else _part_of(bucket, members[reducer])
+            await self._reduce(reducer, part)
             if runs:
                 copy_all(runs, part.buffer.split([run.numel() for run in runs]))
 
-    async def _reduce(self, own: int, bucket: Bucket) -> None:
+    async def _reduce(self, reducer: Stage, bucket: Bucket) -> None:
         # Counted where the reducer begins: its other buckets of this pass have all begun before its last one.
-        self._seen[own] += len(bucket.parameters)
-        is_last = self._seen[own] == self._expected[own]
-        reducer = self.children[own]
+        self._seen[reducer] += len(bucket.parameters)
+        is_last = self._seen[reducer] == self._expected[reducer]
         try:
             await reducer(bucket if bucket.is_last == is_last else replace(bucket, is_last=is_last))
         except Exception as error:
@@ -116,9 +116,9 @@ class Route(StageOfOneModel):
                 for stage in walk(other):
                     stage.note_result(bucket.buffer)
 
-    def _assigned(self, names: Mapping[Tensor, str]) -> dict[str, int]:
+    def _assigned(self, names: Mapping[Tensor, str]) -> dict[str, Stage]:
         """The reducer of each parameter. Raises: ConfigurationError: one has none, or a rule has no parameter."""
-        reducer_of: dict[str, int] = {}
+        reducer_of: dict[str, Stage] = {}
         matched: dict[Rule, int] = dict.fromkeys(self.rules, 0)
         used: set[Rule] = {_REST}
         for parameter, name in names.items():
@@ -131,7 +131,7 @@ class Route(StageOfOneModel):
             for rule in found:
                 matched[rule] += 1
             used.add(found[0])
-            reducer_of[name] = self.children.index(self.rules[found[0]])
+            reducer_of[name] = self.rules[found[0]]
         for rule in (rule for rule in self.rules if rule not in used):
             where, count = f"the rule {_shown_rule(rule)} of {self!r}", matched[rule]
             if count:
@@ -148,9 +148,9 @@ class Route(StageOfOneModel):
         """The rules, and each reducer with its parameters."""
         rules = (f"{_shown_rule(rule)}: {self.children.index(reducer)}" for rule, reducer in self.rules.items())
         lines = [f"route({', '.join(rules)})"]
-        for place, reducer in enumerate(self.children):
-            own = [name for name, position in self._reducer_of.items() if position == place]
-            lines.append(f"{place}: {reducer.signature} for {', '.join(own) or 'no parameter'}")
+        for position, reducer in enumerate(self.children):
+            own = [name for name, one in self._reducer_of.items() if one is reducer]
+            lines.append(f"{position}: {reducer.signature} for {', '.join(own) or 'no parameter'}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -257,14 +257,15 @@ def _shown_rule(rule: Rule) -> str:
     return name
 
 
-def _part_of(whole: Bucket, places: Sequence[int]) -> tuple[Bucket, Sequence[Tensor]]:
-    """A bucket of the parameters of ``whole`` at ``places``, in ascending order, and the runs to copy it back to: none
-    where their gradients are one run that can be sent from where it begins ([Note: segments]), of which it is a view.
+def _part_of(whole: Bucket, positions: Sequence[int]) -> tuple[Bucket, Sequence[Tensor]]:
+    """A bucket of the parameters of ``whole`` at ``positions``, in ascending order, and the runs to copy it back to.
+
+    There are none where it is a view: of gradients in one run that can be sent from its start ([Note: segments]).
     """
     views = whole.layout
     starts: list[tuple[int, int]] = []
     own, end = [], 0
-    for size, stride, offset in (views[place] for place in places):
+    for size, stride, offset in (views[position] for position in positions):
         own.append((size, stride, end))
         numel = size.numel()
         if numel and starts and sum(starts[-1]) == offset:
@@ -277,8 +278,8 @@ def _part_of(whole: Bucket, places: Sequence[int]) -> tuple[Bucket, Sequence[Ten
     part = replace(
         whole,
         buffer=torch.cat(runs) if is_copied else runs[0] if runs else whole.buffer[:0],
-        parameters=tuple(whole.parameters[place] for place in places),
-        fqns=tuple(whole.names[place] for place in places),
+        parameters=tuple(whole.parameters[position] for position in positions),
+        fqns=tuple(whole.names[position] for position in positions),
         raw=None,
         views=tuple(own),
     )

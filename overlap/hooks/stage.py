@@ -8,7 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,6 @@ from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopEr
 from overlap.hooks.bucket import Bucket
 
 __all__ = [
-    "Background",
-    "BucketWatcher",
     "Role",
     "Stage",
     "StageContext",
@@ -58,25 +56,6 @@ class Role(enum.IntEnum):
     """Turns parameters into their mean over ranks."""
 
 
-class BucketWatcher(Protocol):
-    """Follows DDP's own buckets, other than those of a replay, whose memory is given up anyway."""
-
-    def arrived(self, bucket: Bucket) -> Bucket:
-        """All gradients of ``bucket`` are there; on the thread of backward. Returns the bucket that stages are given.
-        When this returns for the last bucket, DDP may use the memory of all."""
-
-    def through(self, bucket: Bucket) -> None:
-        """Its last stage is done; on the thread that runs stages and, on accelerators, with their stream current.
-        ``bucket`` is the object that arrived."""
-
-    def over(self, *, failed: bool) -> None:
-        """Backward is over and DDP has set ``.grad``; on the training thread, before stages are notified."""
-
-
-Background = Callable[..., None]
-"""Runs ``work`` on each of ``items`` outside of a backward pass: ``background(items, work, on_failure=...)``."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
     """What a stage may know about the model before the first bucket arrives.
@@ -111,11 +90,14 @@ class StageContext:
     """Reports an error in the training loop between two passes, after which this rank stops, to the other ranks."""
     note_unfinished: Callable[[], None] = lambda: None
     """Has DDP forget the backward that it has prepared, before the next forward: it ended with an error."""
-    watch: Callable[[BucketWatcher], object] = lambda watcher: None
-    """Notifies a :class:`BucketWatcher` of buckets from now on, until the registration is removed."""
-    background: Background | None = None
-    """Runs work outside of a backward pass, on the same connections and after all work begun before; never ``None`` in
-    :meth:`Stage.attach`."""
+    watch: Callable[[Any], object] = lambda watcher: None
+    """Notifies an object of DDP's own buckets, other than those of a replay, until the registration is removed:
+    ``arrived(bucket)`` on the thread of backward, which returns the bucket that stages are given, and after the last
+    of which DDP may use the memory of all; ``through(bucket)`` where stages run, when its last stage is done; and
+    ``over(failed=)`` on the training thread, when DDP has set ``.grad`` and before stages are notified."""
+    background: Callable[..., None] | None = None
+    """``background(items, work, on_failure=...)`` runs ``work`` on each of ``items`` outside of a backward pass, on the
+    same connections and after all work begun before; never ``None`` in :meth:`Stage.attach`."""
 
 
 class Stage(ABC):
@@ -180,12 +162,12 @@ class Stage(ABC):
     def state_dict(self) -> dict[str, Any]:
         """The stage's memory between steps on this rank: tensors and plain values by name. By default those of
         ``children``, by their positions."""
-        states = {str(place): child.state_dict() for place, child in enumerate(self.children)}
+        states = {str(position): child.state_dict() for position, child in enumerate(self.children)}
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned. Raises: ConfigurationError: it is not this stage's."""
-        children = {str(place): child for place, child in enumerate(self.children)}
+        children = {str(position): child for position, child in enumerate(self.children)}
         if unknown := sorted(set(state_dict) - set(children)):
             raise ConfigurationError(f"{self!r} has no state {unknown}: it was saved with other stages")
         for key, child in children.items():
@@ -198,7 +180,7 @@ class Stage(ABC):
         Raises:
             ConfigurationError: the states differ.
         """
-        children = {str(place): child for place, child in enumerate(self.children)}
+        children = {str(position): child for position, child in enumerate(self.children)}
         own = [{key: value for key, value in state.items() if key not in children} for state in states]
         if not all(is_same_state(state, own[0]) for state in own):
             raise ConfigurationError(
@@ -375,8 +357,8 @@ def with_contexts(stage: Stage, context: StageContext) -> Iterator[tuple[Stage, 
     """``stage`` and all stages that it is made of, each with its context, made when its parent has been attached."""
     yield stage, context
     for child in stage.children:
-        is_of_one = isinstance(stage, StageOfOneModel)
-        yield from with_contexts(child, stage.context_of(child, context) if is_of_one else context)
+        own = stage.context_of(child, context) if isinstance(stage, StageOfOneModel) else context
+        yield from with_contexts(child, own)
 
 
 def updates_of(sequence: Sequence[Stage]) -> list[UpdateStage]:

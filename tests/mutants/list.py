@@ -80,8 +80,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the last rule decides": Mutant(
         "hooks/route.py",
-        "self.children.index(self.rules[found[0]])",
-        "self.children.index(self.rules[found[-1]])",
+        "reducer_of[name] = self.rules[found[0]]",
+        "reducer_of[name] = self.rules[found[-1]]",
         "hooks/test_route.py",
     ),
     "clipping by the norm of an earlier pass": Mutant(

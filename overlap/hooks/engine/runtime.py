@@ -35,7 +35,6 @@ from overlap.hooks.engine.channels import PrivateChannels
 from overlap.hooks.engine.executors import BucketFuture, Executor, StreamExecutor, model_executor
 from overlap.hooks.engine.wavefront import AbandonedBackwardError, BackwardPass, StageRun
 from overlap.hooks.stage import (
-    BucketWatcher,
     Role,
     Stage,
     StageContext,
@@ -97,7 +96,7 @@ class Runtime:
         self.stage = stage
         self._phase = _Phase.NEW
         self._watched = -1
-        self._watchers: list[BucketWatcher] = []
+        self._watchers: list[Any] = []
         self._model: Callable[[], DistributedDataParallel | None] = context.ddp or (lambda: None)
         self.executor = model_executor(self._model(), context.group, context.device, f"overlap-{id(self):x}")
         self.context = replace(

@@ -35,7 +35,6 @@ from overlap._torch.profiling import LabelType, label_type
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, WholePass
 from overlap.hooks.engine.executors import BucketFuture, Executor
-from overlap.hooks.stage import BucketWatcher
 
 __all__ = ["AbandonedBackwardError", "BackwardPass", "StageRun", "Task", "Wavefront"]
 
@@ -227,7 +226,7 @@ class BackwardPass:
         executor: Executor,
         *,
         divisor: int,
-        watchers: Sequence[BucketWatcher] = (),
+        watchers: Sequence[Any] = (),
     ) -> None:
         self.step = step
         self.divisor = divisor
