@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._checks import refuse_capture
 from overlap._threads import start
 from overlap._torch.autograd import by_default, without_saved_context
-from overlap._torch.c10d import group_exists
 from overlap._torch.ddp import has_one_bucket, trained_parameters
 from overlap._torch.device import current_stream, future_for, has_streams, on_stream, stream_of
 from overlap._torch.gloo import has_lost_connection
@@ -55,8 +54,6 @@ _Job = Callable[[], None]
 _PRIORITY = -1
 # How long a thread waits for a collective before it polls whether another rank has reported a failure.
 _POLL_INTERVAL = timedelta(seconds=1)
-# How often a worker without jobs checks that its process group still exists.
-_CHECK_INTERVAL_S = 0.5
 
 _small_bytes = 2**20
 
@@ -233,70 +230,41 @@ Executor = HostExecutor | StreamExecutor
 
 
 class Worker:
-    """A thread that runs the submitted jobs in order, without recording gradients.
+    """A thread that runs the submitted jobs in order, without recording gradients, until it is stopped.
 
-    It ends when it is stopped, or when the process ``group`` that its jobs use has been destroyed. ``abandon`` closes
-    connections then, and where the script has ended but a job still waits for other ranks.
+    ``abandon`` closes connections where the script has ended but a job still waits for other ranks.
     """
 
-    def __init__(self, name: str, *, abandon: _Job, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, name: str, *, abandon: _Job) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._is_closed = False
         self._has_jobs = False
-        self._abandon = abandon
-        # A group that ``torch.distributed`` does not know cannot be seen to be destroyed.
-        self._group = group if group is not None and group_exists(group) else None
         # The thread refers to this object, which must not keep the model alive.
         start(self._run, name, stop=self.stop, abandon=abandon)
 
     def submit(self, job: _Job) -> None:
-        """Have ``job`` run. Raises: CollectiveError: the process group has been destroyed."""
-        with self._lock:
-            if self._is_closed:
-                raise CollectiveError(
-                    "the model's process group has been destroyed: wrap the model again with a new one"
-                )
-            self._jobs.put(job)
-            self._has_jobs = True
+        """Run ``job`` after all that were submitted before."""
+        self._jobs.put(job)
+        self._has_jobs = True
 
     def wait_until_idle(self) -> None:
         """Block until the jobs submitted so far are done."""
         if self._has_jobs:
             is_idle = threading.Event()
-            with contextlib.suppress(CollectiveError):
-                self.submit(is_idle.set)
-                is_idle.wait()
+            self.submit(is_idle.set)
+            is_idle.wait()
             self._has_jobs = False
 
     def stop(self, last: _Job | None = None) -> None:
         """End the thread after the jobs submitted so far, and ``last``; returns at once."""
-        with self._lock:
-            if not self._is_closed:
-                if last is not None:
-                    self._jobs.put(last)
-                self._jobs.put(None)
+        if last is not None:
+            self._jobs.put(last)
+        self._jobs.put(None)
 
     @torch.no_grad()
     def _run(self) -> None:
-        while True:
-            try:
-                job = self._jobs.get(timeout=_CHECK_INTERVAL_S)
-            except queue.Empty:
-                if self._group is not None and not group_exists(self._group) and self._close():
-                    self._abandon()
-                    return
-                continue
-            if job is None:
-                return
+        while (job := self._jobs.get()) is not None:
             job()
             del job  # Otherwise it would keep a model's parameters alive until the next job.
-
-    def _close(self) -> bool:
-        """Take no jobs any more, unless one has just arrived; returns whether it is closed."""
-        with self._lock:
-            self._is_closed = self._jobs.empty()
-            return self._is_closed
 
 
 def executor_for(group: dist.ProcessGroup, device: torch.device) -> Executor:
@@ -320,4 +288,4 @@ def model_executor(
     channels = PrivateChannels(group)
     if ddp is not None and runs_inline(ddp):
         return HostExecutor(channels)
-    return HostExecutor(channels, Worker(name, abandon=channels.abort, group=group))
+    return HostExecutor(channels, Worker(name, abandon=channels.abort))

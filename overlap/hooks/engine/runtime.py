@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import operator
 import threading
@@ -21,13 +20,7 @@ from overlap._torch.autograd import after_backward, backward_id, by_default, if_
 from overlap._torch.c10d import GradBucket, stride_of
 from overlap._torch.ddp import forget_unfinished_backward, is_to_rebuild
 from overlap._torch.device import is_capturing
-from overlap.errors import (
-    CollectiveError,
-    ConfigurationError,
-    TrainingLoopError,
-    UnsupportedError,
-    hide_internal_frames,
-)
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError, hide_internal_frames
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, all_reduce
 from overlap.hooks.engine.background import Completion, Item, Subject, run_items
@@ -186,8 +179,7 @@ class Runtime:
 
     def _after_all(self, job: Callable[[], None]) -> None:
         """Do ``job`` after everything that was submitted."""
-        with contextlib.suppress(CollectiveError):  # The group has been destroyed.
-            self.executor.submit(job)
+        self.executor.submit(job)
         if self.executor.worker is not None:
             self.executor.worker.wait_until_idle()
 
