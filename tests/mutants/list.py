@@ -31,8 +31,8 @@ MUTANTS: dict[str, Mutant] = {
     # The engine.
     "the sum is divided by another number": Mutant(
         "hooks/engine/runtime.py",
-        "divisor=gradient_divisor(self._context.group),",
-        "divisor=gradient_divisor(self._context.group) + 1,",
+        "divisor=gradient_divisor(self.context.group),",
+        "divisor=gradient_divisor(self.context.group) + 1,",
         "hooks/test_reducers.py::test_all_reduce_equals_plain_ddp_bit_for_bit",
     ),
     "a collective is not waited for": Mutant(

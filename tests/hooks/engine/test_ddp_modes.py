@@ -9,11 +9,13 @@ import time
 import weakref
 from typing import Any
 
+import pytest
 import torch
 
 from harness import assert_parity, overlapped_step, run_ranks, train, wrap
 from harness.models import MLP, TRANSFORMER, UNUSED, Case
-from overlap import AllReduce, Cast, OverlappedOptimizer, Step, chain
+from overlap import AllReduce, Cast, CollectiveError, OverlappedOptimizer, Step, chain
+from overlap.hooks.engine.background import Completion
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -96,3 +98,29 @@ def _leaves_nothing(rank: int, world_size: int) -> None:
 
 def test_a_dropped_model_takes_its_chain_its_optimizer_and_its_worker_thread_with_it() -> None:
     run_ranks(_leaves_nothing, 2)
+
+
+class _Model:
+    pass
+
+
+def test_a_failure_that_is_kept_does_not_keep_those_who_have_waited_for_it() -> None:
+    completion = Completion(torch.device("cpu"))
+    failure = CollectiveError("a connection is broken")
+    failure.add_note("raised in part 0")
+    completion.fail(failure)
+    gone: list[weakref.ref[_Model]] = []
+
+    def train() -> None:
+        model = _Model()
+        gone.append(weakref.ref(model))
+        completion.wait()
+
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match="a connection is broken") as raised:
+            train()
+        raised.value.add_note("raised in step 7")
+        assert raised.value.__notes__ == ["raised in part 0", "raised in step 7"]
+        del raised
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from harness import RankDied, run_ranks, wrap
 from harness.models import MLP
@@ -175,7 +178,7 @@ def test_an_error_of_a_foreign_hook_comes_through_in_every_pass() -> None:
 
 def _sparse(rank: int, world_size: int) -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=True), torch.nn.Linear(4, 4))
-    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model)
     chain(AllReduce()).register(ddp)
     with pytest.raises(UnsupportedError, match="sparse=False") as caught:
         ddp(torch.tensor([1, 2])).sum().backward()
@@ -184,3 +187,31 @@ def _sparse(rank: int, world_size: int) -> None:
 
 def test_sparse_gradients_are_refused_by_name() -> None:
     run_ranks(_sparse, 2)
+
+
+class _Normalized(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x)
+        return found
+
+
+def _loses_a_connection_in_forward(rank: int, world_size: int) -> None:
+    group = dist.new_group()
+    ddp = DistributedDataParallel(_Normalized(), process_group=group)
+    chain(AllReduce()).register(ddp)
+    if rank == 0:  # DDP sends its buffers.
+        del ddp
+        gc.collect()
+        dist.destroy_process_group(group)
+        return
+    with pytest.raises(RuntimeError, match="gloo") as raised:
+        ddp(torch.ones(3, 4))
+    assert any("no rank has reported an error" in note for note in raised.value.__notes__)
+
+
+def test_a_connection_that_is_lost_in_ddps_own_collectives_gets_a_note() -> None:
+    run_ranks(_loses_a_connection_in_forward, 2)
