@@ -1,4 +1,4 @@
-"""What happens to a gradient bucket: stages, the scheduler that runs them, and the reducers."""
+"""Stages of a gradient bucket, the engine that runs them, and the reducers."""
 
 from typing import Any
 

@@ -39,7 +39,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class CommHook(Protocol):
-    """What ``ddp.register_comm_hook`` takes, under any names of its two parameters."""
+    """A hook for ``ddp.register_comm_hook``, under any names of its two parameters."""
 
     def __call__(self, state: Any, bucket: GradBucket, /) -> torch.futures.Future[torch.Tensor]: ...
 
@@ -164,7 +164,7 @@ def _is_never_a_hook(thing: object) -> bool:
 
 
 def _remedy(thing: Any) -> str:
-    """What to write in place of ``thing``, for the mistakes that people make."""
+    """The code to write in place of ``thing``, for common mistakes."""
     if isinstance(thing, type):
         return f"it is a class; write {thing.__name__}(...)"
     if isinstance(thing, Wire):
@@ -281,7 +281,7 @@ def as_hook(stage: Stage | Callable[[Bucket], Any], *, group: dist.ProcessGroup 
     The hook ignores its state. A stage with memory serves one model: give each model its own hook.
 
     Args:
-        stage: what the hook does; it must contain a reducer.
+        stage: a reducer, or a chain with one.
         group: the process group of the model; the default one where ``None``.
 
     >>> ddp.register_comm_hook(None, as_hook(Quantize(Int8())))
@@ -332,7 +332,7 @@ class StageHook:
         self._arriving: Runtime | None = None
 
     def stage(self, state: Any = None) -> Stage:
-        """A new stage that does what this hook does with ``state``."""
+        """This hook with ``state`` as a new stage."""
         return self._build(state)
 
     # Without annotations: DDP compares them with its own types, and here they would be strings.
@@ -345,7 +345,9 @@ class StageHook:
         if runtime is None:
             runtime = self._runtime(state, bucket) if bucket.index() == 0 else self._arriving
             if runtime is None:
-                raise RegistrationError(f"{self!r}: bucket {bucket.index()} came, but bucket 0 of its model never did")
+                raise RegistrationError(
+                    f"{self!r}: bucket {bucket.index()} arrived, but bucket 0 of its model never did"
+                )
         for parameter in parameters:
             self._runtimes[parameter] = runtime
         self._arriving = None if bucket.is_last() else runtime

@@ -209,7 +209,7 @@ def send_recv(
 ) -> Operation:
     """Send each ``(tensor, rank)`` of ``sends`` and receive into each ``(tensor, rank)`` of ``receives``, concurrently.
 
-    Messages between two ranks are matched in order. ``label`` says in profiles and timelines what they are for.
+    Messages between two ranks are matched in order. ``label`` names them in profiles and timelines.
 
     >>> async def to_the_next(bucket):
     ...     rank, ranks = bucket.group.rank(), bucket.group.size()
@@ -252,7 +252,7 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
 
     ``output`` may be this rank's chunk of ``input``; otherwise ``input`` is not changed. Sends ``n (W-1)`` elements.
     Gloo's own reduce-scatter sends as much as an all-reduce. So on Gloo each rank sends each other rank that rank's
-    chunk and sums what it receives in the order of ranks, with ``n (W-1)`` elements of workspace.
+    chunk and sums the received ones in the order of ranks, with ``n (W-1)`` elements of workspace.
 
     >>> @reducer
     ... async def mean(bucket):

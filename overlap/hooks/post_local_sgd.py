@@ -122,7 +122,7 @@ class PostLocal(Stage):
         inner: the reducer, :class:`AllReduce` where ``None``.
         is_local: whether the next backward pass is local; by default ``state`` counts passes.
 
-    Communication: what ``inner`` issues, on ``state.process_group`` (the model's where ``None``), then on the
+    Communication: that of ``inner``, on ``state.process_group`` (the model's where ``None``), then on the
     subgroup, or nothing.
 
     Raises:

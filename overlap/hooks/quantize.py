@@ -30,7 +30,7 @@ class Quantize(Stage):
     some of the results, so that ``GradScaler`` sees it.
 
     Args:
-        wire: what is sent, :class:`Int8` by default.
+        wire: the format, :class:`Int8` by default.
         error_feedback: whether to add a step's rounding errors to the next step's gradients; takes one fp32 copy of the
             gradients, and in backward two. A pass with a result that is not finite, or that fails, changes it on no
             rank. Needs the parameters' names, which a hook registered with DDP itself does not know.

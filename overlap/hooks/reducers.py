@@ -39,7 +39,7 @@ class AllGather(Stage):
     """The mean of the gradients over ranks: each rank gathers all of them and sums them in the order of ranks.
 
     Sends ``W/2`` times as much as an all-reduce and takes ``W`` buckets of memory. Every element is summed in the same
-    order, so it shows what the order of summation in another reducer changes.
+    order, so it shows the effect of the order of summation in another reducer.
 
     Communication: one all-gather of ``(numel,)`` in the bucket's dtype. Changes: ``bucket.buffer``.
 
@@ -80,7 +80,7 @@ class Cast(Stage):
         dtype: a real floating-point dtype, or :class:`Float16` or :class:`BFloat16` for theirs.
         inner: the reducer, ``AllReduce()`` by default; may be another ``Cast``.
 
-    Communication: what ``inner`` issues, in ``dtype``. Changes: ``bucket.buffer``. Memory: one bucket in ``dtype``.
+    Communication: that of ``inner``, in ``dtype``. Changes: ``bucket.buffer``. Memory: one bucket in ``dtype``.
 
     Raises:
         ConfigurationError: ``dtype`` is not a real floating-point dtype nor a wire of one that rounds to nearest, or

@@ -1,9 +1,10 @@
-"""The Stage interface, and what a chain checks of its stages."""
+"""The Stage interface, and the checks of a chain."""
 
 from __future__ import annotations
 
 import enum
 import inspect
+import re
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ _ORIGIN = "origin"
 
 
 class Role(enum.IntEnum):
-    """What a stage does with a bucket. The stages of a chain are in this order; transforms may stand anywhere.
+    """The effect of a stage on a bucket. The stages of a chain are in this order; transforms may stand anywhere.
 
     >>> def clamp(bucket):
     ...     bucket.buffer.clamp_(-1, 1)
@@ -47,7 +48,7 @@ class Role(enum.IntEnum):
     """
 
     TRANSFORM = 0
-    """Neither reduces nor updates: changes or looks at what is there, local gradients, means or new parameters."""
+    """Neither reduces nor updates: changes or reads local gradients, means or new parameters."""
     REDUCER = 1
     """Turns this rank's gradients into their mean over ranks."""
     UPDATE = 2
@@ -58,7 +59,7 @@ class Role(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
-    """What a stage may know about the model before the first bucket arrives.
+    """Facts about the model, before the first bucket arrives.
 
     It does not refer to the model itself: DDP's reducer owns the hook, so the cycle could never be collected. Where
     only a hook is registered, ``names``, ``finds_unused``, ``module`` and ``ddp`` are ``None``.
@@ -207,9 +208,9 @@ class Stage(ABC):
 
     @property
     def signature(self) -> str:
-        """Text that ranks compare at registration, so it has no addresses: the stage with its options."""
+        """Text that ranks compare at registration: the stage with its options."""
         if not self.children:
-            return repr(self)
+            return re.sub(" at 0x[0-9a-f]+", "", repr(self))
         return f"{type(self).__name__}({', '.join(child.signature for child in self.children)})"
 
     @property
@@ -228,7 +229,7 @@ class Stage(ABC):
     if not TYPE_CHECKING:  # Or every attribute would be known to type checkers.
 
         def __getattr__(self, name: str) -> Any:
-            # What frameworks and DDP itself ask of a communication hook, in place of which a stage is given at times.
+            # Frameworks and DDP itself read these of a communication hook, in place of which a stage is given at times.
             if name == "__signature__":
                 return _SIGNATURE
             if name in ("__name__", "__qualname__"):
@@ -298,7 +299,7 @@ class StageOfOneModel(Stage):
         """Raises: ConfigurationError: a state of this origin is not for ``context``."""
 
     def context_of(self, child: Stage, context: StageContext) -> StageContext:
-        """What ``child`` is attached with, given the ``context`` of this stage."""
+        """The context that ``child`` is attached with, given the ``context`` of this stage."""
         return context
 
     def attach(self, context: StageContext) -> None:
@@ -329,8 +330,8 @@ class StageOfOneModel(Stage):
         origin = state_dict.get(_ORIGIN)
         if origin is not None and self.context is not None:
             self.check_origin(origin, self.context)
-        self._origin = origin
         super().load_state_dict({key: value for key, value in state_dict.items() if key != _ORIGIN})
+        self._origin = origin
 
 
 # Without annotations, which DDP compares with its own types.

@@ -1,4 +1,4 @@
-"""Work outside of a backward pass, such as averaging or gathering parameters while training goes on."""
+"""Work outside of a backward pass, such as averaging or gathering parameters during training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Item:
 
 
 Subject = Bucket | Item
-"""What a task works on."""
+"""A task works on one of these."""
 T = TypeVar("T", bound=Subject)
 Work = Callable[[T], Coroutine[Operation, Any, None]]
 

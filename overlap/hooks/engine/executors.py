@@ -1,4 +1,4 @@
-"""Where a stage's code runs, and what it means there to wait for a collective.
+"""Where a stage's code runs, and how it waits there for a collective.
 
 [Note: small models]
 
@@ -142,7 +142,7 @@ class HostExecutor:
 
     def leave(self, operation: Operation) -> None:
         """Make what follows in the scope wait for an operation in flight that was given up; not here, where another
-        rank may not come: the connections are closed, which ends it."""
+        rank may not arrive: the connections are closed, which ends it."""
 
 
 class StreamExecutor:

@@ -86,11 +86,11 @@ _dispatchers: weakref.WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = 
 
 
 class _ForwardHooks:
-    """What runs before and after each forward of a model; nothing in a copy of the model."""
+    """The hooks before and after each forward of a model; in a copy of the model they do nothing."""
 
     def __init__(self, runtime: Runtime | None = None) -> None:
         self._runtime = runtime
-        # What stages do there does not belong to a compiled forward.
+        # Code of stages does not belong to a compiled forward.
         self._before = None if runtime is None else torch.compiler.disable(runtime.before_forward)
 
     def before(self, module: torch.nn.Module, inputs: Any) -> None:
@@ -209,7 +209,7 @@ def register(
     accelerator stages use the group itself.
 
     Args:
-        ddp: the wrapped model, or what ``torch.compile`` returned for it.
+        ddp: the wrapped model, compiled or not.
         stage: a stage or chain, a function of a bucket, or a hook ``(state, bucket) -> Future[Tensor]``.
         state: the first argument of a hook; ``None`` for a stage.
 
@@ -220,7 +220,7 @@ def register(
         RegistrationError: the model already has a hook, or cannot take one.
         ConfigurationError: ``stage`` is not a stage, has no reducer, or refuses the model.
         PeerError: another rank raised one of these.
-        CollectiveError: another rank registers something else, or does not come.
+        CollectiveError: another rank registers something else, or does not arrive.
 
     >>> registration = overlap.register(ddp, fp16_compress_hook)
     >>> loss_fn(ddp(x), y).backward()

@@ -114,7 +114,7 @@ class Runtime:
         """Whether a transform follows an update."""
         # By the bucket's index.
         self._known: dict[int, _KnownBucket] = {}
-        # As the parameters were at registration or, registered as a hook, when their gradients first came.
+        # As the parameters were at registration or, registered as a hook, when their gradients first arrived.
         self._strides = {id(parameter): parameter.stride() for parameter in context.names or ()}
         worker = self.executor.worker
         self._end = weakref.finalize(self, self.executor.channels.abort if worker is None else worker.stop)
@@ -141,7 +141,7 @@ class Runtime:
         shares_of(self.updates, self.context.names)
 
     def open(self) -> None:
-        """Connect to the other ranks. Raises: CollectiveError: another rank did not come in time."""
+        """Connect to the other ranks. Raises: CollectiveError: another rank did not arrive in time."""
         self._phase = _Phase.READY
         self.executor.channels.open()
 
@@ -158,7 +158,7 @@ class Runtime:
         if worker is None:
             channels.abort()
         else:
-            # After the jobs of a backward that ended before all buckets had come: they use the connections, too.
+            # After the jobs of a backward that ended before all buckets had arrived: they use the connections, too.
             worker.stop(channels.abort)
 
     def _forget_unfinished(self) -> None:
@@ -188,7 +188,7 @@ class Runtime:
 
         Raises:
             UnsupportedError: a CUDA graph is being captured.
-            TrainingLoopError: a stage refuses what the loop has done.
+            TrainingLoopError: a stage refuses a step of the loop.
         """
         if is_capturing(self.context.device):
             self._refuse_capture()
@@ -318,7 +318,9 @@ class Runtime:
     def _begin(self, *, is_replay: bool) -> BackwardPass:
         if self._pass is not None:
             stale = self._pass
-            self.executor.submit(lambda: stale.fail(RuntimeError("a new backward began before all buckets had come")))
+            self.executor.submit(
+                lambda: stale.fail(RuntimeError("a new backward began before all buckets had arrived"))
+            )
             stale.wait()
         begun = BackwardPass(
             self._steps,

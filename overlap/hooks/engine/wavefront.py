@@ -1,4 +1,4 @@
-"""The buckets of a backward pass: the order in which they advance, and what happens when something fails.
+"""The buckets of a backward pass: the order in which they advance, and the end of a pass that fails.
 
 [Note: one order of collectives]
 
