@@ -395,10 +395,11 @@ def _check_transform(stage: Stage, before: Sequence[Stage], after: Sequence[Stag
 
 def check_pass(sequence: Sequence[Stage]) -> None:
     """Raises: TrainingLoopError: a transform of new parameters would see old ones in the backward that begins."""
-    skipped = next((update for update in updates_of(sequence) if update.leaves_update), None)
-    follows = skipped is not None and sequence[sequence.index(skipped) + 1 :]
-    for stage in follows or ():
-        if stage.role is Role.TRANSFORM:
+    skipped: Stage | None = None
+    for stage in sequence:
+        if isinstance(stage, UpdateStage) and stage.leaves_update:
+            skipped = skipped or stage
+        elif stage.role is Role.TRANSFORM and skipped is not None:
             raise TrainingLoopError(
                 f"skip_update() leaves the update of {skipped!r} to step(), so {stage!r} after it would see old "
                 "parameters: leave that stage out, and do the same by hand after step()"
