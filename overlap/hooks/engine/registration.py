@@ -188,8 +188,8 @@ class Registration:
     ) -> None:
         if error is not None and not isinstance(error, CollectiveError):
             self.report(error)
-        if error is not None and "modified by an inplace operation" in str(error):
-            if not all(update.updates_after_backward for update in self.runtime.updates):
+            is_in_place = "modified by an inplace operation" in str(error)
+            if is_in_place and not all(update.updates_after_backward for update in self.runtime.updates):
                 error.add_note(_ONE_BACKWARD)
         self.remove()
 
