@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from overlap._checks import as_list, described
 from overlap.errors import ConfigurationError
 from overlap.hooks import Chain, Stage, StageHook, chain
-from overlap.hooks.adapters import CommHook, check_hook, hook_name, stage_from
+from overlap.hooks.adapters import CommHook, as_stage, check_hook, hook_name
 from overlap.optim import FunctionalOptimizer, Step
 
 __all__ = ["OptimizerHookState", "hook_then_optimizer"]
@@ -74,7 +74,7 @@ def hook_then_optimizer(hook: Stage | CommHook | Callable[..., Any], state: Opti
     update = state.stage()
 
     def build(hook_state: Any) -> Chain:
-        return chain(stage_from(hook, hook_state), update)
+        return chain(as_stage(hook, hook_state), update)
 
     return StageHook(
         build,

@@ -1,12 +1,10 @@
-"""What happens to a gradient bucket: stages, the scheduler that runs them, and the reducers."""
+"""Stages of a gradient bucket, the engine that runs them, and the reducers."""
 
 from typing import Any
 
 from overlap._lazy import check_imported_as, missing_name
 from overlap.hooks.adapters import StageHook, as_hook, as_stage, reducer
-from overlap.hooks.allreduce import AllGather, AllReduce, NoReduction
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.cast import Cast
 from overlap.hooks.chain import Chain, chain
 from overlap.hooks.collectives import (
     all_gather,
@@ -22,6 +20,7 @@ from overlap.hooks.hierarchical import Hierarchical
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, post_localSGD_hook
 from overlap.hooks.powersgd import PowerSGD, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from overlap.hooks.quantize import GatherQuantized, Quantize
+from overlap.hooks.reducers import AllGather, AllReduce, Cast, NoReduction
 from overlap.hooks.route import by_ndim, route
 from overlap.hooks.stage import Role, Stage, StageContext
 from overlap.hooks.torch_names import (

@@ -31,17 +31,15 @@ __all__ = [
     "as_stage",
     "check_hook",
     "hook_name",
-    "is_hook",
     "reducer",
     "shown",
-    "stage_from",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class CommHook(Protocol):
-    """What ``ddp.register_comm_hook`` takes, under any names of its two parameters."""
+    """A hook for ``ddp.register_comm_hook``, under any names of its two parameters."""
 
     def __call__(self, state: Any, bucket: GradBucket, /) -> torch.futures.Future[torch.Tensor]: ...
 
@@ -72,7 +70,7 @@ def as_stage(hook: CommHook | Callable[..., Any] | Stage, state: Any = None) -> 
         if state is not None:
             raise ConfigurationError(f"a stage keeps its own state, but {told(state)} was given for {shown(hook)}")
         return hook if isinstance(hook, Stage) else _FunctionStage(hook)  # type: ignore[arg-type]
-    if not is_hook(hook):
+    if not callable(hook) or _is_never_a_hook(hook):
         raise ConfigurationError(f"{shown(hook)} is not a stage: {_remedy(hook)}")
     try:
         inspect.signature(hook).bind(state, None)
@@ -84,9 +82,6 @@ def as_stage(hook: CommHook | Callable[..., Any] | Stage, state: Any = None) -> 
     except ValueError:
         pass  # A builtin may have no signature to look at.
     return HookStage(hook, state)
-
-
-stage_from: Callable[..., Stage] = as_stage  # As functions that take stages call it.
 
 
 def reducer(function: Function) -> Function:
@@ -114,11 +109,6 @@ def check_hook(thing: object) -> None:
     """Raises: ConfigurationError: ``thing`` is neither a hook nor a stage; its state is not known yet."""
     if not isinstance(thing, StageHook):
         as_stage(thing)  # type: ignore[arg-type]
-
-
-def is_hook(thing: object) -> bool:
-    """Whether ``thing`` may be a communication hook: a callable that is neither a stage nor a function of a bucket."""
-    return callable(thing) and not (isinstance(thing, Stage) or _is_never_a_hook(thing) or _takes_a_bucket(thing))
 
 
 def hook_name(hook: object) -> str:
@@ -174,7 +164,7 @@ def _is_never_a_hook(thing: object) -> bool:
 
 
 def _remedy(thing: Any) -> str:
-    """What to write in place of ``thing``, for the mistakes that people make."""
+    """The code to write in place of ``thing``, for common mistakes."""
     if isinstance(thing, type):
         return f"it is a class; write {thing.__name__}(...)"
     if isinstance(thing, Wire):
@@ -211,15 +201,11 @@ class _FunctionStage(Stage):
             )
 
     @property
-    def signature(self) -> str:
-        return getattr(self._function, "__name__", None) or type(self._function).__name__
-
-    @property
     def as_code(self) -> str:
-        return self.signature if self.signature.isidentifier() else "your_function"
+        return repr(self) if repr(self).isidentifier() else "your_function"
 
     def __repr__(self) -> str:
-        return self.signature
+        return getattr(self._function, "__name__", None) or type(self._function).__name__
 
 
 class HookStage(Stage):
@@ -233,9 +219,7 @@ class HookStage(Stage):
         self.hook = hook, state
         """The hook and its state."""
 
-    @property
-    def starts_on_autograd_thread(self) -> bool:
-        return True
+    starts_on_autograd_thread = True
 
     async def __call__(self, bucket: Bucket) -> None:
         if not (in_backward() or bucket.is_replay):
@@ -255,10 +239,6 @@ class HookStage(Stage):
             raise reduced  # Future.set_exception stores the exception as the value.
         if reduced.data_ptr() != bucket.buffer.data_ptr() or reduced.dtype != bucket.buffer.dtype:
             bucket.buffer.copy_(reduced.view_as(bucket.buffer))
-
-    @property
-    def signature(self) -> str:
-        return repr(self)
 
     def __repr__(self) -> str:
         return f"as_stage({hook_name(self.hook[0])})"
@@ -301,7 +281,7 @@ def as_hook(stage: Stage | Callable[[Bucket], Any], *, group: dist.ProcessGroup 
     The hook ignores its state. A stage with memory serves one model: give each model its own hook.
 
     Args:
-        stage: what the hook does; it must contain a reducer.
+        stage: a reducer, or a chain with one.
         group: the process group of the model; the default one where ``None``.
 
     >>> ddp.register_comm_hook(None, as_hook(Quantize(Int8())))
@@ -340,9 +320,9 @@ class StageHook:
         # The prefix: DDP refuses PyTorch's bf16 hooks on Gloo by their bare names.
         self.__name__ = self.__qualname__ = f"overlap.{name}"
         self.__doc__ = doc or StageHook.__doc__
+        self._pickled_as = pickled_as if module is None else name
         if module is not None:  # The hook is a global of it, and pickled by its name.
             self.__module__ = module
-        self._pickled_as = pickled_as if module is None else name
         self._name = name
         self._build = build
         self.group_of = group_of
@@ -352,7 +332,7 @@ class StageHook:
         self._arriving: Runtime | None = None
 
     def stage(self, state: Any = None) -> Stage:
-        """A new stage that does what this hook does with ``state``."""
+        """This hook with ``state`` as a new stage."""
         return self._build(state)
 
     # Without annotations: DDP compares them with its own types, and here they would be strings.
@@ -365,7 +345,9 @@ class StageHook:
         if runtime is None:
             runtime = self._runtime(state, bucket) if bucket.index() == 0 else self._arriving
             if runtime is None:
-                raise RegistrationError(f"{self!r}: bucket {bucket.index()} came, but bucket 0 of its model never did")
+                raise RegistrationError(
+                    f"{self!r}: bucket {bucket.index()} arrived, but bucket 0 of its model never did"
+                )
         for parameter in parameters:
             self._runtimes[parameter] = runtime
         self._arriving = None if bucket.is_last() else runtime

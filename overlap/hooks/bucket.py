@@ -45,12 +45,12 @@ class Bucket:
     group: dist.ProcessGroup
     """The process group that the model trains on; the default group of a stage's collectives."""
     divisor: int
-    """What to divide the sum of gradients over ``group`` by to get their mean."""
+    """The sum of gradients over ``group``, divided by this, is their mean."""
     step: int
     """Number of backward passes before this one."""
     is_replay: bool = False
-    """Whether this rank has run out of inputs and takes part outside of any backward: with zeros, or once with what it
-    had accumulated under ``no_sync``."""
+    """Whether this rank has run out of inputs and takes part outside of any backward: with zeros, or once with the
+    gradients accumulated under ``no_sync``."""
     is_mean: bool = False
     """Whether ``buffer`` holds the mean over ranks; else it holds this rank's own gradients, and in a replay zeros."""
     owned: tuple[Tensor | None, ...] | None = None
@@ -60,7 +60,7 @@ class Bucket:
     raw: GradBucket | None = None
     """DDP's own object, for stages that pass it to a hook; ``None`` where the buffer is not DDP's."""
     fqns: tuple[str, ...] | None = None
-    """What ``names`` returns; ``None`` where they are not known."""
+    """Returned by ``names``; ``None`` where they are not known."""
     views: tuple[BucketView, ...] | None = None
     """Where the buffer is not DDP's: ``layout``, if it is not that of ``like``."""
     like: Bucket | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -12,7 +12,8 @@ from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import as_stage
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.engine.registration import Registration, register
-from overlap.hooks.stage import Role, Stage
+from overlap.hooks.stage import Role, Stage, updates_of
+from overlap.hooks.transforms.transform import Transform
 
 __all__ = ["Chain", "chain"]
 
@@ -27,20 +28,12 @@ class Chain(Stage):
     """
 
     def __init__(self, *stages: Stage) -> None:
-        self.stages = stages
+        self.stages = self.children = stages
         self.role = max(stage.role for stage in stages)
 
     @property
     def sequence(self) -> tuple[Stage, ...]:
         return self.stages
-
-    @property
-    def children(self) -> tuple[Stage, ...]:
-        return self.stages
-
-    @property
-    def starts_on_autograd_thread(self) -> bool:
-        return next(stage for stage in self.stages if stage.role is not Role.TRANSFORM).starts_on_autograd_thread
 
     async def __call__(self, bucket: Bucket) -> None:
         for stage in self.stages:
@@ -55,23 +48,6 @@ class Chain(Stage):
     def register(self, ddp: DistributedDataParallel) -> Registration:
         """Run this chain on the gradients of ``ddp``; see :func:`overlap.register`."""
         return register(ddp, self)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of each stage on this rank, by its place in the chain."""
-        states = {str(place): stage.state_dict() for place, stage in enumerate(self.stages)}
-        return {place: state for place, state in states.items() if state}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` of a chain of the same stages returned."""
-        places = {str(place) for place in range(len(self.stages))}
-        if unknown := sorted(set(state_dict) - places):
-            raise ConfigurationError(f"state of stages {unknown} for a chain of {len(self.stages)} stages: {self!r}")
-        for place, stage in enumerate(self.stages):
-            stage.load_state_dict(state_dict.get(str(place), {}))
-
-    @property
-    def state_parts(self) -> Mapping[str, Stage]:
-        return {str(place): stage for place, stage in enumerate(self.stages)}
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self.stages))})"
@@ -110,9 +86,10 @@ def chain(*stages: Stage | Callable[..., Any]) -> Chain:
 
 def _with_reducer(stages: list[Stage]) -> list[Stage]:
     """``stages`` with the reduction of an update that reduces by itself before the first that needs the mean."""
-    first = next((place for place, stage in enumerate(stages) if stage.role is not Role.TRANSFORM), len(stages))
-    updates = [stage for stage in stages if stage.role is Role.UPDATE]
-    needing = next((place for place, stage in enumerate(stages[:first]) if stage.needs_mean), first)
+    first = next((position for position, stage in enumerate(stages) if stage.role is not Role.TRANSFORM), len(stages))
+    updates = updates_of(stages)
+    transforms = enumerate(stages[:first])
+    needing = next((position for position, one in transforms if isinstance(one, Transform) and one.needs_mean), first)
     is_first_alone = len(updates) == 1 and needing == first
     if not updates or stages[first].role is not Role.UPDATE or is_first_alone:
         return stages

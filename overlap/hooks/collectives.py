@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from operator import methodcaller
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,10 @@ from torch import Tensor
 from overlap._torch.c10d import Channel
 from overlap.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from overlap.hooks.engine.channels import GroupChannels
+
 __all__ = [
-    "Channels",
     "Collective",
     "FutureResult",
     "Operation",
@@ -36,16 +38,6 @@ __all__ = [
 ]
 
 
-class Channels(Protocol):
-    """Gives an operation what it needs to launch."""
-
-    def of(self, group: dist.ProcessGroup | None) -> Channel:
-        """The channel that carries the collectives of ``group``, the model's own where ``None``."""
-
-    def next_tag(self) -> int:
-        """A new tag for messages, the same on every rank."""
-
-
 class Operation:
     """Something that a stage awaits."""
 
@@ -56,7 +48,7 @@ class Operation:
         """Bytes that this rank sends for it with the usual bandwidth-optimal algorithms; known after the launch."""
         return 0
 
-    def launch(self, channels: Channels) -> None:
+    def launch(self, channels: GroupChannels) -> None:
         """Start it; returns at once."""
 
     def finish(self, wait: Callable[[dist.Work], None]) -> Any:
@@ -105,7 +97,7 @@ class Collective(Operation):
     def __await__(self) -> Iterator[Operation]:  # type: ignore[override]
         return iter((self,))  # It has no result to be resumed with.
 
-    def launch(self, channels: Channels) -> None:
+    def launch(self, channels: GroupChannels) -> None:
         self._channel = channel = channels.of(self._group)
         if self._start is not None:
             self._works = self._start(channel)
@@ -217,7 +209,7 @@ def send_recv(
 ) -> Operation:
     """Send each ``(tensor, rank)`` of ``sends`` and receive into each ``(tensor, rank)`` of ``receives``, concurrently.
 
-    Messages between two ranks are matched in order. ``label`` says in profiles and timelines what they are for.
+    Messages between two ranks are matched in order. ``label`` names them in profiles and timelines.
 
     >>> async def to_the_next(bucket):
     ...     rank, ranks = bucket.group.rank(), bucket.group.size()
@@ -260,7 +252,7 @@ def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup | 
 
     ``output`` may be this rank's chunk of ``input``; otherwise ``input`` is not changed. Sends ``n (W-1)`` elements.
     Gloo's own reduce-scatter sends as much as an all-reduce. So on Gloo each rank sends each other rank that rank's
-    chunk and sums what it receives in the order of ranks, with ``n (W-1)`` elements of workspace.
+    chunk and sums the received ones in the order of ranks, with ``n (W-1)`` elements of workspace.
 
     >>> @reducer
     ... async def mean(bucket):

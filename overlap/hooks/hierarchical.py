@@ -22,19 +22,17 @@ from overlap._torch.c10d import group_timeout
 from overlap._torch.foreach import copy_all
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import HookStage, as_stage
-from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket, BucketView
-from overlap.hooks.cast import Cast
 from overlap.hooks.collectives import all_gather, reduce_scatter
 from overlap.hooks.post_local_sgd import PostLocal, check_is_whole_job, own_subgroup, ranks_by_machine
 from overlap.hooks.powersgd import PowerSGD
+from overlap.hooks.reducers import AllReduce, Cast
 from overlap.hooks.route import Route
 from overlap.hooks.segments import round_up, segment_multiple
 from overlap.hooks.stage import Role, Stage, StageContext, StageOfOneModel, walk
 
 __all__ = ["Hierarchical"]
 
-_PLACE = "place"
 _Views = tuple[BucketView, ...]
 
 
@@ -42,7 +40,7 @@ class Hierarchical(StageOfOneModel):
     """The mean of the gradients over ranks, in two levels: exact within a machine, by ``outer`` between machines.
 
     Of ``L`` ranks on each of ``M`` machines, every rank gets the sum over its machine of one part of each gradient,
-    ``1/L`` of it (reduce-scatter); ``outer`` reduces that part over the ranks in the same place on the other machines;
+    ``1/L`` of it (reduce-scatter); ``outer`` reduces that part over the ranks of that part on the other machines;
     and the parts are gathered within each machine::
 
         machine 0   rank 0  part 0 --+      +-- all parts
@@ -83,16 +81,13 @@ class Hierarchical(StageOfOneModel):
         self.machine_size = None if machine_size is None else check_whole_number("machine_size", machine_size, least=1)
         self._dtype = _dtype_of(self.inner)
         _check_outer(self.outer)
+        self.children = (self.inner, self.outer)
         self._machines: list[list[int]] = []
         """The ranks of each machine."""
         self._inside: dist.ProcessGroup | None = None
         """The ranks of this machine; ``None`` before the first pass, and on one machine."""
         self._between: dist.ProcessGroup | None = None
-        """The ranks in the same place on every machine."""
-
-    @property
-    def children(self) -> tuple[Stage, ...]:
-        return self.inner, self.outer
+        """The ranks that have the same part, one on every machine."""
 
     def attach(self, context: StageContext) -> None:
         machines = self._machines if self.context is not None else _machines_of(context.group, size=self.machine_size)
@@ -107,13 +102,8 @@ class Hierarchical(StageOfOneModel):
         parts = {}
         for parameter, name in context.names.items():
             numel = parameter.numel() * (2 if parameter.is_complex() else 1)
-            parts[torch.empty(_part_numel(numel, self._rows), device="meta")] = name
+            parts[torch.empty(-(-numel // self._rows), device="meta")] = name
         return replace(context, names=parts)
-
-    def detach(self) -> None:
-        super().detach()
-        if not self.outer.state_dict():
-            self.place = None
 
     def before_backward(self, *, is_replay: bool) -> None:
         # Here and not at registration, where ranks have not been found to have the same stages yet.
@@ -156,32 +146,15 @@ class Hierarchical(StageOfOneModel):
         for stage in walk(self.outer):
             stage.note_result(buffer)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What ``outer`` remembers, and the ``place`` that its parts of parameters are for."""
-        outer = self.outer.state_dict()
-        place = self.place
-        return {} if not outer else {"outer": outer} if place is None else {"outer": outer, _PLACE: place}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned on this rank, before or after registering.
-
-        Raises:
-            ConfigurationError: it is another rank's, of other machines, or of another reducer; also when registering.
-        """
-        if unknown := sorted(set(state_dict) - {"outer", _PLACE}):
-            raise ConfigurationError(f"{self!r} has no state {unknown}")
-        self.place = state_dict.get(_PLACE)
-        self.outer.load_state_dict(state_dict.get("outer", {}))
-
     def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
-        """Raises: ConfigurationError: always, since the memory is of parts that belong to places on machines."""
+        """Raises: ConfigurationError: always, since the memory is of parts that belong to ranks of a machine."""
         raise ConfigurationError(
-            f"{self!r} remembers parts of parameters by the place of a rank on its machine, and has no rule for "
+            f"{self!r} remembers the parts of parameters of a rank on its machine, and has no rule for "
             f'others: resume with {len(states)} ranks, or set state["stages"]["state"] = {{}} in every state, and all '
             "stages begin anew"
         )
 
-    def place_in(self, context: StageContext) -> dict[str, Any]:
+    def origin_in(self, context: StageContext) -> dict[str, Any]:
         """Says which elements this rank's parts are."""
         unusual = {
             name: list(parameter.stride())
@@ -191,13 +164,12 @@ class Hierarchical(StageOfOneModel):
         rank, ranks = context.group.rank(), context.group.size()
         return {"rank": rank, "ranks": ranks, "machine_size": self._rows, "strides": unusual}
 
-    def check_place(self, saved_at: Mapping[str, Any], context: StageContext) -> None:
-        here = self.place_in(context)
-        if dict(saved_at) == here:
+    def check_origin(self, origin: Mapping[str, Any], context: StageContext) -> None:
+        here = self.origin_in(context)
+        if dict(origin) == here:
             return
         was, now = (
-            f"rank {place['rank']} of {place['ranks']}, {place['machine_size']} on each machine"
-            for place in (saved_at, here)
+            f"rank {one['rank']} of {one['ranks']}, {one['machine_size']} on each machine" for one in (origin, here)
         )
         if was == now:
             raise ConfigurationError(
@@ -241,33 +213,18 @@ def _check_outer(outer: Stage) -> None:
     if outer.role is not Role.REDUCER:
         raise ConfigurationError(f"outer reduces between machines, and {outer!r} is not a reducer")
     for stage in walk(outer):
-        if isinstance(stage, Route):
+        if stage.role is Role.TRANSFORM or isinstance(stage, Route | PowerSGD | PostLocal | HookStage | Hierarchical):
             raise ConfigurationError(
-                f"{stage!r} would see the parts of parameters, whose shapes are others: put Hierarchical(...) into "
-                "route({...})"
+                f"{stage!r} cannot work on the flat parts of parameters that a rank has between machines; use a "
+                "reducer such as Quantize(...), Cast(...) or AllReduce() as outer, and route({...}) around Hierarchical"
             )
-        if isinstance(stage, PowerSGD):
-            raise ConfigurationError(
-                f"{stage!r} compresses matrices, and between machines a rank has flat parts of them: use "
-                "Quantize(...) or Cast(...), or PowerSGD alone"
-            )
-        if stage.role is Role.TRANSFORM or isinstance(stage, PostLocal | HookStage | Hierarchical):
-            raise ConfigurationError(
-                f"{stage!r} cannot work on the parts of parameters that a rank has between machines; use a reducer "
-                "such as Quantize(...), Cast(...) or AllReduce() as outer"
-            )
-
-
-def _part_numel(numel: int, rows: int) -> int:
-    """How many of ``numel`` elements are in each of ``rows`` rows."""
-    return -(-numel // rows)
 
 
 def _parts_of(whole: _Views, rows: int) -> tuple[_Views, int]:
     """Where the part of each parameter is in a row, given where the parameter is in the bucket; and their elements."""
     parts, end = [], 0
     for size, _, _ in whole:
-        part = _part_numel(size.numel(), rows)
+        part = -(-size.numel() // rows)
         parts.append((torch.Size([part]), (1,), end))
         end += part
     return tuple(parts), end

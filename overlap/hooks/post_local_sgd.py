@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -20,10 +20,10 @@ from overlap._checks import check_flag, check_group, check_whole_number, describ
 from overlap._torch import classes
 from overlap._torch.c10d import GradBucket, group_timeout
 from overlap.errors import ConfigurationError
-from overlap.hooks.adapters import StageHook, stage_from
-from overlap.hooks.allreduce import AllReduce
+from overlap.hooks.adapters import StageHook, as_stage
 from overlap.hooks.bucket import Bucket, on_group
-from overlap.hooks.stage import Stage, StageContext, redistributed
+from overlap.hooks.reducers import AllReduce
+from overlap.hooks.stage import Stage, StageContext
 from overlap.join.participation import refuse_sample_weights
 from overlap.ranks.collectives import of_all_ranks
 
@@ -122,7 +122,7 @@ class PostLocal(Stage):
         inner: the reducer, :class:`AllReduce` where ``None``.
         is_local: whether the next backward pass is local; by default ``state`` counts passes.
 
-    Communication: what ``inner`` issues, on ``state.process_group`` (the model's where ``None``), then on the
+    Communication: that of ``inner``, on ``state.process_group`` (the model's where ``None``), then on the
     subgroup, or nothing.
 
     Raises:
@@ -138,20 +138,13 @@ class PostLocal(Stage):
     ) -> None:
         self._state = state
         self._asks_is_local = is_local
-        self.inner = AllReduce() if inner is None else stage_from(inner)
+        self.inner = AllReduce() if inner is None else as_stage(inner)
         if not self.inner.reduces:
             raise ConfigurationError(f"PostLocal takes a reducer, and {self.inner!r} is not a reducer")
+        self.children = (self.inner,)
         self._is_local = False
         self._group: dist.ProcessGroup | None = None
         self._whole: dist.ProcessGroup | None = None
-
-    @property
-    def children(self) -> tuple[Stage, ...]:
-        return (self.inner,)
-
-    @property
-    def signature(self) -> str:
-        return f"PostLocal({self.inner.signature}, from step {told(self._state.start_localSGD_iter)})"
 
     def attach(self, context: StageContext) -> None:
         self._whole = context.group
@@ -179,27 +172,19 @@ class PostLocal(Stage):
         return replace(bucket, is_mean=self._group is not None or not self._is_local)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of ``inner``; where ``state`` counts passes, ``{"iter": ..., "inner": ...}``."""
-        if self._asks_is_local is not None:
-            return self.inner.state_dict()
-        return {"iter": self._state.iter, "inner": self.inner.state_dict()}
+        """That of ``inner``, and ``iter`` where ``state`` counts passes."""
+        counted = {} if self._asks_is_local is not None else {"iter": self._state.iter}
+        return {**super().state_dict(), **counted}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; without an ``iter``, ``state`` counts on from its own."""
-        counts = self._asks_is_local is None and "iter" in state_dict
-        self.inner.load_state_dict(state_dict["inner"] if counts else state_dict)
-        if counts:
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "iter"})
+        if self._asks_is_local is None and "iter" in state_dict:
             self._state.iter = state_dict["iter"]
 
-    def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
-        """That of ``inner``; see :meth:`Stage.redistribute`."""
-        if self._asks_is_local is not None or any("iter" not in state for state in states):
-            return redistributed(self.inner, states, rank=rank, ranks=ranks)
-        return {"inner": {}, **super().redistribute(states, rank=rank, ranks=ranks)}
-
     @property
-    def state_parts(self) -> Mapping[str, Stage]:
-        return {"inner": self.inner}
+    def signature(self) -> str:
+        return f"PostLocal({self.inner.signature}, from step {told(self._state.start_localSGD_iter)})"
 
     def __repr__(self) -> str:
         return f"PostLocal({self.inner!r}, from step {told(self._state.start_localSGD_iter)})"

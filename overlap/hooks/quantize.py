@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from overlap.errors import ConfigurationError, RegistrationError, UnsupportedErr
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_gather
 from overlap.hooks.stage import Stage, StageContext
-from overlap.hooks.wires import Int4, Int8, QuantizedSum, Wire, redistribute
+from overlap.hooks.wires import Int8, QuantizedSum, Wire, redistribute
 from overlap.hooks.wires.feedback import StageMemory
 from overlap.hooks.wires.numbers import Affine8
 
@@ -30,10 +30,7 @@ class Quantize(Stage):
     some of the results, so that ``GradScaler`` sees it.
 
     Args:
-        wire: what is sent, :class:`Int8` by default; or its number of bits, 8 or 4.
-        bits: 8 or 4, in place of ``Int8()`` or ``Int4()``.
-        chunk: with ``bits``, how many values share a scale at most; a multiple of 8, 512 by default.
-        rounding: with ``bits``, ``"nearest"``, the default, or ``"stochastic"``, whose error is zero on average.
+        wire: the format, :class:`Int8` by default.
         error_feedback: whether to add a step's rounding errors to the next step's gradients; takes one fp32 copy of the
             gradients, and in backward two. A pass with a result that is not finite, or that fails, changes it on no
             rank. Needs the parameters' names, which a hook registered with DDP itself does not know.
@@ -43,23 +40,19 @@ class Quantize(Stage):
     accelerator about another fp32 copy while it is encoded or decoded.
 
     Raises:
-        ConfigurationError: an argument is not one of the above, or both ``wire`` and options of it are given.
+        ConfigurationError: ``wire`` is not a wire.
         UnsupportedError: a bucket of complex gradients, in ``backward()``.
 
-    >>> Quantize(bits=4, error_feedback=True)
+    >>> Quantize(Int4(), error_feedback=True)
     Quantize(Int4(), error_feedback=True)
     """
 
-    def __init__(
-        self,
-        wire: Wire | int | None = None,
-        *,
-        bits: int | None = None,
-        chunk: int | None = None,
-        rounding: Literal["nearest", "stochastic"] | None = None,
-        error_feedback: bool = False,
-    ) -> None:
-        self.wire = _wire(wire, bits, {"chunk": chunk, "rounding": rounding})
+    def __init__(self, wire: Wire | None = None, *, error_feedback: bool = False) -> None:
+        if wire is not None and not isinstance(wire, Wire):
+            is_class = isinstance(wire, type) and issubclass(wire, Wire)
+            remedy = f"give {wire.__name__}()" if is_class else "give one such as Int8(), Int4() or TopK(0.01)"
+            raise ConfigurationError(f"the wire is {told(wire)}: {remedy}")
+        self.wire = Int8() if wire is None else wire
         self.error_feedback = check_flag("error_feedback", error_feedback)
         self._memory = StageMemory(self, error_feedback=error_feedback, wires=[self.wire])
         self._is_attached = False
@@ -129,34 +122,8 @@ class Quantize(Stage):
 
     redistribute = staticmethod(redistribute)
 
-    @property
-    def signature(self) -> str:
-        return repr(self)
-
     def __repr__(self) -> str:
         return f"Quantize({self.wire!r}{', error_feedback=True' if self.error_feedback else ''})"
-
-
-def _wire(wire: object, bits: int | None, options: Mapping[str, Any]) -> Wire:
-    """The wire that arguments of :class:`Quantize` stand for."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if isinstance(wire, Wire):
-        if bits is not None or given:
-            names = ", ".join(["bits"] * (bits is not None) + list(given))
-            raise ConfigurationError(f"{names}: {wire!r} has options of its own; give them to {type(wire).__name__}")
-        return wire
-    if wire is not None and bits is not None:
-        raise ConfigurationError(f"the wire is {told(wire)} and bits is {told(bits)}: give one of them")
-    if isinstance(wire, type) and issubclass(wire, Wire):
-        raise ConfigurationError(f"the wire is the class {wire.__name__}: give {wire.__name__}()")
-    number = bits if wire is None else wire
-    if number is None:
-        return Int8(**given)
-    if isinstance(number, int) and number in (8, 4):
-        return (Int8 if number == 8 else Int4)(**given)
-    if bits is not None or isinstance(wire, int):
-        raise ConfigurationError(f"bits is {told(number)}: give 4 or 8")
-    raise ConfigurationError(f"the wire is {told(wire)}: give one such as Int8() or TopK(0.01)")
 
 
 class GatherQuantized(Stage):
@@ -198,10 +165,6 @@ class GatherQuantized(Stage):
         # Divided before the sum, so that a sum of large values does not overflow.
         codec.add_rows(gathered.view(ranks, -1), total, alpha=1 / bucket.divisor)
         buffer.copy_(total[: buffer.numel()])
-
-    @property
-    def signature(self) -> str:
-        return repr(self)
 
     def __repr__(self) -> str:
         return f"GatherQuantized({self.chunk})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -23,7 +23,6 @@ from overlap.hooks.stage import Role, Stage, StageContext, StageOfOneModel, walk
 __all__ = ["Route", "Rule", "by_ndim", "route"]
 
 _REST = "*"
-_PARAMETERS = "parameters"
 
 Rule = str | Callable[[str, Tensor], bool]
 """A pattern of names, or a function of a parameter's name and the parameter."""
@@ -35,16 +34,12 @@ class Route(StageOfOneModel):
     def __init__(self, rules: Mapping[Rule, Stage]) -> None:
         self.rules = dict(rules)
         # Rules may share a reducer.
-        self.reducers = tuple(dict.fromkeys(self.rules.values()))
-        self._place_of: dict[str, int] = {}
+        self.children = tuple(dict.fromkeys(self.rules.values()))
+        self._reducer_of: dict[str, Stage] = {}
         """The reducer of each parameter, by name."""
-        self._expected = [0] * len(self.reducers)
+        self._expected: Counter[Stage] = Counter()
         """How many parameters each reducer gets in a pass."""
-        self._seen = [0] * len(self.reducers)
-
-    @property
-    def children(self) -> tuple[Stage, ...]:
-        return self.reducers
+        self._seen: Counter[Stage] = Counter()
 
     def attach(self, context: StageContext) -> None:
         if context.names is None:
@@ -52,83 +47,80 @@ class Route(StageOfOneModel):
                 f"{self!r} needs the parameters' names, which a hook registered with ddp.register_comm_hook does not "
                 "know; register it with overlap.register(ddp, ...)"
             )
-        place_of = self._assigned(context.names)
+        reducer_of = self._assigned(context.names)
         super().attach(context)
-        self._place_of = place_of
-        self._expected = [0] * len(self.reducers)
-        for parameter, name in context.names.items():
-            self._expected[self._place_of[name]] += parameter.requires_grad
-
-    def detach(self) -> None:
-        super().detach()
-        if not any(reducer.state_dict() for reducer in self.reducers):
-            self.place = None  # Without state it fits any model.
-
-    def place_in(self, context: StageContext) -> dict[str, list[str]]:
-        """The names of each reducer's parameters, by its place."""
-        named: dict[str, list[str]] = {str(place): [] for place in range(len(self.reducers))}
-        for name, place in self._assigned(context.names or {}).items():
-            named[str(place)].append(name)
-        return named
-
-    def check_place(self, saved_at: Mapping[str, Sequence[str]], context: StageContext) -> None:
-        here = self.place_in(context)
-        for place, saved in saved_at.items():
-            if other := sorted(set(saved) ^ set(here[place])):
-                raise ConfigurationError(
-                    f"the state of {self.reducers[int(place)]!r} was saved with other rules or of another model: "
-                    f"{other[0]} {'was' if other[0] in saved else 'was not'} one of its parameters; use the rules of "
-                    "the run that was saved"
-                )
+        self._reducer_of = reducer_of
+        trained = (name for parameter, name in context.names.items() if parameter.requires_grad)
+        self._expected = Counter(reducer_of[name] for name in trained)
 
     def context_of(self, child: Stage, context: StageContext) -> StageContext:
         """With the names of the parameters that ``child`` reduces."""
         assert context.names is not None, "attach refuses models without names"
-        own = self.reducers.index(child)
-        names = {parameter: name for parameter, name in context.names.items() if self._place_of[name] == own}
+        names = {parameter: name for parameter, name in context.names.items() if self._reducer_of[name] is child}
         return replace(context, names=names)
 
+    def origin_in(self, context: StageContext) -> dict[str, list[str]]:
+        """The names of the parameters of each reducer that has state, by its position."""
+        return {
+            str(position): [name for name, one in self._reducer_of.items() if one is reducer]
+            for position, reducer in enumerate(self.children)
+            if reducer.state_dict()
+        }
+
+    def check_origin(self, origin: Mapping[str, Sequence[str]], context: StageContext) -> None:
+        here = self._assigned(context.names or {})
+        for position, saved in origin.items():
+            reducer = self.children[int(position)]
+            own = {name for name, one in here.items() if one is reducer}
+            if other := sorted(own.symmetric_difference(saved)):
+                raise ConfigurationError(
+                    f"the state of {reducer!r} was saved with other rules or of another model: {other[0]} "
+                    f"{'was' if other[0] in saved else 'was not'} one of its parameters; use the rules of the run that "
+                    "was saved"
+                )
+
     def before_backward(self, *, is_replay: bool) -> None:
-        self._seen = [0] * len(self.reducers)
+        self._seen = Counter()
 
     def after_backward(self, *, failed: bool) -> str | None:
-        if not failed and any(self._seen):
+        if not failed and self._seen:
             # Parameters that were frozen when DDP was made are in no bucket, and it alone knows which those are.
             self._expected = self._seen
         return None
 
     async def __call__(self, bucket: Bucket) -> None:
-        places: dict[int, list[int]] = {}
-        for place, name in enumerate(bucket.names):
-            if name not in self._place_of:
+        members: dict[Stage, list[int]] = {}
+        for position, name in enumerate(bucket.names):
+            if name not in self._reducer_of:
                 raise ConfigurationError(f"{self!r} does not know the parameter {name}, which is new in the model")
-            places.setdefault(self._place_of[name], []).append(place)
-        for own in sorted(places):
-            part, runs = (bucket, ()) if len(places) == 1 else _part_of(bucket, places[own])
-            await self._reduce(own, part)
+            members.setdefault(self._reducer_of[name], []).append(position)
+        for reducer in self.children:
+            if reducer not in members:
+                continue
+            part, runs = (bucket, ()) if len(members) == 1 else _part_of(bucket, members[reducer])
+            await self._reduce(reducer, part)
             if runs:
                 copy_all(runs, part.buffer.split([run.numel() for run in runs]))
 
-    async def _reduce(self, own: int, bucket: Bucket) -> None:
+    async def _reduce(self, reducer: Stage, bucket: Bucket) -> None:
         # Counted where the reducer begins: its other buckets of this pass have all begun before its last one.
-        self._seen[own] += len(bucket.parameters)
-        is_last = self._seen[own] == self._expected[own]
-        reducer = self.reducers[own]
+        self._seen[reducer] += len(bucket.parameters)
+        is_last = self._seen[reducer] == self._expected[reducer]
         try:
             await reducer(bucket if bucket.is_last == is_last else replace(bucket, is_last=is_last))
         except Exception as error:
             error.add_note(f"raised in stage {reducer!r}, {bucket.describe()}")
             raise
-        for other in self.reducers:
+        for other in self.children:
             if other is not reducer:
                 for stage in walk(other):
                     stage.note_result(bucket.buffer)
 
-    def _assigned(self, names: Mapping[Tensor, str]) -> dict[str, int]:
+    def _assigned(self, names: Mapping[Tensor, str]) -> dict[str, Stage]:
         """The reducer of each parameter. Raises: ConfigurationError: one has none, or a rule has no parameter."""
-        place_of: dict[str, int] = {}
+        reducer_of: dict[str, Stage] = {}
         matched: dict[Rule, int] = dict.fromkeys(self.rules, 0)
-        used: set[Rule] = set()
+        used: set[Rule] = {_REST}
         for parameter, name in names.items():
             found = [rule for rule in self.rules if _matches(rule, name, parameter)]
             if not found:
@@ -139,56 +131,27 @@ class Route(StageOfOneModel):
             for rule in found:
                 matched[rule] += 1
             used.add(found[0])
-            place_of[name] = self.reducers.index(self.rules[found[0]])
-        for rule, count in matched.items():
-            if rule in used or rule == _REST:
-                continue
-            what = f"the rule {_shown_rule(rule)} of {self!r}"
+            reducer_of[name] = self.rules[found[0]]
+        for rule in (rule for rule in self.rules if rule not in used):
+            where, count = f"the rule {_shown_rule(rule)} of {self!r}", matched[rule]
             if count:
                 raise ConfigurationError(
-                    f"{what} matches {count} parameters, and rules before it take all of them: the first rule that "
+                    f"{where} matches {count} parameters, and rules before it take all of them: the first rule that "
                     "matches decides, so put it further to the front"
                 )
             some = ", ".join([*list(names.values())[:5], *(["..."] if len(names) > 5 else [])])
-            raise ConfigurationError(f"{what} matches no parameter of the model; its parameters are {some}")
-        return place_of
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of each reducer on this rank, by its place, and the ``parameters`` that it is for."""
-        states = {str(place): reducer.state_dict() for place, reducer in enumerate(self.reducers)}
-        kept: dict[str, Any] = {place: state for place, state in states.items() if state}
-        named = self.place or {}
-        return {**kept, _PARAMETERS: {place: list(named.get(place, ())) for place in kept}} if kept else {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned on this rank, before or after registering.
-
-        Raises:
-            ConfigurationError: it is of other reducers, or of other parameters of theirs; also when registering.
-        """
-        states = {place: state for place, state in state_dict.items() if place != _PARAMETERS}
-        if unknown := sorted(set(states) - {str(place) for place in range(len(self.reducers))}):
-            raise ConfigurationError(f"state of reducers {unknown} for the {len(self.reducers)} of {self!r}")
-        self.place = state_dict.get(_PARAMETERS)
-        for place, reducer in enumerate(self.reducers):
-            reducer.load_state_dict(states.get(str(place), {}))
-
-    @property
-    def state_parts(self) -> Mapping[str, Stage]:
-        return {str(place): reducer for place, reducer in enumerate(self.reducers)}
+            raise ConfigurationError(f"{where} matches no parameter of the model; its parameters are {some}")
+        return reducer_of
 
     @property
     def signature(self) -> str:
-        """The rules; once registered, each reducer with its parameters."""
-        rules = ", ".join(
-            f"{_shown_rule(rule)}: {self.reducers.index(reducer)}" for rule, reducer in self.rules.items()
-        )
-        named = self.place or {}
-        lines = [
-            f"{place}: {reducer.signature} for {', '.join(named.get(str(place), ())) or 'no parameter'}"
-            for place, reducer in enumerate(self.reducers)
-        ]
-        return "\n".join([f"route({rules})", *lines])
+        """The rules, and each reducer with its parameters."""
+        rules = (f"{_shown_rule(rule)}: {self.children.index(reducer)}" for rule, reducer in self.rules.items())
+        lines = [f"route({', '.join(rules)})"]
+        for position, reducer in enumerate(self.children):
+            own = [name for name, one in self._reducer_of.items() if one is reducer]
+            lines.append(f"{position}: {reducer.signature} for {', '.join(own) or 'no parameter'}")
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"route({{{', '.join(f'{_shown_rule(rule)}: {reducer!r}' for rule, reducer in self.rules.items())}}})"
@@ -240,16 +203,14 @@ def _check_reducer(rule: Rule, reducer: Stage) -> None:
             "after route({...}) in the chain"
         )
     for stage in walk(reducer):
-        if isinstance(stage, Route):
-            raise ConfigurationError(f"{where} has rules of its own; put them into one route({{...}})")
         if stage.role is Role.TRANSFORM:
             raise ConfigurationError(
                 f"{where} has the transform {stage!r}, which would see some of the parameters only; put it before or "
                 "after route({...}) in the chain"
             )
-        if isinstance(stage, PostLocal):
+        if isinstance(stage, Route | PostLocal):
             raise ConfigurationError(
-                f"{where} decides for the whole model whether it reduces; put it around: PostLocal(state, route(...))"
+                f"{where} decides for all of the model; write one route({{...}}), and PostLocal(state, route(...))"
             )
         if isinstance(stage, HookStage):
             raise ConfigurationError(
@@ -259,30 +220,26 @@ def _check_reducer(rule: Rule, reducer: Stage) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ByNdim:
-    least: int
-    most: int | None
-
-    def __call__(self, name: str, parameter: Tensor) -> bool:
-        return self.least <= parameter.ndim <= (math.inf if self.most is None else self.most)
-
-    def __repr__(self) -> str:
-        return f"by_ndim(least={self.least}{'' if self.most is None else f', most={self.most}'})"
-
-
-def by_ndim(*, least: int = 0, most: int | None = None) -> Callable[[str, Tensor], bool]:
+class by_ndim:  # noqa: N801 (called as a function is)
     """A rule of :func:`route`: parameters of ``least`` to ``most`` dimensions; of any number where ``most`` is None.
 
     Raises:
         ConfigurationError: ``least`` or ``most`` is not a whole number, or ``most`` is below ``least``.
 
     >>> by_ndim(least=2)
-    by_ndim(least=2)
+    by_ndim(least=2, most=None)
     """
-    check_whole_number("least", least, least=0)
-    if most is not None:
-        check_whole_number("most", most, least=least)
-    return _ByNdim(least=least, most=most)
+
+    least: int = 0
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        check_whole_number("least", self.least, least=0)
+        if self.most is not None:
+            check_whole_number("most", self.most, least=self.least)
+
+    def __call__(self, name: str, parameter: Tensor) -> bool:
+        return self.least <= parameter.ndim and (self.most is None or parameter.ndim <= self.most)
 
 
 def _matches(rule: Rule, name: str, parameter: Tensor) -> bool:
@@ -294,20 +251,21 @@ def _matches(rule: Rule, name: str, parameter: Tensor) -> bool:
 
 def _shown_rule(rule: Rule) -> str:
     """The same text on every rank."""
-    if isinstance(rule, str | _ByNdim):
+    if isinstance(rule, str | by_ndim):
         return repr(rule)
     name: str = getattr(rule, "__name__", None) or type(rule).__name__
     return name
 
 
-def _part_of(whole: Bucket, places: Sequence[int]) -> tuple[Bucket, Sequence[Tensor]]:
-    """A bucket of the parameters of ``whole`` at ``places``, in ascending order, and the runs to copy it back to: none
-    where their gradients are one run that can be sent from where it begins ([Note: segments]), of which it is a view.
+def _part_of(whole: Bucket, positions: Sequence[int]) -> tuple[Bucket, Sequence[Tensor]]:
+    """A bucket of the parameters of ``whole`` at ``positions``, in ascending order, and the runs to copy it back to.
+
+    There are none where it is a view: of gradients in one run that can be sent from its start ([Note: segments]).
     """
     views = whole.layout
     starts: list[tuple[int, int]] = []
     own, end = [], 0
-    for size, stride, offset in (views[place] for place in places):
+    for size, stride, offset in (views[position] for position in positions):
         own.append((size, stride, end))
         numel = size.numel()
         if numel and starts and sum(starts[-1]) == offset:
@@ -320,8 +278,8 @@ def _part_of(whole: Bucket, places: Sequence[int]) -> tuple[Bucket, Sequence[Ten
     part = replace(
         whole,
         buffer=torch.cat(runs) if is_copied else runs[0] if runs else whole.buffer[:0],
-        parameters=tuple(whole.parameters[place] for place in places),
-        fqns=tuple(whole.names[place] for place in places),
+        parameters=tuple(whole.parameters[position] for position in positions),
+        fqns=tuple(whole.names[position] for position in positions),
         raw=None,
         views=tuple(own),
     )

@@ -32,7 +32,7 @@ def round_up(number: int, multiple: int = ALIGNMENT) -> int:
 
 
 def segment_multiple(device: torch.device) -> int:
-    """What the lengths of segments on ``device`` are multiples of, in elements."""
+    """Lengths of segments on ``device`` are multiples of this, in elements."""
     return ALIGNMENT if has_streams(device) else 1
 
 

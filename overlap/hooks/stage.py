@@ -1,42 +1,45 @@
-"""The Stage interface, and what a chain checks of its stages."""
+"""The Stage interface, and the checks of a chain."""
 
 from __future__ import annotations
 
 import enum
-import hashlib
 import inspect
+import re
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
+from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError
 from overlap.hooks.bucket import Bucket
 
 __all__ = [
-    "Background",
-    "BucketWatcher",
     "Role",
     "Stage",
     "StageContext",
     "StageOfOneModel",
+    "UpdateStage",
+    "check_order",
     "check_pass",
-    "check_places",
     "is_same_state",
     "redistributed",
+    "updates_of",
     "walk",
     "with_contexts",
 ]
 
 
+_ORIGIN = "origin"
+
+
 class Role(enum.IntEnum):
-    """What a stage does with a bucket. The stages of a chain are in this order; transforms may stand anywhere.
+    """The effect of a stage on a bucket. The stages of a chain are in this order; transforms may stand anywhere.
 
     >>> def clamp(bucket):
     ...     bucket.buffer.clamp_(-1, 1)
@@ -45,7 +48,7 @@ class Role(enum.IntEnum):
     """
 
     TRANSFORM = 0
-    """Neither reduces nor updates: changes or looks at what is there, local gradients, means or new parameters."""
+    """Neither reduces nor updates: changes or reads local gradients, means or new parameters."""
     REDUCER = 1
     """Turns this rank's gradients into their mean over ranks."""
     UPDATE = 2
@@ -54,28 +57,9 @@ class Role(enum.IntEnum):
     """Turns parameters into their mean over ranks."""
 
 
-class BucketWatcher(Protocol):
-    """Follows DDP's own buckets, other than those of a replay, whose memory is given up anyway."""
-
-    def arrived(self, bucket: Bucket) -> Bucket:
-        """All gradients of ``bucket`` are there; on the thread of backward. Returns the bucket that stages are given.
-        When this returns for the last bucket, DDP may use the memory of all."""
-
-    def through(self, bucket: Bucket) -> None:
-        """Its last stage is done; on the thread that runs stages and, on accelerators, with their stream current.
-        ``bucket`` is the object that arrived."""
-
-    def over(self, *, failed: bool) -> None:
-        """Backward is over and DDP has set ``.grad``; on the training thread, before stages are notified."""
-
-
-Background = Callable[..., None]
-"""Runs ``work`` on each of ``items`` outside of a backward pass: ``background(items, work, on_failure=...)``."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
-    """What a stage may know about the model before the first bucket arrives.
+    """Facts about the model, before the first bucket arrives.
 
     It does not refer to the model itself: DDP's reducer owns the hook, so the cycle could never be collected. Where
     only a hook is registered, ``names``, ``finds_unused``, ``module`` and ``ddp`` are ``None``.
@@ -107,20 +91,14 @@ class StageContext:
     """Reports an error in the training loop between two passes, after which this rank stops, to the other ranks."""
     note_unfinished: Callable[[], None] = lambda: None
     """Has DDP forget the backward that it has prepared, before the next forward: it ended with an error."""
-    watch: Callable[[BucketWatcher], object] = lambda watcher: None
-    """Notifies a :class:`BucketWatcher` of buckets from now on, until the registration is removed."""
-    background: Background | None = None
-    """Runs work outside of a backward pass, on the same connections and after all work begun before; never ``None`` in
-    :meth:`Stage.attach`."""
-
-    @property
-    def model_in_words(self) -> str:
-        """The same text on every rank, if the model's parameters are the same."""
-        if self.names is None:
-            return "a model"
-        layout = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in self.names.items()]
-        digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
-        return f"a model of {len(layout)} parameters (names, shapes and dtypes: {digest})"
+    watch: Callable[[Any], object] = lambda watcher: None
+    """Notifies an object of DDP's own buckets, other than those of a replay, until the registration is removed:
+    ``arrived(bucket)`` on the thread of backward, which returns the bucket that stages are given, and after the last
+    of which DDP may use the memory of all; ``through(bucket)`` where stages run, when its last stage is done; and
+    ``over(failed=)`` on the training thread, when DDP has set ``.grad`` and before stages are notified."""
+    background: Callable[..., None] | None = None
+    """``background(items, work, on_failure=...)`` runs ``work`` on each of ``items`` outside of a backward pass, on the
+    same connections and after all work begun before; never ``None`` in :meth:`Stage.attach`."""
 
 
 class Stage(ABC):
@@ -146,20 +124,19 @@ class Stage(ABC):
     async def __call__(self, bucket: Bucket) -> None:
         """Change ``bucket.buffer`` or the bucket's parameters in place."""
 
-    # Called by the scheduler. The defaults fit most stages.
+    children: tuple[Stage, ...] = ()
+    """The stages that this one is made of."""
+
+    # Called by the engine. The defaults fit most stages.
 
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:  # noqa: B027
-        """Called before :meth:`attach`, with the stages of the chain around this one; raise to refuse the place."""
+        """Called before :meth:`attach`, with the stages of the chain around this one; raise to refuse the order."""
 
     def attach(self, context: StageContext) -> None:  # noqa: B027
         """Called once, when the stage is registered; raise to refuse a model."""
 
     def check_together(self, stages: Sequence[Stage]) -> None:  # noqa: B027
         """Called once, when all stages of a chain are attached and before any collective; raise to refuse them."""
-
-    def context_of(self, child: Stage, context: StageContext) -> StageContext:
-        """What ``child`` is attached with, given the ``context`` of this stage."""
-        return context
 
     def detach(self) -> None:  # noqa: B027
         """Called when the registration is removed."""
@@ -175,50 +152,49 @@ class Stage(ABC):
         a stage raised. ``backward()`` then raises that error, with the returned text as a note."""
         return None
 
+    def passed(self, bucket: Bucket) -> Bucket:
+        """``bucket`` as the next stage of the chain sees it."""
+        return bucket.with_mean() if self.role is Role.REDUCER else bucket
+
     def note_result(self, result: Tensor) -> None:  # noqa: B027
         """Called with the result of another reducer of the same pass, the same on all ranks. Where it is not finite the
         pass is not applied, so a stage with memory drops what the pass would change."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The stage's memory between steps on this rank: tensors and plain values by name."""
-        return {}
+        """The stage's memory between steps on this rank: tensors and plain values by name. By default those of
+        ``children``, by their positions."""
+        states = {str(position): child.state_dict() for position, child in enumerate(self.children)}
+        return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned. Raises: ConfigurationError: it is not this stage's."""
-        if state_dict:
-            raise ConfigurationError(f"{self!r} has no state to load, but was given {sorted(state_dict)}")
+        children = {str(position): child for position, child in enumerate(self.children)}
+        if unknown := sorted(set(state_dict) - set(children)):
+            raise ConfigurationError(f"{self!r} has no state {unknown}: it was saved with other stages")
+        for key, child in children.items():
+            child.load_state_dict(state_dict.get(key, {}))
 
     def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
         """The state to load on ``rank`` of ``ranks``, from the :meth:`state_dict` of all ranks of another number, in
-        their order; here for a stage whose state is the same on every rank.
+        their order; here for a stage whose state, but for that of ``children``, is the same on every rank.
 
         Raises:
             ConfigurationError: the states differ.
         """
-        parts = self.state_parts
-        own = [{key: value for key, value in state.items() if key not in parts} for state in states]
+        children = {str(position): child for position, child in enumerate(self.children)}
+        own = [{key: value for key, value in state.items() if key not in children} for state in states]
         if not all(is_same_state(state, own[0]) for state in own):
             raise ConfigurationError(
                 f"{self!r} remembers other things on each rank, and has no rule for another number of ranks: resume "
                 f'with {len(states)}, or set state["stages"]["state"] = {{}} in every state, and all stages begin anew'
             )
         made = own[0]
-        for key, stage in parts.items():
-            if state := redistributed(stage, [state.get(key, {}) for state in states], rank=rank, ranks=ranks):
+        for key, child in children.items():
+            if state := redistributed(child, [state.get(key, {}) for state in states], rank=rank, ranks=ranks):
                 made[key] = state
         return made
 
-    # Facts about a stage, for the stages around it and for the scheduler. Most are of updates or transforms.
-
-    @property
-    def state_parts(self) -> Mapping[str, Stage]:
-        """The stages whose states are in this one's :meth:`state_dict`, by key."""
-        return {}
-
-    @property
-    def children(self) -> tuple[Stage, ...]:
-        """The stages that this one is made of."""
-        return ()
+    # Facts about a stage, for the stages around it and for the engine.
 
     @property
     def sequence(self) -> tuple[Stage, ...]:
@@ -232,14 +208,10 @@ class Stage(ABC):
 
     @property
     def signature(self) -> str:
-        """What must be the same on every rank, as text; ranks compare it at registration, so it has no addresses."""
+        """Text that ranks compare at registration: the stage with its options."""
+        if not self.children:
+            return re.sub(" at 0x[0-9a-f]+", "", repr(self))
         return f"{type(self).__name__}({', '.join(child.signature for child in self.children)})"
-
-    @property
-    def settings(self) -> Mapping[str, str]:
-        """Values beside :attr:`signature` that must be the same on every rank, as text by name, such as a learning
-        rate."""
-        return {}
 
     @property
     def reduces(self) -> bool:
@@ -247,55 +219,9 @@ class Stage(ABC):
         return self.role is Role.REDUCER
 
     @property
-    def needs_mean(self) -> bool:
-        """Whether a transform is meant for the mean, so that ``ZeroStep`` must reduce before it."""
-        return False
-
-    @property
-    def updated(self) -> Sequence[Tensor]:
-        """The parameters that an update updates."""
-        return ()
-
-    def reducer_for(self, updates: Sequence[Stage]) -> Stage | None:
-        """The reduction of an update that reduces by itself, as a stage that serves all of ``updates``."""
-        return None
-
-    @property
-    def edits_gradients(self) -> bool:
-        """Whether a transform changes gradients, so that another backward would add to changed ones."""
-        return self.role is Role.TRANSFORM
-
-    @property
-    def commutes_with_scaling(self) -> bool:
-        """Whether a transform of scaled gradients, unscaled afterwards, is the transform of unscaled ones."""
-        return True
-
-    @property
-    def leaves_update(self) -> bool:
-        """Whether the update of the backward under way is left to the loop's ``step()``."""
-        return False
-
-    @property
-    def updates_after_backward(self) -> bool:
-        """Whether new parameters are in place only after backward, so that no transform can follow."""
-        return False
-
-    def check_skippable(self, context: StageContext) -> None:
-        """Called at registration by a stage that may skip this update; raises if it cannot be skipped."""
-        raise UnsupportedError(f"{self!r} cannot leave out the update of a pass; use Step(optimizer) or ZeroStep(zero)")
-
-    def skip_if(self, found_inf: Tensor) -> None:
-        """Skip the update of the pass under way where ``found_inf``, 0-dimensional, is not zero."""
-        raise UnsupportedError(f"{self!r} cannot leave out the update of a pass")
-
-    @property
     def starts_on_autograd_thread(self) -> bool:
         """Whether the code before the first ``await`` must run where DDP calls hooks, when the bucket arrives."""
         return any(child.starts_on_autograd_thread for child in self.children)
-
-    def passed(self, bucket: Bucket) -> Bucket:
-        """``bucket`` as the next stage of the chain sees it."""
-        return bucket.with_mean() if self.role is Role.REDUCER else bucket
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -303,7 +229,7 @@ class Stage(ABC):
     if not TYPE_CHECKING:  # Or every attribute would be known to type checkers.
 
         def __getattr__(self, name: str) -> Any:
-            # What frameworks and DDP itself ask of a communication hook, in place of which a stage is given at times.
+            # Frameworks and DDP itself read these of a communication hook, in place of which a stage is given at times.
             if name == "__signature__":
                 return _SIGNATURE
             if name in ("__name__", "__qualname__"):
@@ -315,48 +241,97 @@ class Stage(ABC):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
+class UpdateStage(Stage):
+    """An update whose parameters and time are known, and which can be skipped; base of ``Step`` and ``ZeroStep``."""
+
+    role = Role.UPDATE
+
+    @property
+    @abstractmethod
+    def updated(self) -> Sequence[Tensor]:
+        """The parameters that it updates."""
+
+    @property
+    @abstractmethod
+    def settings(self) -> Mapping[str, str]:
+        """Values beside :attr:`signature` that must be the same on every rank, as text by name: learning rates."""
+
+    @property
+    @abstractmethod
+    def leaves_update(self) -> bool:
+        """Whether the update of the backward under way is left to the loop's ``step()``."""
+
+    @property
+    @abstractmethod
+    def updates_after_backward(self) -> bool:
+        """Whether new parameters are in place only after backward, so that no transform can follow."""
+
+    def reducer_for(self, updates: Sequence[UpdateStage]) -> Stage | None:
+        """The reduction of an update that reduces by itself, as a stage that serves all of ``updates``."""
+        return None
+
+    @abstractmethod
+    def check_skippable(self, context: StageContext) -> None:
+        """Called at registration by a stage that may skip this update; raises if it cannot be skipped."""
+
+    @abstractmethod
+    def skip_if(self, found_inf: Tensor) -> None:
+        """Skip the update of the pass under way where ``found_inf``, 0-dimensional, is not zero."""
+
+
 class StageOfOneModel(Stage):
     """A stage that serves one model at a time, and whose state may be loaded before it is attached.
 
-    Its state belongs to a *place*, such as this rank of so many: a plain value that is saved with the state.
-    :meth:`check_place` is called where both are known: when the stage is attached, or when a state is loaded later.
+    Its state has an *origin*, such as the rank and the number of ranks: a plain value that is saved with the state.
+    :meth:`check_origin` is called where both are known: when the stage is attached, or when a state is loaded later.
     """
 
     context: StageContext | None = None
     """Where it is attached."""
-    _saved_at: Any = None
+    _origin: Any = None
 
     @abstractmethod
-    def place_in(self, context: StageContext) -> Any:
-        """The place of a state that is saved now."""
+    def origin_in(self, context: StageContext) -> Any:
+        """The origin of a state that is saved now."""
 
     @abstractmethod
-    def check_place(self, saved_at: Any, context: StageContext) -> None:
-        """Raises: ConfigurationError: a state that was saved at this place is not for ``context``."""
+    def check_origin(self, origin: Any, context: StageContext) -> None:
+        """Raises: ConfigurationError: a state of this origin is not for ``context``."""
 
-    @property
-    def place(self) -> Any:
-        """To be saved with the state; ``None`` where it is not known."""
-        return self._saved_at if self.context is None else self.place_in(self.context)
-
-    @place.setter
-    def place(self, saved_at: Any) -> None:
-        """Called with the place of a state before that is loaded."""
-        if saved_at is not None and self.context is not None:
-            self.check_place(saved_at, self.context)
-        self._saved_at = saved_at
+    def context_of(self, child: Stage, context: StageContext) -> StageContext:
+        """The context that ``child`` is attached with, given the ``context`` of this stage."""
+        return context
 
     def attach(self, context: StageContext) -> None:
         if self.context is not None:
             raise RegistrationError(f"{self!r} is registered with a model already; give each model one of its own")
-        if self._saved_at is not None:
-            self.check_place(self._saved_at, context)
+        if self._origin is not None:
+            self.check_origin(self._origin, context)
         self.context = context
 
     def detach(self) -> None:
         if self.context is not None:
-            self._saved_at = self.place
+            # Without state it fits any model.
+            self._origin = self.state_dict().get(_ORIGIN)
         self.context = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of ``children``, and their ``origin``; empty where they have none."""
+        state = super().state_dict()
+        origin = self._origin if self.context is None else self.origin_in(self.context)
+        return {**state, _ORIGIN: origin} if state and origin is not None else state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned on this rank, before or after registering.
+
+        Raises:
+            ConfigurationError: it is of another origin or of other stages; also when registering.
+        """
+        origin = state_dict.get(_ORIGIN)
+        if origin is not None and self.context is not None:
+            self.check_origin(origin, self.context)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != _ORIGIN})
+        self._origin = origin
 
 
 # Without annotations, which DDP compares with its own types.
@@ -383,13 +358,19 @@ def with_contexts(stage: Stage, context: StageContext) -> Iterator[tuple[Stage, 
     """``stage`` and all stages that it is made of, each with its context, made when its parent has been attached."""
     yield stage, context
     for child in stage.children:
-        yield from with_contexts(child, stage.context_of(child, context))
+        own = stage.context_of(child, context) if isinstance(stage, StageOfOneModel) else context
+        yield from with_contexts(child, own)
 
 
-def check_places(sequence: Sequence[Stage]) -> None:
-    """Have each stage of a chain check what stands around it. Raises: ConfigurationError: a place is wrong."""
-    for place, stage in enumerate(sequence):
-        before, after = sequence[:place], sequence[place + 1 :]
+def updates_of(sequence: Sequence[Stage]) -> list[UpdateStage]:
+    """The updates among the stages of a chain."""
+    return [stage for stage in sequence if isinstance(stage, UpdateStage)]
+
+
+def check_order(sequence: Sequence[Stage]) -> None:
+    """Have each stage of a chain check the stages around it. Raises: ConfigurationError: they are out of order."""
+    for position, stage in enumerate(sequence):
+        before, after = sequence[:position], sequence[position + 1 :]
         if stage.role is Role.TRANSFORM:
             _check_transform(stage, before, after)
         stage.placed(before, after)
@@ -397,15 +378,13 @@ def check_places(sequence: Sequence[Stage]) -> None:
 
 def _check_transform(stage: Stage, before: Sequence[Stage], after: Sequence[Stage]) -> None:
     updates = [one for one in before if one.role is Role.UPDATE]
-    if not updates:
-        return
     later = next((one for one in after if one.role is Role.UPDATE), None)
-    if later is not None:
+    if updates and later is not None:
         raise ConfigurationError(
             f"{stage!r} stands between the updates {updates[-1]!r} and {later!r}, where some parameters are new and "
             "some are not: put it before both or after both"
         )
-    deferred = next((one for one in updates if one.updates_after_backward), None)
+    deferred = next((update for update in updates_of(before) if update.updates_after_backward), None)
     if deferred is not None:
         raise ConfigurationError(
             f"{stage!r} stands after {deferred!r}, which makes new parameters only after backward, so it would see "
@@ -418,7 +397,7 @@ def check_pass(sequence: Sequence[Stage]) -> None:
     """Raises: TrainingLoopError: a transform of new parameters would see old ones in the backward that begins."""
     skipped: Stage | None = None
     for stage in sequence:
-        if stage.role is Role.UPDATE and stage.leaves_update:
+        if isinstance(stage, UpdateStage) and stage.leaves_update:
             skipped = skipped or stage
         elif stage.role is Role.TRANSFORM and skipped is not None:
             raise TrainingLoopError(

@@ -16,10 +16,9 @@ import torch.distributed as dist
 
 from overlap.errors import ConfigurationError
 from overlap.hooks.adapters import CommHook, StageHook, as_stage, check_hook, hook_name
-from overlap.hooks.allreduce import AllGather, AllReduce, NoReduction
 from overlap.hooks.bucket import Bucket, on_group
-from overlap.hooks.cast import Cast
 from overlap.hooks.quantize import GatherQuantized
+from overlap.hooks.reducers import AllGather, AllReduce, Cast, NoReduction
 from overlap.hooks.stage import Stage
 
 __all__ = [
@@ -40,11 +39,8 @@ class _OnGroup(Stage):
 
     def __init__(self, inner: Stage, group: dist.ProcessGroup) -> None:
         self._inner = inner
+        self.children = (inner,)
         self._group = group
-
-    @property
-    def children(self) -> tuple[Stage, ...]:
-        return (self._inner,)
 
     async def __call__(self, bucket: Bucket) -> None:
         await self._inner(on_group(bucket, self._group))

@@ -163,7 +163,7 @@ class _Pass(enum.Enum):
 
 
 class GradientRelease:
-    """Releases the buckets of one model. See [Note: gradient release]. It is the ``BucketWatcher`` of the model.
+    """Releases the buckets of one model. See [Note: gradient release]. It watches them: see ``StageContext.watch``.
 
     Args:
         context: of the stage that registers it.

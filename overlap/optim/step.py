@@ -240,10 +240,6 @@ class Step(Update[StepLayout]):
         return [p for group in self.optimizer.param_groups for p in group["params"] if self.owns_gradient_of(p)]
 
     @property
-    def signature(self) -> str:
-        return repr(self)
-
-    @property
     def _adopts_parameters(self) -> bool:
         """Whether the functional optimizer was given no parameters, and takes those that come."""
         return self._functional is not None and self._functional.adopts

@@ -37,7 +37,9 @@ from overlap._torch.device import has_streams, to_device
 from overlap._torch.optimizer import mark_stepped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
+from overlap.hooks.stage import UpdateStage
 from overlap.hooks.transforms.clip import Clipping, check_norm_type
+from overlap.hooks.transforms.transform import Transform
 from overlap.join import Join, Joinable
 from overlap.join.joinable import refuse_before_model
 from overlap.join.participation import active_join
@@ -64,7 +66,7 @@ class BucketLayout:
 L = TypeVar("L", bound=BucketLayout)
 
 
-class Update(Stage, Generic[L]):
+class Update(UpdateStage, Generic[L]):
     """Updates a model's parameters, in backward or in ``step()``. See [Note: an update], [Note: the update lifecycle].
 
     Args:
@@ -77,7 +79,6 @@ class Update(Stage, Generic[L]):
         release_gradients: see [Note: gradient release].
     """
 
-    role = Role.UPDATE
     is_sharded = False
     """Whether a rank updates only its part, and publishes that by a collective."""
 
@@ -648,7 +649,9 @@ class LoopOptimizer(Optimizer, Joinable):
 
 def check_unscaled(transforms: Sequence[Stage], instead: str) -> None:
     """Called where ``GradScaler`` is used. Raises: TrainingLoopError: a transform has seen scaled gradients."""
-    transform = next((stage for stage in transforms if not stage.commutes_with_scaling), None)
+    transform = next(
+        (stage for stage in transforms if isinstance(stage, Transform) and not stage.commutes_with_scaling), None
+    )
     if transform is not None:
         raise TrainingLoopError(
             f"GradScaler multiplies the loss, so {transform!r} has seen scaled gradients in backward: leave it out. "
@@ -659,4 +662,6 @@ def check_unscaled(transforms: Sequence[Stage], instead: str) -> None:
 def without_adding_up(form: Form, before: Sequence[Stage]) -> Form:
     """``form`` of an update after the stages ``before``: where one edits gradients, such as a clip, a second backward
     would add to what is edited already, and is refused."""
-    return replace(form, adds_up=form.adds_up and not any(stage.edits_gradients for stage in before))
+    transforms = [stage for stage in before if stage.role is Role.TRANSFORM]
+    edits = any(not isinstance(stage, Transform) or stage.edits_gradients for stage in transforms)
+    return replace(form, adds_up=form.adds_up and not edits)

@@ -19,7 +19,7 @@ from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks import Stage, StageHook
 from overlap.hooks.adapters import HookStage, hook_name
 from overlap.hooks.engine.registration import registration_of
-from overlap.hooks.stage import walk
+from overlap.hooks.stage import updates_of, walk
 from overlap.optim import FunctionalOptimizer, LocalSGD, ZeroRedundancyOptimizer
 from overlap.optim.lifecycle import UpdateLifecycle
 from overlap.optim.optimizer import OptimizerProxy
@@ -187,7 +187,7 @@ def _optimizers(optim: Optim, stage: Stage | None, function: str) -> list[Any]:
     if len(set(map(id, found))) < len(found):
         raise ConfigurationError(f"{function} was given one optimizer twice; give each once")
     covered = {id(parameter) for one in found for group in one.param_groups for parameter in group["params"]}
-    for update in [] if stage is None or not found else stage.sequence:
+    for update in [] if stage is None or not found else updates_of(stage.sequence):
         if any(id(parameter) not in covered for parameter in update.updated):
             raise ConfigurationError(
                 f"{update!r} is registered, and {function} was not given its optimizer, whose state would be lost: "

@@ -58,7 +58,7 @@ def test_a_cast_takes_a_wire_of_a_dtype() -> None:
 
 
 def test_a_stage_without_state_refuses_to_load_one() -> None:
-    with pytest.raises(ConfigurationError, match="no state to load"):
+    with pytest.raises(ConfigurationError, match=r"has no state \['a'\]"):
         AllReduce().load_state_dict({"a": 1})
 
 
@@ -86,21 +86,8 @@ class _Memory(Stage):
         self.seen = dict(state_dict)
 
 
-def _memory_by_name(rank: int, world_size: int) -> None:
-    stages = chain(_Memory(), Step(SGD((ddp := wrap(MLP.model(), **MLP.ddp_options())).parameters())))
-    stages.register(ddp)
-    for step in range(3):
-        ddp(*MLP.batch(step, rank).inputs).sum().backward()
-    names = [name for name, _ in MLP.model().named_parameters()]
-    assert stages.state_dict() == {"0": dict.fromkeys(names, 3)}
-
-
-def test_memory_is_kept_by_parameter_name_however_often_buckets_are_rebuilt() -> None:
-    run_ranks(_memory_by_name, 2)
-
-
 def test_a_chain_refuses_the_state_of_a_stage_that_it_lacks() -> None:
-    with pytest.raises(ConfigurationError, match=r"\['7'\] for a chain of 1 stages"):
+    with pytest.raises(ConfigurationError, match=r"has no state \['7'\]"):
         chain(_Memory()).load_state_dict({"7": {}})
 
 
@@ -121,7 +108,7 @@ def _state_behind_a_cast(rank: int, world_size: int) -> None:
     stages.register(ddp)
     ddp(*MLP.batch(0, rank).inputs).sum().backward()
     state = stages.state_dict()
-    assert state["0"].keys() == inner.state_dict().keys() and state["0"]
+    assert state["0"]["0"].keys() == inner.state_dict().keys()
     chain(Cast(torch.float32, PowerSGD(rank=1))).load_state_dict(state)
 
 

@@ -12,7 +12,7 @@ from harness import Record, assert_parity, run_ranks, run_threads
 from harness.models import DTYPES, MLP, TRANSFORMER
 from overlap import AllGather, AllReduce, Cast, NoReduction, chain, register
 
-from .runs import Attach, plain, run, to_ddp, trained
+from .runs import plain, run, to_ddp, trained
 
 Runs = list[list[Record]]
 
@@ -50,36 +50,21 @@ def test_all_gather_equals_plain_ddp_but_for_the_order_of_summation(means: tuple
     )
 
 
-def _no_reduction(rank: int, world_size: int, attach: Attach) -> None:
+def _no_reduction(rank: int, world_size: int) -> None:
     reference = MLP.model()
     nn.functional.mse_loss(reference(*MLP.batch(0, rank).inputs), MLP.batch(0, rank).target).backward()
-    (record,) = run(rank, attach, steps=1)
     own = {name: p.grad for name, p in reference.named_parameters()}
-    assert_parity(record.gradients, own, what="each rank's own gradient")
+    for attach in (chain(NoReduction()).register, lambda ddp: to_ddp(ddp, overlap.noop_hook)):
+        (record,) = run(rank, attach, steps=1)
+        assert_parity(record.gradients, own, what="each rank's own gradient")
 
 
-@pytest.mark.parametrize(
-    "attach",
-    [
-        chain(NoReduction()).register,
-        lambda ddp: register(ddp, overlap.noop_hook),
-        lambda ddp: to_ddp(ddp, overlap.noop_hook),
-    ],
-    ids=["NoReduction", "noop_hook", "noop_hook by DDP"],
-)
-def test_no_reduction_leaves_each_rank_its_own_gradient(attach: Attach) -> None:
-    run_ranks(_no_reduction, 2, attach)
+def test_no_reduction_leaves_each_rank_its_own_gradient() -> None:
+    run_ranks(_no_reduction, 2)
 
 
-@pytest.fixture(scope="module")
-def in_bfloat16() -> Runs:
-    (records,) = trained(chain(Cast(torch.bfloat16)).register)
-    return records
-
-
-def test_a_cast_to_bfloat16_rounds_and_stays_within_its_precision(in_bfloat16: Runs) -> None:
-    (reference,) = trained(plain)
-    for ours, theirs in zip(in_bfloat16, reference, strict=True):
+def test_a_cast_to_bfloat16_rounds_and_stays_within_its_precision() -> None:
+    for ours, theirs in zip(*trained(chain(Cast(torch.bfloat16)).register, plain), strict=True):
         assert_parity(
             [record.parameters for record in ours],
             [record.parameters for record in theirs],
@@ -98,35 +83,23 @@ def test_a_cast_to_float16_takes_gradients_of_every_dtype() -> None:
         assert all(torch.isfinite(gradient).all() for gradient in record.gradients.values())
 
 
-def _on_subgroups(rank: int, world_size: int) -> dict[str, list[Record]]:
+def _on_subgroups(rank: int, world_size: int) -> None:
     """Models on pairs of ranks, where ranks are in different numbers of groups."""
-    mine = None
-    for ranks in ((0, 1), (2, 3), (0, 1, 2)):
-        group = dist.new_group(list(ranks))
-        if rank in ranks and mine is None:
-            mine = group
-    assert mine is not None
-    place = rank % 2
-    return {
-        "plain": run(place, plain, process_group=mine),
-        "the model's group": run(place, chain(AllReduce()).register, process_group=mine),
-        "the hook's state": run(
-            place, lambda ddp: ddp.register_comm_hook(mine, overlap.allreduce_hook), process_group=mine
-        ),
+    groups = [dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 1, 2))]
+    mine, member = groups[rank // 2], rank % 2
+    reference = run(member, plain, process_group=mine)
+    ways = {
+        "the model's group": run(member, chain(AllReduce()).register, process_group=mine),
+        "the hook's state": run(member, lambda ddp: to_ddp(ddp, overlap.allreduce_hook, mine), process_group=mine),
         # The model's own group is the whole world here.
-        "the hook's state alone": run(place, lambda ddp: register(ddp, overlap.allreduce_hook, mine)),
+        "the hook's state alone": run(member, lambda ddp: register(ddp, overlap.allreduce_hook, mine)),
     }
+    for way, records in ways.items():
+        assert_parity(records, reference, what=f"a subgroup that is named by {way}")
 
 
-@pytest.fixture(scope="module")
-def on_subgroups() -> list[dict[str, list[Record]]]:
-    return run_ranks(_on_subgroups, 4)
-
-
-@pytest.mark.parametrize("named_by", ["the model's group", "the hook's state", "the hook's state alone"])
-def test_a_reducer_uses_the_group_that_is_named_by(on_subgroups: list[dict[str, list[Record]]], named_by: str) -> None:
-    for runs in on_subgroups:
-        assert_parity(runs[named_by], runs["plain"], what=f"a subgroup that is named by {named_by}")
+def test_a_reducer_uses_the_group_that_is_named() -> None:
+    run_ranks(_on_subgroups, 4)
 
 
 def _without_gloo(rank: int, world_size: int) -> None:

@@ -11,7 +11,7 @@ from join_loops import joined
 
 from harness import assert_parity, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import AllGather, Hierarchical, PowerSGD, Quantize, Stage, chain, route
+from overlap import AllGather, Hierarchical, Int4, PowerSGD, Quantize, Stage, chain, route
 from overlap.hooks.stage import Role
 
 _BATCHES = (6, 2)
@@ -52,7 +52,7 @@ FEEDBACK: dict[str, tuple[Any, Any]] = {
         lambda stage: stage.state_dict()["residuals"],
     ),
     "Quantize": (
-        lambda: Quantize(bits=4, error_feedback=True),
+        lambda: Quantize(Int4(), error_feedback=True),
         # Of the mean over two ranks.
         lambda stage: {name: 2 * error for name, error in stage.state_dict()["error"].items()},
     ),
@@ -61,8 +61,8 @@ FEEDBACK: dict[str, tuple[Any, Any]] = {
         lambda stage: stage.state_dict()["1"]["residuals"],
     ),
     "Hierarchical": (
-        lambda: Hierarchical(outer=Quantize(bits=4, error_feedback=True), machine_size=1),
-        lambda stage: {name: 2 * error for name, error in stage.state_dict()["outer"]["error"].items()},
+        lambda: Hierarchical(outer=Quantize(Int4(), error_feedback=True), machine_size=1),
+        lambda stage: {name: 2 * error for name, error in stage.state_dict()["1"]["error"].items()},
     ),
 }
 

@@ -31,8 +31,8 @@ MUTANTS: dict[str, Mutant] = {
     # The engine.
     "the sum is divided by another number": Mutant(
         "hooks/engine/runtime.py",
-        "divisor=gradient_divisor(self._context.group),",
-        "divisor=gradient_divisor(self._context.group) + 1,",
+        "divisor=gradient_divisor(self.context.group),",
+        "divisor=gradient_divisor(self.context.group) + 1,",
         "hooks/test_reducers.py::test_all_reduce_equals_plain_ddp_bit_for_bit",
     ),
     "a collective is not waited for": Mutant(
@@ -54,9 +54,9 @@ MUTANTS: dict[str, Mutant] = {
         "hooks/engine/executors.py", "board.poll()", "pass", "hooks/engine/test_host_executor.py"
     ),
     "hyperparameters are not compared at registration": Mutant(
-        "hooks/engine/runtime.py",
-        "settings = [dict(each.settings) for each in sequence]",
-        "settings = [{} for _ in sequence]",
+        "hooks/engine/registration.py",
+        'digest {_digest(named)}", **update.settings}',
+        'digest {_digest(named)}"}',
         "optim/test_step_registered.py -k other_hyperparameters",
     ),
     "an abandoned backward is not noticed": Mutant(
@@ -67,7 +67,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # Reducers and transforms.
     "a cast is not cast back": Mutant(
-        "hooks/cast.py", "bucket.buffer.copy_(compressed.buffer)", "pass", "hooks/test_reducers.py -k cast_to_bfloat16"
+        "hooks/reducers.py",
+        "bucket.buffer.copy_(compressed.buffer)",
+        "pass",
+        "hooks/test_reducers.py -k cast_to_bfloat16",
     ),
     "nothing is reduced between machines": Mutant(
         "hooks/hierarchical.py",
@@ -77,8 +80,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the last rule decides": Mutant(
         "hooks/route.py",
-        "self.reducers.index(self.rules[found[0]])",
-        "self.reducers.index(self.rules[found[-1]])",
+        "reducer_of[name] = self.rules[found[0]]",
+        "reducer_of[name] = self.rules[found[-1]]",
         "hooks/test_route.py",
     ),
     "clipping by the norm of an earlier pass": Mutant(

@@ -21,7 +21,7 @@ from overlap import (
     ZeroStep,
     chain,
 )
-from overlap.hooks.engine.executors import is_small, limit_replaced, runs_inline
+from overlap.hooks.engine.executors import limit_replaced, runs_inline
 from overlap.hooks.engine.registration import registration_of
 
 INLINE = {"OVERLAP_SMALL_MODEL_BYTES": str(2**20)}
@@ -92,12 +92,8 @@ def _model(*widths: int, dtype: torch.dtype = torch.float32, **options: Any) -> 
 
 
 def _which(rank: int, world_size: int) -> None:
-    with limit_replaced(1000):
-        assert is_small(1000, has_one_bucket=False)
-        assert not is_small(1001, has_one_bucket=False)
-        assert is_small(10**9, has_one_bucket=True), "no bucket could ride beside it"
     with limit_replaced(0):
-        assert not is_small(1, has_one_bucket=True)
+        assert not runs_inline(_model(4))
     assert runs_inline(_model(256, 256))
     assert not runs_inline(_model(512, 512))
     assert runs_inline(_model(1024))

@@ -65,7 +65,7 @@ def _powersgd() -> PowerSGD:
 
 
 def _feedback() -> Quantize:
-    return Quantize(bits=4, error_feedback=True)
+    return Quantize(Int4(), error_feedback=True)
 
 
 def _routed() -> Any:
@@ -225,7 +225,7 @@ def _check_memories(form: str, now: Any, olds: Sequence[Any], rank: int, ranks: 
     else:
         assert now.keys() == olds[0].keys()
         for key in now:
-            if key == "parameters":
+            if key == "origin":
                 assert now[key] == olds[0][key]
             else:
                 _check_memories(form, now[key], [old[key] for old in olds], rank, ranks)
@@ -358,11 +358,11 @@ def _left_out(old: int) -> dict[str, Any]:
 
 def test_stages_inside_of_others_have_their_rules() -> None:
     stage = chain(PostLocal(PostLocalSGDState(None, None, 5), Cast(torch.bfloat16, _feedback())))
-    states = [{"0": {"iter": 3, "inner": _left_out(old)}} for old in range(3)]
+    states = [{"0": {"iter": 3, "0": {"0": _left_out(old)}}} for old in range(3)]
     made = stage.redistribute(states, rank=0, ranks=2)
     inner = {"error": {"weight": torch.tensor([4.0])}, "rank": 0, "ranks": 2}
-    assert_parity(made, {"0": {"iter": 3, "inner": inner}}, what="of old ranks 0 and 2")
-    before = [{"0": {"iter": 0, "inner": {}}}] * 3
+    assert_parity(made, {"0": {"iter": 3, "0": {"0": inner}}}, what="of old ranks 0 and 2")
+    before = [{"0": {"iter": 0}}] * 3
     assert stage.redistribute(before, rank=0, ranks=2) == before[0]  # Before the first pass.
     unknown = [{**state, "7": {"kept": 1}} for state in states]
     assert stage.redistribute(unknown, rank=1, ranks=2)["7"] == {"kept": 1}  # To be refused when it is loaded.
@@ -370,6 +370,6 @@ def test_stages_inside_of_others_have_their_rules() -> None:
 
 def test_parts_that_belong_to_places_on_machines_have_no_rule() -> None:
     stage = chain(Hierarchical(outer=_feedback(), machine_size=1))
-    states = [{"0": {"outer": _left_out(old), "place": {"rank": old}}} for old in range(3)]
-    with pytest.raises(ConfigurationError, match=r"by the place of a rank on its machine.* resume with 3 ranks"):
+    states = [{"0": {"1": _left_out(old), "origin": {"rank": old}}} for old in range(3)]
+    with pytest.raises(ConfigurationError, match=r"of a rank on its machine.* resume with 3 ranks"):
         stage.redistribute(states, rank=0, ranks=2)

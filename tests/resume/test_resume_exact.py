@@ -21,6 +21,8 @@ from harness.models import BATCH_NORM, TRANSFORMER, Case, mean_squared_error
 from overlap import (
     Cast,
     Hierarchical,
+    Int4,
+    Int8,
     LocalSGD,
     OverlappedOptimizer,
     PowerSGD,
@@ -113,20 +115,20 @@ CUT_ANEW = ("LocalSGD, update in backward",)
 """Not offered with ``find_unused_parameters``; it reduces no bucket after the resume."""
 
 REDUCERS: dict[str, Callable[[], Any]] = {
-    "Quantize": lambda: Quantize(bits=8),
-    "Quantize, feedback": lambda: Quantize(bits=4, error_feedback=True),
-    "Quantize, stochastic": lambda: Quantize(bits=4, rounding="stochastic", error_feedback=True),
+    "Quantize": lambda: Quantize(Int8()),
+    "Quantize, feedback": lambda: Quantize(Int4(), error_feedback=True),
+    "Quantize, stochastic": lambda: Quantize(Int4(rounding="stochastic"), error_feedback=True),
     "Quantize, TopK": lambda: Quantize(TopK(0.1, chunk=64, rounding="stochastic"), error_feedback=True),
-    "Cast, Quantize": lambda: Cast(torch.bfloat16, Quantize(bits=4, error_feedback=True)),
+    "Cast, Quantize": lambda: Cast(torch.bfloat16, Quantize(Int4(), error_feedback=True)),
     "PowerSGD": lambda: PowerSGD(rank=1, min_compression_rate=1),
     "PowerSGD, alternating": lambda: PowerSGD(rank=2, min_compression_rate=1, alternate=True),
     "PowerSGD, late and cold": lambda: PowerSGD(rank=2, start_step=2, warm_start=False, min_compression_rate=1),
     "Cast, PowerSGD": lambda: Cast(torch.float16, PowerSGD(rank=2, min_compression_rate=1)),
     "powerSGD_hook": lambda: as_stage(powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
     "batched_powerSGD_hook": lambda: as_stage(batched_powerSGD_hook, PowerSGDState(None, 2, 1, 1)),
-    "route": lambda: route({"*.bias": Quantize(bits=8), "*": PowerSGD(rank=1, min_compression_rate=1)}),
-    "Hierarchical": lambda: Hierarchical(outer=Quantize(bits=4, error_feedback=True), machine_size=1),
-    "PostLocal": lambda: PostLocal(PostLocalSGDState(None, None, 5), Quantize(bits=4, error_feedback=True)),
+    "route": lambda: route({"*.bias": Quantize(Int8()), "*": PowerSGD(rank=1, min_compression_rate=1)}),
+    "Hierarchical": lambda: Hierarchical(outer=Quantize(Int4(), error_feedback=True), machine_size=1),
+    "PostLocal": lambda: PostLocal(PostLocalSGDState(None, None, 5), Quantize(Int4(), error_feedback=True)),
 }
 
 
@@ -195,7 +197,7 @@ def _resumed(
 TWO_LEVELS = {
     "route of two levels": lambda: route(
         {
-            "*.weight": Hierarchical(outer=Quantize(bits=4, error_feedback=True), machine_size=2),
+            "*.weight": Hierarchical(outer=Quantize(Int4(), error_feedback=True), machine_size=2),
             "*": Cast(torch.bfloat16),
         }
     )

@@ -22,6 +22,7 @@ from overlap import (
     AllReduce,
     Cast,
     ConfigurationError,
+    Int4,
     LocalSGD,
     OverlappedOptimizer,
     PowerSGD,
@@ -42,7 +43,7 @@ KEPT = dataclasses.replace(MLP, find_unused_parameters=True)
 
 
 def _feedback() -> Quantize:
-    return Quantize(bits=4, error_feedback=True)
+    return Quantize(Int4(), error_feedback=True)
 
 
 def _overlapped(rank: int, *, steps: int = 3, reducer: Any = None, parameters: Any = list, **step: Any) -> Any:

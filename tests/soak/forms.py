@@ -14,6 +14,7 @@ from harness.models import MLP
 from overlap import (
     AllReduce,
     Bucket,
+    Int4,
     LocalSGD,
     OverlappedOptimizer,
     PowerSGD,
@@ -119,7 +120,7 @@ def _powersgd() -> Stage:
 
 
 def _quantize() -> Stage:
-    return Quantize(bits=4, error_feedback=True)
+    return Quantize(Int4(), error_feedback=True)
 
 
 _ALL = (

@@ -1,4 +1,4 @@
-"""Work outside of a backward pass, such as averaging or gathering parameters while training goes on."""
+"""Work outside of a backward pass, such as averaging or gathering parameters during training."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 from overlap._torch.device import current_stream, has_streams, recorded_event
 from overlap._torch.profiling import label_type
+from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
-from overlap.hooks.engine.executors import Executor, Subject
-from overlap.hooks.engine.wavefront import Part, Task
-from overlap.hooks.stage import Background
+from overlap.hooks.engine.executors import Executor
+from overlap.hooks.engine.wavefront import StageRun, Task
 
-__all__ = ["BETWEEN_PASSES", "Completion", "Item", "run_and_wait", "run_items", "run_now"]
+__all__ = ["BETWEEN_PASSES", "Completion", "Item", "Subject", "run_items", "run_now"]
 
 BETWEEN_PASSES = "background"
-"""The label of background work, in the place of a stage's."""
+"""The label of background work, where a bucket has that of a stage."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,6 +36,8 @@ class Item:
         return f"part {self.index}"
 
 
+Subject = Bucket | Item
+"""A task works on one of these."""
 T = TypeVar("T", bound=Subject)
 Work = Callable[[T], Coroutine[Operation, Any, None]]
 
@@ -48,12 +50,12 @@ def run_items(items: Sequence[T], work: Work[T], executor: Executor) -> None:
     of the item before, and before the others of that item.
     """
     active: list[Task] = []
-    parts, labelled = [Part(BETWEEN_PASSES, work)], label_type()
+    runs, labelled = [StageRun(BETWEEN_PASSES, work)], label_type()
     try:
         with executor.scope():
             for item in [*items, None]:
                 if item is not None:
-                    active.append(Task(item, item, parts, executor, labelled=labelled))
+                    active.append(Task(item, item, runs, executor, labelled=labelled))
                     active[-1].advance()
                 while len(active) > (0 if item is None else 1):
                     while not active[0].is_done:
@@ -116,20 +118,3 @@ def _copied(error: BaseException) -> BaseException:
     if notes := getattr(error, "__notes__", None):
         made.__notes__ = list(notes)
     return made.with_traceback(error.__traceback__)
-
-
-def run_and_wait(background: Background, items: Sequence[T], work: Work[T], device: torch.device) -> None:
-    """Run ``work`` on each of ``items`` with a runtime's ``background``; the current stream may use the results."""
-    completions = {item: Completion(device) for item in items}
-
-    async def completed(item: T) -> None:
-        await work(item)
-        completions[item].set()
-
-    def fail(error: BaseException) -> None:
-        for completion in completions.values():
-            completion.fail(error)
-
-    background(items, completed, on_failure=fail)
-    for completion in completions.values():
-        completion.wait()

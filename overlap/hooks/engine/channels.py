@@ -39,7 +39,8 @@ _connected: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDiction
 class GroupChannels:
     """The model's process group itself, for stages that run on the training thread.
 
-    The group belongs to the user, so there is nothing to open, to close or to report on.
+    The group belongs to the user: there is nothing to connect, to close or to report on, so all methods but the first
+    two do nothing. See :class:`PrivateChannels`.
     """
 
     is_open = True
@@ -58,24 +59,15 @@ class GroupChannels:
         """A new tag for messages, the same on every rank."""
         return next(self._tags)
 
-    def open(self) -> None:
-        """Connect to the other ranks of the model's group now, unless connected."""
+    def open(self) -> None: ...
 
-    def fail(self, error: BaseException) -> None:
-        """Report ``error`` to the other ranks, then close the connections, so that nobody waits for a timeout."""
+    def fail(self, error: BaseException) -> None: ...
 
-    def tell(self, error: BaseException) -> None:
-        """Report ``error`` of the training loop, which has left nothing in flight here; the next use connects again.
+    def tell(self, error: BaseException) -> None: ...
 
-        The connections stay open until then: another rank may still finish a collective on them, and be refused by
-        itself. Where nothing is connected the ranks know of a failure already.
-        """
+    def abort(self) -> None: ...
 
-    def abort(self) -> None:
-        """Abandon what is in flight: the other ranks see their connections close. The next use connects again."""
-
-    def forget_done(self) -> None:
-        """Let go of the tensors of collectives that are done; called where collectives are issued."""
+    def forget_done(self) -> None: ...
 
 
 class PrivateChannels(GroupChannels):
@@ -142,9 +134,11 @@ class PrivateChannels(GroupChannels):
         return self.board
 
     def open(self) -> None:
+        """Connect to the other ranks of the model's group now, unless connected."""
         self.of(None)
 
     def fail(self, error: BaseException) -> None:
+        """Report ``error`` to the other ranks, then close the connections, so that nobody waits for a timeout."""
         # A failure that another rank caused is reported by that rank, or shows where the connections close.
         if not isinstance(error, CollectiveError):
             with contextlib.suppress(Exception):
@@ -152,11 +146,17 @@ class PrivateChannels(GroupChannels):
         self.abort()
 
     def tell(self, error: BaseException) -> None:
+        """Report ``error`` of the training loop, which has left nothing in flight here; the next use connects again.
+
+        The connections stay open until then: another rank may still finish a collective on them, and be refused by
+        itself. Where nothing is connected the ranks know of a failure already.
+        """
         if self.board is not None:
             self.board.report(error)
             self._leave()
 
     def abort(self) -> None:
+        """Abandon what is in flight: the other ranks see their connections close. The next use connects again."""
         self._leave()
         self._close_left()
 
@@ -173,5 +173,6 @@ class PrivateChannels(GroupChannels):
             self._left.pop().abort()
 
     def forget_done(self) -> None:
+        """Release the tensors of collectives that are done; called where collectives are issued."""
         for channel in self._channels.values():
             channel.forget_done()

@@ -1,4 +1,4 @@
-"""Where a stage's code runs, and what it means there to wait for a collective.
+"""Where a stage's code runs, and how it waits there for a collective.
 
 [Note: small models]
 
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._checks import refuse_capture
 from overlap._threads import start
 from overlap._torch.autograd import by_default, without_saved_context
-from overlap._torch.c10d import group_exists
 from overlap._torch.ddp import has_one_bucket, trained_parameters
 from overlap._torch.device import current_stream, future_for, has_streams, on_stream, stream_of
 from overlap._torch.gloo import has_lost_connection
 from overlap.errors import CollectiveError
-from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels
 from overlap.ranks.board import explained
@@ -41,12 +39,9 @@ __all__ = [
     "BucketFuture",
     "Executor",
     "HostExecutor",
-    "Observer",
     "StreamExecutor",
-    "Subject",
     "Worker",
     "executor_for",
-    "is_small",
     "limit_replaced",
     "model_executor",
     "runs_inline",
@@ -59,8 +54,6 @@ _Job = Callable[[], None]
 _PRIORITY = -1
 # How long a thread waits for a collective before it polls whether another rank has reported a failure.
 _POLL_INTERVAL = timedelta(seconds=1)
-# How often a worker without jobs checks that its process group still exists.
-_CHECK_INTERVAL_S = 0.5
 
 _small_bytes = 2**20
 
@@ -76,44 +69,10 @@ def limit_replaced(limit_bytes: int) -> Iterator[None]:
         _small_bytes = before
 
 
-def is_small(trained_bytes: int, *, has_one_bucket: bool) -> bool:
-    """Whether a model with so many bytes of trainable parameters is small. See [Note: small models]."""
-    return _small_bytes > 0 and (has_one_bucket or trained_bytes <= _small_bytes)
-
-
 def runs_inline(ddp: DistributedDataParallel) -> bool:
-    """Whether stages of this model on CPU tensors run on autograd's thread."""
-    return is_small(sum(parameter.nbytes for parameter in trained_parameters(ddp)), has_one_bucket=has_one_bucket(ddp))
-
-
-class Subject(Protocol):
-    """What a task works on: a bucket of a backward pass, or an item of background work."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def step(self) -> int: ...
-
-    def describe(self) -> str: ...
-
-
-class Observer(Protocol):
-    """Is notified when a bucket arrives, before and after a stage's code runs up to its next operation, when an
-    operation is launched, before the wait for it, and after that unless it failed: on the thread where it happens and,
-    on accelerators, with its stream current. ``label`` is the stage's ``repr``."""
-
-    def arrived(self, bucket: Bucket) -> None: ...
-
-    def running(self, subject: Subject, label: str) -> None: ...
-
-    def ran(self, subject: Subject, label: str) -> None: ...
-
-    def launched(self, subject: Subject, label: str, operation: Operation) -> None: ...
-
-    def waiting(self, subject: Subject, operation: Operation) -> None: ...
-
-    def finished(self, subject: Subject, operation: Operation) -> None: ...
+    """Whether stages of this model on CPU tensors run on autograd's thread. See [Note: small models]."""
+    trained_bytes = sum(parameter.nbytes for parameter in trained_parameters(ddp))
+    return _small_bytes > 0 and (has_one_bucket(ddp) or trained_bytes <= _small_bytes)
 
 
 class HostExecutor:
@@ -124,8 +83,8 @@ class HostExecutor:
         worker: the thread that runs what is submitted; the caller's thread does where ``None``.
     """
 
-    observer: Observer | None = None
-    """Is notified of everything that runs, if set."""
+    observer: Any = None
+    """See :attr:`Registration.observer`."""
     new_future = BucketFuture
     """A future for DDP: to wait for it is to wait for what runs in the scope."""
     scope = nullcontext
@@ -183,7 +142,7 @@ class HostExecutor:
 
     def leave(self, operation: Operation) -> None:
         """Make what follows in the scope wait for an operation in flight that was given up; not here, where another
-        rank may not come: the connections are closed, which ends it."""
+        rank may not arrive: the connections are closed, which ends it."""
 
 
 class StreamExecutor:
@@ -208,7 +167,7 @@ class StreamExecutor:
         owner: whose side stream it is; this executor's own where ``None``. It is made on first use.
     """
 
-    observer: Observer | None = None
+    observer: Any = None
     worker = None
 
     def __init__(self, channels: GroupChannels, device: torch.device, *, owner: object | None = None) -> None:
@@ -271,70 +230,41 @@ Executor = HostExecutor | StreamExecutor
 
 
 class Worker:
-    """A thread that runs the submitted jobs in order, without recording gradients.
+    """A thread that runs the submitted jobs in order, without recording gradients, until it is stopped.
 
-    It ends when it is stopped, or when the process ``group`` that its jobs use has been destroyed. ``abandon`` closes
-    connections then, and where the script has ended but a job still waits for other ranks.
+    ``abandon`` closes connections where the script has ended but a job still waits for other ranks.
     """
 
-    def __init__(self, name: str, *, abandon: _Job, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, name: str, *, abandon: _Job) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._is_closed = False
         self._has_jobs = False
-        self._abandon = abandon
-        # A group that ``torch.distributed`` does not know cannot be seen to be destroyed.
-        self._group = group if group is not None and group_exists(group) else None
         # The thread refers to this object, which must not keep the model alive.
         start(self._run, name, stop=self.stop, abandon=abandon)
 
     def submit(self, job: _Job) -> None:
-        """Have ``job`` run. Raises: CollectiveError: the process group has been destroyed."""
-        with self._lock:
-            if self._is_closed:
-                raise CollectiveError(
-                    "the model's process group has been destroyed: wrap the model again with a new one"
-                )
-            self._jobs.put(job)
-            self._has_jobs = True
+        """Run ``job`` after all that were submitted before."""
+        self._jobs.put(job)
+        self._has_jobs = True
 
     def wait_until_idle(self) -> None:
         """Block until the jobs submitted so far are done."""
         if self._has_jobs:
             is_idle = threading.Event()
-            with contextlib.suppress(CollectiveError):
-                self.submit(is_idle.set)
-                is_idle.wait()
+            self.submit(is_idle.set)
+            is_idle.wait()
             self._has_jobs = False
 
     def stop(self, last: _Job | None = None) -> None:
         """End the thread after the jobs submitted so far, and ``last``; returns at once."""
-        with self._lock:
-            if not self._is_closed:
-                if last is not None:
-                    self._jobs.put(last)
-                self._jobs.put(None)
+        if last is not None:
+            self._jobs.put(last)
+        self._jobs.put(None)
 
     @torch.no_grad()
     def _run(self) -> None:
-        while True:
-            try:
-                job = self._jobs.get(timeout=_CHECK_INTERVAL_S)
-            except queue.Empty:
-                if self._group is not None and not group_exists(self._group) and self._close():
-                    self._abandon()
-                    return
-                continue
-            if job is None:
-                return
+        while (job := self._jobs.get()) is not None:
             job()
             del job  # Otherwise it would keep a model's parameters alive until the next job.
-
-    def _close(self) -> bool:
-        """Take no jobs any more, unless one has just arrived; returns whether it is closed."""
-        with self._lock:
-            self._is_closed = self._jobs.empty()
-            return self._is_closed
 
 
 def executor_for(group: dist.ProcessGroup, device: torch.device) -> Executor:
@@ -358,4 +288,4 @@ def model_executor(
     channels = PrivateChannels(group)
     if ddp is not None and runs_inline(ddp):
         return HostExecutor(channels)
-    return HostExecutor(channels, Worker(name, abandon=channels.abort, group=group))
+    return HostExecutor(channels, Worker(name, abandon=channels.abort))

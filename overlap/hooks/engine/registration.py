@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from overlap._torch.autograd import without_saved_context
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
 from overlap._torch.device import has_streams
+from overlap._torch.fingerprint import fingerprint
 from overlap._torch.join import is_joining, torch_join_divides_by_count
 from overlap.errors import (
     CollectiveError,
@@ -27,9 +29,9 @@ from overlap.errors import (
     hide_internal_frames,
 )
 from overlap.hooks.adapters import as_stage
-from overlap.hooks.engine.executors import BucketFuture, Observer
-from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime
-from overlap.hooks.stage import Role, Stage, StageContext, walk
+from overlap.hooks.engine.executors import BucketFuture
+from overlap.hooks.engine.runtime import NO_LAST_BUCKET, Runtime, shares_of
+from overlap.hooks.stage import Stage, StageContext
 from overlap.ranks.board import Agreement, explain
 
 _ONE_BACKWARD = (
@@ -84,11 +86,11 @@ _dispatchers: weakref.WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = 
 
 
 class _ForwardHooks:
-    """What runs before and after each forward of a model; nothing in a copy of the model."""
+    """The hooks before and after each forward of a model; in a copy of the model they do nothing."""
 
     def __init__(self, runtime: Runtime | None = None) -> None:
         self._runtime = runtime
-        # What stages do there does not belong to a compiled forward.
+        # Code of stages does not belong to a compiled forward.
         self._before = None if runtime is None else torch.compiler.disable(runtime.before_forward)
 
     def before(self, module: torch.nn.Module, inputs: Any) -> None:
@@ -142,12 +144,17 @@ class Registration:
         )
 
     @property
-    def observer(self) -> Observer | None:
-        """Is notified of everything that happens in a backward pass, if set."""
+    def observer(self) -> Any:
+        """An object that is notified, if set: ``arrived(bucket)``; ``running(subject, label)`` and ``ran(subject,
+        label)`` around a stage's code up to its next operation; ``launched(subject, label, operation)``; ``waiting``
+        and, unless it failed, ``finished(subject, operation)`` around the wait for it.
+
+        It is called on the thread where that happens and, on accelerators, with its stream current. ``subject`` is a
+        bucket or an item of background work, ``label`` the stage's ``repr``."""
         return self.runtime.executor.observer
 
     @observer.setter
-    def observer(self, observer: Observer | None) -> None:
+    def observer(self, observer: Any) -> None:
         self.runtime.executor.observer = observer
 
     @property
@@ -181,14 +188,13 @@ class Registration:
     ) -> None:
         if error is not None and not isinstance(error, CollectiveError):
             self.report(error)
-        if error is not None and "modified by an inplace operation" in str(error):
-            updates = [stage for stage in walk(self.stage) if stage.role is Role.UPDATE]
-            if not all(update.updates_after_backward for update in updates):
+            is_in_place = "modified by an inplace operation" in str(error)
+            if is_in_place and not all(update.updates_after_backward for update in self.runtime.updates):
                 error.add_note(_ONE_BACKWARD)
         self.remove()
 
     def __repr__(self) -> str:
-        return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}{self.runtime.divided}>"
+        return f"<{self.stage!r} {'registered' if self.is_active else 'removed'}{_divided(self.runtime)}>"
 
 
 def register(
@@ -203,7 +209,7 @@ def register(
     accelerator stages use the group itself.
 
     Args:
-        ddp: the wrapped model, or what ``torch.compile`` returned for it.
+        ddp: the wrapped model, compiled or not.
         stage: a stage or chain, a function of a bucket, or a hook ``(state, bucket) -> Future[Tensor]``.
         state: the first argument of a hook; ``None`` for a stage.
 
@@ -214,7 +220,7 @@ def register(
         RegistrationError: the model already has a hook, or cannot take one.
         ConfigurationError: ``stage`` is not a stage, has no reducer, or refuses the model.
         PeerError: another rank raised one of these.
-        CollectiveError: another rank registers something else, or does not come.
+        CollectiveError: another rank registers something else, or does not arrive.
 
     >>> registration = overlap.register(ddp, fp16_compress_hook)
     >>> loss_fn(ddp(x), y).backward()
@@ -272,12 +278,86 @@ def _register(
 
     runtime = Runtime(made, context)
     try:
-        runtime.open(agreement)
+        runtime.attach()
+        _check_alike(agreement, runtime)
+        runtime.open()
     except BaseException:
         runtime.close()
         raise
     dispatcher.registration = Registration(runtime, dispatcher, ddp)
     return dispatcher.registration
+
+
+# The fingerprints of what all ranks have registered on a group, in order, by the model's layout.
+_registered: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, list[Sequence[str]]]]
+_registered = weakref.WeakKeyDictionary()
+
+
+def _check_alike(agreement: Agreement, runtime: Runtime) -> None:
+    """Compare what all ranks register. Raises: CollectiveError: a rank registers something else than rank 0.
+
+    [Note: models of one layout]
+
+    Two models of one layout, such as a generator's two copies, have one signature; DDP has made their values equal on
+    all ranks, which tell them apart. Values may also differ between ranks, under local SGD for one. So it is an error
+    only where a rank registers the model that rank 0 registered under another number.
+    """
+    names = runtime.context.names or {}
+    parts = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in names.items()]
+    layout = f"a model of {len(parts)} parameters (names, shapes and dtypes: {_digest(parts)})"
+    settings = [
+        {f"the list of parameters of {update!r}": f"{_listed(named)}, digest {_digest(named)}", **update.settings}
+        for update, named in shares_of(runtime.updates, names)
+    ]
+    described = agreement.agree([f"{runtime.stage.signature} for {layout}", fingerprint(names), settings])
+    first, _, of_first = described[0]
+    for rank, (signature, _, of_rank) in enumerate(described):
+        if signature != first:
+            raise CollectiveError(
+                f"rank {rank} registers {signature}, but rank 0 registers {first}; every rank must run the same "
+                "stages for the same model"
+            )
+        for there, here in zip(of_first, of_rank, strict=True):
+            for name in {**there, **here}:
+                if there.get(name) != here.get(name):
+                    raise CollectiveError(
+                        f"{name} is {here.get(name)} on rank {rank}, but {there.get(name)} on rank 0, so the ranks' "
+                        "parameters would part: make the optimizer with the same arguments on every rank"
+                    )
+    values = [of_values for _, of_values, _ in described]
+    past = _registered.setdefault(runtime.context.group, {}).setdefault(layout, [])
+    past.append(values)
+    for number, earlier in enumerate(past[:-1], start=1):
+        for rank, own in enumerate(values):
+            has_former = earlier[0] == own
+            differs = earlier[rank] != earlier[0] and own != values[0]
+            if differs and (has_former or earlier[rank] == values[0]):
+                here, there = (len(past), number) if has_former else (number, len(past))
+                raise CollectiveError(
+                    f"rank {rank} registers as number {here} of {layout} the model that rank 0 registers as number "
+                    f"{there}; register models in the same order on every rank"
+                )
+
+
+def _divided(runtime: Runtime) -> str:
+    """Which update has which parameters, in words; empty where one update has all."""
+    names = runtime.context.names or {}
+    shares = shares_of(runtime.updates, names) if names else []
+    updated = {name for _, named in shares for name in named}
+    rest = [name for name in names.values() if shares and name not in updated]
+    if len(shares) < 2 and not rest:
+        return ""
+    words = [f"; {update!r} updates {_listed(named)}" for update, named in shares]
+    return "".join([*words, f"; no update has {_listed(rest)}" if rest else ""])
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:4])
+    return f"{len(names)} parameters ({shown}{', ...' if len(names) > 4 else ''})" if len(names) != 1 else shown
 
 
 def registration_of(ddp: DistributedDataParallel) -> Registration | None:

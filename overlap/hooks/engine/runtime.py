@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import hashlib
 import operator
 import threading
 import weakref
@@ -14,7 +12,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,25 +20,27 @@ from overlap._torch.autograd import after_backward, backward_id, by_default, if_
 from overlap._torch.c10d import GradBucket, stride_of
 from overlap._torch.ddp import forget_unfinished_backward, is_to_rebuild
 from overlap._torch.device import is_capturing
-from overlap._torch.fingerprint import fingerprint
-from overlap.errors import (
-    CollectiveError,
-    ConfigurationError,
-    TrainingLoopError,
-    UnsupportedError,
-    hide_internal_frames,
-)
+from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError, hide_internal_frames
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, all_reduce
-from overlap.hooks.engine.background import Item, run_and_wait, run_items
+from overlap.hooks.engine.background import Completion, Item, Subject, run_items
 from overlap.hooks.engine.channels import PrivateChannels
-from overlap.hooks.engine.executors import BucketFuture, Executor, StreamExecutor, Subject, model_executor
-from overlap.hooks.engine.wavefront import AbandonedBackwardError, BackwardPass, Part
-from overlap.hooks.stage import BucketWatcher, Role, Stage, StageContext, check_pass, check_places, with_contexts
+from overlap.hooks.engine.executors import BucketFuture, Executor, StreamExecutor, model_executor
+from overlap.hooks.engine.wavefront import AbandonedBackwardError, BackwardPass, StageRun
+from overlap.hooks.stage import (
+    Role,
+    Stage,
+    StageContext,
+    UpdateStage,
+    check_order,
+    check_pass,
+    updates_of,
+    with_contexts,
+)
 from overlap.join import gradient_divisor
-from overlap.ranks.board import Agreement, is_reported
+from overlap.ranks.board import is_reported
 
-__all__ = ["NO_LAST_BUCKET", "Runtime"]
+__all__ = ["NO_LAST_BUCKET", "Runtime", "shares_of"]
 
 NO_LAST_BUCKET = (
     "with static_graph=True DDP has a bucket for each dtype in its first backward, and does not say which is the last: "
@@ -88,14 +87,12 @@ class Runtime:
 
     def __init__(self, stage: Stage, context: StageContext) -> None:
         self.stage = stage
-        self.divided = ""
-        """Which update has which parameters, in words; empty where one update has all."""
         self._phase = _Phase.NEW
         self._watched = -1
-        self._watchers: list[BucketWatcher] = []
+        self._watchers: list[Any] = []
         self._model: Callable[[], DistributedDataParallel | None] = context.ddp or (lambda: None)
         self.executor = model_executor(self._model(), context.group, context.device, f"overlap-{id(self):x}")
-        self._context = replace(
+        self.context = replace(
             context,
             background=self.background,
             tell=self.tell,
@@ -109,27 +106,25 @@ class Runtime:
         self._before_forward: list[Stage] = []
         self._before_backward: list[Stage] = []
         self._after_backward: list[Stage] = []
-        self._parts: list[Part] = []
-        self._has_several_updates = False
+        self._runs: list[StageRun] = []
+        self.updates: Sequence[UpdateStage] = ()
+        """Those of the chain."""
         self._starts_on_autograd_thread = False
-        # By the bucket's place in the pass.
+        self._has_late_transforms = False
+        """Whether a transform follows an update."""
+        # By the bucket's index.
         self._known: dict[int, _KnownBucket] = {}
-        # As the parameters were at registration or, registered as a hook, when their gradients first came.
+        # As the parameters were at registration or, registered as a hook, when their gradients first arrived.
         self._strides = {id(parameter): parameter.stride() for parameter in context.names or ()}
         worker = self.executor.worker
         self._end = weakref.finalize(self, self.executor.channels.abort if worker is None else worker.stop)
         self._end.atexit = False
 
-    def open(self, agreement: Agreement | None = None) -> None:
-        """Attach the stages, check in an ``agreement`` that all ranks run the same, and connect to them.
-
-        Raises:
-            ConfigurationError: a stage refuses the model.
-            CollectiveError: another rank did not come in time, or registers something else.
-        """
+    def attach(self) -> None:
+        """Attach the stages. Raises: ConfigurationError: one refuses the model or its position."""
         sequence = self.stage.sequence
-        check_places(sequence)
-        for stage, context in with_contexts(self.stage, self._context):
+        check_order(sequence)
+        for stage, context in with_contexts(self.stage, self.context):
             stage.attach(context)
             self._attached.append(stage)
         for stage in self._attached:
@@ -137,18 +132,16 @@ class Runtime:
         self._before_forward = _that_override("before_forward", self._attached)
         self._before_backward = _that_override("before_backward", self._attached)
         self._after_backward = _that_override("after_backward", self._attached)
-        self._parts[:] = [Part(repr(stage), stage, _passed(stage)) for stage in sequence]
-        self._has_several_updates = len([stage for stage in sequence if stage.role is Role.UPDATE]) > 1
+        self._runs[:] = [StageRun(repr(stage), stage, _passed(stage)) for stage in sequence]
         # Without a thread of their own, stages start there anyhow.
         self._starts_on_autograd_thread = self.executor.worker is not None and self.stage.starts_on_autograd_thread
-        names = self._context.names
-        self.divided, digest = _divided(sequence, names)
-        if agreement is not None:
-            signature = f"{self.stage.signature} for {self._context.model_in_words}{self.divided}{digest}"
-            settings = [dict(each.settings) for each in sequence]
-            described = agreement.agree([signature, fingerprint(names or ()), settings])
-            if (reason := _difference(described, self._context)) is not None:
-                raise CollectiveError(reason)
+        roles = [stage.role for stage in sequence]
+        self._has_late_transforms = Role.UPDATE in roles and Role.TRANSFORM in roles[roles.index(Role.UPDATE) :]
+        self.updates = updates_of(sequence)
+        shares_of(self.updates, self.context.names)
+
+    def open(self) -> None:
+        """Connect to the other ranks. Raises: CollectiveError: another rank did not arrive in time."""
         self._phase = _Phase.READY
         self.executor.channels.open()
 
@@ -165,7 +158,7 @@ class Runtime:
         if worker is None:
             channels.abort()
         else:
-            # After the jobs of a backward that ended before all buckets had come: they use the connections, too.
+            # After the jobs of a backward that ended before all buckets had arrived: they use the connections, too.
             worker.stop(channels.abort)
 
     def _forget_unfinished(self) -> None:
@@ -186,8 +179,7 @@ class Runtime:
 
     def _after_all(self, job: Callable[[], None]) -> None:
         """Do ``job`` after everything that was submitted."""
-        with contextlib.suppress(CollectiveError):  # The group has been destroyed.
-            self.executor.submit(job)
+        self.executor.submit(job)
         if self.executor.worker is not None:
             self.executor.worker.wait_until_idle()
 
@@ -196,9 +188,9 @@ class Runtime:
 
         Raises:
             UnsupportedError: a CUDA graph is being captured.
-            TrainingLoopError: a stage refuses what the loop has done.
+            TrainingLoopError: a stage refuses a step of the loop.
         """
-        if is_capturing(self._context.device):
+        if is_capturing(self.context.device):
             self._refuse_capture()
         if self._phase is not _Phase.READY:
             self._forget_unfinished()
@@ -220,12 +212,15 @@ class Runtime:
         ``step()``, say. Under Join ranks without inputs go there without a forward.
         """
         model, has_own_channels = self._model(), isinstance(self.executor.channels, PrivateChannels)
-        if has_own_channels and model is not None and is_to_rebuild(model) and not self._context.is_joining():
+        if has_own_channels and model is not None and is_to_rebuild(model) and not self.context.is_joining():
+            met = Completion(self.context.device)
 
             async def meet(item: Item) -> None:
-                await all_reduce(torch.zeros(1, device="cpu"), group=self._context.group)
+                await all_reduce(torch.zeros(1, device="cpu"), group=self.context.group)
+                met.set()
 
-            run_and_wait(self.background, [Item(index=0)], meet, self._context.device)
+            self.background([Item(index=0)], meet, on_failure=met.fail)
+            met.wait()
 
     def on_bucket(self, raw: GradBucket) -> BucketFuture:
         """The hook that DDP calls for each bucket, in order: on autograd's thread, or in a replay on the caller's."""
@@ -248,7 +243,7 @@ class Runtime:
             is_last=raw.is_last(),
             buffer=raw.buffer(),
             parameters=known.parameters,
-            group=self._context.group,
+            group=self.context.group,
             divisor=current.divisor,
             step=current.step,
             is_replay=is_replay,
@@ -268,7 +263,7 @@ class Runtime:
         task = current.admit(bucket, future)
         if task is not None:
             if self._starts_on_autograd_thread and refusal is None:
-                with by_default(self._context.device), without_saved_context():
+                with by_default(self.context.device), without_saved_context():
                     task.start()
             executor.submit(partial(current.drive, task, bucket.is_last, refusal))
         if bucket.is_last and is_replay:
@@ -277,7 +272,7 @@ class Runtime:
         return future
 
     def _note_bucket(self, index: int, parameters: Sequence[Tensor], strides: list[tuple[int, ...]]) -> _KnownBucket:
-        names = self._context.names
+        names = self.context.names
         fqns = None if names is None else tuple(names.get(parameter, "unknown") for parameter in parameters)
         refusals = map(self._refusal, parameters, fqns or [None] * len(parameters))
         known = _KnownBucket(tuple(parameters), strides, fqns, next(filter(None, refusals), None))
@@ -323,26 +318,30 @@ class Runtime:
     def _begin(self, *, is_replay: bool) -> BackwardPass:
         if self._pass is not None:
             stale = self._pass
-            self.executor.submit(lambda: stale.fail(RuntimeError("a new backward began before all buckets had come")))
+            self.executor.submit(
+                lambda: stale.fail(RuntimeError("a new backward began before all buckets had arrived"))
+            )
             stale.wait()
         begun = BackwardPass(
             self._steps,
-            self._parts,
+            self._runs,
             self._executor_of(self._steps),
-            divisor=gradient_divisor(self._context.group),
+            divisor=gradient_divisor(self.context.group),
             watchers=() if is_replay else self._watchers,
         )
         self._steps += 1
         try:
-            if self._context.names is None or isinstance(self.executor, StreamExecutor):
+            if self.context.names is None or isinstance(self.executor, StreamExecutor):
                 self._refuse_capture()  # Registered as a hook, it is not called before forwards.
             if self._phase is _Phase.NEW:  # Registered as a hook: the model was not known before its first bucket.
+                self.attach()
                 self.open()
-            if self._has_several_updates:  # The loop may have added parameters to an optimizer.
-                self.divided, _ = _divided(self.stage.sequence, self._context.names)
+            if len(self.updates) > 1:  # The loop may have added parameters to an optimizer.
+                shares_of(self.updates, self.context.names)
             for stage in self._before_backward:
                 stage.before_backward(is_replay=is_replay)
-            check_pass(self.stage.sequence)
+            if self._has_late_transforms:
+                check_pass(self.stage.sequence)
         except Exception as error:
             error.add_note(f"raised by {self.stage!r} before the first bucket of step {begun.step}")
             begun.fail(error)
@@ -352,7 +351,7 @@ class Runtime:
         return self.executor.of(step) if isinstance(self.executor, StreamExecutor) else self.executor
 
     def _refuse_capture(self) -> None:
-        refuse_capture(repr(self.stage), _INSTEAD_OF_CAPTURE, self._context.device)
+        refuse_capture(repr(self.stage), _INSTEAD_OF_CAPTURE, self.context.device)
 
     def _finish(self, finished: BackwardPass) -> None:
         """Called on the training thread when DDP has set the gradients; raises the error of a failed pass."""
@@ -430,82 +429,30 @@ def _sparse(bucket: Bucket) -> UnsupportedError:
     return error
 
 
-def _divided(stages: Sequence[Stage], names: Mapping[Tensor, str] | None) -> tuple[str, str]:
-    """How the updates among ``stages`` divide the parameters of a model, in words, and a digest of the names; empty
-    where one update has all. Raises: ConfigurationError: two updates have a parameter in common."""
-    updates = [stage for stage in stages if stage.role is Role.UPDATE]
-    holders: dict[int, Stage] = {}
+def shares_of(
+    updates: Sequence[UpdateStage], names: Mapping[Tensor, str] | None
+) -> list[tuple[UpdateStage, list[str]]]:
+    """The names of the parameters of a model that each of ``updates`` has.
+
+    Raises:
+        ConfigurationError: two have a parameter in common.
+    """
+    holders: dict[Tensor, UpdateStage] = {}
     shares = []
     for update in updates:
-        mine = [parameter for parameter in update.updated if names is None or parameter in names]
-        named = [_by_shape(parameter) if names is None else names[parameter] for parameter in mine]
-        for parameter, name in zip(mine, named, strict=True):
-            if (other := holders.setdefault(id(parameter), update)) is not update:
+        named = []
+        for parameter in update.updated:
+            if names is not None and parameter not in names:
+                continue
+            named.append(_by_shape(parameter) if names is None else names[parameter])
+            if (other := holders.setdefault(parameter, update)) is not update:
                 raise ConfigurationError(
-                    f"{name} is a parameter of both {other!r} and {update!r}, which would both update it: give each "
-                    "optimizer parameters of its own"
+                    f"{named[-1]} is a parameter of both {other!r} and {update!r}, which would both update it: give "
+                    "each optimizer parameters of its own"
                 )
-        shares.append((repr(update), named))
-    rest = [name for parameter, name in (names or {}).items() if id(parameter) not in holders] if updates else []
-    if len(shares) < 2 and not rest:
-        return "", ""
-    words = [f"; {update} updates {_listed(named)}" for update, named in shares]
-    words += [f"; no update has {_listed(rest)}"] if rest else []
-    return "".join(words), f" ({hashlib.sha256(repr((shares, rest)).encode()).hexdigest()[:8]})"
+        shares.append((update, named))
+    return shares
 
 
 def _by_shape(parameter: Tensor) -> str:
     return f"a parameter of shape {tuple(parameter.shape)}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:4])
-    return f"{len(names)} parameters ({shown}{', ...' if len(names) > 4 else ''})" if len(names) != 1 else shown
-
-
-# What ranks have registered on a group: each time the model's layout, and a fingerprint of each rank's values.
-_registered: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[str, Sequence[str]]]] = weakref.WeakKeyDictionary()
-
-
-def _difference(described: Sequence[tuple[str, str, dict[str, str]]], context: StageContext) -> str | None:
-    """How a rank's registration differs from rank 0's, as far as that can be known; the same text on every rank.
-
-    [Note: models of one layout]
-
-    Two models of one layout, such as a generator's two copies, have one signature; DDP has made their values equal on
-    all ranks, which tell them apart. Values may also differ between ranks, under local SGD for one. So it is an error
-    only where a rank registers the model that rank 0 registered at another place.
-
-    Args:
-        described: of each rank the signature, a fingerprint of the parameters, and each stage's settings.
-        context: of this registration.
-    """
-    signatures, fingerprints, settings = zip(*described, strict=True)
-    for rank, signature in enumerate(signatures):
-        if signature != signatures[0]:
-            return (
-                f"rank {rank} registers {signature}, but rank 0 registers {signatures[0]}; "
-                "every rank must run the same stages for the same model"
-            )
-    for rank, of_stages in enumerate(settings):
-        for first, values in zip(settings[0], of_stages, strict=True):
-            for name in (name for name in {**first, **values} if first.get(name) != values.get(name)):
-                return (
-                    f"{name} is {values.get(name)} on rank {rank}, but {first.get(name)} on rank 0, so the ranks' "
-                    "parameters would part: make the optimizer with the same arguments on every rank"
-                )
-    if not context.names:
-        return None
-    layout, past = context.model_in_words, _registered.setdefault(context.group, [])
-    past.append((layout, fingerprints))
-    alike = [each for model, each in past if model == layout]
-    for rank, own in enumerate(fingerprints):
-        for place, earlier in enumerate(alike[:-1], start=1):
-            is_swapped = earlier[rank] != earlier[0] and own != fingerprints[0]
-            if is_swapped and (earlier[0] == own or earlier[rank] == fingerprints[0]):
-                places = (len(alike), place) if earlier[0] == own else (place, len(alike))
-                return (
-                    f"rank {rank} registers as number {places[0]} of {layout} the model that rank 0 registers as "
-                    f"number {places[1]}; register models in the same order on every rank"
-                )
-    return None

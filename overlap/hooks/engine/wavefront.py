@@ -1,4 +1,4 @@
-"""The buckets of a backward pass: the order in which they advance, and what happens when something fails.
+"""The buckets of a backward pass: the order in which they advance, and the end of a pass that fails.
 
 [Note: one order of collectives]
 
@@ -35,9 +35,8 @@ from overlap._torch.profiling import LabelType, label_type
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, WholePass
 from overlap.hooks.engine.executors import BucketFuture, Executor
-from overlap.hooks.stage import BucketWatcher
 
-__all__ = ["AbandonedBackwardError", "BackwardPass", "Part", "Task", "Wavefront"]
+__all__ = ["AbandonedBackwardError", "BackwardPass", "StageRun", "Task", "Wavefront"]
 
 _awaits_whole_pass = operator.attrgetter("awaits_whole_pass")
 _is_done = operator.attrgetter("is_done")
@@ -66,7 +65,7 @@ class Wavefront:
             moving = list(filterfalse(_awaits_whole_pass, self._active)) or self.active if is_last else []
 
 
-class Part(NamedTuple):
+class StageRun(NamedTuple):
     """One stage of a chain, as a task runs it."""
 
     label: str
@@ -86,7 +85,7 @@ class Task:
         self,
         subject: Any,
         given: Any,
-        parts: Sequence[Part],
+        runs: Sequence[StageRun],
         executor: Executor,
         *,
         labelled: LabelType,
@@ -97,8 +96,8 @@ class Task:
         self.awaits_whole_pass = False
         """Whether it can continue only when every other task is done or awaits the same."""
         self._given = given
-        self._parts = parts
-        self._place = 0
+        self._runs = runs
+        self._position = 0
         self._coroutine: Coroutine[Operation, Any, None] | None = None
         self._executor = executor
         self._labelled = labelled
@@ -140,14 +139,14 @@ class Task:
                     observer.finished(subject, operation)
             # What it sent, too, is the stage's alone now, which can give it back before it continues.
             self._awaited = self._in_flight = operation = None
-        while self._place < len(self._parts) and not self._is_ahead:
-            part = self._parts[self._place]
+        while self._position < len(self._runs) and not self._is_ahead:
+            stage = self._runs[self._position]
             if observer is not None:
-                observer.running(subject, part.label)
+                observer.running(subject, stage.label)
             try:
-                with labelled(f"overlap::{part.label}[bucket {subject.index}]"):
+                with labelled(f"overlap::{stage.label}[bucket {subject.index}]"):
                     if self._coroutine is None:
-                        self._coroutine = part.run(self._given)
+                        self._coroutine = stage.run(self._given)
                     if raised is not None:
                         self._awaited = self._coroutine.throw(raised)
                     else:
@@ -155,18 +154,18 @@ class Task:
                 break
             except StopIteration:
                 self._coroutine = result = None
-                self._place += 1
-                if self._place == len(self._parts):
+                self._position += 1
+                if self._position == len(self._runs):
                     self._given = None  # Nothing here refers to the gradients any more.
-                elif part.passed is not None:
-                    self._given = part.passed(self._given)
+                elif stage.passed is not None:
+                    self._given = stage.passed(self._given)
             except Exception as error:
-                error.add_note(f"raised in stage {part.label}, {subject.describe()}")
+                error.add_note(f"raised in stage {stage.label}, {subject.describe()}")
                 raise
             finally:
                 raised = None  # It has this frame, which would keep it.
                 if observer is not None:
-                    observer.ran(subject, part.label)
+                    observer.ran(subject, stage.label)
         self._is_ahead = False
         if not launches:
             return
@@ -176,7 +175,7 @@ class Task:
                 self._on_done(subject)
             return
         self.awaits_whole_pass = isinstance(operation, WholePass)
-        label = self._parts[self._place].label
+        label = self._runs[self._position].label
         try:
             self._executor.launch(operation)
         except Exception as error:
@@ -223,18 +222,18 @@ class BackwardPass:
     def __init__(
         self,
         step: int,
-        parts: Sequence[Part],
+        runs: Sequence[StageRun],
         executor: Executor,
         *,
         divisor: int,
-        watchers: Sequence[BucketWatcher] = (),
+        watchers: Sequence[Any] = (),
     ) -> None:
         self.step = step
         self.divisor = divisor
         """Of all buckets: who takes part does not change within a pass."""
         self.error: BaseException | None = None
         self.executor = executor
-        self._parts = parts
+        self._runs = runs
         self._labelled = label_type()
         self._watchers = watchers
         self._wavefront = Wavefront()
@@ -252,7 +251,7 @@ class BackwardPass:
                 future.set_result(bucket.buffer)
                 return None
             self._unfinished[bucket.index] = (future, bucket.buffer)
-        return Task(bucket, given, self._parts, self.executor, labelled=self._labelled, on_done=self._complete)
+        return Task(bucket, given, self._runs, self.executor, labelled=self._labelled, on_done=self._complete)
 
     def drive(self, task: Task, is_last: bool, refusal: Exception | None = None) -> None:
         """Add a bucket to the wavefront, on the thread that runs the stages; with a ``refusal`` the pass fails."""

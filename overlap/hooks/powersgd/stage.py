@@ -10,11 +10,11 @@ import torch
 
 from overlap._checks import as_number, check_flag, check_whole_number, told
 from overlap.errors import ArgumentTypeError, ConfigurationError
-from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.powersgd.algorithm import PowerIteration
 from overlap.hooks.powersgd.layout import BucketLayout, layout_of
 from overlap.hooks.powersgd.memory import Memory, redistribute
+from overlap.hooks.reducers import AllReduce
 from overlap.hooks.stage import Stage, StageContext
 from overlap.hooks.wires import Wire
 

@@ -156,6 +156,9 @@ class ClipGradNorm(WholePassTransform):
     ClipGradNorm(1)
     """
 
+    needs_mean = True
+    commutes_with_scaling = False
+
     def __init__(self, max_norm: float, norm_type: float = 2.0) -> None:
         super().__init__()
         self.clipping = Clipping(max_norm, norm_type, argument="max_norm")
@@ -168,14 +171,6 @@ class ClipGradNorm(WholePassTransform):
         Reading it does not make the host wait for an accelerator; printing it does.
         """
         return None if self._norm is None else hold(self._norm)
-
-    @property
-    def needs_mean(self) -> bool:
-        return True
-
-    @property
-    def commutes_with_scaling(self) -> bool:
-        return False
 
     def attach(self, context: StageContext) -> None:
         if self.place is Place.UPDATED:

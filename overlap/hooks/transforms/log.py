@@ -43,6 +43,9 @@ class Log(Transform):
     Log(every=10)
     """
 
+    needs_mean = True
+    edits_gradients = False
+
     def __init__(self, to: Callable[[int, dict[str, Tensor]], Any], *, every: int = 1) -> None:
         super().__init__()
         if not callable(to):
@@ -55,14 +58,6 @@ class Log(Transform):
         self._norms: dict[str, Tensor] = {}
         self._passes = 0
         self._is_replay = False
-
-    @property
-    def needs_mean(self) -> bool:
-        return True
-
-    @property
-    def edits_gradients(self) -> bool:
-        return False
 
     def attach(self, context: StageContext) -> None:
         if context.names is None:

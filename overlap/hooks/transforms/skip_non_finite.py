@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap._torch.device import hold
-from overlap.errors import ConfigurationError
+from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import all_reduce
 from overlap.hooks.finite import LargestElements
-from overlap.hooks.stage import Role, Stage, StageContext
+from overlap.hooks.stage import Role, Stage, StageContext, UpdateStage, updates_of
 from overlap.hooks.transforms.transform import Place, WholePassTransform
 
 __all__ = ["SkipNonFinite"]
@@ -44,9 +44,12 @@ class SkipNonFinite(WholePassTransform):
     SkipNonFinite()
     """
 
+    needs_mean = True
+    edits_gradients = False
+
     def __init__(self) -> None:
         super().__init__()
-        self._updates: list[Stage] = []
+        self._updates: Sequence[UpdateStage] = []
         self._largest = LargestElements()
         self._found_inf: Tensor | None = None
 
@@ -55,22 +58,19 @@ class SkipNonFinite(WholePassTransform):
         """1.0 if the last step was left out, else 0.0, a 0-dimensional tensor; ``None`` before the first pass."""
         return None if self._found_inf is None else hold(self._found_inf)
 
-    @property
-    def needs_mean(self) -> bool:
-        return True
-
-    @property
-    def edits_gradients(self) -> bool:
-        return False
-
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         super().placed(before, after)
-        self._updates = [stage for stage in after if stage.role is Role.UPDATE]
-        if self.place is not Place.MEAN or not self._updates:
+        updates = [stage for stage in after if stage.role is Role.UPDATE]
+        self._updates = updates_of(updates)
+        if self.place is not Place.MEAN or not updates:
             raise ConfigurationError(
                 f"{self!r} looks at the mean and has the update after it left out, so it stands between them: "
                 f"chain(AllReduce(), {self!r}, Step(optimizer)); where the loop steps a plain optimizer, give that to "
                 "Step"
+            )
+        if other := [stage for stage in updates if stage not in self._updates]:
+            raise UnsupportedError(
+                f"{other[0]!r} cannot leave out the update of a pass; use Step(optimizer) or ZeroStep(zero)"
             )
 
     def attach(self, context: StageContext) -> None:

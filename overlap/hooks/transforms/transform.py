@@ -43,16 +43,18 @@ class Transform(Stage):
     """
 
     role = Role.TRANSFORM
+    needs_mean = False
+    """Whether it is meant for the mean, so that ``ZeroStep`` must reduce before it."""
+    edits_gradients = True
+    """Whether it changes gradients, so that another backward would add to changed ones."""
+    commutes_with_scaling = True
+    """Whether a transform of scaled gradients, unscaled afterwards, is the transform of unscaled ones."""
 
     def __init__(self) -> None:
         self.place: Place | None = None
         """Where it stands, while it is registered."""
         self.context: StageContext | None = None
         """The context of its registration."""
-
-    @property
-    def signature(self) -> str:
-        return repr(self)
 
     def placed(self, before: Sequence[Stage], after: Sequence[Stage]) -> None:
         if self.context is not None or self in before:

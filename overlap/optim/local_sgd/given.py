@@ -16,7 +16,7 @@ from overlap._torch import classes
 from overlap._torch.optimizer import mark_stepped, runs_step_hooks, step_without_hooks, unwrapped, without_init
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import Role, SkipNonFinite, Stage
-from overlap.hooks.adapters import stage_from
+from overlap.hooks.adapters import as_stage
 from overlap.optim.optimizer import OptimizerProxy, OverlappedOptimizer
 from overlap.optim.scaler import LossScale
 
@@ -154,7 +154,7 @@ def check_transforms(transforms: Sequence[Stage | Callable[..., Any]]) -> list[S
     """``transforms`` as stages. Raises: ConfigurationError, UnsupportedError: one is no transform, or skips steps."""
     if (given := as_list(transforms)) is None:
         raise ConfigurationError(f"transforms is a list of stages, as in [ClipGradNorm(1.0)], got {told(transforms)}")
-    stages = [stage_from(one) for one in given]
+    stages = [as_stage(one) for one in given]
     for stage in stages:
         if stage.role is not Role.TRANSFORM:
             raise ConfigurationError(

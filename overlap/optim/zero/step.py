@@ -23,6 +23,7 @@ from overlap._torch.optimizer import unwrapped
 from overlap.errors import ConfigurationError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks import Bucket, Role, Stage, StageContext, all_reduce, whole_pass
 from overlap.hooks.finite import LargestElements
+from overlap.hooks.stage import UpdateStage
 from overlap.hooks.transforms.clip import ShardedNorm, in_model_order
 from overlap.hooks.wires import Wire, redistribute
 from overlap.hooks.wires.feedback import StageMemory
@@ -432,7 +433,7 @@ class ZeroStep(Update[ShardedLayout]):
     def reduces(self) -> bool:
         return True
 
-    def reducer_for(self, updates: Sequence[Stage]) -> ReduceScatter:
+    def reducer_for(self, updates: Sequence[UpdateStage]) -> ReduceScatter:
         """Raises: UnsupportedError: there are several ``updates``, and one sends gradients through a wire."""
         sharded = [update for update in updates if isinstance(update, ZeroStep)]
         through_wires = [update for update in sharded if update.reduce_wire is not None]

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._checks import check_ddp
 from overlap.errors import ConfigurationError
 from overlap.hooks import Chain, Stage, StageHook, chain
-from overlap.hooks.adapters import CommHook, stage_from
+from overlap.hooks.adapters import CommHook, as_stage
 from overlap.optim.zero.optimizer import ZeroRedundancyOptimizer
 from overlap.optim.zero.step import ZeroStep
 
@@ -82,7 +82,7 @@ def _hook(
         )
 
     def build(hook_state: Any) -> Chain:
-        return chain(stage_from(hook, hook_state), update)
+        return chain(as_stage(hook, hook_state), update)
 
     group = ddp.process_group
     return StageHook(build, f"{name}({getattr(hook, '__name__', repr(hook))})", group_of=lambda hook_state: group)

@@ -14,7 +14,8 @@ import torch
 
 from harness import assert_parity, overlapped_step, run_ranks, train, wrap
 from harness.models import MLP, TRANSFORMER, UNUSED, Case
-from overlap import AllReduce, Cast, OverlappedOptimizer, Step, chain
+from overlap import AllReduce, Cast, CollectiveError, OverlappedOptimizer, Step, chain
+from overlap.hooks.engine.background import Completion
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -39,15 +40,14 @@ def _equals_plain_ddp(rank: int, world_size: int) -> None:
             assert_parity(candidate, reference, what=f"{case}, {ddp_options}, {deferred=}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_options_of_ddp(world_size: int) -> None:
-    run_ranks(_equals_plain_ddp, world_size, timeout_s=120)
+def test_the_options_of_ddp() -> None:
+    run_ranks(_equals_plain_ddp, 2, timeout_s=120)
 
 
-def _two_models(rank: int, world_size: int, shared: bool) -> None:
+def _two_models(rank: int, world_size: int) -> None:
     """Two models, one loss and one backward, then an optimizer for each or one for both."""
 
-    def run(overlapped: bool) -> list[Any]:
+    def run(overlapped: bool, shared: bool) -> list[Any]:
         first, second = (wrap(MLP.model(seed=seed), **MLP.ddp_options()) for seed in (0, 1))
         parameters = [list(first.parameters()), list(second.parameters())]
         optimizers: list[Any] = [SGD([*parameters[0], *parameters[1]])] if shared else [SGD(p) for p in parameters]
@@ -66,12 +66,12 @@ def _two_models(rank: int, world_size: int, shared: bool) -> None:
             states.append([p.detach().clone() for group in parameters for p in group])
         return states
 
-    assert_parity(run(True), run(False), what=f"two models, {shared=}")
+    for shared in (False, True):
+        assert_parity(run(True, shared), run(False, shared), what=f"two models, {shared=}")
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["an optimizer for each", "one optimizer"])
-def test_two_models_in_one_process_and_one_backward(shared: bool) -> None:
-    run_ranks(_two_models, 2, shared)
+def test_two_models_in_one_process_and_one_backward() -> None:
+    run_ranks(_two_models, 2)
 
 
 def _leaves_nothing(rank: int, world_size: int) -> None:
@@ -98,3 +98,29 @@ def _leaves_nothing(rank: int, world_size: int) -> None:
 
 def test_a_dropped_model_takes_its_chain_its_optimizer_and_its_worker_thread_with_it() -> None:
     run_ranks(_leaves_nothing, 2)
+
+
+class _Model:
+    pass
+
+
+def test_a_failure_that_is_kept_does_not_keep_those_who_have_waited_for_it() -> None:
+    completion = Completion(torch.device("cpu"))
+    failure = CollectiveError("a connection is broken")
+    failure.add_note("raised in part 0")
+    completion.fail(failure)
+    gone: list[weakref.ref[_Model]] = []
+
+    def train() -> None:
+        model = _Model()
+        gone.append(weakref.ref(model))
+        completion.wait()
+
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match="a connection is broken") as raised:
+            train()
+        raised.value.add_note("raised in step 7")
+        assert raised.value.__notes__ == ["raised in part 0", "raised in step 7"]
+        del raised
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]

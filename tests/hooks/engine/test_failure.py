@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from harness import RankDied, run_ranks, wrap
 from harness.models import MLP
@@ -80,17 +83,6 @@ def test_a_rank_that_does_not_come_is_an_error_when_the_groups_timeout_is_over()
     run_ranks(_hangs, 2, group_timeout_s=4)
 
 
-def _other_stages(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    stage = AllReduce() if rank == 0 else Flaky(0, 0, after=True)
-    with pytest.raises(CollectiveError, match=r"rank 1 registers .*Flaky.*rank 0 registers .*AllReduce"):
-        chain(stage).register(ddp)
-
-
-def test_ranks_that_register_different_stages_are_told() -> None:
-    run_ranks(_other_stages, 2)
-
-
 def _does_not_come(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     if rank == 0:
@@ -103,38 +95,24 @@ def test_a_rank_that_does_not_register_is_named() -> None:
 
 
 class _Fails(AllReduce):
-    """Fails on the ranks where it is enabled: in steps 1, 2 and 4, as each subclass says."""
+    """Fails in steps 1, 2 and 4: before the first bucket, in it, or after a collective of the second."""
 
-    def __init__(self, *, enabled: bool) -> None:
-        self.enabled, self.step = enabled, -1
+    def __init__(self, where: str, *, enabled: bool) -> None:
+        self.where, self.enabled = where, enabled
+        self.step = -1
+
+    def fail(self, where: str) -> None:
+        if self.enabled and self.step in (1, 2, 4) and where == self.where:
+            raise ValueError("the dog ate it")
 
     def before_backward(self, *, is_replay: bool) -> None:
         self.step += 1
+        self.fail("before")
 
-    @property
-    def is_due(self) -> bool:
-        return self.enabled and self.step in (1, 2, 4)
-
-
-class _FailsBefore(_Fails):
-    def before_backward(self, *, is_replay: bool) -> None:
-        super().before_backward(is_replay=is_replay)
-        if self.is_due:
-            raise ValueError("the dog ate it")
-
-
-class _FailsIn(_Fails):
     async def __call__(self, bucket: Bucket) -> None:
-        if self.is_due and bucket.index == 0:
-            raise ValueError("the dog ate it")
+        self.fail(f"in {bucket.index}")
         await super().__call__(bucket)
-
-
-class _FailsAfterACollective(_Fails):
-    async def __call__(self, bucket: Bucket) -> None:
-        await super().__call__(bucket)
-        if self.is_due and bucket.index == 1:
-            raise ValueError("the dog ate it")
+        self.fail(f"after {bucket.index}")
 
 
 class _Counts(Stage):
@@ -151,9 +129,9 @@ class _Counts(Stage):
 
 
 def _fails_repeatedly(rank: int, world_size: int, is_everywhere: bool) -> None:
-    for kind in (_FailsBefore, _FailsIn, _FailsAfterACollective):
+    for where in ("before", "in 0", "after 1"):
         ddp = wrap(MLP.model(), **MLP.ddp_options())
-        stage, counts = kind(enabled=is_everywhere or rank == 0), _Counts()
+        stage, counts = _Fails(where, enabled=is_everywhere or rank == 0), _Counts()
         chain(stage, counts).register(ddp)
         for step in range(6):
             if step not in (1, 2, 4):
@@ -162,7 +140,7 @@ def _fails_repeatedly(rank: int, world_size: int, is_everywhere: bool) -> None:
             with pytest.raises(ValueError if stage.enabled else PeerError, match="the dog ate it") as caught:
                 backward(ddp, step, rank)
             if stage.enabled:
-                assert kind.__name__ in caught.value.__notes__[0]
+                assert "_Fails()" in caught.value.__notes__[0]
         assert counts.count == 6, "every stage is notified that backward is over"
 
 
@@ -200,7 +178,7 @@ def test_an_error_of_a_foreign_hook_comes_through_in_every_pass() -> None:
 
 def _sparse(rank: int, world_size: int) -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=True), torch.nn.Linear(4, 4))
-    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model)
     chain(AllReduce()).register(ddp)
     with pytest.raises(UnsupportedError, match="sparse=False") as caught:
         ddp(torch.tensor([1, 2])).sum().backward()
@@ -209,3 +187,31 @@ def _sparse(rank: int, world_size: int) -> None:
 
 def test_sparse_gradients_are_refused_by_name() -> None:
     run_ranks(_sparse, 2)
+
+
+class _Normalized(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x)
+        return found
+
+
+def _loses_a_connection_in_forward(rank: int, world_size: int) -> None:
+    group = dist.new_group()
+    ddp = DistributedDataParallel(_Normalized(), process_group=group)
+    chain(AllReduce()).register(ddp)
+    if rank == 0:  # DDP sends its buffers.
+        del ddp
+        gc.collect()
+        dist.destroy_process_group(group)
+        return
+    with pytest.raises(RuntimeError, match="gloo") as raised:
+        ddp(torch.ones(3, 4))
+    assert any("no rank has reported an error" in note for note in raised.value.__notes__)
+
+
+def test_a_connection_that_is_lost_in_ddps_own_collectives_gets_a_note() -> None:
+    run_ranks(_loses_a_connection_in_forward, 2)

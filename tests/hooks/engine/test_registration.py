@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from overlap import (
     AllReduce,
     ConfigurationError,
     OverlappedOptimizer,
+    PeerError,
     RegistrationError,
     Step,
     UnsupportedError,
@@ -134,3 +136,33 @@ def _copied(rank: int, world_size: int) -> None:
 
 def test_a_copy_of_a_registered_model_has_nothing_registered() -> None:
     run_ranks(_copied, 2)
+
+
+def _in_a_block(rank: int, world_size: int) -> None:
+    ddp = _model()
+    optimizer = OverlappedOptimizer(SGD(ddp.parameters()))
+    stage = chain(AllReduce(), Step(optimizer, deferred=True))
+
+    def train(step: int) -> None:
+        ddp(*MLP.batch(step, rank).inputs).square().sum().backward()
+        optimizer.step()
+
+    def run() -> None:
+        with stage.register(ddp) as registration:
+            for step in range(4):
+                if (rank, step) == (1, 2):
+                    raise ValueError("the dog ate it")
+                train(step)
+            assert registration.is_active
+
+    start_s = time.monotonic()
+    with pytest.raises(ValueError if rank == 1 else PeerError, match="the dog ate it"):
+        run()
+    assert time.monotonic() - start_s < 6
+    with stage.register(ddp) as registration:
+        train(2)
+    assert not registration.is_active
+
+
+def test_a_block_reports_what_the_loop_raises_and_removes_the_registration() -> None:
+    run_ranks(_in_a_block, 2, group_timeout_s=12)

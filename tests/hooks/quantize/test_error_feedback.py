@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from harness import assert_parity, run_ranks
-from overlap import ConfigurationError
+from overlap import ConfigurationError, Int4
 from overlap.hooks import Quantize
 from overlap.hooks.wires.numbers import ChunkCodec
 
@@ -21,7 +21,7 @@ SIZES = [3, 500, 1300]
 
 
 def _trained(rank: int, world_size: int, *, steps: int = 2) -> tuple[Quantize, Any]:
-    stage = Quantize(bits=4, rounding="stochastic", error_feedback=True)
+    stage = Quantize(Int4(rounding="stochastic"), error_feedback=True)
     ddp = given(SIZES, stage)
     for step in range(steps):
         reduced(ddp, of_ranks(world_size, SIZES, step)[rank])
@@ -31,7 +31,7 @@ def _trained(rank: int, world_size: int, *, steps: int = 2) -> tuple[Quantize, A
 def _loaded(rank: int, world_size: int) -> None:
     stage, ddp = _trained(rank, world_size)
     saved = pickle.loads(pickle.dumps(stage.state_dict()))
-    again = Quantize(bits=4, rounding="stochastic", error_feedback=True)
+    again = Quantize(Int4(rounding="stochastic"), error_feedback=True)
     other = given(SIZES, again)
     again.load_state_dict(saved)
     gradients = of_ranks(world_size, SIZES, 20)[rank]
@@ -57,7 +57,7 @@ def _fits(rank: int, world_size: int) -> None:
     for message, state in refused.items():
         with pytest.raises(ConfigurationError, match=message):
             stage.load_state_dict(state)
-        loaded_first = Quantize(bits=4, error_feedback=True)
+        loaded_first = Quantize(Int4(), error_feedback=True)
         loaded_first.load_state_dict(state)
         with pytest.raises(ConfigurationError, match=message):
             given(SIZES, loaded_first)
@@ -94,7 +94,7 @@ def test_a_step_that_is_not_finite_on_one_rank_or_fails_changes_no_ranks_memory(
 
 
 def _half(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    stage = Quantize(bits=4, error_feedback=True)
+    stage = Quantize(Int4(), error_feedback=True)
     ddp = given(SIZES, stage, dtype)
     true, delivered = ([torch.zeros(size, dtype=torch.float64) for size in SIZES] for _ in range(2))
     for step in range(12):

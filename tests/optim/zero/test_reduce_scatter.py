@@ -23,21 +23,16 @@ from overlap import (
     ZeroStep,
     chain,
 )
-from overlap.hooks import Role, Stage
+from overlap.hooks import Transform
 
 
-class _Looks(Stage):
+class _Looks(Transform):
     """A transform that keeps what it sees of each bucket."""
 
-    role = Role.TRANSFORM
-
     def __init__(self, *, needs_mean: bool = True) -> None:
-        self._needs_mean = needs_mean
+        super().__init__()
+        self.needs_mean = needs_mean
         self.seen: list[Any] = []
-
-    @property
-    def needs_mean(self) -> bool:
-        return self._needs_mean
 
     async def __call__(self, bucket: Any) -> None:
         self.seen.append((bucket, bucket.buffer.clone()))

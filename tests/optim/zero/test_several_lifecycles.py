@@ -81,7 +81,7 @@ def test_ranks_that_divide_parameters_otherwise_are_told_so() -> None:
     with pytest.raises(RankFailed) as raised:
         run_ranks(_divided_otherwise, 2)
     assert CollectiveError.__name__ in str(raised.value)
-    assert "updates 6 parameters" in str(raised.value)
+    assert "is 6 parameters (" in str(raised.value)
 
 
 def _joined(rank: int, world_size: int) -> None:

@@ -1,22 +1,73 @@
-"""Gradients sent in another dtype."""
+"""Reducers that give the mean as it is, or rounded to another dtype."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import torch
+from torch.nn.functional import pad
 
 from overlap._checks import told
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks.adapters import as_stage
-from overlap.hooks.allreduce import AllReduce
 from overlap.hooks.bucket import Bucket
-from overlap.hooks.stage import Role, Stage, redistributed
+from overlap.hooks.collectives import all_gather, all_reduce
+from overlap.hooks.segments import round_up, segment_multiple
+from overlap.hooks.stage import Role, Stage
 from overlap.hooks.wires import Wire
 from overlap.hooks.wires.numbers import CastWire, cast
 
-__all__ = ["Cast"]
+__all__ = ["AllGather", "AllReduce", "Cast", "NoReduction"]
+
+
+class AllReduce(Stage):
+    """The mean of the gradients over ranks, by one all-reduce per bucket.
+
+    Equal to plain DDP bit for bit at any number of ranks: as in DDP, each rank multiplies its gradient by
+    ``1 / divisor`` first, so that a sum of half-precision gradients does not overflow.
+
+    Communication: one all-reduce of ``(numel,)`` in the bucket's dtype. Changes: ``bucket.buffer``.
+
+    >>> AllReduce()
+    AllReduce()
+    """
+
+    async def __call__(self, bucket: Bucket) -> None:
+        bucket.buffer.mul_(1 / bucket.divisor)
+        await all_reduce(bucket.buffer, group=bucket.group)
+
+
+class AllGather(Stage):
+    """The mean of the gradients over ranks: each rank gathers all of them and sums them in the order of ranks.
+
+    Sends ``W/2`` times as much as an all-reduce and takes ``W`` buckets of memory. Every element is summed in the same
+    order, so it shows the effect of the order of summation in another reducer.
+
+    Communication: one all-gather of ``(numel,)`` in the bucket's dtype. Changes: ``bucket.buffer``.
+
+    >>> chain(AllGather()).register(ddp)
+    <chain(AllGather()) registered>
+    >>> loss_fn(ddp(x), y).backward()
+    """
+
+    async def __call__(self, bucket: Bucket) -> None:
+        buffer, ranks = bucket.buffer, bucket.group.size()
+        numel = round_up(buffer.numel(), segment_multiple(buffer.device))
+        own = buffer if buffer.numel() == numel else pad(buffer, (0, numel - buffer.numel()))
+        gathered = torch.empty(ranks, numel, dtype=buffer.dtype, device=buffer.device)
+        await all_gather(gathered.view(-1), own, group=bucket.group)
+        torch.sum(gathered[:, : buffer.numel()], dim=0, out=buffer)
+        buffer.mul_(1 / bucket.divisor)
+
+
+class NoReduction(Stage):
+    """Leaves each rank's own gradient as it is, to measure the cost of communication or to reduce by other means.
+
+    >>> chain(NoReduction()).register(ddp)  # on several ranks each keeps its own gradients
+    <chain(NoReduction()) registered>
+    >>> loss_fn(ddp(x), y).backward()
+    """
+
+    async def __call__(self, bucket: Bucket) -> None:
+        return
 
 
 class Cast(Stage):
@@ -29,7 +80,7 @@ class Cast(Stage):
         dtype: a real floating-point dtype, or :class:`Float16` or :class:`BFloat16` for theirs.
         inner: the reducer, ``AllReduce()`` by default; may be another ``Cast``.
 
-    Communication: what ``inner`` issues, in ``dtype``. Changes: ``bucket.buffer``. Memory: one bucket in ``dtype``.
+    Communication: that of ``inner``, in ``dtype``. Changes: ``bucket.buffer``. Memory: one bucket in ``dtype``.
 
     Raises:
         ConfigurationError: ``dtype`` is not a real floating-point dtype nor a wire of one that rounds to nearest, or
@@ -45,10 +96,7 @@ class Cast(Stage):
         self.inner = AllReduce() if inner is None else as_stage(inner)
         if self.inner.role is not Role.REDUCER:
             raise ConfigurationError(f"Cast wraps a reducer such as AllReduce(), got {self.inner!r}")
-
-    @property
-    def children(self) -> tuple[Stage, ...]:
-        return (self.inner,)
+        self.children = (self.inner,)
 
     @property
     def signature(self) -> str:
@@ -63,18 +111,6 @@ class Cast(Stage):
         compressed = bucket.with_buffer(cast(bucket.buffer, torch.empty_like(bucket.buffer, dtype=self.dtype)))
         await self.inner(compressed)
         bucket.buffer.copy_(compressed.buffer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of ``inner``."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        self.inner.load_state_dict(state_dict)
-
-    def redistribute(self, states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
-        """That of ``inner``."""
-        return redistributed(self.inner, states, rank=rank, ranks=ranks)
 
     def __repr__(self) -> str:
         return f"Cast({str(self.dtype).removeprefix('torch.')}, {self.inner!r})"
