@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from overlap._checks import as_list, check_ddp, check_flag, described, is_one_of, told
-from overlap._torch.compiled import uncompiled
-from overlap._torch.gloo import has_lost_connection
+from overlap._torch.c10d import has_lost_connection
+from overlap._torch.ddp import uncompiled
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import (
     CollectiveError,

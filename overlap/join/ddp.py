@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from overlap._torch.autograd import after_all_of_backward
 from overlap._torch.c10d import issued
-from overlap._torch.join import on_notify
-from overlap._torch.joined_ddp import JoinedDDP, missing_names
+from overlap._torch.join import JoinedDDP, on_notify
 from overlap._torch.read_only import AppliedGradient, Attempt, Terms
 from overlap.errors import TrainingLoopError, UnsupportedError
 from overlap.join.adapters import Call, JoinableAdapter
@@ -54,11 +53,6 @@ class DDPAdapter(JoinableAdapter):
         self._accumulates = self._has_own = False
         self._backward_hook: Any = None
         self._session: JoinSession | None = None
-        if missing := missing_names(ddp):
-            raise UnsupportedError(
-                f"DistributedDataParallel of torch {torch.__version__} lacks {', '.join(missing)}, which Join needs; "
-                "use torch.distributed.algorithms.join.Join"
-            )
         for name, module in ddp.module.named_modules():
             if shadows and isinstance(module, nn.SyncBatchNorm):
                 raise UnsupportedError(
@@ -181,7 +175,7 @@ class DDPAdapter(JoinableAdapter):
         session.replays_own_gradients, self._has_own = self._has_own, False
         try:
             self._joined.replay_backward(
-                own_gradients_by=session.divisor if session.replays_own_gradients else None, look=session.board.poll
+                own_gradients_by=session.divisor if session.replays_own_gradients else None, poll=session.board.poll
             )
         finally:
             session.replays_own_gradients = False

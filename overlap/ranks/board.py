@@ -33,8 +33,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from overlap._torch.c10d import PrefixStore, backend_name, group_timeout
-from overlap._torch.gloo import has_lost_connection
+from overlap._torch.c10d import PrefixStore, backend_name, group_timeout, has_lost_connection
 from overlap._torch.stores import GroupStore
 from overlap.errors import CollectiveError, PeerError
 

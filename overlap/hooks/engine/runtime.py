@@ -23,7 +23,7 @@ from overlap._torch.autograd import after_backward, backward_id, by_default, if_
 from overlap._torch.c10d import GradBucket, stride_of
 from overlap._torch.ddp import forget_unfinished_backward, is_to_rebuild
 from overlap._torch.device import is_capturing
-from overlap._torch.fingerprint import fingerprint
+from overlap._torch.foreach import fingerprint
 from overlap.errors import (
     CollectiveError,
     ConfigurationError,

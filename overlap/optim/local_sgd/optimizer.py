@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from overlap._checks import check_ddp, is_one_of, refuse_capture
 from overlap._torch.ddp import GradientSync, before_final_sync
-from overlap._torch.join import is_joining
-from overlap._torch.joined_ddp import used_in_shadow
+from overlap._torch.join import is_joining, used_in_shadow
 from overlap._torch.optimizer import run_post_hooks, run_pre_hooks
 from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError
 from overlap.hooks import Bucket, Role, Stage, StageContext, chain, wires
