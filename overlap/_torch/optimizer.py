@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as base
 
 __all__ = [
+    "after_steps",
     "after_load_state_dict",
     "after_state_dict",
     "all_of",
@@ -174,6 +175,17 @@ def watch_steps(optimizer: Optimizer, hook: Callable[..., Any]) -> Callable[[], 
     """Register a step pre-hook that runs before those that are there; returns a function that removes it."""
     handle = optimizer.register_step_pre_hook(hook)
     optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle.remove
+
+
+def after_steps(optimizer: Optimizer, callback: Callable[[], None]) -> Callable[[], None]:
+    """Run ``callback``, which reads no parameters, after each ``step``, before the step post-hooks that are there.
+
+    Returns:
+        A function that undoes this.
+    """
+    handle = optimizer.register_step_post_hook(only_watches(lambda *_: callback()))
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
     return handle.remove
 
 

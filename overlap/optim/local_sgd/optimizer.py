@@ -24,7 +24,7 @@ from overlap.hooks import Bucket, Role, Stage, StageContext, chain, wires
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
 from overlap.hooks.wires import Wire
 from overlap.join.adapters import once_after
-from overlap.join.joinable import refuse_before_model
+from overlap.join.context import refuse_before_model
 from overlap.join.participation import active_join, refuse_once_joined
 from overlap.optim.lifecycle import UpdateLifecycle, refusals_told
 from overlap.optim.local_sgd.averager import Averager
