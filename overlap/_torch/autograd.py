@@ -167,7 +167,8 @@ def after_backward(callback: Callable[[], None], *, if_dropped: Callable[[], Non
     its finalization when the hook of the last bucket returns. So a callback queued by the hook runs *before* DDP's, and
     an exception in it would leave the reducer half finished; a callback queued by that callback runs after DDP's.
     """
-    after_gradients(lambda: after_gradients(_Watch(if_dropped, callback)))
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(_Watch(if_dropped, callback)))
 
 
 def after_all_of_backward(callback: Callable[[], None]) -> None:

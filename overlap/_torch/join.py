@@ -74,18 +74,16 @@ def is_joining(joinable: Joinable) -> bool:
     return bool(joinable._join_config.enable)
 
 
-def _is_in_torch_join(joinable: Joinable) -> bool:
-    return is_joining(joinable) and not isinstance(joinable._join_config, _NotifyingConfig)
-
-
 def leads_torch_join(joinable: Joinable) -> bool:
     """Whether ``joinable`` is the first in the list of PyTorch's ``Join``, whose collectives it then issues."""
-    return _is_in_torch_join(joinable) and bool(joinable._join_config.is_first_joinable)
+    config = joinable._join_config
+    return bool(config.enable) and not isinstance(config, _NotifyingConfig) and bool(config.is_first_joinable)
 
 
 def torch_join_divides_by_count(ddp: DistributedDataParallel) -> bool:
     """Whether ``ddp`` is in PyTorch's ``Join`` with ``divide_by_initial_world_size=False``, which hooks do not see."""
-    return _is_in_torch_join(ddp) and not ddp._divide_by_initial_world_size
+    config = ddp._join_config
+    return bool(config.enable) and not isinstance(config, _NotifyingConfig) and not ddp._divide_by_initial_world_size
 
 
 # DDP.

@@ -147,17 +147,15 @@ def pre_hooks(optimizer: Optimizer) -> dict[int, Any]:
     return getattr(optimizer, "_optimizer_step_pre_hooks", {})
 
 
-def _post_hooks(optimizer: Optimizer) -> dict[int, Any]:
-    return getattr(optimizer, "_optimizer_step_post_hooks", {})
-
-
 def all_pre_hooks(optimizer: Optimizer) -> list[Any]:
     """The step pre-hooks of all optimizers and those of ``optimizer`` itself, in the order of torch.optim's wrapper."""
-    return [*base._global_optimizer_pre_hooks.values(), *pre_hooks(optimizer).values()]
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    return [*base._global_optimizer_pre_hooks.values(), *own.values()]
 
 
 def _all_post_hooks(optimizer: Optimizer) -> list[Any]:
-    return [*_post_hooks(optimizer).values(), *base._global_optimizer_post_hooks.values()]
+    own = getattr(optimizer, "_optimizer_step_post_hooks", {})
+    return [*own.values(), *base._global_optimizer_post_hooks.values()]
 
 
 def has_post_hooks(optimizer: Optimizer) -> bool:
@@ -209,7 +207,8 @@ def run_post_hooks(optimizer: Optimizer) -> None:
 
 def run_step_hooks(optimizer: Optimizer, *, leaving_out: type) -> None:
     """Run the hooks around a ``step`` without arguments that was made already, except those of a class."""
-    for hook in all_pre_hooks(optimizer) + _all_post_hooks(optimizer):
+    after = [*getattr(optimizer, "_optimizer_step_post_hooks", {}).values()]
+    for hook in all_pre_hooks(optimizer) + after + list(base._global_optimizer_post_hooks.values()):
         if not isinstance(hook, leaving_out):
             hook(optimizer, (optimizer,), {})
 
@@ -218,7 +217,7 @@ def step_without_hooks(optimizer: Optimizer, *args: Any) -> Any:
     """``optimizer.step(*args)``, the object's own where one was set, by a proxy that has run its step hooks already."""
     if own_step(optimizer) is None and getattr(type(optimizer).step, "hooked", False):
         return unhooked_step(type(optimizer))(optimizer, *args)
-    hooks = [pre_hooks(optimizer), _post_hooks(optimizer)]
+    hooks: list[Any] = [getattr(optimizer, attribute, {}) for attribute in hook_attributes[:2]]
     kept = [dict(each) for each in hooks]
     for each in hooks:
         each.clear()
