@@ -14,24 +14,6 @@ from weakref import ReferenceType, ref
 import torch
 from torch.autograd import profiler
 
-__all__ = [
-    "LabelType",
-    "after_all_of_backward",
-    "after_backward",
-    "after_gradients",
-    "backward_id",
-    "by_default",
-    "if_abandoned",
-    "in_backward",
-    "in_end_of_backward",
-    "issue_without_saved_context",
-    "label_type",
-    "profile",
-    "version",
-    "versions",
-    "without_saved_context",
-]
-
 # The context variables of the caller of backward, which PyTorch keeps there for code that backward compiles.
 _CONTEXT = "context"
 

@@ -17,31 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 # The package exports these at run time, but not to type checkers.
-from torch._C._distributed_c10d import Backend, GradBucket, PrefixStore, Store
+from torch._C._distributed_c10d import Backend, GradBucket, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from overlap._threads import start
 from overlap._torch.foreach import add_all
 
-__all__ = [
-    "Channel",
-    "GlooChannel",
-    "GradBucket",
-    "GroupChannel",
-    "PrefixStore",
-    "Store",
-    "abandon_group",
-    "backend_name",
-    "bucket_gradients",
-    "group_exists",
-    "group_name",
-    "group_store",
-    "group_timeout",
-    "has_lost_connection",
-    "is_future",
-    "issued",
-    "stride_of",
-]
+__all__ = ["GradBucket", "PrefixStore", "TCPStore"]
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

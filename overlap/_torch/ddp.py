@@ -10,28 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "GradientSync",
-    "backward_may_synchronize",
-    "before_final_sync",
-    "data_parallel_parameters",
-    "forget_unfinished_backward",
-    "has_foreign_hook",
-    "has_one_bucket",
-    "is_compiled",
-    "is_compiled_in_place",
-    "is_to_rebuild",
-    "notify_of_reads",
-    "plain_name",
-    "refusal",
-    "registered_hook",
-    "stop_notifying",
-    "trained_parameters",
-    "uncompiled",
-    "unread_parameters",
-]
-
-
 # Compiled modules.
 
 

@@ -15,28 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "DeviceStreams",
-    "current_stream",
-    "default_stream",
-    "future_for",
-    "has_streams",
-    "hold",
-    "host_buffer",
-    "is_capturing",
-    "new_stream",
-    "on_stream",
-    "recorded_event",
-    "resize_storage",
-    "storage_key",
-    "storage_uses",
-    "stream_of",
-    "streams_replaced",
-    "synchronize",
-    "to_device",
-    "to_host",
-]
-
 
 class DeviceStreams:
     """Streams, events and what goes with them, as PyTorch has them. Streams and events are PyTorch's own objects."""

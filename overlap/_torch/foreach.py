@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["add_all", "copy_all", "fingerprint", "norms", "scale_", "subtract_from_"]
-
 # Elements of each tensor.
 _SAMPLED = 16
 

@@ -18,15 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overlap._torch.c10d import GradBucket, bucket_gradients
 
-__all__ = [
-    "JoinedDDP",
-    "is_joining",
-    "leads_torch_join",
-    "on_notify",
-    "torch_join_divides_by_count",
-    "used_in_shadow",
-]
-
 # How long to wait for a bucket before polling whether another rank has failed.
 _POLL_INTERVAL_S = 1.0
 # Overridden in an instance while a Join is active: what DDP asks all ranks where the Join knows the answer.

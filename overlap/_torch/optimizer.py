@@ -13,39 +13,6 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim import optimizer as base
 
-__all__ = [
-    "after_steps",
-    "after_load_state_dict",
-    "after_state_dict",
-    "all_of",
-    "all_pre_hooks",
-    "before_load_state_dict",
-    "before_state_dict",
-    "drop_hooks",
-    "global_step_hooks_suspended",
-    "has_global_step_hooks",
-    "has_post_hooks",
-    "hook_attributes",
-    "is_in_checkpointing",
-    "is_in_loading",
-    "is_scheduled",
-    "mark_stepped",
-    "no_step_hooks",
-    "only_watches",
-    "own_step",
-    "patch_step",
-    "pre_hooks",
-    "run_post_hooks",
-    "run_pre_hooks",
-    "run_step_hooks",
-    "runs_step_hooks",
-    "step_without_hooks",
-    "unhooked_step",
-    "unwrapped",
-    "watch_steps",
-    "without_init",
-]
-
 _ONLY_WATCHES = "_overlap_only_watches"
 _DELEGATORS = ("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer")
 

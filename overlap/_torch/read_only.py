@@ -31,8 +31,6 @@ from torch.utils._pytree import tree_map_only
 from overlap._torch.autograd import in_backward
 from overlap.errors import TrainingLoopError
 
-__all__ = ["AppliedGradient", "Attempt", "Terms"]
-
 _ZERO = ("zero_", "_foreach_zero_")
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 

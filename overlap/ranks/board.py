@@ -35,10 +35,7 @@ from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 import torch
 import torch.distributed as dist
 
-# The package exports it at run time, but not to type checkers.
-from torch._C._distributed_c10d import TCPStore
-
-from overlap._torch.c10d import PrefixStore, backend_name, group_store, group_timeout, has_lost_connection
+from overlap._torch.c10d import PrefixStore, TCPStore, backend_name, group_store, group_timeout, has_lost_connection
 from overlap.errors import CollectiveError, PeerError
 
 __all__ = ["Agreement", "Board", "agree", "explain", "explained", "is_lost_connection", "is_reported"]
