@@ -55,9 +55,6 @@ class DeviceStreams:
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.pin_memory().to(device, non_blocking=True)  # From pageable memory the host would wait.
 
-    def host_buffer(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
     def is_capturing(self, device: torch.device | None) -> bool:
         device = device or torch.accelerator.current_accelerator()
         if device is None or device.type in ("cpu", "meta"):
@@ -179,13 +176,6 @@ def to_host(tensor: Tensor) -> Tensor:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on ``device`` of ``tensor``, which is in the CPU's memory; the host does not wait for it."""
     return _streams.to_device(tensor, device) if has_streams(device) else tensor.to(device)
-
-
-def host_buffer(nbytes: int, device: torch.device) -> Tensor:
-    """Bytes in the CPU's memory, shape ``(nbytes,)``, that ``device`` can copy from and to by itself."""
-    if has_streams(device):
-        return _streams.host_buffer(nbytes)
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # Whatever the default device is.
 
 
 def is_capturing(device: torch.device | None = None) -> bool:
