@@ -214,7 +214,7 @@ class _Parameters(dict[str, Any]):
 def notify_of_reads(module: nn.Module, on_read: OnRead) -> None:
     """Call ``on_read`` before parameters of ``module`` are read; a scripted module keeps them elsewhere."""
     parameters = vars(module).get("_parameters")
-    if type(parameters) in (dict, OrderedDict):
+    if isinstance(parameters, dict) and type(parameters) in (dict, OrderedDict):
         vars(module)["_parameters"] = _Parameters(parameters, on_read)
 
 
