@@ -330,9 +330,7 @@ class GlooChannel:
             if before is not None:
                 before.wait()
 
-        messages = _Messages([backend.send([tensor], peer, tag) for tensor, peer in sends], self._waiter, receive)
-        messages.submit()
-        return [messages]
+        return [_Messages([backend.send([tensor], peer, tag) for tensor, peer in sends], self._waiter, receive)]
 
     def abort(self) -> None:
         """Abandon what is in flight and close the connections; the other ranks see theirs close.
@@ -385,23 +383,21 @@ class _Messages:
 
     A wait of their own with a timeout would close the connection when it times out, and they always say that they are
     completed. So ``waiter`` waits for them without one, and whoever waits here can poll meanwhile whether another rank
-    has failed, which will send nothing. Before that the waiter calls ``receive``.
+    has failed, which will send nothing. With ``receive`` the waiter begins at once, by calling that.
     """
 
-    def __init__(self, works: Sequence[dist.Work], waiter: _Waiter, receive: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, works: Sequence[dist.Work], waiter: _Waiter, receive: Callable[[], None] | None = None) -> None:
         self._works, self._waiter, self._receive = works, waiter, receive
-        self._is_submitted = False
         self._is_over = threading.Event()
         self._error: Exception | None = None
+        self._is_submitted = receive is not None
+        if self._is_submitted:
+            waiter.submit(self)
 
-    def submit(self) -> None:
-        """Begin to wait, unless that has begun."""
+    def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._is_submitted:
             self._is_submitted = True
             self._waiter.submit(self)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self.submit()
         if not self._is_over.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("no message has come yet")
         if self._error is not None:
@@ -413,9 +409,10 @@ class _Messages:
 
     def finish(self) -> None:
         """Wait for them, however long that takes."""
-        receive, self._receive = self._receive, lambda: None  # It has gradients, and whoever waits may keep this.
+        receive, self._receive = self._receive, None  # It has gradients, and whoever waits may keep this.
         try:
-            receive()
+            if receive is not None:
+                receive()
             for work in self._works:
                 work.wait()
         except Exception as error:
