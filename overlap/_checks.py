@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from overlap._torch.compiled import uncompiled
+from overlap._torch.ddp import uncompiled
 from overlap._torch.device import is_capturing
 from overlap.errors import ConfigurationError, UnsupportedError
 

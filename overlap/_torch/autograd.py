@@ -1,46 +1,36 @@
-"""Autograd's end-of-backward callbacks, and the modes in which its hooks run."""
+"""Autograd's end-of-backward callbacks, the modes in which its hooks run, and its profiler's labels.
+
+Private, all of it: there is no public way to ask, and the engine's queue has no public name (FSDP uses it too).
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
-
-__all__ = [
-    "after_all_of_backward",
-    "after_backward",
-    "after_gradients",
-    "backward_id",
-    "by_default",
-    "if_abandoned",
-    "in_backward",
-    "in_end_of_backward",
-    "issue_without_saved_context",
-    "version",
-    "versions",
-    "without_saved_context",
-]
+from torch.autograd import profiler
 
 # The context variables of the caller of backward, which PyTorch keeps there for code that backward compiles.
 _CONTEXT = "context"
-# Older versions have no way to take it away.
-_remove_from_thread: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", lambda key: None)
-
 
 _version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` has been changed in place. Private: the public way only increases it."""
+    """How often ``tensor`` has been changed in place."""
     return tensor._version
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """:func:`version` of each of ``tensors``."""
     return list(map(_version_of, tensors))
+
+
+# Modes.
 
 
 @contextmanager
@@ -71,7 +61,7 @@ def without_saved_context() -> Iterator[None]:
         yield
         return
     saved = torch._C._get_obj_in_tls(_CONTEXT)
-    _remove_from_thread(_CONTEXT)
+    torch._C._remove_obj_from_tls(_CONTEXT)
     try:
         yield
     finally:
@@ -84,27 +74,26 @@ def issue_without_saved_context(parameters: Iterable[torch.Tensor]) -> None:
     See [Note: works without Python objects]. The thread's state is that of one node of the graph; DDP issues in the
     nodes of parameters, after their hooks."""
     for parameter in parameters:
-        parameter.register_hook(lambda gradient: _remove_from_thread(_CONTEXT))
+        parameter.register_hook(lambda gradient: torch._C._remove_obj_from_tls(_CONTEXT))
 
 
-def in_backward() -> bool:
-    """Whether the calling thread is inside a backward pass.
-
-    Private: there is no public way to ask. A joined rank runs hooks outside of any backward.
-    """
-    return backward_id() != -1
-
+# Where the calling thread is.
 
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass that runs on the calling thread; -1 outside of any."""
 
 
-def in_end_of_backward() -> bool:
-    """Whether the calling thread runs what was queued for the end of a backward pass, and no node of its graph.
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward pass. A joined rank runs hooks outside of any."""
+    return backward_id() != -1
 
-    Private as in :func:`in_backward`.
-    """
+
+def in_end_of_backward() -> bool:
+    """Whether the calling thread runs what was queued for the end of a backward pass, and no node of its graph."""
     return in_backward() and torch._C._current_autograd_node() is None
+
+
+# The end of backward.
 
 
 class _Watch:
@@ -138,7 +127,7 @@ def if_abandoned(callback: Callable[[], None]) -> None:
     """Run ``callback`` if the current backward pass ends with an error, before ``backward()`` raises that.
 
     The engine calls what is queued when a pass has computed its last gradient; a pass that ends with an error only
-    drops it. Private as in :func:`after_backward`.
+    drops it.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_Watch(callback))
 
@@ -147,14 +136,8 @@ def after_gradients(callback: Callable[[], None]) -> None:
     """Run ``callback`` on this thread once the current backward pass has computed its last gradient.
 
     If queued before the last bucket's hook is called, it runs before DDP's finalization, which waits for the buckets.
-    Private as in :func:`after_backward`.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def after_all_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when what :func:`after_backward` was given has run, too; called from a hook of a gradient."""
-    after_backward(lambda: after_gradients(callback))
 
 
 def after_backward(callback: Callable[[], None], *, if_dropped: Callable[[], None] = lambda: None) -> None:
@@ -165,11 +148,43 @@ def after_backward(callback: Callable[[], None], *, if_dropped: Callable[[], Non
     ``backward()`` raises what ``callback`` raises. Callbacks run in the order in which they were queued, and DDP queues
     its finalization when the hook of the last bucket returns. So a callback queued by the hook runs *before* DDP's, and
     an exception in it would leave the reducer half finished; a callback queued by that callback runs after DDP's.
-    Private: the engine's queue has no public name (FSDP uses it too).
     """
-    engine = torch.autograd.Variable._execution_engine
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(_Watch(if_dropped, callback)))
 
-    def before_ddp() -> None:
-        engine.queue_callback(_Watch(if_dropped, callback))
 
-    engine.queue_callback(before_ddp)
+def after_all_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when what :func:`after_backward` was given has run, too; called from a hook of a gradient."""
+    after_backward(lambda: after_gradients(callback))
+
+
+# Profiles.
+
+LabelType = Callable[[str], AbstractContextManager[Any]]
+
+# It costs a fortieth of record_function where no profiler runs. Where one does, what it shows is an operator and not an
+# annotation, for which a GPU has a row of its own.
+_fast: LabelType = torch._C._profiler._RecordFunctionFast
+
+
+def label_type() -> LabelType:
+    """Gives what runs within it a label in profiles, as an annotation of the user's: ``with label_type()(name): ...``.
+
+    Where a profiler was started from outside of Python, it shows the label as an operator.
+    """
+    return profiler.record_function if profiler._is_profiler_enabled else _fast
+
+
+def profile(**options: Any) -> torch.profiler.profile:
+    """``torch.profiler.profile(**options)`` that records all threads, so that it shows what the library's own do.
+
+    PyTorch's profiler follows the thread that starts it and those of autograd. Stages of CPU tensors have a thread of
+    the library's, which Python cannot let take part. On CUDA stages run on autograd's thread and are shown without it.
+
+    >>> with profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+    ...     _ = torch.ones(2).add(1)
+    >>> "aten::add" in {event.name for event in recorded.events()}
+    True
+    """
+    config: Any = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    return torch.profiler.profile(experimental_config=config, **options)

@@ -1,44 +1,48 @@
-"""Process groups, and the backends that carry their collectives."""
+"""Process groups, the backends that carry their collectives, and private Gloo backends."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import itertools
 import operator
+import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 # The package exports these at run time, but not to type checkers.
-from torch._C._distributed_c10d import Backend, GradBucket, PrefixStore, Store
+from torch._C._distributed_c10d import Backend, GradBucket, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
+from overlap._threads import start
 from overlap._torch.foreach import add_all
 
-__all__ = [
-    "Channel",
-    "GradBucket",
-    "GroupChannel",
-    "PrefixStore",
-    "Row",
-    "Store",
-    "backend_name",
-    "bucket_gradients",
-    "group_exists",
-    "group_name",
-    "group_store",
-    "group_timeout",
-    "is_future",
-    "issued",
-    "stride_of",
-]
+__all__ = ["GradBucket", "PrefixStore", "TCPStore"]
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_CPU = torch.device("cpu")
+_POLL_INTERVAL_S = 0.002
+_IDLE_S = 0.05
+# How long an abort waits for what is in flight.
+_SETTLING_S = 5.0
+# The last tag of messages that no rank sends.
+_NEVER_SENT = 2**31 - 1
+
+# Backends whose operations did not end when they were aborted: Gloo's destructor would wait for these, with the
+# interpreter's lock.
+_kept: list[Any] = []
+
+# In errors of Gloo's, some of which have no place in its sources.
+_SIGNS = ("/gloo/", "Application timeout caused pair closure", "Operation timed out!")
 
 
 stride_of: Callable[[Tensor], tuple[int, ...]] = operator.methodcaller("stride")
@@ -76,6 +80,9 @@ def is_future(value: object) -> bool:
     return isinstance(value, torch._C.Future)
 
 
+# Groups. Private, all of them: there is no public way to ask.
+
+
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend for tensors on ``device`` in ``group``, such as ``"gloo"`` or ``"nccl"``; ``"none"`` without one."""
     try:
@@ -86,39 +93,21 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def group_name(group: dist.ProcessGroup) -> str:
-    """What PyTorch calls ``group``, alike on all its ranks. Private: one of a custom backend does not know its name."""
+    """PyTorch's name of ``group``, the same on all its ranks. One of a custom backend does not know its own."""
     return str(distributed_c10d._world.pg_names[group])
 
 
 def group_store(group: dist.ProcessGroup) -> Store:
-    """The key-value store of ``group``. Private: there is no public way to the store of a ``new_group``."""
-    if hasattr(group, "get_group_store"):
-        try:
-            store: Store | None = group.get_group_store()
-        except RuntimeError:
-            store = None  # The group of a custom backend may have no store.
-        if store is not None:
+    """The key-value store of ``group``."""
+    with contextlib.suppress(RuntimeError):  # The group of a custom backend may have no store.
+        if (store := group.get_group_store()) is not None:
             return store
     kept: Store = distributed_c10d._world.pg_map[group][1]
     return kept
 
 
-def issued(group: dist.ProcessGroup | Backend) -> int | None:
-    """How many collectives this rank has issued on ``group``; ``None`` if its backend does not count them.
-
-    Messages between two ranks count, too.
-
-    Private: there is no public way to ask.
-    """
-    counting: Any = group
-    try:
-        return int(counting._get_sequence_number_for_group())
-    except RuntimeError:
-        return None
-
-
 def group_exists(group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` has not been destroyed. Private: ``torch.distributed`` has no public way to ask."""
+    """Whether ``group`` has not been destroyed."""
     return group in distributed_c10d._world.pg_map
 
 
@@ -132,60 +121,64 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout if isinstance(timeout, timedelta) else distributed_c10d.default_pg_timeout
 
 
-@dataclass(frozen=True)
-class Row:
-    """One message from each of the other ranks, which is added when it has been waited for."""
+def issued(group: dist.ProcessGroup | Backend) -> int | None:
+    """The number of collectives and messages that this rank has issued on ``group``; ``None`` where the backend does
+    not count them."""
+    counting: Any = group
+    try:
+        return int(counting._get_sequence_number_for_group())
+    except RuntimeError:
+        return None
 
-    works: Sequence[dist.Work]
-    boxes: Sequence[Tensor]
-    """Where it is received from each of the other ranks, in their order."""
-    targets: Sequence[Tensor]
-    """The flat tensors that its parts are added to, one after another."""
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        for work in self.works:
-            work.wait()
-        for box in self.boxes:
-            add_all(self.targets, box.split_with_sizes([target.numel() for target in self.targets]))
+# Failures.
+
+
+def has_lost_connection(error: BaseException) -> bool:
+    """Whether ``error`` is Gloo's: another rank's process has ended, say, or does not come."""
+    if isinstance(error, dist.DistError):
         return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
-class Channel(Protocol):
-    """Starts collectives; each call returns at once, with the works to wait for. Tensors are real (not complex), and
-    ranks are ranks of the channel."""
+def abandon_group(group: dist.ProcessGroup) -> None:
+    """Close the connections of ``group``, so that other ranks that wait on them raise; it is of no use afterwards.
 
-    @property
-    def scatters_by_messages(self) -> bool:
-        """Whether messages between ranks make a reduce-scatter that sends less than the channel's own."""
-        ...
+    Those of other backends are aborted on this rank; there the other ranks wait for their timeout.
+    """
+    if backend_name(group, _CPU) == "gloo":
+        _close_connections(group._get_backend(_CPU))
+    else:
+        group.abort()
 
-    def size(self) -> int: ...
 
-    def rank(self) -> int: ...
+def _close_connections(backend: Any) -> None:
+    """Close the connections of a Gloo ``backend``: whatever waits on them raises, here and on the other ranks.
 
-    def all_reduce(self, tensor: Tensor, op: Any) -> Sequence[dist.Work]: ...
+    Its ``abort()`` leaves them open, so ranks that wait for each other go on waiting until the timeout. A receive that
+    times out closes all that are still open; one from a rank whose connection is closed already raises at once. Gloo
+    has connections of their own on each network interface, and takes those that the tag says, in turn.
+    """
+    interfaces = len(getattr(backend.options, "_devices", [None]))
+    for tag in range(_NEVER_SENT, _NEVER_SENT - interfaces, -1):
+        for rank in range(backend.size()):
+            if rank != backend.rank():
+                with contextlib.suppress(RuntimeError):
+                    backend.recv([torch.empty(1, device=_CPU)], rank, tag).wait(timedelta(milliseconds=1))
 
-    def all_gather(self, output: Tensor, input: Tensor) -> Sequence[dist.Work]: ...
 
-    def reduce_scatter(self, output: Tensor, input: Tensor) -> Sequence[dist.Work]: ...
-
-    def broadcast(self, tensor: Tensor, src: int) -> Sequence[dist.Work]: ...
-
-    def send_recv(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
-    ) -> Sequence[dist.Work]: ...
-
-    def add_messages(
-        self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]], tag: int
-    ) -> Sequence[dist.Work]:
-        """Send ``sends``, and add to each of ``rows`` what every other rank sends for it, in the order of ranks."""
-        ...
+# Channels.
 
 
 class GroupChannel:
-    """A process group, used through PyTorch's public functions."""
+    """Starts collectives on a process group, through PyTorch's public functions.
+
+    Each call returns at once, with the works to wait for. Tensors are real (not complex), and ranks are ranks of the
+    channel.
+    """
 
     scatters_by_messages = False
+    """Whether messages between ranks make a reduce-scatter that sends less than the channel's own."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -221,8 +214,246 @@ class GroupChannel:
     def add_messages(
         self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]], tag: int
     ) -> list[Any]:
+        """Send ``sends``, and add to each of ``rows`` what every other rank sends for it, in the order of ranks."""
         peers = [peer for peer in range(self.size()) if peer != self.rank()]
         boxes = [[row[0].new_empty(sum([target.numel() for target in row])) for _ in peers] for row in rows]
         receives = [(box, peer) for of_row in boxes for box, peer in zip(of_row, peers, strict=True)]
         works = self.send_recv(sends, receives, tag)
-        return [*works, *(Row((), of_row, row) for of_row, row in zip(boxes, rows, strict=True))]
+        return [*works, *(_Row((), of_row, row) for of_row, row in zip(boxes, rows, strict=True))]
+
+
+class _Row:
+    """One message from each of the other ranks, which is added when it has been waited for."""
+
+    def __init__(self, works: Sequence[dist.Work], boxes: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        self._works, self._boxes, self._targets = works, boxes, targets
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait()
+        for box in self._boxes:
+            add_all(self._targets, box.split_with_sizes([target.numel() for target in self._targets]))
+        return True
+
+
+class GlooChannel:
+    """As :class:`GroupChannel`, a Gloo backend over connections of its own; every rank of a group makes it at the same
+    time.
+
+    Made directly and not with ``new_group(use_local_synchronization=True)``: that names a group after the number of
+    groups that the rank is in, so ranks in different numbers of groups would wait for each other forever. The functions
+    of ``torch.distributed`` accept only groups that it made, so the backend's own methods are called, as those
+    functions call them.
+
+    [Note: rows of a sum]
+
+    Messages that are added up need memory until then. Gloo sends a message when its receiver is ready for it, so a rank
+    posts all its sends at once, and receives a row at a time: the part of a message from each of the others that fits a
+    box. While one row is added, the next one travels. So two rows of boxes are all that sums take, however large they
+    are and however many are in flight: the waiter's thread finishes them one after another, in the order in which ranks
+    issue them, and all use the same boxes. Each element has the same summands in the same order as if it were added
+    whole.
+
+    Args:
+        store: where the ranks find each other; nothing else is under its prefix.
+        rank: this rank's number in the group.
+        size: of the group.
+        timeout: of each collective.
+    """
+
+    scatters_by_messages = True
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        self._waiter = _Waiter()
+        self._boxes = _Boxes()
+        self._peers = [peer for peer in range(size) if peer != rank]
+        self._in_flight: list[dist.Work] = []
+        self._options: dict[Any, dist.AllreduceOptions] = {}
+        # Any: the type stubs lack a backend's collectives.
+        self._backend: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+    def size(self) -> int:
+        return int(self._backend.size())
+
+    def rank(self) -> int:
+        return int(self._backend.rank())
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> list[Any]:
+        options = self._options.get(op)
+        if options is None:
+            options = self._options[op] = dist.AllreduceOptions()
+            options.reduceOp = op
+        return self._noted(self._backend.allreduce([tensor], options))
+
+    def all_gather(self, output: Tensor, input: Tensor) -> list[Any]:
+        return self._noted(self._backend._allgather_base(output, input))
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> list[Any]:
+        return self._noted(self._backend._reduce_scatter_base(output, input, dist.ReduceScatterOptions()))
+
+    def broadcast(self, tensor: Tensor, src: int) -> list[Any]:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = src, 0
+        return self._noted(self._backend.broadcast([tensor], options))
+
+    def _noted(self, work: dist.Work) -> list[Any]:
+        self._in_flight = [*itertools.filterfalse(_is_completed, self._in_flight), work]
+        return [work]
+
+    def forget_done(self) -> None:
+        """Let go of the tensors of collectives that are done."""
+        self._in_flight = list(itertools.filterfalse(_is_completed, self._in_flight))
+
+    def send_recv(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
+    ) -> list[Any]:
+        # Receives first, so that a buffer is ready for what a peer sends.
+        works = [self._backend.recv([tensor], peer, tag) for tensor, peer in receives]
+        works += [self._backend.send([tensor], peer, tag) for tensor, peer in sends]
+        return [_Messages(works, self._waiter)] if works else []
+
+    def add_messages(
+        self, sends: Sequence[tuple[Tensor, int]], rows: Sequence[Sequence[Tensor]], tag: int
+    ) -> list[Any]:
+        backend, peers, boxes = self._backend, self._peers, self._boxes
+        if not peers:
+            return []
+
+        def receive() -> None:
+            before: _Row | None = None
+            for place, row in enumerate(rows):
+                taken = boxes.take(place % 2, row, len(peers))
+                works = [backend.recv([box], peer, tag) for box, peer in zip(taken, peers, strict=True)]
+                if before is not None:
+                    before.wait()
+                before = _Row(works, taken, row)
+            if before is not None:
+                before.wait()
+
+        return [_Messages([backend.send([tensor], peer, tag) for tensor, peer in sends], self._waiter, receive)]
+
+    def abort(self) -> None:
+        """Abandon what is in flight and close the connections; the other ranks see theirs close.
+
+        Returns when nothing that was in flight can still write to its tensors. An operation that has received its data
+        still adds it up, which takes moments; one that waits for data will receive none. The wait is bounded all the
+        same.
+        """
+        backend, self._backend = self._backend, None
+        in_flight: list[dist.Work | _Messages] = [*self._in_flight, *self._waiter.unfinished()]
+        with contextlib.suppress(RuntimeError):
+            backend.abort()
+        if not all(map(_is_completed, in_flight)):
+            # Not where all is done: another rank may still receive what this one has sent.
+            _close_connections(backend)
+        deadline_s = time.monotonic() + _SETTLING_S
+        while not all(map(_is_completed, in_flight)):
+            if time.monotonic() > deadline_s:
+                _kept.append(backend)
+                return
+            time.sleep(_POLL_INTERVAL_S)
+
+
+Channel: TypeAlias = GroupChannel | GlooChannel
+
+
+class _Boxes:
+    """Memory for two rows of messages from each of the other ranks. See [Note: rows of a sum]."""
+
+    def __init__(self) -> None:
+        self._places = [torch.empty(0, dtype=torch.uint8, device=_CPU)] * 2
+
+    def take(self, place: int, row: Sequence[Tensor], others: int) -> list[Tensor]:
+        """Boxes from ``others`` ranks for what is added to ``row``, at the first or the second place."""
+        like = row[0]
+        numel = sum([target.numel() for target in row])
+        nbytes = others * numel * like.element_size()
+        if self._places[place].numel() < nbytes:
+            self._places[place] = torch.empty(nbytes, dtype=torch.uint8, device=_CPU)
+        return list(self._places[place][:nbytes].view(like.dtype).view(others, numel))
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory that is kept for the next sum."""
+        return sum(place.numel() for place in self._places)
+
+
+class _Messages:
+    """The works of messages between two ranks on Gloo, as one that can be waited for with a timeout.
+
+    A wait of their own with a timeout would close the connection when it times out, and they always say that they are
+    completed. So ``waiter`` waits for them without one, and whoever waits here can poll meanwhile whether another rank
+    has failed, which will send nothing. With ``receive`` the waiter begins at once, by calling that.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], waiter: _Waiter, receive: Callable[[], None] | None = None) -> None:
+        self._works, self._waiter, self._receive = works, waiter, receive
+        self._is_over = threading.Event()
+        self._error: Exception | None = None
+        self._is_submitted = receive is not None
+        if self._is_submitted:
+            waiter.submit(self)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._is_submitted:
+            self._is_submitted = True
+            self._waiter.submit(self)
+        if not self._is_over.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("no message has come yet")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._is_over.is_set()
+
+    def finish(self) -> None:
+        """Wait for them, however long that takes."""
+        receive, self._receive = self._receive, None  # It has gradients, and whoever waits may keep this.
+        try:
+            if receive is not None:
+                receive()
+            for work in self._works:
+                work.wait()
+        except Exception as error:
+            self._error = error.with_traceback(None)  # Whose frames keep gradients and the backend.
+        self._is_over.set()
+
+
+_is_completed: Callable[[dist.Work | _Messages], bool] = operator.methodcaller("is_completed")
+
+
+class _Waiter:
+    """A thread that waits, in the order of submission. It ends when nothing has come for a while, so that nobody has to
+    end it, and a worker that still finishes its work when a script ends has one, too."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._messages: collections.deque[_Messages] = collections.deque()
+        self._is_running = False
+
+    def submit(self, messages: _Messages) -> None:
+        with self._changed:
+            self._messages.append(messages)
+            self._changed.notify()
+            is_running, self._is_running = self._is_running, True
+        if not is_running:
+            start(self._run, "overlap-messages")
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._messages:
+                    self._changed.wait(_IDLE_S)
+                if not self._messages:
+                    self._is_running = False
+                    return
+                messages = self._messages[0]
+            messages.finish()
+            with self._changed:
+                self._messages.popleft()
+            del messages  # They have memory.
+
+    def unfinished(self) -> list[_Messages]:
+        with self._changed:
+            return list(self._messages)

@@ -42,14 +42,12 @@ def _without_slots(cls: type) -> type:
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    class PostLocalSGDOptimizer(Optimizer):
-        """All that is public in it is defined by its subclass."""
+    # Their subclasses define all that is public in them.
+    class PostLocalSGDOptimizer(Optimizer): ...
 
-    class PostLocalSGDState:
-        """As above."""
+    class PostLocalSGDState: ...
 
-    class PowerSGDState:
-        """As above."""
+    class PowerSGDState: ...
 
 else:
     from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook

@@ -1,37 +1,49 @@
-"""Private state of DistributedDataParallel."""
+"""Private state of modules: of DistributedDataParallel, of compiled ones, and who reads a module's parameters."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap._torch.compiled import plain_name
-
-__all__ = [
-    "GradientSync",
-    "backward_may_synchronize",
-    "before_final_sync",
-    "data_parallel_parameters",
-    "forget_unfinished_backward",
-    "has_foreign_hook",
-    "has_one_bucket",
-    "is_to_rebuild",
-    "refusal",
-    "registered_hook",
-    "trained_parameters",
-]
+# Compiled modules.
 
 
-def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
+def uncompiled(module: object) -> object:
+    """The module that ``torch.compile`` was given to make ``module``, or ``module`` itself."""
+    while type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod"):
+        module = module._orig_mod
+    return module
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter or buffer has where no part of the model is compiled."""
+    return name.replace("_orig_mod.", "")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` was made by ``torch.compile(...)``, or was compiled in place."""
+    return hasattr(module, "_orig_mod") or is_compiled_in_place(module)
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+# DistributedDataParallel.
+
+
+def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[Tensor, str]:
     """The parameters that DDP may reduce, with their fully qualified names in the wrapped module.
 
     Includes parameters that are frozen now: DDP decided what it reduces when it was made. A tied parameter has its
     first name. ``_orig_mod.``, which ``torch.compile`` adds, is left out, so that state saved from a compiled model
-    fits the same model uncompiled. Private: which parameters DDP ignores.
+    fits the same model uncompiled.
     """
     return {
         parameter: plain_name(name)
@@ -40,15 +52,13 @@ def data_parallel_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor,
     }
 
 
-def trained_parameters(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+def trained_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
     """Those of :func:`data_parallel_parameters` that are not frozen."""
     return [parameter for parameter in data_parallel_parameters(ddp) if parameter.requires_grad]
 
 
 def has_one_bucket(ddp: DistributedDataParallel) -> bool:
-    """Whether all gradients of ``ddp`` fit into one bucket, as far as DDP's options say.
-
-    Private in all but name: the size that DDP was given, and whether it was given one: otherwise its first bucket is
+    """Whether all gradients of ``ddp`` fit into one bucket, as far as DDP's options say; by default its first bucket is
     smaller than the others."""
     trained = trained_parameters(ddp)
     nbytes = sum(parameter.nbytes for parameter in trained)
@@ -57,10 +67,7 @@ def has_one_bucket(ddp: DistributedDataParallel) -> bool:
 
 
 def has_foreign_hook(ddp: DistributedDataParallel, ours: type) -> str | None:
-    """The name of the hook registered with DDP itself, if any; hooks of type ``ours`` in a copied model do not count.
-
-    Private: there is no public way to ask, and DDP notes a second hook before it refuses it.
-    """
+    """The name of the hook registered with DDP itself, if any; those of type ``ours`` in a copy do not count."""
     if ddp._comm_hooks and not isinstance(ddp._comm_hooks[-1][0], ours):
         hook = ddp._comm_hooks[-1][0]
         return getattr(hook, "__qualname__", repr(hook))
@@ -69,12 +76,12 @@ def has_foreign_hook(ddp: DistributedDataParallel, ours: type) -> str | None:
 
 
 def registered_hook(ddp: DistributedDataParallel) -> tuple[Any, Any] | None:
-    """The hook registered with DDP itself, and its state. Private: there is no public way to ask."""
+    """The hook registered with DDP itself, and its state."""
     return ddp._comm_hooks[-1] if ddp._comm_hooks else None
 
 
 def refusal(ddp: DistributedDataParallel) -> str | None:
-    """Why a stage cannot be registered with ``ddp``, if it cannot. Private: the flags of DDP's special modes."""
+    """Why a stage cannot be registered with ``ddp``, if it cannot."""
     if ddp.mixed_precision is not None:
         return (
             "this model was made with DistributedDataParallel(mixed_precision=...), which reduces with its own "
@@ -93,7 +100,7 @@ def refusal(ddp: DistributedDataParallel) -> str | None:
 def forget_unfinished_backward(ddp: DistributedDataParallel) -> None:
     """Let ``ddp`` run forward again after a backward that ended with an error; call it on every rank.
 
-    Buckets are then rebuilt, which is a collective. Private: there is no public way, and DDP refuses the forward.
+    Buckets are then rebuilt, which is a collective.
     """
     ddp.reducer._reset_state()
 
@@ -101,24 +108,21 @@ def forget_unfinished_backward(ddp: DistributedDataParallel) -> None:
 def is_to_rebuild(ddp: DistributedDataParallel) -> bool:
     """Whether the forward after the first backward of ``ddp`` has still to come, and compares buckets between ranks.
 
-    Private: the flag that DDP sets there. It does so unless it looks for unused parameters in every backward.
+    DDP does so unless it looks for unused parameters in every backward.
     """
     return not ddp._has_rebuilt_buckets and (ddp.static_graph or not ddp.find_unused_parameters)
 
 
 def backward_may_synchronize(ddp: DistributedDataParallel) -> bool:
-    """Whether the last forward of ``ddp``, also one without gradients, has prepared a backward with the other ranks.
-
-    Private in all but name: DDP notes it for its next forward.
-    """
+    """Whether the last forward of ``ddp``, also one without gradients, has prepared a backward with the other ranks."""
     return bool(ddp.require_forward_param_sync)
 
 
 class GradientSync:
     """Lets forwards and backwards of ``ddp`` go with or without the other ranks, buffers included, as ``no_sync`` does.
 
-    Private in all but name: ``no_sync`` sets the first attribute for a block of code, and a phase of a training loop is
-    not one block. DDP itself copies the first attribute to the second one forward later.
+    ``no_sync`` sets the first attribute for a block of code, and a phase of a training loop is not one block. DDP
+    itself copies the first attribute to the second one forward later.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -137,8 +141,8 @@ class GradientSync:
 def before_final_sync(ddp: DistributedDataParallel, callback: Callable[[], None]) -> Callable[[], None]:
     """Run ``callback`` on every rank when ``Join`` ends, before DDP copies one rank's model to all ranks.
 
-    Returns a function that undoes this. Private: Join runs the hooks of its joinables in order, and DDP's comes first
-    and overwrites what the other ranks had.
+    Returns a function that undoes this. Join runs the hooks of its joinables in order, and DDP's comes first and
+    overwrites what the other ranks had.
     """
     alive = weakref.ref(ddp)
 
@@ -153,3 +157,75 @@ def before_final_sync(ddp: DistributedDataParallel, callback: Callable[[], None]
 
     ddp.__dict__["_sync_final_model"] = callback_first
     return undo
+
+
+# Who reads parameters. ``Module._parameters`` is the dict in which ``module.weight``, ``parameters()``,
+# ``state_dict()``, ``_apply`` and copies look parameters up.
+
+OnRead = Callable[[Iterable[Tensor | None]], None]
+
+
+class _Parameters(dict[str, Any]):
+    """The parameters of a module, which calls ``on_read`` with those that are about to be read."""
+
+    __slots__ = ("on_read",)
+
+    def __init__(self, parameters: dict[str, Any], on_read: OnRead) -> None:
+        super().__init__(parameters)
+        self.on_read = on_read
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        self.on_read((value,))
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.on_read((super().get(name),))
+        return super().get(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.on_read((super().get(name),))
+        return super().pop(name, *default)
+
+    def values(self) -> Any:
+        self.on_read(super().values())
+        return super().values()
+
+    def items(self) -> Any:
+        self.on_read(super().values())
+        return super().items()
+
+    def __iter__(self) -> Iterator[str]:
+        # Since this is overridden dict(parameters) and {**parameters} call __getitem__.
+        return super().__iter__()
+
+    def copy(self) -> dict[str, Any]:
+        self.on_read(super().values())
+        return self.plain()
+
+    def plain(self) -> dict[str, Any]:
+        """An ordinary dict of the same parameters, without a read."""
+        return dict(super().items())
+
+    def __reduce__(self) -> Any:
+        return dict, (self.copy(),)
+
+
+def notify_of_reads(module: nn.Module, on_read: OnRead) -> None:
+    """Call ``on_read`` before parameters of ``module`` are read; a scripted module keeps them elsewhere."""
+    parameters = vars(module).get("_parameters")
+    if isinstance(parameters, dict) and type(parameters) in (dict, OrderedDict):
+        vars(module)["_parameters"] = _Parameters(parameters, on_read)
+
+
+def stop_notifying(module: nn.Module, on_read: OnRead) -> None:
+    """Undo :func:`notify_of_reads` with this ``on_read``."""
+    parameters = vars(module).get("_parameters")
+    if isinstance(parameters, _Parameters) and parameters.on_read == on_read:
+        vars(module)["_parameters"] = parameters.plain()
+
+
+def unread_parameters(module: nn.Module) -> dict[str, Any]:
+    """The module's own parameters by name, without a read."""
+    parameters = module._parameters
+    return parameters.plain() if isinstance(parameters, _Parameters) else dict(parameters.items())

@@ -1,6 +1,6 @@
-"""Devices, and the streams of those that have them.
+"""Devices, their streams and their memory.
 
-Everything about streams goes through this module, so that the tests can put simulated ones in the place of a device's
+Everything about streams goes through this module, so that tests can put simulated ones in the place of a device's
 (:func:`streams_replaced`) and run the code for accelerators on tensors of the CPU.
 """
 
@@ -14,28 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-__all__ = [
-    "DeviceStreams",
-    "current_stream",
-    "default_stream",
-    "future_for",
-    "has_streams",
-    "hold",
-    "host_buffer",
-    "is_capturing",
-    "new_stream",
-    "on_stream",
-    "recorded_event",
-    "resize_storage",
-    "storage_key",
-    "storage_uses",
-    "stream_of",
-    "streams_replaced",
-    "synchronize",
-    "to_device",
-    "to_host",
-]
 
 
 class DeviceStreams:
@@ -77,16 +55,13 @@ class DeviceStreams:
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.pin_memory().to(device, non_blocking=True)  # From pageable memory the host would wait.
 
-    def host_buffer(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
     def is_capturing(self, device: torch.device | None) -> bool:
         device = device or torch.accelerator.current_accelerator()
         if device is None or device.type in ("cpu", "meta"):
             return False
         module = torch.get_device_module(device)
-        # Not all accelerators have graphs. And a build of PyTorch for CUDA may be used on the CPU alone: there to ask
-        # would take memory of a GPU, or fail without one.
+        # Not all accelerators have graphs. With a build for CUDA that is used on the CPU alone, to ask would take
+        # memory of a GPU, or fail without one.
         asked = getattr(module, "is_current_stream_capturing", None)
         return asked is not None and module.is_initialized() and bool(asked())
 
@@ -94,11 +69,9 @@ class DeviceStreams:
         torch.get_device_module(device).synchronize(device)
 
 
-_Owned = weakref.WeakKeyDictionary[object, dict[tuple[torch.device, str], Any]]
-
 _streams = DeviceStreams()
 # Their side streams, by owner. See :func:`stream_of`.
-_owned: _Owned = weakref.WeakKeyDictionary()
+_owned: weakref.WeakKeyDictionary[object, dict[tuple[torch.device, str], Any]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -173,8 +146,8 @@ def hold(tensor: Tensor, stream: Any = None) -> Tensor:
 def resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
     """Give the memory of ``storage`` back (``nbytes`` 0), or give it new memory, whose contents are undefined.
 
-    On an accelerator the current stream gets it, and memory given back goes to the next allocation on the stream that
-    had got it; what other streams do with it must be done by then, or told with :func:`hold`.
+    On an accelerator the current stream gets it. Memory given back goes to the next allocation on the stream that had
+    got it; other streams must be done with it by then, or :func:`hold` it.
     """
     _streams.resize_storage(storage, nbytes)
 
@@ -186,9 +159,7 @@ def storage_key(tensor: Tensor) -> int:
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors, in Python, C++ or saved for a backward, use ``storage``; a Python reference to itself counts.
-
-    Private: there is no public way to ask (CUDA graph trees do the same).
-    """
+    Private, as in CUDA graph trees."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
@@ -207,16 +178,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return _streams.to_device(tensor, device) if has_streams(device) else tensor.to(device)
 
 
-def host_buffer(nbytes: int, device: torch.device) -> Tensor:
-    """Bytes in the CPU's memory, shape ``(nbytes,)``, that ``device`` can copy from and to by itself."""
-    if has_streams(device):
-        return _streams.host_buffer(nbytes)
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # Whatever the default device is.
-
-
 def is_capturing(device: torch.device | None = None) -> bool:
-    """Whether what is queued on the current stream of ``device``, the accelerator where ``None``, is not run now but
-    recorded, to be run again and again: a CUDA graph is being captured."""
+    """Whether the current stream of ``device``, the accelerator where ``None``, is being captured into a CUDA graph."""
     return _streams.is_capturing(device)
 
 

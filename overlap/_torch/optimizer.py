@@ -1,51 +1,49 @@
-"""Private state of torch.optim.Optimizer."""
+"""Private state of torch.optim.Optimizer: its hooks, what has replaced its ``step``, and who asks for its state."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim import optimizer as base
 
-__all__ = [
-    "all_of",
-    "all_pre_hooks",
-    "drop_hooks",
-    "global_step_hooks_suspended",
-    "has_global_step_hooks",
-    "has_post_hooks",
-    "hook_attributes",
-    "is_scheduled",
-    "mark_stepped",
-    "no_step_hooks",
-    "only_watches",
-    "own_step",
-    "patch_step",
-    "pre_hooks",
-    "run_post_hooks",
-    "run_pre_hooks",
-    "run_step_hooks",
-    "runs_step_hooks",
-    "step_without_hooks",
-    "unhooked_step",
-    "unwrapped",
-    "watch_steps",
-    "without_init",
-]
-
 _ONLY_WATCHES = "_overlap_only_watches"
+_DELEGATORS = ("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer")
+
+
+# Wrappers, and what has replaced step.
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of Accelerate's and Lightning's wrappers, which decide when to step and change nothing else.
+
+    They are recognized by name: what else a wrapper does in ``step`` cannot be seen.
+    """
+    while any(cls.__name__ in _DELEGATORS for cls in type(optimizer).__mro__):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer) or inner is optimizer:
+            break
+        optimizer = inner
+    return optimizer
+
+
+def all_of(optimizer: Optimizer) -> list[Optimizer]:
+    """``optimizer``, and what it wraps."""
+    wrapped = getattr(optimizer, "optimizer", None)
+    several = [optimizer, *([wrapped] if isinstance(wrapped, Optimizer) else [])]
+    return [*several, *getattr(wrapped, "optimizers", ())]
 
 
 def unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
-    """``cls.step`` without the wrapper that runs step hooks.
+    """``cls.step`` without the wrapper that runs step hooks, by the attribute with which torch.optim marks it.
 
-    One step of the training loop may call ``step`` several times, on parts of the parameters, but step hooks must run
-    once. Private: the attribute by which torch.optim marks its wrapper.
+    One step of the training loop may call ``step`` several times, on parts of the parameters, but step hooks run once.
     """
     step: Any = cls.step
     while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
@@ -53,72 +51,10 @@ def unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
     return step  # type: ignore[no-any-return]
 
 
-class _GlobalHooks:
-    """The hooks of all optimizers. The threads of several models may suspend them at the same time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.suspensions = 0
-        self._kept: tuple[Any, Any] = (None, None)
-
-    def suspend(self) -> None:
-        with self._lock:
-            if not self.suspensions:
-                self._kept = base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks
-                base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks = OrderedDict(), OrderedDict()
-            self.suspensions += 1
-
-    def resume(self) -> None:
-        with self._lock:
-            self.suspensions -= 1
-            if not self.suspensions:
-                base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks = self._kept
-
-
-_global_hooks = _GlobalHooks()
-
-
-def has_global_step_hooks() -> bool:
-    """Whether hooks were registered for all optimizers, or some code has suspended them."""
-    return bool(_global_hooks.suspensions or base._global_optimizer_pre_hooks or base._global_optimizer_post_hooks)
-
-
-@contextmanager
-def global_step_hooks_suspended() -> Iterator[None]:
-    """Within, ``Optimizer.step`` runs no hooks that were registered for all optimizers. Private: where they are kept.
-
-    A step on a part of the parameters is not a step of the training loop.
-    """
-    if not has_global_step_hooks():
-        yield
-        return
-    _global_hooks.suspend()
-    try:
-        yield
-    finally:
-        _global_hooks.resume()
-
-
-def step_without_hooks(optimizer: Optimizer, *args: Any) -> Any:
-    """``optimizer.step(*args)``, the object's own where one was set, by a proxy that has run its step hooks already."""
-    if own_step(optimizer) is None and getattr(type(optimizer).step, "hooked", False):
-        return unhooked_step(type(optimizer))(optimizer, *args)
-    hooks = [pre_hooks(optimizer), post_hooks(optimizer)]
-    kept = [dict(each) for each in hooks]
-    for each in hooks:
-        each.clear()
-    try:
-        with global_step_hooks_suspended():
-            return optimizer.step(*args)
-    finally:
-        for each, before in zip(hooks, kept, strict=True):
-            each.update(before)
-
-
 def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
     """The ``step`` that was set on the object in place of its class's, if that is not what an LR scheduler sets.
 
-    Private: the attribute by which LR schedulers mark the method that they replace, to see whether it is called.
+    LR schedulers mark the method that they replace by an attribute, to see whether it is called.
     """
     step: Any = vars(optimizer).get("step")
     inner = step
@@ -133,16 +69,8 @@ def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
 
 
 def is_scheduled(optimizer: Optimizer) -> bool:
-    """Whether an LR scheduler was made for ``optimizer``, or for the one that it wraps. Private as in
-    :func:`own_step`."""
+    """Whether an LR scheduler was made for ``optimizer``, or for the one that it wraps; as in :func:`own_step`."""
     return any(getattr(vars(one).get("step"), "_wrapped_by_lr_sched", False) for one in all_of(optimizer))
-
-
-def all_of(optimizer: Optimizer) -> list[Optimizer]:
-    """``optimizer``, and what it wraps."""
-    wrapped = getattr(optimizer, "optimizer", None)
-    several = [optimizer, *([wrapped] if isinstance(wrapped, Optimizer) else [])]
-    return [*several, *getattr(wrapped, "optimizers", ())]
 
 
 def without_init(optimizer: Optimizer) -> None:
@@ -156,9 +84,11 @@ def patch_step(optimizer: Optimizer) -> None:
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Tell LR schedulers that the optimizer was stepped; otherwise they warn. Private: there is no public way."""
+    """Let LR schedulers see that the optimizer was stepped; otherwise they warn."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
+
+# Step hooks.
 
 hook_attributes = (
     "_optimizer_step_pre_hooks",
@@ -170,20 +100,13 @@ hook_attributes = (
 )
 """Where ``Optimizer`` keeps hooks, which no ``step`` changes."""
 
-
-def drop_hooks(optimizer: Optimizer) -> None:
-    """Remove the step hooks of ``optimizer``, a copy."""
-    optimizer._optimizer_step_pre_hooks = OrderedDict()
-    optimizer._optimizer_step_post_hooks = OrderedDict()
-
-
 no_step_hooks: Mapping[str, Any] = {key: OrderedDict() for key in hook_attributes[:2]}
 """The attributes of an optimizer without step hooks, whose ``step`` calls its parent's wrapped one."""
 
 
 def runs_step_hooks(optimizer: Optimizer) -> bool:
     """Whether ``step`` runs hooks; wrappers that do not call ``Optimizer.__init__`` need not."""
-    return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "_optimizer_step_post_hooks")
+    return all(hasattr(optimizer, attribute) for attribute in hook_attributes[:2])
 
 
 def pre_hooks(optimizer: Optimizer) -> dict[int, Any]:
@@ -191,22 +114,20 @@ def pre_hooks(optimizer: Optimizer) -> dict[int, Any]:
     return getattr(optimizer, "_optimizer_step_pre_hooks", {})
 
 
-def post_hooks(optimizer: Optimizer) -> dict[int, Any]:
-    """The step post-hooks, likewise."""
-    return getattr(optimizer, "_optimizer_step_post_hooks", {})
+def all_pre_hooks(optimizer: Optimizer) -> list[Any]:
+    """The step pre-hooks of all optimizers and those of ``optimizer`` itself, in the order of torch.optim's wrapper."""
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    return [*base._global_optimizer_pre_hooks.values(), *own.values()]
 
 
-def watch_steps(optimizer: Optimizer, hook: Callable[..., Any]) -> Callable[[], None]:
-    """Register a step pre-hook that runs before those that are there; returns what removes it. Private: their order."""
-    handle = optimizer.register_step_pre_hook(hook)
-    optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
-    return handle.remove
+def _all_post_hooks(optimizer: Optimizer) -> list[Any]:
+    own = getattr(optimizer, "_optimizer_step_post_hooks", {})
+    return [*own.values(), *base._global_optimizer_post_hooks.values()]
 
 
 def has_post_hooks(optimizer: Optimizer) -> bool:
     """Whether anything runs after a ``step`` of ``optimizer`` that may read parameters."""
-    hooks = (*post_hooks(optimizer).values(), *base._global_optimizer_post_hooks.values())
-    return not all(getattr(hook, _ONLY_WATCHES, False) for hook in hooks)
+    return not all(getattr(hook, _ONLY_WATCHES, False) for hook in _all_post_hooks(optimizer))
 
 
 def only_watches(hook: Callable[..., None]) -> Callable[..., None]:
@@ -215,10 +136,40 @@ def only_watches(hook: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
-def all_pre_hooks(optimizer: Optimizer) -> list[Any]:
-    """The step pre-hooks of all optimizers and those of ``optimizer`` itself, in the order of torch.optim's wrapper."""
-    own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
-    return [*base._global_optimizer_pre_hooks.values(), *own.values()]
+def watch_steps(optimizer: Optimizer, hook: Callable[..., Any]) -> Callable[[], None]:
+    """Register a step pre-hook that runs before those that are there; returns a function that removes it."""
+    handle = optimizer.register_step_pre_hook(hook)
+    optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle.remove
+
+
+def after_steps(optimizer: Optimizer, callback: Callable[[], None]) -> Callable[[], None]:
+    """Run ``callback``, which reads no parameters, after each ``step``, before the step post-hooks that are there.
+
+    Returns:
+        A function that undoes this.
+    """
+    handle = optimizer.register_step_post_hook(only_watches(lambda *_: callback()))
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle.remove
+
+
+def drop_hooks(optimizer: Optimizer) -> None:
+    """Remove the step hooks of ``optimizer``, a copy."""
+    for attribute in hook_attributes[:2]:
+        setattr(optimizer, attribute, OrderedDict())
+
+
+def run_pre_hooks(optimizer: Optimizer) -> None:
+    """Run the hooks that run before a ``step`` without arguments."""
+    for hook in all_pre_hooks(optimizer):
+        hook(optimizer, (optimizer,), {})
+
+
+def run_post_hooks(optimizer: Optimizer) -> None:
+    """Run the hooks that run after a ``step`` without arguments."""
+    for hook in _all_post_hooks(optimizer):
+        hook(optimizer, (optimizer,), {})
 
 
 def run_step_hooks(optimizer: Optimizer, *, leaving_out: type) -> None:
@@ -229,29 +180,105 @@ def run_step_hooks(optimizer: Optimizer, *, leaving_out: type) -> None:
             hook(optimizer, (optimizer,), {})
 
 
-def run_pre_hooks(optimizer: Optimizer) -> None:
-    """Run the hooks that run before a ``step`` without arguments, in the order of torch.optim's wrapper."""
-    for hook in all_pre_hooks(optimizer):
-        hook(optimizer, (optimizer,), {})
+def step_without_hooks(optimizer: Optimizer, *args: Any) -> Any:
+    """``optimizer.step(*args)``, the object's own where one was set, by a proxy that has run its step hooks already."""
+    if own_step(optimizer) is None and getattr(type(optimizer).step, "hooked", False):
+        return unhooked_step(type(optimizer))(optimizer, *args)
+    hooks: list[Any] = [getattr(optimizer, attribute, {}) for attribute in hook_attributes[:2]]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        with global_step_hooks_suspended():
+            return optimizer.step(*args)
+    finally:
+        for each, before in zip(hooks, kept, strict=True):
+            each.update(before)
 
 
-def run_post_hooks(optimizer: Optimizer) -> None:
-    """Run the hooks that run after a ``step`` without arguments, in the order of torch.optim's wrapper."""
-    for hook in list(post_hooks(optimizer).values()) + list(base._global_optimizer_post_hooks.values()):
-        hook(optimizer, (optimizer,), {})
+# The hooks of all optimizers, while they are suspended. The threads of several models may do so at the same time.
+_suspending = threading.Lock()
+_suspensions = 0
+_suspended: tuple[Any, Any] = (None, None)
 
 
-_DELEGATORS = ("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer")
+def has_global_step_hooks() -> bool:
+    """Whether hooks were registered for all optimizers, or some code has suspended them."""
+    return bool(_suspensions or base._global_optimizer_pre_hooks or base._global_optimizer_post_hooks)
 
 
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of Accelerate's and Lightning's wrappers, which decide when to step and change nothing else.
+@contextmanager
+def global_step_hooks_suspended() -> Iterator[None]:
+    """Within it ``Optimizer.step`` runs no hooks that were registered for all optimizers: a step on a part of the
+    parameters is not a step of the training loop."""
+    global _suspensions, _suspended
+    if not has_global_step_hooks():
+        yield
+        return
+    with _suspending:
+        if not _suspensions:
+            _suspended = base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks
+            base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks = OrderedDict(), OrderedDict()
+        _suspensions += 1
+    try:
+        yield
+    finally:
+        with _suspending:
+            _suspensions -= 1
+            if not _suspensions:
+                base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks = _suspended
 
-    They are recognized by name: what else a wrapper does in ``step`` cannot be seen.
-    """
-    while any(cls.__name__ in _DELEGATORS for cls in type(optimizer).__mro__):
-        inner = getattr(optimizer, "optimizer", None)
-        if not isinstance(inner, Optimizer) or inner is optimizer:
-            break
-        optimizer = inner
-    return optimizer
+
+# Hooks of state_dict() and load_state_dict(), which a class with a state_dict() of its own has no other way to run.
+
+
+def before_state_dict(optimizer: Optimizer) -> None:
+    """Run the hooks of ``register_state_dict_pre_hook``."""
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
+
+
+def after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Run the hooks of ``register_state_dict_post_hook``, each of which may replace the dict."""
+    return _replaced(optimizer, optimizer._optimizer_state_dict_post_hooks, state_dict)
+
+
+def before_load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the hooks of ``register_load_state_dict_pre_hook`` on a shallow copy, which each may replace."""
+    return _replaced(optimizer, optimizer._optimizer_load_state_dict_pre_hooks, dict(state_dict))
+
+
+def after_load_state_dict(optimizer: Optimizer) -> None:
+    """Run the hooks of ``register_load_state_dict_post_hook``."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def _replaced(optimizer: Optimizer, hooks: Mapping[int, Any], state_dict: dict[str, Any]) -> dict[str, Any]:
+    for hook in hooks.values():
+        replaced = hook(optimizer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    return state_dict
+
+
+# Who asks. torch.distributed.checkpoint calls state_dict() and, to let an optimizer make its state, step(), on every
+# rank, but does not say so. Only the stack does.
+
+
+def is_in_checkpointing() -> bool:
+    """Whether a function of ``torch.distributed.checkpoint`` is on this thread's stack."""
+    return _is_on_stack("torch.distributed.checkpoint.")
+
+
+def is_in_loading() -> bool:
+    """Whether ``torch.distributed.checkpoint.load`` is on this thread's stack."""
+    return _is_on_stack("torch.distributed.checkpoint.state_dict_loader")
+
+
+def _is_on_stack(prefix: str) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(prefix):
+            return True
+        frame = frame.f_back
+    return False

@@ -14,7 +14,7 @@ A gradient refers to its terms weakly: they know the parameter, whose ``.grad`` 
 into, so that a model with such a gradient would never be collected. One that outlives its model stays read-only.
 
 Private: ``torch.Tensor._make_wrapper_subclass`` and ``_disabled_torch_function_impl``, on which DTensor and torchao
-stand; the id of the current graph task, to tell autograd's accumulation from the loop's own edits.
+stand.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from torch.utils._pytree import tree_map_only
 from overlap._torch.autograd import in_backward
 from overlap.errors import TrainingLoopError
 
-__all__ = ["AppliedGradient", "Attempt", "Terms"]
-
 _ZERO = ("zero_", "_foreach_zero_")
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
@@ -42,38 +40,31 @@ class Attempt(Enum):
 
     WRITE = "write"
     READ = "read"
-    ACCUMULATE = "accumulate"
-    """A backward adds to it."""
-    SEND = "send"
-    """A collective of ``torch.distributed``."""
-    UNSCALE = "unscale"
-    """``torch.amp.GradScaler`` divides it by the scale, or looks whether it is finite."""
+    ACCUMULATE = "accumulate"  # A backward adds to it.
+    SEND = "send"  # A collective of torch.distributed.
+    UNSCALE = "unscale"  # torch.amp.GradScaler divides it by the scale, or looks whether it is finite.
 
 
 class Terms:
-    """What the loop may do with a set of gradients, and the error for everything else."""
+    """What the loop may do with a set of gradients, and the error for everything else; here of those that have outlived
+    their own terms."""
 
     allows_unscaling = False
     """Whether ``GradScaler`` may unscale the tensor inside."""
 
     def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
         """Raise the error for ``attempt`` on ``gradient``."""
-        raise NotImplementedError
+        raise TrainingLoopError(
+            "a gradient of a model that no longer exists, or whose registration was removed, cannot be changed; nor "
+            "can it be read if it was released, or is the mean over ranks in part only: keep a .clone() of a gradient"
+        )
 
     def zero(self, gradient: AppliedGradient) -> None:
         """``zero_()`` was called on ``gradient``, as ``zero_grad(set_to_none=False)`` does."""
         self.refuse(gradient, Attempt.WRITE)
 
 
-class _OutlivedTerms(Terms):
-    def refuse(self, gradient: AppliedGradient, attempt: Attempt) -> NoReturn:
-        raise TrainingLoopError(
-            "a gradient of a model that no longer exists, or whose registration was removed, cannot be changed; nor "
-            "can it be read if it was released, or is the mean over ranks in part only: keep a .clone() of a gradient"
-        )
-
-
-_OUTLIVED = _OutlivedTerms()
+_OUTLIVED = Terms()
 
 
 class AppliedGradient(Tensor):
@@ -102,7 +93,7 @@ class AppliedGradient(Tensor):
         *,
         is_readable: bool = True,
     ) -> Any:
-        made = torch.Tensor._make_wrapper_subclass(
+        made = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         made.plain, made.parameter, made.is_readable, made._terms = inner, parameter, is_readable, weakref.ref(terms)
@@ -110,7 +101,6 @@ class AppliedGradient(Tensor):
 
     @property
     def terms(self) -> Terms:
-        """What the loop may do with it."""
         return self._terms() or _OUTLIVED
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -131,7 +121,7 @@ class AppliedGradient(Tensor):
             return func(*_unwrapped(args), **_unwrapped(kwargs))
         if written:
             written[0].terms.refuse(written[0], Attempt.ACCUMULATE if in_backward() else Attempt.WRITE)
-        given = list(_of_type(args, kwargs.values()))
+        given = list(_of_type((*args, *kwargs.values())))
         if func.namespace == "c10d":
             given[0].terms.refuse(given[0], Attempt.SEND)
         is_view = not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
@@ -194,12 +184,11 @@ def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ite
             yield from _of_type([args[place] if place < len(args) else kwargs.get(argument.name)])
 
 
-def _of_type(*several: Iterable[Any]) -> Iterator[AppliedGradient]:
-    for values in several:
-        for value in values:
-            for each in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(each, AppliedGradient):
-                    yield each
+def _of_type(values: Iterable[Any]) -> Iterator[AppliedGradient]:
+    for value in values:
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, AppliedGradient):
+                yield each
 
 
 def _unwrapped(values: Any) -> Any:

@@ -85,10 +85,7 @@ def join_uneven_inputs(
     ::
 
         with join_uneven_inputs(accelerator, [model, optimizer, scheduler]) as join:
-            for x, y in join.iterate(iter(loader)): ...
-
-    ``iter(...)`` hides the loader's length: Accelerate steps a scheduler once for each process in an iteration, which
-    known lengths do not allow.
+            for x, y in join.iterate(loader): ...
 
     Args:
         accelerator: that prepared the loaders.
@@ -110,8 +107,7 @@ def join_uneven_inputs(
     for sampler in samplers:
         sampler.even_batches = even_batches
     try:
-        inner = [getattr(one, "scheduler", one) for one in joinables]
-        with Join(inner, enable=not even_batches, **options) as join:
+        with Join(joinables, enable=not even_batches, **options) as join:
             yield join
     finally:
         for sampler, value in zip(samplers, before, strict=True):

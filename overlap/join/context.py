@@ -1,4 +1,4 @@
-"""``Join``: the block in which ranks may run out of inputs at different times."""
+"""``Join``, the block in which ranks may run out of inputs at different times, and what can be given to it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from overlap._checks import as_list, check_ddp, check_flag, described, is_one_of, told
-from overlap._torch.compiled import uncompiled
-from overlap._torch.gloo import has_lost_connection
+from overlap._torch.c10d import has_lost_connection
+from overlap._torch.ddp import uncompiled
+from overlap._torch.join import leads_torch_join
 from overlap._torch.optimizer import unwrapped
 from overlap.errors import (
     CollectiveError,
@@ -27,15 +28,82 @@ from overlap.errors import (
     TrainingLoopError,
     UnsupportedError,
 )
-from overlap.join.adapters import Hyperparameters, JoinableAdapter, JoinHookAdapter, OptimizerAdapter, SchedulerAdapter
-from overlap.join.ddp import DDPAdapter
+from overlap.join.adapters import (
+    DDPAdapter,
+    Hyperparameters,
+    JoinableAdapter,
+    JoinHookAdapter,
+    OptimizerAdapter,
+    SchedulerAdapter,
+    schedule_of,
+)
 from overlap.join.participation import JoinSession, active_join, sessions
 from overlap.ranks.board import Agreement, Board, explained
 
-__all__ = ["Join"]
+__all__ = ["Join", "JoinHook", "Joinable", "refuse_before_model"]
 
 _Batch = TypeVar("_Batch")
 OnExhausted = Literal["shadow", "stop", "raise"]
+
+
+class JoinHook(base.JoinHook):
+    """What a rank that has run out of inputs does instead of its training loop; also a hook of PyTorch's ``Join``.
+
+    ``main_hook()`` issues the collectives of one call that notified the Join, the same as ranks with inputs issue.
+    ``post_hook(is_last_joiner)`` is called once on every rank, when all have run out of inputs;
+    ``is_last_joiner``: whether this rank is one of those with most inputs.
+
+    >>> class Silent(JoinHook):
+    ...     def main_hook(self):
+    ...         "What a rank without inputs issues."
+    """
+
+
+class Joinable(base.Joinable):
+    """Issues collectives, once or more per iteration; also a ``Joinable`` of PyTorch's ``Join``.
+
+    Before those collectives it calls ``Join.notify_join_context(self)``. A subclass calls ``Joinable.__init__`` and
+    defines ``join_hook(**kwargs)``, which is given the keyword arguments of the Join that are not its own, and the
+    properties ``join_device`` and ``join_process_group``, which is the same for all joinables of one Join.
+
+    >>> class Counter(Joinable):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.counted = 0
+    ...     def count(self):
+    ...         Join.notify_join_context(self)
+    ...         ones = torch.ones(1)
+    ...         dist.all_reduce(ones)  # how many ranks take part
+    ...         self.counted += int(ones)
+    ...     def join_hook(self, **kwargs):
+    ...         return CounterHook()
+    ...     join_device = torch.device("cpu")
+    ...     join_process_group = dist.group.WORLD
+    >>> class CounterHook(JoinHook):
+    ...     def main_hook(self):  # in place of count(), on a rank without inputs
+    ...         dist.all_reduce(torch.zeros(1))
+    >>> counter = Counter()
+    >>> with Join([counter]) as join:
+    ...     for x, y in join.iterate(loader):
+    ...         counter.count()
+    >>> counter.counted
+    4
+    """
+
+
+def refuse_before_model(joinable: base.Joinable, model_joins: Callable[[], bool]) -> None:
+    """Called before ``joinable`` notifies its Join; ``model_joins`` says whether its model is in a Join, too.
+
+    Raises:
+        ConfigurationError: ``joinable`` comes before the model in PyTorch's ``Join``.
+    """
+    if leads_torch_join(joinable) and model_joins():
+        name = type(joinable).__name__
+        raise ConfigurationError(
+            f"{name} comes before its model in PyTorch's Join, so a rank that has run out of inputs would issue its "
+            f"collectives first, and the others the model's: use Join([ddp, {name}]), or overlap.Join, which takes any "
+            "order"
+        )
 
 
 class Join(base.Join):
@@ -148,7 +216,7 @@ class Join(base.Join):
         self._was_entered = True
         hyperparameters = Hyperparameters(
             [each for each in self._joinables if isinstance(each, Optimizer)],
-            [each for each in self._joinables if isinstance(each, LRScheduler)],
+            [each for one in self._joinables if (each := schedule_of(one)) is not None],
         )
         with Agreement(self._group, "enter Join") as agreement:
             listed, has_lengths = ", ".join(map(_described, self._joinables)), self._lengths is not None
@@ -294,7 +362,7 @@ def _adapter(joinable: Any, kwargs: dict[str, Any], *, shadows: bool) -> Joinabl
         return DDPAdapter(joinable, joinable.join_hook(**kwargs), shadows=shadows)
     if isinstance(joinable, base.Joinable):
         return JoinHookAdapter(joinable, joinable.join_hook(**kwargs))
-    if isinstance(joinable, LRScheduler):
+    if schedule_of(joinable) is not None:
         return SchedulerAdapter(joinable)
     if isinstance(joinable, Optimizer):
         return OptimizerAdapter(joinable)
@@ -320,7 +388,8 @@ def _group_and_device(joinables: Sequence[Any]) -> tuple[dist.ProcessGroup, torc
 
 def _described(joinable: Any) -> str:
     """Its kind and the number of elements of its parameters, for ranks to compare."""
-    holder = joinable.optimizer if isinstance(joinable, LRScheduler) else joinable
+    schedule = schedule_of(joinable)
+    holder = joinable if schedule is None else schedule.optimizer
     parameters: Iterable[Tensor] = ()
     if isinstance(holder, Optimizer):
         parameters = [one for group in holder.param_groups for one in group["params"]]

@@ -38,8 +38,7 @@ import torch.distributed as dist
 from overlap._checks import refuse_capture
 from overlap._torch.device import has_streams, on_stream, recorded_event, stream_of, to_device, to_host
 from overlap.errors import ConfigurationError, TrainingLoopError, UnsupportedError
-from overlap.join.adapters import Call, Hyperparameters, JoinableAdapter
-from overlap.join.ddp import ReplayedGradients
+from overlap.join.adapters import Call, Hyperparameters, JoinableAdapter, ReplayedGradients
 from overlap.ranks.board import Board
 
 __all__ = [
@@ -218,8 +217,8 @@ class JoinSession:
         """Whether backwards of this iteration must be reported."""
         return self.shadows and not self._has_joined and self._way.is_watched
 
-    def after_schedule(self) -> None:
-        """Called when a scheduler that was given to the Join has changed hyperparameters."""
+    def after_step(self) -> None:
+        """Called when an optimizer or a scheduler has stepped, which may have changed hyperparameters."""
         if isinstance(self._way, _Known):
             self._way.expect_hyperparameters()
 

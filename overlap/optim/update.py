@@ -41,7 +41,7 @@ from overlap.hooks.stage import UpdateStage
 from overlap.hooks.transforms.clip import Clipping, check_norm_type
 from overlap.hooks.transforms.transform import Transform
 from overlap.join import Join, Joinable
-from overlap.join.joinable import refuse_before_model
+from overlap.join.context import refuse_before_model
 from overlap.join.participation import active_join
 from overlap.optim.lifecycle import UpdateLifecycle, refusals_told
 from overlap.optim.packed_state import fingerprint

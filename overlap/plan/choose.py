@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 from overlap._checks import check_group, check_number, check_whole_number, described, is_one_of, told
-from overlap._torch.compiled import uncompiled
+from overlap._torch.ddp import uncompiled
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.optim import OverlappedOptimizer, ZeroRedundancyOptimizer
 from overlap.plan.candidates import METHODS, PLAIN, Candidate, allowed, build, obstacle, wrap

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from overlap._torch.c10d import abandon_group
 from overlap._torch.device import current_stream, has_streams
-from overlap._torch.gloo import abandon_group
 from overlap.errors import CollectiveError, ConfigurationError, OverlapError
 from overlap.hooks.engine.registration import registration_of
 from overlap.plan.candidates import METHODS, PLAIN, Candidate, build, wrap

@@ -24,23 +24,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
 import torch
 import torch.distributed as dist
 
-from overlap._torch.c10d import PrefixStore, backend_name, group_timeout
-from overlap._torch.gloo import has_lost_connection
-from overlap._torch.stores import GroupStore
+from overlap._torch.c10d import PrefixStore, TCPStore, backend_name, group_store, group_timeout, has_lost_connection
 from overlap.errors import CollectiveError, PeerError
 
-__all__ = ["Agreement", "Board", "agree", "explain", "explained", "is_reported", "is_lost_connection"]
+__all__ = ["Agreement", "Board", "agree", "explain", "explained", "is_lost_connection", "is_reported"]
 
-# The pause between two looks at the store: a tenth of the wait so far, within these limits.
+_Result = TypeVar("_Result")
+
+_CPU = torch.device("cpu")
+# The pause between two polls of the store: a tenth of the wait so far, within these limits.
 _PAUSES_S = (0.0005, 0.05)
 # How long the rank that has caused a lost connection may take to say so.
 _REPORTING_S = 1.0
@@ -49,14 +52,61 @@ _NO_REPORT = "no rank has reported an error"
 # On an error itself: it may be raised through a block that would report it again.
 _REPORTED = "_reported_to_other_ranks"
 
-# How often this process has agreed on a group: as often as every rank, so the number names the board.
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-# The board of the Join whose block this process is in.
-_watched: weakref.WeakKeyDictionary[dist.ProcessGroup, Board] = weakref.WeakKeyDictionary()
-# All of this process.
-_boards: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[Board]] = weakref.WeakKeyDictionary()
-# Boards that this rank has left: all have when they agree again.
-_left: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Board]] = weakref.WeakKeyDictionary()
+
+class _Ranks:
+    """What the boards of one process group have in common; made by :meth:`of`, once a group.
+
+    The usual store is a ``TCPStore``, which rank 0 or torchrun's agent hosts. A call of its client blocks for as long
+    as the host is suspended, whatever its timeout, and so does every other thread that calls that client. So the
+    library has a client of its own, and calls it in a thread that is abandoned when the group's timeout is over.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.timeout = group_timeout(group, _CPU)
+        store = root = group_store(group)
+        while isinstance(root, PrefixStore):
+            root = root.underlying_store
+        self._is_remote, self._is_lost = isinstance(root, TCPStore), False
+        self.store: Any = getattr(store, "clone")() if self._is_remote else store  # noqa: B009 - missing in the stubs
+        self.agreed = itertools.count()
+        """How often this process has agreed: as often as every rank, so the number names the board."""
+        self.watched: Board | None = None
+        """The board of the Join whose block this process is in."""
+        self.boards: WeakSet[Board] = WeakSet()
+        self.left: list[Board] = []
+        """Boards that this rank has left: all have when they agree again."""
+
+    @staticmethod
+    def of(group: dist.ProcessGroup) -> _Ranks:
+        """That of ``group``. Raises: RuntimeError: its store cannot be connected to."""
+        if (found := _ranks.get(group)) is None:
+            found = _ranks[group] = _Ranks(group)
+        return found
+
+    def call(self, function: Callable[[], _Result]) -> _Result:
+        """Call ``function``, which uses the store. Raises: DistNetworkError, TimeoutError: it cannot be reached."""
+        if not self._is_remote:
+            return function()
+        if self._is_lost:
+            raise TimeoutError("it has not answered before")
+        result: Future[_Result] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
+
+        thread = threading.Thread(target=run, name="overlap-store", daemon=True)
+        thread.start()
+        thread.join(self.timeout.total_seconds())
+        if thread.is_alive():
+            self._is_lost = True
+            raise TimeoutError(f"it has not answered for {self.timeout.total_seconds():.0f} s")
+        return result.result()
+
+
+_ranks: WeakKeyDictionary[dist.ProcessGroup, _Ranks] = WeakKeyDictionary()
 
 
 class Board:
@@ -78,19 +128,18 @@ class Board:
         beside: Board | None = None,
     ) -> None:
         self.rank, self.size = group.rank(), group.size()
-        self.timeout = group_timeout(group, torch.device("cpu"))
-        self._group, self._event, self._beside = weakref.ref(group), event, beside
+        self._ranks, self._event, self._beside = _Ranks.of(group), event, beside
+        self.timeout = self._ranks.timeout
         self._prefix = f"overlap/{name}"
-        self._connection = GroupStore.of(group)
-        self._store = self._connection.under(self._prefix)
+        self._store = PrefixStore(self._prefix, self._ranks.store)
         self._written: list[str] = []
-        self.disconnect: weakref.WeakMethod[Callable[[], None]] | None = None
+        self.disconnect: WeakMethod[Callable[[], None]] | None = None
         """Called where the block of a Join has failed, in which ranks may have abandoned this board's connections."""
-        _boards.setdefault(group, weakref.WeakSet()).add(self)
+        self._ranks.boards.add(self)
 
     def store(self, name: str) -> PrefixStore:
         """A store for a backend that connects the ranks, under ``name``."""
-        return self._connection.under(f"{self._prefix}/{name}")
+        return PrefixStore(f"{self._prefix}/{name}", self._ranks.store)
 
     def report(self, error: BaseException) -> None:
         """Write that this rank has failed; the first report stays. Never raises: the error itself matters more."""
@@ -100,12 +149,10 @@ class Board:
 
     def failure(self) -> str | None:
         """The first report: the rank and its error. ``None`` without one, or where the store cannot be read."""
-        with contextlib.suppress(Exception), self._reached():
-            if self._store.check([_FAILED]):
-                text: str = self._store.get(_FAILED).decode()
-                return text
-        group = self._group()
-        beside = self._beside or (None if group is None else _watched.get(group))
+        with contextlib.suppress(Exception):
+            if (found := self._values([_FAILED])) is not None:
+                return found[0]
+        beside = self._beside or self._ranks.watched
         return None if beside is None or beside is self else beside.failure()
 
     def peer_error(self, *, within_s: float = 0.0) -> PeerError | None:
@@ -125,88 +172,74 @@ class Board:
     def write(self, key: str, value: Any) -> None:
         """Write ``value``, which JSON can hold. Raises: CollectiveError: the store cannot be reached."""
         self._written.append(key)
-        with self._reached():
-            self._store.set(key, json.dumps(value))
+        self._call(lambda: self._store.set(key, json.dumps(value)))
 
     def write_first(self, key: str, text: str) -> str:
         """Write ``text``, unless another rank has written under ``key`` before; returns the text of the first."""
-        with self._reached():
-            first: str = self._store.compare_set(key, "", text).decode()
+        first: str = self._call(lambda: self._store.compare_set(key, "", text)).decode()
         if first == text:
             self._written.append(key)
         return first
 
-    def delete(self, *, kept: int = 0) -> None:
-        """Delete what this rank has written, but for the last ``kept`` keys. Never raises: the host may have ended."""
-        over = self._written[: max(0, len(self._written) - kept)]
-        self._written = self._written[len(over) :]
-        with contextlib.suppress(RuntimeError):
-            for key in over:
-                self._store.delete_key(key)
-
     def watch(self) -> None:
         """Have every other board of the group look here, too, until this rank leaves: the block of a Join begins."""
-        if (group := self._group()) is not None:
-            _watched[group] = self
+        self._ranks.watched = self
 
     def leave(self, *, has_failed: bool = False) -> None:
         """Called where this rank uses the board no more: what it wrote is deleted when all ranks agree again.
 
         With ``has_failed`` the connections of the group's other boards are made anew.
         """
-        if (group := self._group()) is not None:
-            for board in list(_boards[group]) if has_failed else ():
-                if board.disconnect is not None and (disconnect := board.disconnect()) is not None:
-                    disconnect()
-            _left.setdefault(group, []).append(self)
-            if _watched.get(group) is self:
-                del _watched[group]
+        for board in list(self._ranks.boards) if has_failed else ():
+            if board.disconnect is not None and (disconnect := board.disconnect()) is not None:
+                disconnect()
+        self._ranks.left.append(self)
+        if self._ranks.watched is self:
+            self._ranks.watched = None
 
-    def read(self, keys: Sequence[str], *, late: Callable[[Sequence[str]], str]) -> list[Any]:
-        """The values under ``keys``, once all are there.
-
-        Raises:
-            PeerError: another rank has failed.
-            CollectiveError: they are not there within the group's timeout; ``late`` says so of the missing keys.
-        """
-        start_s = time.monotonic()
-        with self._reached():
-            while not self._store.check(list(keys)):
-                error = self.peer_error()
-                # A rank that has come, and failed later, has left what is waited for.
-                if error is not None and not self._store.check(list(keys)):
-                    raise error
-                waited_s = time.monotonic() - start_s
-                if error is None and waited_s > self.timeout.total_seconds():
-                    raise CollectiveError(late([key for key in keys if not self._store.check([key])]))
-                shortest_s, longest_s = _PAUSES_S
-                time.sleep(min(shortest_s + waited_s / 10, longest_s))
-            return [json.loads(self._store.get(key)) for key in keys]
+    def delete(self) -> None:
+        """Delete what this rank has written. Never raises: the host may have ended."""
+        written, self._written = self._written, []
+        with contextlib.suppress(RuntimeError):
+            self._call(lambda: [self._store.delete_key(key) for key in written])
 
     def gather(self, what: str, value: Any, *, purpose: str) -> list[Any]:
         """Wait until every rank has written a ``value``, which JSON can hold; returns those of all ranks.
 
         Raises:
-            PeerError, CollectiveError: as :meth:`read`; ``purpose`` ends the sentence.
+            PeerError: another rank has failed.
+            CollectiveError: they are not there within the group's timeout; ``purpose`` ends the sentence.
         """
         keys = [f"{what}/{rank}" for rank in range(self.size)]
         self.write(keys[self.rank], value)
+        start_s, error = time.monotonic(), None
+        while (found := self._values(keys)) is None:
+            if error is not None:
+                raise error
+            waited_s = time.monotonic() - start_s
+            # A rank that has come, and failed later, has left what is waited for: look once more.
+            if (error := self.peer_error()) is None and waited_s > self.timeout.total_seconds():
+                late = [rank for rank, key in enumerate(keys) if self._values([key]) is None]
+                raise CollectiveError(
+                    f"rank {self.rank} could not connect with the other ranks in {self.timeout.total_seconds():.0f} s: "
+                    f"ranks {late} did not come{purpose}"
+                )
+            shortest_s, longest_s = _PAUSES_S
+            time.sleep(min(shortest_s + waited_s / 10, longest_s))
+        return [json.loads(each) for each in found]
 
-        def late(missing: Sequence[str]) -> str:
-            ranks = [rank for rank, key in enumerate(keys) if key in missing]
-            return (
-                f"rank {self.rank} could not connect with the other ranks in {self.timeout.total_seconds():.0f} s: "
-                f"ranks {ranks} did not come{purpose}"
-            )
+    def _values(self, keys: Sequence[str]) -> list[str] | None:
+        """The texts under ``keys``; ``None`` unless all are there."""
 
-        return self.read(keys, late=late)
+        def read() -> list[str] | None:
+            return [self._store.get(key).decode() for key in keys] if self._store.check(list(keys)) else None
 
-    @contextlib.contextmanager
-    def _reached(self) -> Iterator[None]:
+        return self._call(read)
+
+    def _call(self, function: Callable[[], _Result]) -> _Result:
         try:
-            yield
-        except dist.DistNetworkError as error:
-            self._connection.close()
+            return self._ranks.call(function)
+        except (dist.DistNetworkError, TimeoutError) as error:
             raise CollectiveError(
                 f"rank {self.rank} cannot reach the process group's store: rank 0 of the job, which hosts it, has "
                 f"ended, hangs or is cut off: {str(error).splitlines()[0]}"
@@ -228,9 +261,9 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
         self.rank, self.size, self._purpose = group.rank(), group.size(), purpose
-        self._group = group
+        self._ranks = _Ranks.of(group)
         self._rounds = itertools.count()
-        self.name = f"agreement/{next(_agreed.setdefault(group, itertools.count()))}"
+        self.name = f"agreement/{next(self._ranks.agreed)}"
         """Of its board: no other agreement of the group has it."""
         self._board: Board | None = None
         if self.size > 1 and _has_peers(group):
@@ -267,8 +300,8 @@ class Agreement:
             self._compare_purposes(board)
         purpose = f" to {self._purpose}; every rank of the process group must do the same, in the same order"
         found = board.gather(str(number), value, purpose=purpose)
-        for former in _left.pop(self._group, []):
-            former.delete()
+        while self._ranks.left:
+            self._ranks.left.pop().delete()
         return found
 
     def from_rank_0(self, value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap._torch.gloo import has_lost_connection
+from overlap._torch.c10d import has_lost_connection
 from overlap.errors import CollectiveError
 from overlap.ranks.board import explained
 

@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overlap._checks import check_ddp
-from overlap._torch.compiled import plain_name
-from overlap._torch.ddp import registered_hook
+from overlap._torch.ddp import plain_name, registered_hook
 from overlap.errors import ConfigurationError, TrainingLoopError
 from overlap.hooks import Stage, StageHook
 from overlap.hooks.adapters import HookStage, hook_name

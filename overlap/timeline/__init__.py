@@ -8,7 +8,7 @@ trace      all steps, for Perfetto
 
 from __future__ import annotations
 
-from overlap._torch.profiling import profile
+from overlap._torch.autograd import profile
 from overlap.timeline.pictures import save_reports
 from overlap.timeline.recording import Timeline
 from overlap.timeline.report import Activity, BucketReport, Interval, Phase, Report, StepReport

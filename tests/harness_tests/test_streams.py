@@ -15,7 +15,6 @@ from overlap._torch.device import (
     current_stream,
     future_for,
     hold,
-    host_buffer,
     new_stream,
     on_stream,
     recorded_event,
@@ -135,7 +134,9 @@ def _copies(*, waits: bool) -> None:
 
 def _fills_again(*, waits: bool) -> None:
     """The host writes into pinned memory that a copy may still read."""
-    buffer, values = host_buffer(4, DEVICE), torch.zeros(4, dtype=torch.uint8, device=DEVICE)
+    values = torch.zeros(4, device=DEVICE)
+    buffer = to_host(values)
+    synchronize(DEVICE)
     buffer.fill_(1)
     values.copy_(buffer, non_blocking=True)
     if waits:

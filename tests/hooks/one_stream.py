@@ -48,9 +48,6 @@ class OneStream(DeviceStreams):
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
-    def host_buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
     def synchronize(self, device: torch.device | None = None) -> None:
         pass
 

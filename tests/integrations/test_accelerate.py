@@ -208,7 +208,7 @@ def _uneven(form: str, folder: str) -> Any:
     from overlap.integrations.accelerate import join_uneven_inputs
 
     batches = 7  # Of both ranks together.
-    accelerator = _accelerator()
+    accelerator = _accelerator(step_scheduler_with_optimizer=True)  # The default: a step for each process.
     model, optimizer, loader, scheduler = _prepared(accelerator, form, batches)
     losses = []
     with join_uneven_inputs(accelerator, [model, optimizer, scheduler]) as join:
@@ -233,12 +233,13 @@ def _joined_loop(form: str, batches: int, like: dict[str, Any]) -> dict[str, Any
         optimizer = options_of(form)["local_sgd"](ddp, optimizer)
     mine = list(DataLoader(_data(batches), batch_size=4))[dist.get_rank() :: 2]
     with Join([ddp, optimizer, scheduler]) as join:
-        for x, y in join.iterate(mine):
+        for x, y in join.iterate(iter(mine)):
             loss = cross_entropy(ddp(x), y)
             losses.append(loss.detach().clone())
             loss.backward()
             optimizer.step()
-            scheduler.step()
+            for _ in range(dist.get_world_size()):
+                scheduler.step()
             optimizer.zero_grad()
     joined = {**state_of(net, optimizer), "losses": losses}
     return {key: value for key, value in joined.items() if key in like}

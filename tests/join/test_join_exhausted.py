@@ -7,52 +7,39 @@ from typing import Any
 
 import pytest
 import torch
-from join_loops import TOLD_BY, joined, overlapped_body
+from join_loops import TOLD_BY, joined, overlapped_body, snapshot
 
-from harness import run_ranks, wrap
-from harness.models import MLP, mean_squared_error
+from harness import assert_parity, run_ranks, wrap
+from harness.models import BATCH_NORM, MLP, mean_squared_error
 from overlap import AllReduce, ConfigurationError, Join, OverlappedOptimizer, Step, TrainingLoopError, chain
 
 _BATCHES = (5, 3)
 
 
-def _model() -> tuple[Any, Any]:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
+def _batches(rank: int) -> list[Any]:
+    return [BATCH_NORM.batch(step, rank) for step in range(_BATCHES[rank])]
+
+
+def _train(batches: list[Any], told_by: str, ran: list[Any], **options: Any) -> Any:
+    ddp = wrap(BATCH_NORM.model(), **BATCH_NORM.ddp_options())
     optimizer = OverlappedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1))
     chain(AllReduce(), Step(optimizer)).register(ddp)
-    return ddp, optimizer
-
-
-def _batches(rank: int) -> list[Any]:
-    return [MLP.batch(step, rank) for step in range(_BATCHES[rank])]
-
-
-def _train(batches: list[Any], told_by: str, ran: list[Any], **options: Any) -> None:
-    ddp, optimizer = _model()
     with joined([ddp, optimizer], batches, told_by, **options) as iterated:
         for batch in iterated:
             overlapped_body(ddp, optimizer, batch, 1.0)
             ran.append(batch)
+        if options == {"on_exhausted": "stop"}:
+            with torch.no_grad():
+                ddp(*batches[0].inputs)  # All ranks are in step here.
+    return snapshot(ddp, None)
 
 
-def _stops(rank: int, told_by: str) -> int:
-    ddp, optimizer = _model()
-    batches = _batches(rank)
-    ran = 0
-    with joined([ddp, optimizer], batches, told_by, on_exhausted="stop") as iterated:
-        for batch in iterated:
-            overlapped_body(ddp, optimizer, batch, 1.0)
-            ran += 1
-        # All ranks are in step here.
-        with torch.no_grad():
-            ddp(*batches[0].inputs)
-    return ran
-
-
-def _exhausted(rank: int, world_size: int) -> None:
+def _exhausted(rank: int, world_size: int) -> list[Any]:
+    ended = []
     for told_by in ("loader", "stream"):
-        ran = _stops(rank, told_by)
-        assert ran == 3, f"{told_by}: {ran}"
+        ran: list[Any] = []
+        ended.append(_train(_batches(rank), told_by, ran, on_exhausted="stop"))
+        assert len(ran) == 3, told_by
     for told_by in ("forwards", "lengths"):
         with pytest.raises(ConfigurationError, match=r"join\.iterate"):
             _train(_batches(rank), told_by, [], on_exhausted="stop")
@@ -74,7 +61,10 @@ def _exhausted(rank: int, world_size: int) -> None:
     with Join([ddp], enable=False) as join:
         for batch in join.iterate(_batches(rank)[:2]):
             mean_squared_error(ddp, batch).backward()
+    return ended
 
 
 def test_ranks_stop_or_raise_together_when_the_first_runs_out() -> None:
-    run_ranks(_exhausted, 2, timeout_s=120)
+    first, second = run_ranks(_exhausted, 2, timeout_s=120)
+    assert_parity(second, first, what="rank 1")
+    assert_parity(first[1], first[0], what="without a length")

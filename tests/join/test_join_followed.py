@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 
 from harness import assert_parity, run_ranks, wrap
-from harness.models import BATCH_NORM, MLP, mean_squared_error
+from harness.models import MLP, mean_squared_error
 from overlap import (
     AllReduce,
     Join,
@@ -181,12 +181,13 @@ def _unused(rank: int, world_size: int) -> None:
         chain(ZeroStep(made, **form)).register(ddp)
         return made, [ddp, made], False
 
-    for used in (lambda step: False, lambda step: rank == 1 and step < 2):
-        for kind in (Join, TorchJoin):
-            expected = train(plain, kind, used)
-            assert_parity(train(zero, kind, used), expected, what=kind.__module__)
-            deferred = train(lambda ddp: zero(ddp, deferred=True), kind, used)
-            assert_parity(deferred, expected, what=f"{kind.__module__}, deferred")
+    def used(step: int) -> bool:
+        return rank == 1 and step < 2
+
+    for kind in (Join, TorchJoin):
+        expected = train(plain, kind, used)
+        assert_parity(train(zero, kind, used), expected, what=kind.__module__)
+        assert_parity(train(lambda ddp: zero(ddp, deferred=True), kind, used), expected, what="deferred")
 
 
 def test_a_parameter_that_nobody_used_is_not_updated() -> None:
@@ -198,28 +199,19 @@ def test_a_parameter_that_nobody_used_is_not_updated() -> None:
 
 def _with_scheduler(rank: int, world_size: int) -> None:
     for batches, told_by in (((5, 2), "forwards"), ((3, 2), "stream")):
-        for is_sharded in (False, True):
-            group = dist.new_group([0, 1])
-            ddp = wrap(MLP.model(), process_group=group, **MLP.ddp_options())
-            optimizer: Any
-            if is_sharded:
-                optimizer = ZeroRedundancyOptimizer(
-                    ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True, process_group=group
-                )
-                chain(ZeroStep(optimizer)).register(ddp)
-            else:
-                optimizer = OverlappedOptimizer(_sgd(ddp))
-                chain(AllReduce(), Step(optimizer)).register(ddp)
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        ddp = wrap(MLP.model(), process_group=dist.new_group([0, 1]), **MLP.ddp_options())
+        optimizer = OverlappedOptimizer(_sgd(ddp))
+        chain(AllReduce(), Step(optimizer)).register(ddp)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
-            def body(batch: Any, ddp: Any = ddp, optimizer: Any = optimizer, scheduler: Any = scheduler) -> None:
-                mean_squared_error(ddp, batch).backward()
-                optimizer.step()
-                scheduler.step()
+        def body(batch: Any, ddp: Any = ddp, optimizer: Any = optimizer, scheduler: Any = scheduler) -> None:
+            mean_squared_error(ddp, batch).backward()
+            optimizer.step()
+            scheduler.step()
 
-            words = r"give every scheduler .*Join\(\[ddp, optimizer, sched"
-            with pytest.raises((TrainingLoopError, PeerError), match=words):
-                _run([ddp, optimizer], MLP.batches(rank, steps=batches[rank]), told_by, body)
+        words = r"give every scheduler .*Join\(\[ddp, optimizer, sched"
+        with pytest.raises((TrainingLoopError, PeerError), match=words):
+            _run([ddp, optimizer], MLP.batches(rank, steps=batches[rank]), told_by, body)
 
 
 def test_a_scheduler_that_is_not_given_is_refused_where_ranks_would_part() -> None:
@@ -270,28 +262,6 @@ def _micro_batches(rank: int, world_size: int) -> None:
 
 def test_micro_batches_of_a_rank_that_then_runs_out_are_sent() -> None:
     run_ranks(_micro_batches, 2, timeout_s=120)
-
-
-# Buffers, where all ranks stop together.
-
-
-def _buffers(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
-    ended = {}
-    for told_by in ("loader", "stream"):
-        ddp = wrap(BATCH_NORM.model(), **BATCH_NORM.ddp_options())
-        batches = BATCH_NORM.batches(rank, steps=(4, 3)[rank])
-        with joined([ddp], batches, told_by, on_exhausted="stop") as iterated:
-            for batch in iterated:
-                mean_squared_error(ddp, batch).backward()
-        ended[told_by] = {name: value.clone() for name, value in ddp.module.named_buffers()}
-    return ended
-
-
-def test_ranks_that_stop_together_end_with_the_same_buffers_however_they_know() -> None:
-    first, second = run_ranks(_buffers, 2)
-    assert_parity(first["stream"], first["loader"], what="by a stream")
-    assert_parity(second["loader"], first["loader"], what="rank 1")
-    assert_parity(second["stream"], first["loader"], what="rank 1, by a stream")
 
 
 # What a loop does to gradients by hand.

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from join_loops import (
     POLLED,
     TOLD_BY,
     assert_same_on_every_rank,
-    joined,
     overlapped_body,
     plain_body,
     snapshot,
@@ -85,9 +83,12 @@ def _loop(rank: int, world_size: int, name: str) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_any_loop_is_followed(name: str) -> None:
-    assert_same_on_every_rank(run_ranks(_loop, 2, name, timeout_s=120), what=name)
+def _loops(rank: int, world_size: int) -> list[Any]:
+    return [result for name in LOOPS for result in _loop(rank, world_size, name)]
+
+
+def test_any_loop_is_followed() -> None:
+    assert_same_on_every_rank(run_ranks(_loops, 2, timeout_s=120), what="a loop")
 
 
 def _several_joins(rank: int, world_size: int, case: Case, update: str | None, told_by: str) -> list[Any]:
@@ -106,15 +107,23 @@ def _several_joins(rank: int, world_size: int, case: Case, update: str | None, t
     return results
 
 
-@pytest.mark.parametrize(
-    ("case", "update", "told_by"),
-    [(MLP, "deferred", told_by) for told_by in TOLD_BY]
-    + [(MLP, None, "loader"), (MLP, "interleaved", "loader"), (BATCH_NORM, "deferred", "stream")]
-    + [(UNUSED_ON_SOME_RANKS, update, "loader") for update in (None, "interleaved", "deferred")],
-    ids=str,
-)
-def test_one_join_after_another_with_ranks_without_a_batch(case: Case, update: str | None, told_by: str) -> None:
-    assert_same_on_every_rank(run_ranks(_several_joins, 4, case, update, told_by), what=told_by)
+# Of the models how they are updated, and how a Join learns of it.
+SEVERAL: list[tuple[Case, str | None, str]] = [
+    *((MLP, "deferred", told_by) for told_by in TOLD_BY),
+    (MLP, None, "loader"),
+    (MLP, "interleaved", "loader"),
+    (BATCH_NORM, "deferred", "stream"),
+    (UNUSED_ON_SOME_RANKS, None, "loader"),
+    (UNUSED_ON_SOME_RANKS, "interleaved", "loader"),
+]
+
+
+def _all_several_joins(rank: int, world_size: int) -> list[Any]:
+    return [_several_joins(rank, world_size, *cell) for cell in SEVERAL]
+
+
+def test_one_join_after_another_with_ranks_without_a_batch() -> None:
+    assert_same_on_every_rank(run_ranks(_all_several_joins, 4, timeout_s=180), what="one after another")
 
 
 def _same_join(rank: int, world_size: int) -> Any:
@@ -132,51 +141,13 @@ def test_the_same_join_can_be_entered_again() -> None:
     assert_same_on_every_rank(run_ranks(_same_join, 2), what="the same Join twice")
 
 
-def _two_models(rank: int, world_size: int, is_reversed: bool) -> Any:
-    """Against a rank that goes on with zeros."""
-    counts = (5, 2)
-
-    def models(update: str | None) -> list[Any]:
-        made = [wrap(MLP.model(seed=seed), **MLP.ddp_options()) for seed in (0, 1)]
-        return [(ddp, _make(ddp, update)) for ddp in made]
-
-    def body(pairs: list[Any], batch: Any, scale: float) -> None:
-        (encoder, encoding), (decoder, decoding) = pairs
-        encoding.zero_grad()
-        decoding.zero_grad()
-        (torch.nn.functional.mse_loss(decoder(encoder(*batch.inputs)), batch.target) * scale).backward()
-        encoding.step()
-        decoding.step()
-
-    pairs = models(None)
-    for step in range(max(counts)):
-        body(pairs, MLP.batch(step, rank), float(step < counts[rank]))
-    reference = [snapshot(*pair) for pair in pairs]
-    results = []
-    ways = ("forwards", "loader", "stream")  # With several models a loader's length is not used.
-    for number, told_by in enumerate(ways, start=is_reversed):
-        update = (None, "interleaved", "deferred")[number % 3]
-        pairs = models(update)
-        listed = pairs[::-1] if is_reversed else pairs
-        batches = [MLP.batch(step, rank) for step in range(counts[rank])]
-        with joined([each for pair in listed for each in pair], batches, told_by) as iterated:
-            for batch in iterated:
-                body(pairs, batch, 1.0)
-        results.append((told_by, [snapshot(*pair) for pair in pairs]))
-        assert_parity(results[-1][1], reference, what=f"{told_by}, {update}")
-    return results
+def _threads(rank: int, world_size: int) -> Any:
+    ended = []
+    for told_by in TOLD_BY:
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        ended.append(train_unevenly(ddp, _make(ddp, "interleaved"), MLP, rank, told_by, counts=(3, 0, 2, 5)))
+    return ended
 
 
-@pytest.mark.parametrize("is_reversed", [False, True], ids=["in-order-of-forwards", "in-reverse"])
-def test_two_models_in_one_join(is_reversed: bool) -> None:
-    assert_same_on_every_rank(run_ranks(_two_models, 2, is_reversed), what="two models")
-
-
-def _threads(rank: int, world_size: int, told_by: str) -> Any:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
-    return train_unevenly(ddp, _make(ddp, "interleaved"), MLP, rank, told_by, counts=(3, 0, 2, 5))
-
-
-@pytest.mark.parametrize("told_by", TOLD_BY)
-def test_join_on_a_backend_without_channels_of_our_own(told_by: str) -> None:
-    assert_same_on_every_rank(run_threads(_threads, 4, told_by), what="threads")
+def test_join_on_a_backend_without_channels_of_our_own() -> None:
+    assert_same_on_every_rank(run_threads(_threads, 4), what="threads")

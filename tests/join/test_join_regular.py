@@ -25,6 +25,7 @@ from overlap import (
     ZeroRedundancyOptimizer,
     ZeroStep,
     chain,
+    declare,
 )
 
 _TIMEOUT_S = 20
@@ -178,6 +179,68 @@ def _even(rank: int, world_size: int) -> None:
 
 def test_ranks_that_end_together_may_run_any_loop() -> None:
     run_ranks(_even, 2)
+
+
+@declare("element")
+class _Counts(torch.optim.Optimizer):
+    """SGD whose rate falls with a count of its calls in its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "calls": 0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["calls"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["calls"])
+
+
+class AcceleratedScheduler:
+    """By name and behaviour Accelerate's: one ``step()`` is one of the scheduler inside for each process."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def step(self) -> None:
+        for _ in range(2):
+            self.scheduler.step()
+
+
+def _with_groups_that_change(rank: int, world_size: int) -> None:
+    counts = (5, 2)
+    for form in ("reference", "plain", "interleaved", "deferred", "zero"):
+        ddp = wrap(MLP.model(), **MLP.ddp_options())
+        optim: Any = _Counts(ddp.parameters())
+        if form == "zero":
+            optim = ZeroRedundancyOptimizer(ddp.parameters(), _Counts, lr=0.1, overlap_with_ddp=True)
+            chain(ZeroStep(optim)).register(ddp)
+        elif form in ("interleaved", "deferred"):
+            optim = OverlappedOptimizer(optim)
+            chain(AllReduce(), Step(optim, deferred=form == "deferred")).register(ddp)
+        scheduler = AcceleratedScheduler(torch.optim.lr_scheduler.ExponentialLR(optim, 0.9))
+
+        def body(ddp: Any, optim: Any, batch: Any, scale: float, scheduler: Any = scheduler) -> None:
+            optim.zero_grad()
+            (mean_squared_error(ddp, batch) * scale).backward()
+            optim.step()
+            scheduler.step()
+
+        if form == "reference":
+            train_with_zero_loss(ddp, optim, MLP, rank, body=body, counts=counts)
+            reference = ddp
+            continue
+        with Join([ddp, optim, scheduler]) as join:
+            for batch in join.iterate(MLP.batches(rank, steps=counts[rank])):
+                body(ddp, optim, batch, 1.0)
+        assert_parity(ddp.module.state_dict(), reference.module.state_dict(), what=form)
+        (group,) = optim.param_groups
+        assert (group["calls"], group["lr"]) == (5, pytest.approx(0.1 * 0.9**10)), form
+
+
+def test_groups_that_change_in_each_step_are_followed() -> None:
+    run_ranks(_with_groups_that_change, 2)
 
 
 def _several_models(rank: int, world_size: int) -> None:

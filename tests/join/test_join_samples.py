@@ -72,24 +72,20 @@ def _weighted(rank: int, world_size: int, reducer: str, divides: bool) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("divides", [True, False], ids=["by-all-ranks", "by-active-ranks"])
-@pytest.mark.parametrize("reducer", REDUCERS)
-def test_the_mean_is_over_samples(reducer: str, divides: bool) -> None:
-    run_ranks(_weighted, 3, reducer, divides)
+def _all_weighted(rank: int, world_size: int) -> None:
+    for reducer in REDUCERS:
+        for divides in (True, False):
+            _weighted(rank, world_size, reducer, divides)
 
 
-def _uncountable(rank: int, world_size: int) -> None:
+def test_the_mean_is_over_samples() -> None:
+    run_ranks(_all_weighted, 3)
+
+
+def _refused(rank: int, world_size: int) -> None:
     ddp = wrap(MLP.model(), **MLP.ddp_options())
     with pytest.raises(ConfigurationError, match="found None samples"), Join([ddp], weight_by_samples=True) as join:
         list(join.iterate(["a batch of words"]))
-
-
-def test_samples_that_cannot_be_counted_are_refused() -> None:
-    run_ranks(_uncountable, 2)
-
-
-def _without_iterate(rank: int, world_size: int) -> None:
-    ddp = wrap(MLP.model(), **MLP.ddp_options())
     with (
         pytest.raises(ConfigurationError, match=r"needs `for batch in join\.iterate"),
         Join([ddp], weight_by_samples=True),
@@ -97,5 +93,5 @@ def _without_iterate(rank: int, world_size: int) -> None:
         ddp(torch.zeros(1, 16))
 
 
-def test_counting_samples_needs_iterate() -> None:
-    run_ranks(_without_iterate, 2)
+def test_samples_that_cannot_be_counted_are_refused() -> None:
+    run_ranks(_refused, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from overlap import CollectiveError, PeerError
-from overlap._torch import stores
+from overlap.ranks import board as boards_of_ranks
 from overlap.ranks.board import Board, explain, explained, is_reported
 
 _LOST = RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:553] Timed out")
@@ -36,7 +35,7 @@ class _Group:
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Three ranks' views of one group, whose store is in memory."""
     store = dist.HashStore()
-    monkeypatch.setattr(stores, "group_store", lambda group: store)
+    monkeypatch.setattr(boards_of_ranks, "group_store", lambda group: store)
     return [_Group(rank, 3) for rank in range(3)]
 
 
@@ -118,8 +117,8 @@ def test_no_call_outlasts_the_groups_timeout_where_the_host_hangs(
 ) -> None:
     assert host.stdout is not None
     store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), None, False)
-    monkeypatch.setattr(stores, "group_store", lambda group: dist.PrefixStore("default", store))
-    monkeypatch.setattr(stores, "group_timeout", lambda group, device: timedelta(seconds=_TIMEOUT_S))
+    monkeypatch.setattr(boards_of_ranks, "group_store", lambda group: dist.PrefixStore("default", store))
+    monkeypatch.setattr(boards_of_ranks, "group_timeout", lambda group, device: timedelta(seconds=_TIMEOUT_S))
     group: Any = _Group(0, 2)
     board = Board(group, "0")
     board.write("key", "text")
@@ -136,17 +135,3 @@ def test_no_call_outlasts_the_groups_timeout_where_the_host_hangs(
     board.report(ValueError("the dog ate it"))
     assert time.monotonic() - start_s < 1.0
     assert store.get("default/overlap/0/key") == b'"text"', "the connection of the process group is as it was"
-
-
-def test_the_connection_of_the_process_group_is_left_as_it_is(
-    host: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert host.stdout is not None
-    port = int(host.stdout.readline())
-    store = dist.TCPStore("127.0.0.1", port, None, False)
-    monkeypatch.setattr(stores, "group_store", lambda group: store)
-    monkeypatch.setattr(stores, "group_timeout", lambda group, device: timedelta(seconds=_TIMEOUT_S))
-    group: Any = _Group(0, 2)
-    Board(group, "0")
-    limits = sorted(one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO) for one in stores._sockets_to(port))
-    assert len(limits) == 2 and limits[0] == 0 < limits[1]

@@ -15,38 +15,12 @@ import torch.distributed as dist
 import overlap
 from harness import RankDied, run_ranks, wrap
 from harness.models import MLP, mean_squared_error
-from overlap import (
-    CollectiveError,
-    LocalSGD,
-    ZeroRedundancyOptimizer,
-    ZeroStep,
-    chain,
-)
+from overlap import CollectiveError, ZeroRedundancyOptimizer
 from overlap.optim import average_parameters
 
 
 def _zero(ddp: Any) -> ZeroRedundancyOptimizer:
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, overlap_with_ddp=True)
-    chain(ZeroStep(zero)).register(ddp)
-    return zero
-
-
-def _zero_without_hooks(ddp: Any) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
-
-
-def _local_sgd(ddp: Any) -> LocalSGD:
-    local = LocalSGD(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), period=2)
-    mean_squared_error(ddp, MLP.batch(0, 0)).backward()
-    local.step()
-    return local
-
-
-def _to_the_average(ddp: Any, local: LocalSGD) -> None:
-    local.step()
-    for step in range(2):
-        mean_squared_error(ddp, MLP.batch(step, 0)).backward()
-        local.step()
 
 
 # What is made, and what the others call when a rank has ended.
@@ -55,11 +29,8 @@ _CALLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
         lambda ddp: overlap.TrainState(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)),
         lambda ddp, state: state.state_dict(),
     ),
-    "consolidate_state_dict": (_zero, lambda ddp, zero: zero.consolidate_state_dict(to=None)),
-    "zero.step() without hooks": (_zero_without_hooks, lambda ddp, zero: zero.step()),
-    "another ZeRO": (lambda ddp: None, lambda ddp, _: _zero_without_hooks(ddp)),
+    "zero.step() without hooks": (_zero, lambda ddp, zero: zero.step()),
     "an average": (lambda ddp: None, lambda ddp, _: average_parameters(ddp.parameters())),
-    "LocalSGD": (_local_sgd, _to_the_average),
     "a quantized collective": (
         lambda ddp: overlap.auto_quantize(dist.all_to_all_single, overlap.DQuantType.FP16),
         lambda ddp, all_to_all: all_to_all(torch.zeros(6), torch.ones(6)),
@@ -82,7 +53,7 @@ def _loses_a_rank(rank: int, world_size: int, name: str) -> str:
     return " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
-@pytest.mark.parametrize("name", list(_CALLS))
+@pytest.mark.parametrize("name", _CALLS)
 def test_a_lost_rank_is_a_clear_error(name: str) -> None:
     told, died = run_ranks(_loses_a_rank, 2, name, group_timeout_s=5, return_exceptions=True)
     assert isinstance(died, RankDied), died
@@ -94,7 +65,7 @@ def test_a_lost_rank_is_a_clear_error(name: str) -> None:
 _ISSUE = {
     "ranks/collectives.py",
     "_torch/c10d.py",  # What executors launch; they wait for it.
-    "_torch/joined_ddp.py",  # In the block of a Join, which explains what comes out of it.
+    "_torch/join.py",  # In the block of a Join, which explains what comes out of it.
     "join/participation.py",
     "hooks/engine/registration.py",  # As plain DDP does, where nothing is registered any more.
 }

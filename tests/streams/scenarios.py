@@ -91,7 +91,7 @@ _STEPS = "overlap/optim/local_sgd/averager.py:_weight"
 _POLL = ("overlap/join/participation.py:result",)
 _SAVED = ("overlap/resume/rank_state.py:_snapshot",)
 # Where a registration compares the values of the model with rank 0's.
-_REGISTERED = ("overlap/_torch/fingerprint.py:fingerprint",)
+_REGISTERED = ("overlap/_torch/foreach.py:fingerprint",)
 _SHARDED = (*_REGISTERED, "overlap/optim/zero/partition.py:check_same_on_all_ranks")
 _WIRES = {"reduce_wire": Int4(), "gather_wire": Int8(), "error_feedback": True}
 _BY_PARAMETER = {"partition": "parameter"}

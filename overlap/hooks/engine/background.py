@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from overlap._torch.autograd import label_type
 from overlap._torch.device import current_stream, has_streams, recorded_event
-from overlap._torch.profiling import label_type
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.executors import Executor

@@ -20,8 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from overlap._torch.c10d import Channel, GroupChannel, backend_name, group_name
-from overlap._torch.gloo import GlooChannel
+from overlap._torch.c10d import Channel, GlooChannel, GroupChannel, backend_name, group_name
 from overlap.errors import CollectiveError, ConfigurationError
 from overlap.ranks.board import Board, explained
 

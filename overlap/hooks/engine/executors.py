@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from overlap._checks import refuse_capture
 from overlap._threads import start
 from overlap._torch.autograd import by_default, without_saved_context
+from overlap._torch.c10d import has_lost_connection
 from overlap._torch.ddp import has_one_bucket, trained_parameters
 from overlap._torch.device import current_stream, future_for, has_streams, on_stream, stream_of
-from overlap._torch.gloo import has_lost_connection
 from overlap.errors import CollectiveError
 from overlap.hooks.collectives import Operation
 from overlap.hooks.engine.channels import GroupChannels, PrivateChannels

@@ -18,7 +18,7 @@ from overlap._torch.autograd import without_saved_context
 from overlap._torch.c10d import GradBucket
 from overlap._torch.ddp import data_parallel_parameters, has_foreign_hook, refusal
 from overlap._torch.device import has_streams
-from overlap._torch.fingerprint import fingerprint
+from overlap._torch.foreach import fingerprint
 from overlap._torch.join import is_joining, torch_join_divides_by_count
 from overlap.errors import (
     CollectiveError,

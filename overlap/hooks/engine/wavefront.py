@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from overlap._torch.profiling import LabelType, label_type
+from overlap._torch.autograd import LabelType, label_type
 from overlap.hooks.bucket import Bucket
 from overlap.hooks.collectives import Operation, WholePass
 from overlap.hooks.engine.executors import BucketFuture, Executor

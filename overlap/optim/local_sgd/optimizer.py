@@ -17,15 +17,14 @@ from torch.optim import Optimizer
 
 from overlap._checks import check_ddp, is_one_of, refuse_capture
 from overlap._torch.ddp import GradientSync, before_final_sync
-from overlap._torch.join import is_joining
-from overlap._torch.joined_ddp import used_in_shadow
+from overlap._torch.join import is_joining, used_in_shadow
 from overlap._torch.optimizer import run_post_hooks, run_pre_hooks
 from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError
 from overlap.hooks import Bucket, Role, Stage, StageContext, chain, wires
 from overlap.hooks.post_local_sgd import PostLocal, PostLocalSGDState, check_subgroup
 from overlap.hooks.wires import Wire
 from overlap.join.adapters import once_after
-from overlap.join.joinable import refuse_before_model
+from overlap.join.context import refuse_before_model
 from overlap.join.participation import active_join, refuse_once_joined
 from overlap.optim.lifecycle import UpdateLifecycle, refusals_told
 from overlap.optim.local_sgd.averager import Averager

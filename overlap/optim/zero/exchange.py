@@ -53,7 +53,7 @@ __all__ = ["Exchange", "Gather", "Workspace"]
 
 # A message costs tens of microseconds, in which about 256 KB can be copied.
 _LARGE_NUMEL = 64 * 1024
-# Of what all other ranks send; two rows are in memory at a time. See [Note: rows of a sum] in overlap._torch.gloo.
+# Of what all other ranks send; two rows are in memory at a time. See [Note: rows of a sum] in overlap._torch.c10d.
 _ROW_BYTES = 2**19
 
 
@@ -319,7 +319,7 @@ class _Pieces:
         self.small_numels = [numels[place] for place in self._small]
         self.large_parameters = [shards.parameter_pieces[place] for place in self._large]
         self.small_parameters = [shards.parameter_pieces[place] for place in self._small]
-        # In a reduction a message is a row of a sum (see [Note: rows of a sum] in overlap._torch.gloo), or a part of a
+        # In a reduction a message is a row of a sum (see [Note: rows of a sum] in overlap._torch.c10d), or a part of a
         # large piece of as many elements.
         others = max(1, len(shards.ranks) - 1)
         by_memory = max(_LARGE_NUMEL, _ROW_BYTES // others // like.element_size())

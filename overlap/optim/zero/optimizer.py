@@ -20,14 +20,19 @@ from torch.optim import Optimizer
 from overlap._checks import check_flag, check_group, described, is_one_of, told
 from overlap._torch import classes
 from overlap._torch.c10d import backend_name
-from overlap._torch.checkpoint import is_in_checkpointing, is_in_loading
 from overlap._torch.device import has_streams
-from overlap._torch.optimizer import has_post_hooks, hook_attributes, is_scheduled, own_step, unwrapped
-from overlap._torch.state_dict_hooks import (
+from overlap._torch.optimizer import (
     after_load_state_dict,
     after_state_dict,
     before_load_state_dict,
     before_state_dict,
+    has_post_hooks,
+    hook_attributes,
+    is_in_checkpointing,
+    is_in_loading,
+    is_scheduled,
+    own_step,
+    unwrapped,
 )
 from overlap.errors import ConfigurationError, OverlapError, RegistrationError, TrainingLoopError, UnsupportedError
 from overlap.hooks.engine.background import run_now

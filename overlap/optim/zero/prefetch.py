@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overlap._torch.device import current_stream, hold
-from overlap._torch.module_parameters import (
+from overlap._torch.ddp import (
     is_compiled,
     is_compiled_in_place,
     notify_of_reads,
     stop_notifying,
     unread_parameters,
 )
+from overlap._torch.device import current_stream, hold
 from overlap.errors import ConfigurationError, UnsupportedError
 from overlap.hooks import StageContext
 from overlap.hooks.engine.background import Completion

@@ -21,7 +21,7 @@ the parameters alone, so they are the same on every rank.
 A collective needs a packed copy of the bucket. DDP's first pass has one bucket of the whole model, and that copy would
 be the largest of the whole run. So a pass of a single large bucket is reduced in parts, one after another. Where other
 buckets follow, the link would rest between parts; those are reduced whole. On Gloo messages are added row by row
-instead: see [Note: rows of a sum] in :mod:`overlap._torch.gloo`.
+instead: see [Note: rows of a sum] in :mod:`overlap._torch.c10d`.
 """
 
 from __future__ import annotations

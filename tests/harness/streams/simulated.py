@@ -67,9 +67,6 @@ class SimulatedStreams(DeviceStreams):
         made = torch.empty_strided(pinned.size(), pinned.stride(), dtype=pinned.dtype, device=self._detector.device)
         return made.copy_(pinned, non_blocking=True)
 
-    def host_buffer(self, nbytes: int) -> Tensor:
-        return self._in_host_memory(torch.empty(nbytes, dtype=torch.uint8))
-
     def _in_host_memory(self, tensor: Tensor) -> Tensor:
         return self._detector.make_host_memory(tensor, is_pinned=True)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from harness import run_ranks
-from overlap._torch.gloo import GlooChannel
+from overlap._torch.c10d import GlooChannel
 from overlap.ranks.board import Board
 
 _TIMEOUT_S = 30

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness import bucket_sizes_bytes, run_ranks, wrap
 from overlap import ZeroRedundancyOptimizer, ZeroStep, chain
-from overlap._torch import gloo
+from overlap._torch import c10d
 from overlap.optim.zero import exchange, optimizer
 from overlap.optim.zero import shards as cutting
 from overlap.optim.zero.exchange import Workspace
@@ -261,15 +261,15 @@ def test_a_bucket_of_the_whole_model_is_reduced_in_parts(world_size: int) -> Non
 
 def _in_rows(rank: int, world_size: int, row_bytes: int) -> tuple[int, list[torch.Tensor]]:
     """The memory for what other ranks send, and what two passes have made of the parameters."""
-    boxes: list[gloo._Boxes] = []
-    make = gloo._Boxes.__init__
+    boxes: list[c10d._Boxes] = []
+    make = c10d._Boxes.__init__
 
-    def noted(self: gloo._Boxes) -> None:
+    def noted(self: c10d._Boxes) -> None:
         make(self)
         boxes.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gloo._Boxes, "__init__", noted)
+        patch.setattr(c10d._Boxes, "__init__", noted)
         patch.setattr(exchange, "_ROW_BYTES", row_bytes)
         patch.setattr(exchange, "_LARGE_NUMEL", 100)  # Weights travel by themselves, biases packed.
         torch.manual_seed(0)
