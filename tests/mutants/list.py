@@ -239,16 +239,19 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # Local SGD.
     "averages are a step late": Mutant(
-        "optim/local_sgd/schedule.py", "if self.step != self.round_end:", "if self.step <= self.round_end:", _AVERAGES
+        "optim/local_sgd/averager.py",
+        "if self.step == self.round_end:",
+        "if self.step - 1 == self.round_end:",
+        _AVERAGES,
     ),
     "the length of another round": Mutant(
-        "optim/local_sgd/schedule.py", "length = self._period(self.step)", "length = self._period(0)", _AVERAGES
+        "optim/local_sgd/averager.py", "length = period(self.step)", "length = period(0)", _AVERAGES
     ),
     "the shortest period of a hierarchy counts": Mutant(
-        "optim/local_sgd/schedule.py",
-        "for period in reversed(list(periods)) if",
-        "for period in periods if",
-        f"{_AVERAGES} -k hierarchies",
+        "optim/local_sgd/torch_names.py",
+        "groups[due[-1]]",
+        "groups[due[0]]",
+        "optim/local_sgd/test_local_sgd_torch_names.py -k longest",
     ),
     "the outer optimizer makes no step": Mutant(
         "optim/local_sgd/outer.py", "step_whole(self.optimizer)", "copy_all(anchors, gradients)", _AVERAGES

@@ -250,10 +250,6 @@ _TOPICS: dict[str, dict[str, Scenario]] = {
         "local, sparse, outer": Scenario(
             build=local_sgd(wire=TopK(0.1), error_feedback=True, outer=OUTER), host_syncs=_FIRST_ROUND
         ),
-        "local, state reset": Scenario(loop=loops.trains_long, build=local_sgd(optimizer_state="reset")),
-        "local, in 16 bits": Scenario(
-            loop=loops.trains_long, build=local_sgd(average_dtype=torch.bfloat16, overlap=True)
-        ),
     },
 }
 

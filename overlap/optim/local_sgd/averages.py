@@ -82,7 +82,7 @@ def average(
     group: dist.ProcessGroup,
     weight: Weight | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    widens: bool = False,
     wire: WiredMean | None = None,
     context: StageContext | None = None,
 ) -> Running:
@@ -94,7 +94,7 @@ def average(
         tensors: by name.
         group: all of its ranks call this.
         weight: this rank's; ranks count alike where ``None``.
-        dtype: sum in this dtype where it is wider than a tensor's.
+        widens: sum half precision in fp32.
         wire: carries those of ``tensors`` that it has an anchor of; the others are averaged in full precision.
         context: average in the background, on the connections of this registration; where ``None``, on
             ``group`` itself, before this returns.
@@ -103,7 +103,7 @@ def average(
     """
     weight = weight or Weight(1, group.size())
     by_device: dict[torch.device, list[_Part]] = {}
-    for part in _into_parts(tensors, dtype, wired=() if wire is None else wire.anchors):
+    for part in _into_parts(tensors, widens=widens, wired=() if wire is None else wire.anchors):
         by_device.setdefault(part.tensors[0].device, []).append(part)
     running = Running(wire)
     if wire is not None:
@@ -151,7 +151,7 @@ class _Part(Item):
             copy_all(self.tensors, _views(mean, self.tensors))
 
 
-def _into_parts(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, wired: Collection[str]) -> list[_Part]:
+def _into_parts(tensors: Mapping[str, Tensor], *, widens: bool, wired: Collection[str]) -> list[_Part]:
     """Cut and pack ``tensors`` into parts, the same on every rank. Those in ``wired`` are packed apart and not cut."""
     real = {name: torch.view_as_real(t) if t.is_complex() else t for name, t in tensors.items()}
     packs: list[list[str]] = []
@@ -160,8 +160,8 @@ def _into_parts(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, wired:
     for name, tensor in real.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        is_in_place = tensor.is_contiguous() and wider(tensor.dtype, dtype) == tensor.dtype and name not in wired
-        if is_in_place and tensor.nbytes >= _IN_PLACE_BYTES:
+        is_summed_as_it_is = not widens or wider(tensor.dtype) == tensor.dtype
+        if is_summed_as_it_is and tensor.is_contiguous() and name not in wired and tensor.nbytes >= _IN_PLACE_BYTES:
             slices += [(name, piece) for piece in tensor.view(-1).split(_SLICE_BYTES // tensor.element_size())]
             continue
         key = tensor.dtype, tensor.device, name in wired
@@ -173,16 +173,16 @@ def _into_parts(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, wired:
     # Packed ones first: they are copied back while others are sent, and not when there is nothing left to send.
     for names in [*packs, *open_packs.values()]:
         packed = [real[name] for name in names]
-        to, is_wired = wider(packed[0].dtype, dtype), names[0] in wired
-        parts.append(_Part(index=len(parts), names=names, tensors=packed, dtype=to, is_wired=is_wired))
+        dtype = wider(packed[0].dtype) if widens else packed[0].dtype
+        parts.append(_Part(index=len(parts), names=names, tensors=packed, dtype=dtype, is_wired=names[0] in wired))
     for name, piece in slices:
         parts.append(_Part(index=len(parts), names=[name], tensors=[piece], dtype=piece.dtype, is_slice=True))
     return parts
 
 
-def wider(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """``asked`` where it is wider than ``own``, else ``own``."""
-    return own if asked is None or asked.itemsize <= own.itemsize else asked
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which averages of ``dtype`` are kept: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _packed(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -221,7 +221,7 @@ class WiredMean:
         if group.size() == 1 and (feedback is None or not feedback.errors):
             return
         # Differences of half-precision numbers are taken in fp32.
-        anchor = _packed([self.anchors[name] for name in names], torch.promote_types(flat.dtype, torch.float32))
+        anchor = _packed([self.anchors[name] for name in names], wider(flat.dtype))
         change = (flat - anchor).float()
         weight.scale_(change)
         views = _views(change, tensors)
