@@ -286,12 +286,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # States.
     "the state of stages is not saved": Mutant(
-        "resume/rank_state.py", '"state": stage.state_dict()}', '"state": {}}', "resume/test_train_state.py -k snapshot"
+        "resume/state.py", '"state": self._stage.state_dict()}', '"state": {}}', "resume/test_train_state.py -k snapshot"
     ),
     "the state of another rank is loaded": Mutant(
-        "resume/rank_state.py",
-        'if (state["rank"], state["ranks"]) != (group.rank(), group.size()):',
-        'if state["ranks"] != group.size():',
+        "resume/state.py",
+        'if (state["rank"], state["ranks"]) != (self._rank, self._ranks):',
+        'if state["ranks"] != self._ranks:',
         "resume/test_train_state.py -k does_not_fit",
     ),
     # Everything else.

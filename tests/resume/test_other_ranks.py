@@ -177,7 +177,7 @@ def _check_resumed(form: str, ddp: Any, optimizer: Any, where: Path, rank: int, 
     elif form != "LocalSGD":
         assert_parity(now["optimizer"], old["optimizer"], what=f"{form}, the optimizer")
     else:
-        _check_local(now["optimizer"], [state["optimizer"] for state in states], rank, ranks)
+        _check_local(now["optimizer"][0], [state["optimizer"][0] for state in states], rank, ranks)
     if stages := now["stages"]["state"]:
         _check_memories(form, stages, [state["stages"]["state"] for state in states], rank, ranks)
     # Through torch.distributed.checkpoint it is the same.

@@ -89,7 +89,7 @@ def _with_each_reducer(build: Callable[[Make], Build]) -> dict[str, Scenario]:
 _FIRST_ROUND = ("overlap/optim/local_sgd/outer.py:check_common",)
 _STEPS = "overlap/optim/local_sgd/averager.py:_weight"
 _POLL = ("overlap/join/participation.py:result",)
-_SAVED = ("overlap/resume/rank_state.py:_snapshot",)
+_SAVED = ("overlap/resume/state.py:_snapshot",)
 # Where a registration compares the values of the model with rank 0's.
 _REGISTERED = ("overlap/_torch/fingerprint.py:fingerprint",)
 _SHARDED = (*_REGISTERED, "overlap/optim/zero/partition.py:check_same_on_all_ranks")

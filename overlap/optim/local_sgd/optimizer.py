@@ -278,7 +278,8 @@ class LocalSGD(AveragingOptimizer, Joinable):
             )
             return
         self.averager.load_state_dict(own)
-        self.registration.stage.load_state_dict(own["stages"])
+        if "stages" in own:  # overlap.state_dict has them beside the optimizer.
+            self.registration.stage.load_state_dict(own["stages"])
 
     @staticmethod
     def redistribute(states: Sequence[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
