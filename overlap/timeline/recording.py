@@ -146,17 +146,14 @@ class Timeline:
         return self._report
 
     def save(self, path: Any, *, step: int | None = None) -> None:
-        """Write a picture (``.png``, ``.svg``, ``.pdf``) of one step, or a trace (``.json``) of all.
-
-        Every rank calls this, as :meth:`report`; rank 0 writes. Perfetto (ui.perfetto.dev) and chrome://tracing open
-        the trace.
+        """Draw one step into a file. Every rank calls this, as :meth:`report`; rank 0 writes.
 
         Args:
-            path: the file to write, a ``str`` or ``Path``.
+            path: the file to write, a ``str`` or ``Path`` that ends in ``.png``, ``.svg`` or ``.pdf``.
             step: which step to draw, counted from 0; by default the one that took rank 0 the median time.
 
         Raises:
-            ConfigurationError: the suffix is none of these, there is no such step, or a picture needs matplotlib.
+            ConfigurationError: the suffix is none of these, there is no such step, or matplotlib is missing.
         """
         check_path(path)
         report = self.report()

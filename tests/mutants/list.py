@@ -286,7 +286,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # States.
     "the state of stages is not saved": Mutant(
-        "resume/state.py", '"state": self._stage.state_dict()}', '"state": {}}', "resume/test_train_state.py -k snapshot"
+        "resume/state.py",
+        '"state": self._stage.state_dict()}',
+        '"state": {}}',
+        "resume/test_train_state.py -k snapshot",
     ),
     "the state of another rank is loaded": Mutant(
         "resume/state.py",
