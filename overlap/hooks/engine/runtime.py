@@ -120,6 +120,11 @@ class Runtime:
         self._end = weakref.finalize(self, self.executor.channels.abort if worker is None else worker.stop)
         self._end.atexit = False
 
+    @property
+    def passes(self) -> int:
+        """Backward passes that have begun."""
+        return self._steps
+
     def open(self, agreement: Agreement | None = None) -> None:
         """Attach the stages, check in an ``agreement`` that all ranks run the same, and connect to them.
 
