@@ -200,18 +200,18 @@ class Race:
         while len(ratios) < least or not (is_over or len(ratios) >= _MOST_ROUNDS):
             # In turns, so that neither always comes after the other.
             order = [baseline, lane] if len(ratios) % 2 == 0 else [lane, baseline]
-            times = self._together(candidate, partial(self._round, order, until_s))
-            if times is None:
+            found = self._together(candidate, partial(self._round, order, until_s))
+            if found is None:
                 return
-            is_over = times[0][-1]
-            ms = {one: max(of_rank[place] for of_rank in times) for place, one in enumerate(order)}
+            is_over = found[0][1]
+            ms = {one: max(times[place] for times, _ in found) for place, one in enumerate(order)}
             self.samples[self.baseline].append(ms[baseline])
             samples.append(ms[lane])
             ratios.append(ms[lane] / ms[baseline])
         self._drop(candidate)
 
-    def _round(self, order: Sequence[_Lane], until_s: float) -> list[Any]:
-        return [*(self._sample_ms(lane) for lane in order), time.monotonic() >= until_s]
+    def _round(self, order: Sequence[_Lane], until_s: float) -> tuple[list[float], bool]:
+        return [self._sample_ms(lane) for lane in order], time.monotonic() >= until_s
 
     def _add(self, candidate: Candidate) -> _Lane | None:
         """Build ``candidate`` on a copy, and take its first steps; ``None`` where a rank could not."""
@@ -227,19 +227,17 @@ class Race:
             lane = self._lanes[candidate]
             lane.optimizer = build(lane.ddp, lane.optimizer, candidate)
 
-        def stepped() -> float:
-            return self._sample_ms(self._lanes[candidate])
-
         if self._together(candidate, wrapped) is None or self._together(candidate, built) is None:
             return None
+        lane = self._lanes[candidate]
         for _ in range(_WARMUP_STEPS):
-            times = self._together(candidate, stepped)
+            times = self._together(candidate, lambda: self._sample_ms(lane))
             if times is None:
                 return None
             if (step_ms := max(times)) > _LONG_MS:
                 break
-        self._lanes[candidate].step_ms = step_ms
-        return self._lanes[candidate]
+        lane.step_ms = step_ms
+        return lane
 
     def _together(self, candidate: Candidate, run: Callable[[], Any]) -> list[Any] | None:
         """The result of ``run`` on each rank; ``None`` where ``candidate`` is refused on one.

@@ -58,8 +58,7 @@ class Timeline:
     Args:
         ddp: the model; to compile it, compile the module inside: ``DistributedDataParallel(torch.compile(module))``.
 
-    Communication:
-        None while it records with a stage registered. :meth:`report` gathers once.
+    Communication: none while it records with a stage registered. :meth:`report` gathers once.
 
     Raises:
         RegistrationError: ``ddp`` is not a DDP model, has a hook that was not registered with :func:`overlap.register`,
@@ -126,13 +125,9 @@ class Timeline:
         return read_steps(self._recorder.steps, self._recorder.clock, self._kinds, rank=self._ddp.process_group.rank())
 
     def report(self) -> Report:
-        """The steps of all ranks.
+        """The steps of all ranks; every rank calls this (or :meth:`save`) after the block.
 
-        Every rank calls this (or :meth:`save`) after the block. Ranks of one machine share its clock; those of several
-        are aligned by their system time.
-
-        Communication:
-            The first call issues ``all_gather_object`` on the model's process group.
+        Communication: in the first call ``all_gather_object`` on the model's process group.
 
         Raises:
             TrainingLoopError: the block is not over.

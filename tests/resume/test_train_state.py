@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import io
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from overlap import (
     chain,
     powerSGD_hook,
 )
-from overlap.hooks import PostLocalSGDState
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 # DDP keeps the buckets that it begins with, and so does what is rounded by bucket.
@@ -256,47 +254,6 @@ def _kept(rank: int, world_size: int) -> None:
 
 def test_what_cannot_be_saved_is_named_and_counters_are_saved_before_they_matter() -> None:
     run_ranks(_kept, 2)
-
-
-def _powersgd() -> PowerSGD:
-    return PowerSGD(rank=1, min_compression_rate=1)
-
-
-def _of_three(rank: int, world_size: int) -> Any:
-    return overlap.state_dict(*_overlapped(rank, reducer=_powersgd()))
-
-
-def _on_two(rank: int, world_size: int, states: list[Any]) -> Any:
-    stage = _powersgd()
-    ddp, optimizer = _overlapped(rank, steps=0, reducer=stage)
-    ddp.module.load_state_dict(states[0]["model"])
-    optimizer.load_state_dict(states[0]["optimizer"][0]["state"])
-    own = [state["stages"]["state"]["0"] for state in states]
-    stage.load_state_dict(PowerSGD.redistribute(own, rank=rank, ranks=world_size))
-    before = overlap.state_dict(ddp, optimizer)
-    _train(rank, ddp, optimizer, range(3, 5))
-    return before
-
-
-def test_the_documented_way_to_another_number_of_ranks() -> None:
-    states = run_ranks(_of_three, 3)
-    resumed = run_ranks(_on_two, 2, states)
-    assert_parity(resumed[0]["model"], states[0]["model"], what="the model")
-    assert_parity(resumed[0]["optimizer"], states[0]["optimizer"], what="the optimizer")
-    for name in states[0]["stages"]["state"]["0"]["residuals"]:
-        pending = [
-            sum(state["stages"]["state"]["0"]["residuals"].get(name, 0) for state in all_ranks) / len(all_ranks)
-            for all_ranks in (states, resumed)
-        ]
-        torch.testing.assert_close(*pending)
-
-
-def test_a_pickled_postlocalsgdstate_counts_on_without_its_groups(caplog: pytest.LogCaptureFixture) -> None:
-    state = PostLocalSGDState(None, None, start_localSGD_iter=7)
-    state.process_group, state.iter = torch.distributed.ProcessGroup(0, 1), 3
-    again = pickle.loads(pickle.dumps(state))
-    assert (again.iter, again.start_localSGD_iter, again.process_group) == (3, 7, None)
-    assert "process groups are not pickled" in caplog.text
 
 
 def _pair(rank: int, steps: int) -> Any:

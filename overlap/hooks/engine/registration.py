@@ -122,14 +122,14 @@ class LoadHooks:
     """
 
     def __init__(self, runtime: Runtime | None = None, ddp: DistributedDataParallel | None = None) -> None:
-        self._runtime = None if runtime is None else weakref.ref(runtime)
-        self._ddp = None if ddp is None else weakref.ref(ddp)
+        self._runtime: Callable[[], Runtime | None] = (lambda: None) if runtime is None else weakref.ref(runtime)
+        self._ddp: Callable[[], DistributedDataParallel | None] = (lambda: None) if ddp is None else weakref.ref(ddp)
         self._until_the_first_pass: Any = None
         self._was_empty = False
 
     def on_load(self, module: torch.nn.Module, keys: Any) -> None:
         """The model's ``load_state_dict`` has been called."""
-        runtime, ddp = self._runtime and self._runtime(), self._ddp and self._ddp()
+        runtime, ddp = self._runtime(), self._ddp()
         if runtime is not None and ddp is not None and not runtime.passes and self._until_the_first_pass is None:
             hook = torch.compiler.disable(self._before_forward)
             self._until_the_first_pass = ddp.register_forward_pre_hook(hook)
@@ -141,7 +141,7 @@ class LoadHooks:
             self._until_the_first_pass = None
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if (runtime := self._runtime and self._runtime()) is None:
+        if (runtime := self._runtime()) is None:
             return
         remembers = _has_tensors(runtime.stage.state_dict())
         if not runtime.passes:

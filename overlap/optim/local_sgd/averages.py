@@ -1,8 +1,8 @@
 """Averages tensors over ranks, in place; local SGD and the averagers have this one path.
 
-**In full precision** a large tensor that is contiguous in memory is averaged where it is, in slices; the others are
-packed together into flat buffers, averaged there, and copied back. Two such parts are in flight at a time, so that one
-packs or unpacks while the other is being sent. So the memory needed beside the model is two buffers of a few megabytes,
+**In full precision** a large tensor that is contiguous in memory is averaged where it is; the others are packed
+together into flat buffers, averaged there, and copied back. Two such parts are in flight at a time, so that one packs
+or unpacks while the other is being sent. So the memory needed beside the model is two buffers of a few megabytes,
 whatever the model's size. Tensors keep their storage.
 
 **Through a wire** travels the change since a beginning that all ranks had in common, the anchor::
@@ -36,7 +36,6 @@ __all__ = ["Running", "Weight", "WiredMean", "average", "wider"]
 _PACKED_BYTES = 8 * 2**20
 # A collective costs about as much as copying a megabyte twice: smaller tensors are packed.
 _IN_PLACE_BYTES = 2**20
-_SLICE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -133,50 +132,58 @@ def average(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Part(Item):
-    """Tensors of one dtype that travel together, or a slice of one."""
+    """Tensors of one dtype that travel together, or one that is averaged where it is."""
 
     names: Sequence[str]
     tensors: Sequence[Tensor]
     dtype: torch.dtype
-    is_slice: bool = False
     is_wired: bool = False
+    is_in_place: bool = False
 
     def load(self) -> Tensor:
-        """This rank's values, shape ``(numel,)``: a copy, or the slice itself."""
-        return self.tensors[0] if self.is_slice else _packed(self.tensors, self.dtype)
+        """This rank's values, shape ``(numel,)``: a copy, or the tensor itself."""
+        return self.tensors[0].view(-1) if self.is_in_place else _packed(self.tensors, self.dtype)
 
     def store(self, mean: Tensor) -> None:
         """Copy the mean, shape ``(numel,)``, into the tensors."""
-        if not self.is_slice:
+        if not self.is_in_place:
             copy_all(self.tensors, _views(mean, self.tensors))
 
 
 def _into_parts(tensors: Mapping[str, Tensor], *, widens: bool, wired: Collection[str]) -> list[_Part]:
-    """Cut and pack ``tensors`` into parts, the same on every rank. Those in ``wired`` are packed apart and not cut."""
+    """Pack ``tensors`` into parts, the same on every rank; those in ``wired`` apart from the others."""
     real = {name: torch.view_as_real(t) if t.is_complex() else t for name, t in tensors.items()}
     packs: list[list[str]] = []
     open_packs: dict[tuple[torch.dtype, torch.device, bool], list[str]] = {}
-    slices: list[tuple[str, Tensor]] = []
+    in_place: list[str] = []
     for name, tensor in real.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        is_summed_as_it_is = not widens or wider(tensor.dtype) == tensor.dtype
-        if is_summed_as_it_is and tensor.is_contiguous() and name not in wired and tensor.nbytes >= _IN_PLACE_BYTES:
-            slices += [(name, piece) for piece in tensor.view(-1).split(_SLICE_BYTES // tensor.element_size())]
+        is_summed_as_it_is = name not in wired and (not widens or wider(tensor.dtype) == tensor.dtype)
+        if is_summed_as_it_is and tensor.is_contiguous() and tensor.nbytes >= _IN_PLACE_BYTES:
+            in_place.append(name)
             continue
         key = tensor.dtype, tensor.device, name in wired
         members = open_packs.setdefault(key, [])
         members.append(name)
         if sum(real[member].nbytes for member in members) >= _PACKED_BYTES:
             packs.append(open_packs.pop(key))
-    parts: list[_Part] = []
     # Packed ones first: they are copied back while others are sent, and not when there is nothing left to send.
-    for names in [*packs, *open_packs.values()]:
-        packed = [real[name] for name in names]
-        dtype = wider(packed[0].dtype) if widens else packed[0].dtype
-        parts.append(_Part(index=len(parts), names=names, tensors=packed, dtype=dtype, is_wired=names[0] in wired))
-    for name, piece in slices:
-        parts.append(_Part(index=len(parts), names=[name], tensors=[piece], dtype=piece.dtype, is_slice=True))
+    packed = [*packs, *open_packs.values()]
+    parts: list[_Part] = []
+    for names in [*packed, *([name] for name in in_place)]:
+        own = [real[name] for name in names]
+        dtype = wider(own[0].dtype) if widens else own[0].dtype
+        parts.append(
+            _Part(
+                index=len(parts),
+                names=names,
+                tensors=own,
+                dtype=dtype,
+                is_wired=names[0] in wired,
+                is_in_place=len(parts) >= len(packed),
+            )
+        )
     return parts
 
 

@@ -35,10 +35,7 @@ class SeveralOptimizers(Optimizer):
         for optimizer in self.optimizers:
             closure = inspect.signature(optimizer.step).parameters.get("closure")
             if closure is not None and closure.default is inspect.Parameter.empty:
-                raise UnsupportedError(
-                    f"{type(optimizer).__name__} evaluates the model again inside step(closure), which several "
-                    "optimizers evaluate once: give it alone"
-                )
+                raise UnsupportedError(f"{type(optimizer).__name__}.step() needs a closure: give this optimizer alone")
             for parameter in (one for group in optimizer.param_groups for one in group["params"]):
                 if owners.setdefault(parameter, optimizer) is not optimizer:
                     raise ConfigurationError(
